@@ -1,0 +1,91 @@
+"""The model shard: the one interface behind which a target's layers live, local or remote.
+
+A shard owns a contiguous range of layers, its weights and its slots. What crosses the interface is named, never
+shared: slots are numbers, rows are half-open spans of positions, tensors are named by *global* layer
+(`layers.12.k`), so another split of the same numerics classes can take them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, TypeAlias
+
+from attrs import frozen
+from torch import Tensor
+
+NamedTensors: TypeAlias = Mapping[str, Tensor]
+
+
+@frozen
+class Segment:
+    """`count` consecutive rows of one slot's sequence, from position `start` on."""
+
+    slot: int
+    start: int
+    count: int
+
+
+@frozen
+class Step:
+    """What one forward computes: the segments' rows in order, padded up to `rung` rows.
+
+    A prefill chunk is one segment; a batched decode has one segment of one row per request; a verification has one
+    segment of block-size rows per request. No slot appears twice.
+    """
+
+    segments: tuple[Segment, ...]
+    rung: int
+
+    @property
+    def rows(self) -> int:
+        return sum(segment.count for segment in self.segments)
+
+
+@frozen
+class Forward:
+    """What one forward leaves behind. The tensors are the shard's static buffers: read them before the next forward.
+
+    hidden: `[rung, D]` in the model's dtype, the residual stream after the shard's last layer (no final norm).
+    captures: layer index -> `[rung, D]`, the residual stream after that decoder layer (the DFlash taps).
+    """
+
+    hidden: Tensor
+    captures: Mapping[int, Tensor]
+
+
+class Shard(Protocol):
+    """Layers `[first, last)` of one target on one device. Every call runs on the lane's thread."""
+
+    @property
+    def layers(self) -> range: ...
+
+    def forward(self, step: Step, inputs: Tensor) -> Forward:
+        """Run `step` through the layers, writing KV rows `[start, start + count)` of each segment's slot.
+
+        inputs: int64 `[rows]` token ids on the first shard (the shard pads to the rung), otherwise hidden states
+        `[rung, D]`. Rows below `start` must be valid. Rows past `start + count` become garbage: attention never
+        reads beyond a row's own position, so rolling back is forgetting.
+        """
+        ...
+
+    def logits(self, step: Step, hidden: Tensor) -> Tensor:
+        """Final norm and head over `hidden[rung, D]`: float32 `[rung, V]`. Last shard only."""
+        ...
+
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        """Copy rows `[0, count)` of slot `source` into slot `target`."""
+        ...
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
+        """KV rows `[start, stop)` as `layers.N.k` and `layers.N.v`, each `[KV, stop - start, hd]`, contiguous, on host."""
+        ...
+
+    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
+        """Put what `export_rows` gave back at `start`; a name, shape or dtype that is not ours is a ValueError."""
+        ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held on the device: `weights`, `kv`, `buffers`."""
+        ...
+
+    def close(self) -> None: ...
