@@ -1,0 +1,62 @@
+"""The unions of everything above, for the table, the trace and the executors."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from attrs import frozen
+
+from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
+from effects.ids import DeviceFailed, RequestId, StoreFailed
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pflash import CompressPrompt, PromptCompressed
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored, RestoreBlocks
+from effects.round import RoundDone, RunRound
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+
+Outcome: TypeAlias = (
+    PrefixFound
+    | PrefixMissed
+    | BlocksRestored
+    | PromptCompressed
+    | DraftUnparked
+    | PrefillAdvanced
+    | RoundDone
+    | SnapshotSaved
+    | DraftParked
+    | StoreFailed
+    | DeviceFailed
+)
+Effect: TypeAlias = (
+    FindPrefix
+    | ReleasePrefix
+    | RestoreBlocks
+    | CompressPrompt
+    | UnparkDraft
+    | OpenSlot
+    | RunPrefill
+    | RunRound
+    | SaveSnapshot
+    | ParkDraft
+    | ReportProgress
+    | EmitTokens
+    | CloseStream
+    | Abandon
+)
+
+
+@frozen
+class Ask:
+    """An effect and whom it is for."""
+
+    request: RequestId
+    effect: Effect
+
+
+@frozen
+class Launch:
+    """Asks that the device lane carries out together, in this order: a batch of rounds, or one of anything else."""
+
+    asks: tuple[Ask, ...]

@@ -1,0 +1,39 @@
+"""The names that effects and events use for things they do not own."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal, NewType, TypeAlias
+
+from attrs import frozen
+
+RequestId = NewType("RequestId", int)
+SlotId = NewType("SlotId", int)
+LeaseId = NewType("LeaseId", int)  # a hit in the block store: held until its rows are restored or released
+Tokens: TypeAlias = tuple[int, ...]
+Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
+Tier: TypeAlias = Literal["none", "device", "host", "disk"]
+FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken"]
+
+
+class Lane(Enum):
+    """Who carries an effect out. A request has at most one awaited effect in flight on each."""
+
+    DEVICE = "device"  # one OS thread; the pure core decides the order
+    STORE = "store"  # host memory and disk; concurrent, bounded by the executor
+
+
+@frozen
+class DeviceFailed:
+    """A device effect did not happen. What had been acknowledged before it still holds."""
+
+    kind: FailureKind
+    detail: str
+
+
+@frozen
+class StoreFailed:
+    """A store effect did not happen; the store has let go of the lease it used."""
+
+    kind: FailureKind
+    detail: str

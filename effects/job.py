@@ -1,0 +1,55 @@
+"""What a client asked for, checked and complete: a job can be run again from this value alone."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from effects.ids import Tokens
+
+
+@frozen
+class Sampling:
+    """How a token is picked from its logits. Greedy at temperature 0. Carried, never computed with, by the core.
+
+    The order is: logit bias, repetition penalty (prompt and answer), presence and frequency penalties (answer only),
+    temperature, top-k, top-p, min-p, then the largest of logit + Gumbel noise keyed by (seed, position).
+    """
+
+    temperature: float = 0  # >= 0; 0 is greedy
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1  # (0, 1]
+    min_p: float = 0  # [0, 1]: relative to the likeliest token
+    repetition_penalty: float = 1  # > 0; 1 is none (Keskar et al. 2019, as in transformers)
+    presence_penalty: float = 0
+    frequency_penalty: float = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    seed: int = 0  # [0, 2**63)
+    logprobs: int = -1  # -1: none; otherwise how many alternatives beside the chosen token
+
+
+@frozen
+class Job:
+    """One request as the engine sees it."""
+
+    prompt: Tokens  # at least one token; the last one is always computed
+    max_tokens: int  # at least 1; prompt + max_tokens fit the context
+    sampling: Sampling = Sampling()
+    stop_tokens: Tokens = ()  # generation ends with any of these, which is counted but has no text
+    lookup: bool = True  # may host memory and disk be asked (prefix_cache.scope is not `off`)
+    compress: bool = True  # may the prompt be compressed, where the gate says so
+    speculate: bool = True  # may a draft propose
+
+
+@frozen
+class Report:
+    """What became of a request: the `rekindle` object of a response, less the times."""
+
+    prompt_tokens: int
+    restored_tokens: int = 0  # prompt tokens that were not computed again
+    tier: str = "none"  # where most of them came from
+    miss: str = ""  # why no (more) tokens were restored; empty when nothing was missed
+    completion_tokens: int = 0
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    compressed_from: int = 0  # length of the prompt before compression; 0: not compressed

@@ -1,0 +1,44 @@
+"""The block store: is a prefix of this prompt kept in host memory or on disk?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import frozen
+
+from effects.ids import Lane, LeaseId, StoreFailed, Tier, Tokens
+
+
+@frozen
+class PrefixFound:
+    """Rows `[0, length)` are kept and will stay until `lease` is released."""
+
+    lease: LeaseId
+    length: int  # tokens, a multiple of the grain
+    tier: Tier
+    load_ns: int = 0  # predicted time to load one token's rows; 0: not yet measured
+    served: Tokens | None = None  # what an earlier compression made of this prompt, when there was one
+
+
+@frozen
+class PrefixMissed:
+    reason: str  # machine-readable: empty_store, diverged_at:N, too_short ...
+    served: Tokens | None = None
+
+
+@frozen
+class FindPrefix:
+    """Look for more than the `beyond` tokens that are on the device already."""
+
+    outcomes: ClassVar = (PrefixFound, PrefixMissed, StoreFailed)
+    lane: ClassVar = Lane.STORE
+    prompt: Tokens
+    beyond: int
+
+
+@frozen
+class ReleasePrefix:
+    """Give a lease back that nothing will be restored from."""
+
+    outcomes: ClassVar = ()
+    lease: LeaseId

@@ -1,0 +1,45 @@
+"""Put a prompt into a slot, and compute its rows chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import frozen
+
+from effects.ids import DeviceFailed, Lane, SlotId, Tokens
+from effects.job import Sampling
+
+
+@frozen
+class OpenSlot:
+    """From now on the slot serves `prompt`, of which rows `[0, keep)` are valid. Nobody awaits it.
+
+    If `source` is another slot, its rows `[0, keep)` are copied first. Done on the device lane, in order with the
+    launches. Doing it twice changes nothing.
+    """
+
+    outcomes: ClassVar = ()
+    lane: ClassVar = Lane.DEVICE
+    slot: SlotId
+    source: SlotId
+    keep: int
+    prompt: Tokens
+    sampling: Sampling
+
+
+@frozen
+class PrefillAdvanced:
+    """Rows `[start, stop)` as asked for are computed."""
+
+    stop: int
+
+
+@frozen
+class RunPrefill:
+    """Compute rows `[start, stop)` of the slot's prompt: one chunk, at most C rows."""
+
+    outcomes: ClassVar = (PrefillAdvanced, DeviceFailed)
+    lane: ClassVar = Lane.DEVICE
+    slot: SlotId
+    start: int
+    stop: int

@@ -1,0 +1,30 @@
+"""Bring KV rows back into a slot from host memory or disk."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import frozen
+
+from effects.ids import Lane, LeaseId, SlotId, StoreFailed
+
+
+@frozen
+class BlocksRestored:
+    """Rows `[start, stop)` of the slot are on the device; the lease is released."""
+
+    start: int
+    stop: int
+    bytes: int
+
+
+@frozen
+class RestoreBlocks:
+    """Load rows `[start, stop)` into the slot. Whatever comes of it, the lease is released with the outcome."""
+
+    outcomes: ClassVar = (BlocksRestored, StoreFailed)
+    lane: ClassVar = Lane.STORE
+    lease: LeaseId
+    slot: SlotId
+    start: int
+    stop: int

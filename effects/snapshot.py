@@ -1,0 +1,25 @@
+"""Keep a slot's rows beyond the device: copied out on the lane, written behind the request's back."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import frozen
+
+from effects.ids import DeviceFailed, Lane, SlotId, Tokens
+
+
+@frozen
+class SnapshotSaved:
+    """Rows `[0, length)` are in host memory, to be written in the background."""
+
+    length: int
+    bytes: int
+
+
+@frozen
+class SaveSnapshot:
+    outcomes: ClassVar = (SnapshotSaved, DeviceFailed)
+    lane: ClassVar = Lane.DEVICE
+    slot: SlotId
+    tokens: Tokens  # what rows [0, len(tokens)) stand for

@@ -1,0 +1,48 @@
+"""What a client gets to see. Nobody awaits these: they are done at once, in order, and never block."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, TypeAlias
+
+from attrs import frozen
+
+from effects.ids import Tokens
+from effects.job import Report
+from effects.round import Logprob
+
+# Why a stream ended. `stop`: a stop token, or a stop string (cancelled by the edge); `length`: max_tokens reached.
+Finish: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "shutdown", "queue_full", "failed"]
+
+
+@frozen
+class ReportProgress:
+    """The prompt so far: `done` of `total` tokens are in place, `cached` of them restored. Also: accepted to the queue."""
+
+    outcomes: ClassVar = ()
+    done: int
+    total: int
+    cached: int
+
+
+@frozen
+class EmitTokens:
+    outcomes: ClassVar = ()
+    tokens: Tokens
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@frozen
+class CloseStream:
+    """The last thing that a client hears. Snapshotting and parking follow behind its back."""
+
+    outcomes: ClassVar = ()
+    finish: Finish
+    report: Report
+    detail: str = ""  # what failed, for the log and the error object
+
+
+@frozen
+class Abandon:
+    """Stop what runs for this request as soon as may be: a flag is set, and the real outcome still comes."""
+
+    outcomes: ClassVar = ()
