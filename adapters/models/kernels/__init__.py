@@ -3,3 +3,157 @@
 Exactness lives here: every operation must give a row the same bits at every rung of the width ladder, wherever the
 row stands and whoever its neighbours are. What cannot be promised is caught by the numerics probe.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.models.shard import Segment, Step
+
+T = TypeVar("T")
+
+
+@frozen
+class Rope:
+    """Rotary tables, float32 `[capacity, hd / 2]` each, row p for position p (built once on the host in float32)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@define(eq=False)
+class Batch:
+    """What one step tells the kernels: static buffers of one rung, filled anew before every forward.
+
+    On the device, one int64 value a row (views of one `[4, rung]` tensor, so that one copy fills them):
+
+    tokens    token id; 0 in padded rows (a later shard, which gets hidden states, leaves it at 0)
+    slots     slot whose sequence the row belongs to; 0 in padded rows
+    positions the row's position in its sequence; -1 marks a padded row
+    lengths   keys the row attends to, `positions + 1`; so 0 in padded rows
+
+    Rows of one segment are consecutive and their positions are too; real rows come first, padded rows last. No slot
+    appears in two segments. A padded row must not write to the caches; what it computes is never read, but it must
+    stay finite.
+
+    segments is the same fact on the host, for kernels that choose their work there. Inside `Kernels.launch` a kernel
+    that records graphs must read the device tensors only, unless the choice is part of the graph's key.
+    plan is the kernels' own: what `Kernels.prepare` worked out for this step.
+    """
+
+    rung: int
+    device: torch.device
+    table: Tensor = field(init=False)
+    tokens: Tensor = field(init=False)
+    slots: Tensor = field(init=False)
+    positions: Tensor = field(init=False)
+    lengths: Tensor = field(init=False)
+    segments: tuple[Segment, ...] = field(init=False, default=())
+    plan: Any = field(init=False, default=None)
+    _staging: Tensor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._staging = torch.zeros(4, self.rung, dtype=torch.int64)
+        self.table = self._staging if self.device.type == "cpu" else self._staging.to(self.device)
+        self.tokens, self.slots, self.positions, self.lengths = self.table.unbind(0)
+
+    def load(self, step: Step, tokens: Tensor | None) -> None:
+        """Fill the buffers from `step`; tokens: int64 `[rows]` on any device, or None on a later shard."""
+        staging, row = self._staging, 0
+        staging.zero_()
+        staging[2].fill_(-1)
+        for segment in step.segments:
+            end = row + segment.count
+            staging[1, row:end] = segment.slot
+            torch.arange(segment.start, segment.start + segment.count, out=staging[2, row:end])
+            row = end
+        torch.add(staging[2], 1, out=staging[3])
+        on_host = tokens is not None and tokens.device.type == "cpu"
+        if tokens is not None and on_host:
+            staging[0, :row] = tokens
+        if self.table is not staging:
+            self.table.copy_(staging)
+        if tokens is not None and not on_host:
+            self.tokens[:row].copy_(tokens)
+        self.segments = step.segments
+
+
+class Kernels(Protocol):
+    """Fused operations on one device, all in the model's dtype unless said otherwise.
+
+    Shapes: R rung, D hidden, H query heads, KV key/value heads (H a multiple of KV), hd head size, I intermediate.
+    Caches of one layer: `[slots, KV, capacity, hd]`, zeroed at start, so what is masked is always finite.
+    """
+
+    @property
+    def name(self) -> str:
+        """Names the implementation in the numerics class; changes whenever its bits may."""
+        ...
+
+    @property
+    def kv_tile(self) -> int:
+        """Keys are read in tiles of this many at absolute positions: the caches' capacity is a multiple of it."""
+        ...
+
+    def pack(self, weight: Tensor) -> Any:
+        """`[N, K]` on the device -> whatever `linear` likes best; the caller may drop `weight` afterwards."""
+        ...
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        """`[R, K]` -> `[R, N]`: x @ weight.T, accumulated in float32, rounded once."""
+        ...
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """residual `[R, D]` += delta, in place; then RMSNorm of it.
+
+        The sum is rounded to the model's dtype, the norm is computed in float32, rounded, then multiplied by
+        weight `[D]`. Returns a new `[R, D]`.
+        """
+        ...
+
+    def rotate_store(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        rope: Rope,
+        batch: Batch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
+        """qkv `[R, (H + 2 KV) hd]`, rows laid out `q heads | k heads | v heads` -> q `[R, H, hd]`.
+
+        Per-head RMSNorm of q and k (weights `[hd]`), half-split rotary at each row's position over the whole head,
+        then k and v are written at (slot, position). The returned q may be laid out however `attend` likes best.
+        """
+        ...
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        """Causal attention, scale hd ** -0.5: the row at position p of slot s sees keys `[0, p]` of s. -> `[R, H hd]`.
+
+        Query head h reads key/value head `h // (H / KV)`. A row's bits may depend on its own keys only, so tiles
+        start at absolute positions and what lies past the row's length contributes exact zeros.
+        """
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """`[R, 2 I]`, rows laid out `gate | up` -> silu(gate) * up `[R, I]`."""
+        ...
+
+    def prepare(self, batch: Batch) -> None:
+        """Called once a forward, after `batch.load` and before `launch`: host work that all layers share."""
+        ...
+
+    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
+        """Run `body`, a fixed sequence of kernel calls over static buffers that never waits for the device.
+
+        A plain implementation calls it. One that records graphs captures it on first use for (name, rung) and
+        replays it later; the tensors that `body` returned are then the graph's own and are filled again each time.
+        """
+        ...

@@ -1,0 +1,93 @@
+"""Plain torch kernels for any device: slow, short and obviously right. The oracle of the fast ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from adapters.models.kernels import Batch, Rope
+
+T = TypeVar("T")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `[R, heads, hd]`; cos, sin float32 `[R, 1, hd / 2]`; half-split, computed in float32, rounded once."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class ReferenceKernels:
+    """Reads `batch.segments` on the host, so it cannot be recorded as a graph, and makes no promise about bits."""
+
+    name = "reference"
+    kv_tile = 64
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, packed: Tensor) -> Tensor:
+        return (x.float() @ packed.float().T).to(x.dtype)
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        if delta is not None:
+            residual += delta
+        return rms_norm(residual, weight, eps)
+
+    def rotate_store(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        rope: Rope,
+        batch: Batch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
+        kv, head = k_cache.shape[1], k_cache.shape[3]
+        heads = qkv.view(len(qkv), -1, head)
+        at = batch.positions.clamp(min=0)
+        cos, sin = rope.cos[at].unsqueeze(1), rope.sin[at].unsqueeze(1)
+        q = rotate(rms_norm(heads[:, : -2 * kv], q_norm, eps), cos, sin)
+        k = rotate(rms_norm(heads[:, -2 * kv : -kv], k_norm, eps), cos, sin)
+        v = heads[:, -kv:]
+        row = 0
+        for segment in batch.segments:
+            rows, span = slice(row, row + segment.count), slice(segment.start, segment.start + segment.count)
+            k_cache[segment.slot, :, span] = k[rows].transpose(0, 1)
+            v_cache[segment.slot, :, span] = v[rows].transpose(0, 1)
+            row += segment.count
+        return q
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        group = q.shape[1] // k_cache.shape[1]
+        row = 0
+        for segment in batch.segments:
+            rows, stop = slice(row, row + segment.count), segment.start + segment.count
+            k = k_cache[segment.slot, :, :stop].float().repeat_interleave(group, dim=0)
+            v = v_cache[segment.slot, :, :stop].float().repeat_interleave(group, dim=0)
+            scores = q[rows].transpose(0, 1).float() @ k.transpose(1, 2) * q.shape[2] ** -0.5
+            future = torch.arange(stop, device=q.device) > batch.positions[rows].unsqueeze(1)
+            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            out[rows] = (weights @ v).transpose(0, 1).to(q.dtype)
+            row += segment.count
+        return out.flatten(1)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def prepare(self, batch: Batch) -> None:
+        """Nothing is shared between layers."""
+
+    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:  # noqa: ARG002
+        return body()
