@@ -142,8 +142,15 @@ class Kernels(Protocol):
         """
         ...
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """`[R, 2 I]`, rows laid out `gate | up` -> silu(gate) * up `[R, I]`."""
+    def pack_gated(self, weight: Tensor) -> Any:
+        """`[2 I, K]`, rows laid out `gate | up` -> whatever `gated` likes best (a GPU interleaves the two)."""
+        ...
+
+    def gated(self, x: Tensor, packed: Any) -> Tensor:
+        """x `[R, K]` -> silu(gate) * up `[R, I]`; gate, up and silu(gate) are each rounded to the model's dtype.
+
+        One operation, so that a device can finish the product before it leaves the registers.
+        """
         ...
 
     def prepare(self, batch: Batch) -> None:

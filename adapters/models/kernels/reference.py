@@ -82,8 +82,11 @@ class ReferenceKernels:
             row += segment.count
         return out.flatten(1)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def pack_gated(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def gated(self, x: Tensor, packed: Tensor) -> Tensor:
+        gate, up = self.linear(x, packed).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
     def prepare(self, batch: Batch) -> None:
