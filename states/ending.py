@@ -1,0 +1,91 @@
+"""Snapshotting, Parking, Draining: what happens behind the client's back."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from attrs import evolve
+
+from effects.draft import DraftParked, DraftUnparked, ParkDraft
+from effects.ids import DeviceFailed, StoreFailed
+from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pflash import PromptCompressed
+from effects.prefill import PrefillAdvanced
+from effects.restore import BlocksRestored
+from effects.round import RoundDone
+from effects.snapshot import SnapshotSaved
+from effects.stream import Abandon, CloseStream
+from states.life import (
+    FINISH,
+    Cancelled,
+    Compressing,
+    Done,
+    Draining,
+    Hold,
+    LookingUp,
+    Parking,
+    Prefilling,
+    Restoring,
+    Snapshotting,
+    Speculating,
+    Unparking,
+)
+from states.machine import Then
+from states.onward import Leave, leave, let_go
+
+Settled: TypeAlias = Then[Draining] | Leave
+
+
+def drain(
+    state: LookingUp | Compressing | Unparking | Prefilling | Speculating, event: Cancelled
+) -> Then[Draining, CloseStream, Abandon]:
+    return Then(Draining(state.hold, 1), CloseStream(FINISH[event.reason], state.hold.report, event.reason), Abandon())
+
+
+def drain_both(state: Restoring, event: Cancelled) -> Then[Draining, CloseStream, Abandon]:
+    closing = CloseStream(FINISH[event.reason], state.hold.report, event.reason)
+    return Then(Draining(state.hold, state.loading + state.computing), closing, Abandon())
+
+
+def settle(
+    state: Draining, _: PrefixMissed | StoreFailed | DeviceFailed | PromptCompressed
+) -> Settled:
+    """Nothing came of it that would be worth keeping."""
+    return one_less(state, state.hold)
+
+
+def settle_found(state: Draining, event: PrefixFound) -> Then[Done, ReleasePrefix]:
+    """The lookup was all that was in flight."""
+    return Then(Done(state.hold), ReleasePrefix(event.lease))
+
+
+def settle_draft(state: Draining, _: DraftUnparked) -> Then[Parking, ParkDraft]:
+    """The draft came after all: give it back."""
+    return Then(Parking(evolve(state.hold, draft=True)), ParkDraft())
+
+
+def settle_rows(state: Draining, event: PrefillAdvanced | BlocksRestored) -> Settled:
+    """Rows that were computed or loaded without a gap are kept."""
+    starts = event.start if isinstance(event, BlocksRestored) else 0
+    gapless = starts <= state.hold.valid < event.stop
+    return one_less(state, evolve(state.hold, valid=event.stop) if gapless else state.hold)
+
+
+def settle_round(state: Draining, _: RoundDone) -> Leave:
+    """The round fed one more token that the client has seen: its row is valid. What it picked, nobody saw."""
+    return leave(evolve(state.hold, valid=state.hold.valid + 1))
+
+
+def one_less(state: Draining, hold: Hold) -> Settled:
+    if state.flying > 1:
+        return Then(Draining(hold, state.flying - 1))
+    return leave(hold)
+
+
+def snapshotted(state: Snapshotting, _: SnapshotSaved | DeviceFailed) -> Then[Parking, ParkDraft] | Then[Done]:
+    """A failed snapshot loses time, nothing else."""
+    return let_go(state.hold)
+
+
+def parked(state: Parking, _: DraftParked | DeviceFailed) -> Then[Done]:
+    return Then(Done(state.hold))

@@ -1,0 +1,57 @@
+"""Unparking, Prefilling, Speculating: the work that a client waits for."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from effects.draft import DraftUnparked
+from effects.ids import DeviceFailed
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.round import RoundDone, RunRound
+from effects.stream import EmitTokens, ReportProgress
+from states.life import Prefilling, Speculating, Unparking
+from states.machine import Then
+from states.onward import Failing, Finished, Work, chunk, fail, finish, next_round, work
+from states.restore import progress
+
+
+def unparked(state: Unparking, _: DraftUnparked) -> Work:
+    return work(evolve(state.hold, draft=True))
+
+
+def plain(state: Unparking, _: DeviceFailed) -> Work:
+    """A failed unpark decodes without a draft: the same answer, token by token."""
+    return work(state.hold)
+
+
+def prefilled(
+    state: Prefilling, event: PrefillAdvanced
+) -> Then[Prefilling, ReportProgress, RunPrefill] | Then[Speculating, ReportProgress, RunRound]:
+    hold = evolve(state.hold, valid=event.stop)
+    if event.stop < hold.target:
+        return Then(Prefilling(hold), progress(hold), chunk(hold, hold.target))
+    return Then(Speculating(hold), progress(hold), next_round(hold))
+
+
+def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens, RunRound] | Finished:
+    """Take what the target agreed to, up to a stop token or the limit."""
+    hold, job = state.hold, state.hold.job
+    tokens = event.tokens[: job.max_tokens - len(hold.answer)]
+    stops = [at for at, token in enumerate(tokens) if token in job.stop_tokens]
+    if stops:
+        tokens = tokens[: stops[0] + 1]
+    hold = evolve(
+        hold,
+        valid=hold.valid + len(tokens),
+        answer=hold.answer + tokens,
+        rounds=hold.rounds + 1,
+        proposed=hold.proposed + event.proposed,
+    )
+    emit = EmitTokens(tokens, event.logprobs[: len(tokens)])
+    if stops or len(hold.answer) == job.max_tokens:
+        return finish(hold, emit, "stop" if stops else "length")
+    return Then(Speculating(hold), emit, next_round(hold))
+
+
+def broken(state: Prefilling | Speculating, event: DeviceFailed) -> Failing:
+    return fail(state.hold, event.detail)

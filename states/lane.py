@@ -1,0 +1,94 @@
+"""The device lane: who waits for it, who is on it, what is launched next and with whom it is batched."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from attrs import evolve, frozen
+
+from effects.all import Ask, Launch, Outcome
+from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
+from effects.ids import RequestId
+from effects.round import RunRound
+from states import residency
+from states.residency import Residency
+from states.settings import Settings
+
+
+@frozen
+class Answer:
+    """An outcome that the core knows without asking anyone."""
+
+    request: RequestId
+    outcome: Outcome
+
+
+@frozen
+class Lane:
+    waiting: tuple[Ask, ...] = ()  # in order of arrival
+    running: tuple[Ask, ...] = ()  # members of the launch that have not answered
+    rounds_last: bool = False  # the last launch was a batch of rounds
+
+
+Chosen: TypeAlias = Launch | Answer | None
+
+
+def join(lane: Lane, ask: Ask) -> Lane:
+    return evolve(lane, waiting=(*lane.waiting, ask))
+
+
+def leave(lane: Lane, request: RequestId) -> tuple[Lane, bool]:
+    """Give up a place in the queue; False if there was none to give up."""
+    stays = tuple(ask for ask in lane.waiting if ask.request != request)
+    return evolve(lane, waiting=stays), len(stays) < len(lane.waiting)
+
+
+def answered(lane: Lane, request: RequestId) -> Lane:
+    """One member of the launch is back. The lane is free once all are, so a batch stays together."""
+    return evolve(lane, running=tuple(ask for ask in lane.running if ask.request != request))
+
+
+def choose(lane: Lane, models: Residency, settings: Settings) -> tuple[Lane, Residency, Chosen]:
+    """What to do next, decided when the lane is free and not before.
+
+    Rounds and everything else take turns, so a long prefill delays a decoding neighbour by one chunk at most, and the
+    other way round. All rounds that wait go as one batch, in order of arrival, up to `batch_rows`.
+    """
+    if lane.running or not lane.waiting:
+        return lane, models, None
+    rounds = [ask for ask in lane.waiting if isinstance(ask.effect, RunRound)]
+    others = [ask for ask in lane.waiting if not isinstance(ask.effect, RunRound)]
+    if rounds and not (others and lane.rounds_last):
+        batch = fitting(rounds, settings.batch_rows)
+        return start(lane, batch, rounds=True), models, Launch(batch)
+    ask = others[0]
+    match ask.effect:
+        case UnparkDraft() if models.draft_loaded:
+            return drop(lane, ask), residency.lease(models, ask.request), Answer(ask.request, DraftUnparked())
+        case ParkDraft():
+            models = residency.give_back(models, ask.request)
+            if not residency.may_leave(models, settings):
+                return drop(lane, ask), models, Answer(ask.request, DraftParked())
+        case _:
+            pass
+    return start(lane, (ask,), rounds=False), models, Launch((ask,))
+
+
+def fitting(rounds: list[Ask], limit: int) -> tuple[Ask, ...]:
+    """The longest run of rounds, from the front, whose rows fit; at least one."""
+    taken, rows = list[Ask](), 0
+    for ask in rounds:
+        assert isinstance(ask.effect, RunRound)
+        rows += 1 + ask.effect.propose
+        if taken and rows > limit:
+            break
+        taken.append(ask)
+    return tuple(taken)
+
+
+def start(lane: Lane, asks: tuple[Ask, ...], *, rounds: bool) -> Lane:
+    return Lane(tuple(ask for ask in lane.waiting if ask not in asks), asks, rounds)
+
+
+def drop(lane: Lane, ask: Ask) -> Lane:
+    return evolve(lane, waiting=tuple(other for other in lane.waiting if other is not ask))

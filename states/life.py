@@ -1,0 +1,236 @@
+"""The states of a request, in the order of its life, and what they carry.
+
+    New -> Waiting -> LookingUp -> Restoring -> Compressing -> Unparking -> Prefilling -> Speculating
+        -> Snapshotting -> Parking -> Done;     cancelled or failed with work in flight: Draining
+
+A state has exactly the data that is valid in its phase. `Hold` is what a request holds from admission to its end.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from attrs import evolve, frozen
+
+from effects.all import Outcome
+from effects.ids import SlotId, Tier, Tokens
+from effects.job import Job, Report
+from effects.ports import CancelReason
+from effects.stream import Finish
+from states.settings import Settings
+
+
+@frozen
+class Submitted:
+    job: Job
+
+
+@frozen
+class Cancelled:
+    """The client left, the deadline passed, a stop string was seen, the server stops: all the same here."""
+
+    reason: CancelReason
+
+
+@frozen
+class Admitted:
+    """Derived by the world: a slot is free, and these rows of it, or of `source`, can be kept."""
+
+    slot: SlotId
+    source: SlotId
+    keep: int
+    settings: Settings
+
+
+@frozen
+class Refused:
+    """Derived by the world: the queue is full."""
+
+    waiting: int
+
+
+External: TypeAlias = Submitted | Cancelled
+Derived: TypeAlias = Admitted | Refused
+Event: TypeAlias = External | Derived | Outcome
+
+
+@frozen
+class Hold:
+    """A slot, and how far the request has come in it."""
+
+    job: Job
+    settings: Settings
+    slot: SlotId
+    prompt: Tokens  # what is served: the job's prompt, or what compression made of it
+    valid: int  # rows [0, valid) of the slot are acknowledged
+    restored: int  # prompt rows that were kept or loaded, not computed
+    tier: Tier
+    miss: str = ""
+    compressed: bool = False  # compression was tried, or remembered; once is enough
+    draft: bool = False  # the draft is leased
+    answer: Tokens = ()
+    rounds: int = 0
+    proposed: int = 0
+
+    @property
+    def target(self) -> int:
+        """Rows that prefill computes: all but the last token, which the first round feeds."""
+        return len(self.prompt) - 1
+
+    @property
+    def rows(self) -> Tokens:
+        """What the slot's valid rows stand for."""
+        return (self.prompt + self.answer)[: self.valid]
+
+    @property
+    def report(self) -> Report:
+        raw = len(self.job.prompt)
+        return Report(
+            prompt_tokens=len(self.prompt),
+            restored_tokens=self.restored,
+            tier=self.tier,
+            miss=self.miss,
+            completion_tokens=len(self.answer),
+            rounds=self.rounds,
+            proposed=self.proposed,
+            accepted=len(self.answer) - self.rounds if self.proposed else 0,
+            compressed_from=raw if raw != len(self.prompt) else 0,
+        )
+
+
+@frozen
+class New: ...
+
+
+@frozen
+class Waiting:
+    """For a slot."""
+
+    job: Job
+
+
+@frozen
+class LookingUp:
+    """For more of the prompt than the slot has already, in host memory and on disk."""
+
+    hold: Hold
+
+
+@frozen
+class Restoring:
+    """Rows `[front, stop)` are loaded while `[valid, front)` is computed."""
+
+    hold: Hold
+    front: int
+    stop: int
+    loading: bool = True
+    computing: bool = False
+    loaded: bool = False
+
+
+@frozen
+class Compressing:
+    hold: Hold
+
+
+@frozen
+class Unparking:
+    hold: Hold
+
+
+@frozen
+class Prefilling:
+    """Chunk after chunk; one is in flight."""
+
+    hold: Hold
+
+
+@frozen
+class Speculating:
+    """Round after round, with proposals or without; one is in flight."""
+
+    hold: Hold
+
+
+@frozen
+class Snapshotting:
+    """The stream is closed. The slot's new rows are copied out to be kept."""
+
+    hold: Hold
+
+
+@frozen
+class Parking:
+    """The draft is given back."""
+
+    hold: Hold
+
+
+@frozen
+class Draining:
+    """The stream is closed. What is in flight answers first."""
+
+    hold: Hold
+    flying: int  # effects that have not answered
+
+
+@frozen
+class Done:
+    """Leaves the world at once. `hold` tells the slots what rows stay; None: it never had a slot."""
+
+    hold: Hold | None = None
+
+
+State: TypeAlias = (
+    New
+    | Waiting
+    | LookingUp
+    | Restoring
+    | Compressing
+    | Unparking
+    | Prefilling
+    | Speculating
+    | Snapshotting
+    | Parking
+    | Draining
+    | Done
+)
+Held: TypeAlias = (
+    LookingUp | Restoring | Compressing | Unparking | Prefilling | Speculating | Snapshotting | Parking | Draining
+)
+
+FINISH: dict[CancelReason, Finish] = {
+    "client_gone": "cancelled",
+    "deadline": "deadline",
+    "stop_string": "stop",
+    "shutdown": "shutdown",
+}
+
+
+def grained(settings: Settings, tokens: int) -> int:
+    """The last cache position at or before `tokens`."""
+    return tokens // settings.grain * settings.grain
+
+
+def usable(hold: Hold, length: int) -> int:
+    """How many of `length` restorable tokens are worth having: the last prompt token is always computed."""
+    return grained(hold.settings, min(length, hold.target))
+
+
+def serve(hold: Hold, prompt: Tokens) -> Hold:
+    """From now on `prompt` is what is served; only rows that it shares with the old one stay valid."""
+    shared = common(hold.settings.grain, hold.rows, prompt)
+    hold = evolve(hold, prompt=prompt, compressed=True)
+    valid = usable(hold, shared)
+    return evolve(hold, valid=valid, restored=min(hold.restored, valid))
+
+
+def common(grain: int, one: Tokens, other: Tokens) -> int:
+    """Tokens that both begin with, in whole grains."""
+    limit = min(len(one), len(other)) // grain * grain
+    for start in range(0, limit, grain):
+        if one[start : start + grain] != other[start : start + grain]:
+            return start
+    return limit
+
+

@@ -1,0 +1,118 @@
+"""New, Waiting, LookingUp, Compressing: from a submitted job to the prompt that will be served."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, cast
+
+from attrs import evolve
+
+from effects.draft import UnparkDraft
+from effects.ids import DeviceFailed, StoreFailed, Tokens
+from effects.job import Report
+from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pflash import CompressPrompt, PromptCompressed
+from effects.prefill import OpenSlot, RunPrefill
+from effects.restore import RestoreBlocks
+from effects.round import RunRound
+from effects.stream import CloseStream, ReportProgress
+from states import policy
+from states.life import (
+    FINISH,
+    Admitted,
+    Cancelled,
+    Compressing,
+    Done,
+    Hold,
+    LookingUp,
+    New,
+    Prefilling,
+    Refused,
+    Restoring,
+    Speculating,
+    Submitted,
+    Unparking,
+    Waiting,
+    serve,
+    usable,
+)
+from states.machine import Then
+from states.onward import Onward, Opened, chunk, onward, open_slot
+
+
+def submit(_: New, event: Submitted) -> Then[Waiting, ReportProgress]:
+    return Then(Waiting(event.job), ReportProgress(0, len(event.job.prompt), 0))
+
+
+def refuse(_: New, event: Refused) -> Then[Done, CloseStream]:
+    return Then(Done(), CloseStream("queue_full", Report(0), f"{event.waiting} requests are waiting already"))
+
+
+def leave_queue(state: Waiting, event: Cancelled) -> Then[Done, CloseStream]:
+    return Then(Done(), CloseStream(FINISH[event.reason], Report(len(state.job.prompt)), event.reason))
+
+
+def admit(state: Waiting, event: Admitted) -> Opened:
+    hold = Hold(
+        job=state.job,
+        settings=event.settings,
+        slot=event.slot,
+        prompt=state.job.prompt,
+        valid=event.keep,
+        restored=event.keep,
+        tier="device" if event.keep else "none",
+        miss="" if event.keep else "nothing_shared_on_device",
+    )
+    return open_slot(hold, event.source)
+
+
+Found: TypeAlias = (
+    Then[Restoring, OpenSlot, RestoreBlocks]
+    | Then[Restoring, OpenSlot, RestoreBlocks, RunPrefill]
+    | Then[Compressing, ReleasePrefix, OpenSlot, CompressPrompt]
+    | Then[Unparking, ReleasePrefix, OpenSlot, UnparkDraft]
+    | Then[Prefilling, ReleasePrefix, OpenSlot, RunPrefill]
+    | Then[Speculating, ReleasePrefix, OpenSlot, RunRound]
+)
+
+
+def found(state: LookingUp, event: PrefixFound) -> Found:
+    """Load what is there, computing its front meanwhile; or let go of it, where that is quicker or it will not be served."""
+    hold = remembered(state.hold, event.served)
+    opening = OpenSlot(hold.slot, hold.slot, hold.valid, hold.prompt, hold.job.sampling)
+    stop = max(usable(hold, event.length), hold.valid)
+    front = policy.front(hold.settings, hold.valid, stop, event.load_ns)
+    if front == stop or policy.compress(hold, hold.target - stop).go:
+        then = onward(evolve(hold, miss="recompute_is_quicker" if hold.valid < stop else ""))
+        return cast("Found", Then(then.state, ReleasePrefix(event.lease), opening, *then.effects))
+    hold = evolve(hold, tier=event.tier, miss="")
+    restore = RestoreBlocks(event.lease, hold.slot, front, stop)
+    if front > hold.valid:
+        return Then(Restoring(hold, front, stop, computing=True), opening, restore, chunk(hold, front))
+    return Then(Restoring(hold, front, stop), opening, restore)
+
+
+def missed(state: LookingUp, event: PrefixMissed) -> Onward | Opened:
+    hold = remembered(evolve(state.hold, miss=event.reason), event.served)
+    return onward(hold) if hold.prompt == state.hold.prompt else open_slot(hold, hold.slot)
+
+
+def unanswered(state: LookingUp, event: StoreFailed) -> Onward:
+    """A failed lookup is a miss."""
+    return onward(evolve(state.hold, miss=f"lookup_{event.kind}"))
+
+
+def compressed(state: Compressing, event: PromptCompressed) -> Opened:
+    """Serve the shorter prompt: look for it once more, from the rows that both share."""
+    hold = serve(state.hold, event.prompt)
+    return open_slot(hold, hold.slot)
+
+
+def verbatim(state: Compressing, _: DeviceFailed) -> Opened:
+    """A failed compression serves the prompt as it is; what is kept of it is looked for again."""
+    hold = evolve(state.hold, compressed=True)
+    return open_slot(hold, hold.slot)
+
+
+def remembered(hold: Hold, served: Tokens | None) -> Hold:
+    """What an earlier compression made of this prompt is served again."""
+    return hold if served is None or hold.compressed else serve(hold, served)

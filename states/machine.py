@@ -1,0 +1,81 @@
+"""A transition table whose rows are ordinary typed functions: the return annotation is the edge.
+
+An arrow is `(state, event) -> Then[NextState, Effect, ...]`, or a union of such. Type checkers hold arrows to their
+annotation, `step` asserts it on every transition in production, and the table, the diagram and the exhaustiveness test
+read it. Nothing is declared twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import UnionType
+from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple, Union, get_args, get_origin, get_type_hints
+
+from attrs import define, frozen
+
+S = TypeVar("S")
+E = TypeVar("E")
+T = TypeVar("T")
+Asks = TypeVarTuple("Asks")
+
+
+@define(init=False)
+class Then(Generic[T, *Asks]):
+    """The next state, and what to ask of the world on the way there, in order."""
+
+    state: T
+    effects: tuple[*Asks]
+
+    def __init__(self, state: T, *effects: *Asks) -> None:
+        self.state = state
+        self.effects = effects
+
+
+AnyThen: TypeAlias = Then[Any, *tuple[Any, ...]]
+
+
+@frozen
+class Row:
+    state: type
+    event: type
+    arrow: Callable[[Any, Any], AnyThen]
+    arms: tuple[tuple[Any, ...], ...]  # each: where it may lead, then what it asks on the way
+
+
+Table: TypeAlias = Mapping[tuple[type, type], Row]
+
+
+def arms_of(annotation: Any) -> Iterator[tuple[Any, ...]]:
+    if get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from arms_of(member)
+    else:
+        yield get_args(annotation)
+
+
+def on(state: type[S], event: type[E], arrow: Callable[[S, E], AnyThen]) -> Row:
+    """Tie `arrow` to a (state, event) pair. Its return annotation is read as its arms."""
+    return Row(state, event, arrow, tuple(dict.fromkeys(arms_of(get_type_hints(arrow)["return"]))))
+
+
+def ignored(state: type, event: type) -> Row:
+    return Row(state, event, lambda same, _: Then(same), ((state,),))
+
+
+def table(*rows: Row) -> Table:
+    keyed = {(row.state, row.event): row for row in rows}
+    assert len(keyed) == len(rows), "a (state, event) pair appears twice"
+    return keyed
+
+
+class IllegalEvent(Exception):
+    """A bug: an event reached a state that can never see it."""
+
+
+def step(rows: Table, state: object, event: object) -> AnyThen:
+    row = rows.get((type(state), type(event)))
+    if row is None:
+        raise IllegalEvent(f"{type(state).__name__} cannot see {type(event).__name__}")
+    then = row.arrow(state, event)
+    assert (type(then.state), *map(type, then.effects)) in row.arms, then
+    return then

@@ -1,0 +1,116 @@
+"""What comes next: the phases of a request in order, each skipped where policy says that there is nothing to do."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, cast
+
+from attrs import evolve
+
+from effects.draft import ParkDraft, UnparkDraft
+from effects.ids import SlotId
+from effects.lookup import FindPrefix
+from effects.pflash import CompressPrompt
+from effects.prefill import OpenSlot, RunPrefill
+from effects.round import RunRound
+from effects.snapshot import SaveSnapshot
+from effects.stream import CloseStream, EmitTokens, Finish
+from states import policy
+from states.life import (
+    Compressing,
+    Done,
+    Hold,
+    LookingUp,
+    Parking,
+    Prefilling,
+    Snapshotting,
+    Speculating,
+    Unparking,
+    grained,
+)
+from states.machine import Then
+
+Work: TypeAlias = Then[Prefilling, RunPrefill] | Then[Speculating, RunRound]
+Onward: TypeAlias = Then[Compressing, CompressPrompt] | Then[Unparking, UnparkDraft] | Work
+Opened: TypeAlias = (
+    Then[LookingUp, OpenSlot, FindPrefix]
+    | Then[Compressing, OpenSlot, CompressPrompt]
+    | Then[Unparking, OpenSlot, UnparkDraft]
+    | Then[Prefilling, OpenSlot, RunPrefill]
+    | Then[Speculating, OpenSlot, RunRound]
+)
+Leave: TypeAlias = Then[Snapshotting, SaveSnapshot] | Then[Parking, ParkDraft] | Then[Done]
+Finished: TypeAlias = (
+    Then[Snapshotting, EmitTokens, CloseStream, SaveSnapshot]
+    | Then[Parking, EmitTokens, CloseStream, ParkDraft]
+    | Then[Done, EmitTokens, CloseStream]
+)
+Failing: TypeAlias = (
+    Then[Snapshotting, CloseStream, SaveSnapshot] | Then[Parking, CloseStream, ParkDraft] | Then[Done, CloseStream]
+)
+
+
+def open_slot(hold: Hold, source: SlotId) -> Opened:
+    """The slot serves this prompt from now on; then look for more of it elsewhere, or get to work."""
+    opening = OpenSlot(hold.slot, source, hold.valid, hold.prompt, hold.job.sampling)
+    if policy.lookup(hold).go:
+        return Then(LookingUp(hold), opening, FindPrefix(hold.prompt, hold.valid))
+    then = onward(hold)
+    return cast("Opened", Then(then.state, opening, *then.effects))  # checkers cannot splice; step() does
+
+
+def onward(hold: Hold) -> Onward:
+    """All that could be restored has been."""
+    if policy.compress(hold, hold.target - hold.valid).go:
+        return Then(Compressing(hold), CompressPrompt(hold.prompt, hold.settings.keep_permille))
+    if policy.speculate(hold).go:
+        return Then(Unparking(hold), UnparkDraft())
+    return work(hold)
+
+
+def work(hold: Hold) -> Work:
+    if hold.valid < hold.target:
+        return Then(Prefilling(hold), chunk(hold, hold.target))
+    return Then(Speculating(hold), next_round(hold))
+
+
+def chunk(hold: Hold, target: int) -> RunPrefill:
+    return RunPrefill(hold.slot, hold.valid, min(hold.valid + hold.settings.chunk, target))
+
+
+def next_round(hold: Hold) -> RunRound:
+    last = hold.answer[-1] if hold.answer else hold.prompt[-1]
+    room = hold.job.max_tokens - len(hold.answer) - 1
+    return RunRound(hold.slot, hold.valid, last, min(hold.settings.block, room) if hold.draft else 0)
+
+
+def leave(hold: Hold) -> Leave:
+    """The stream is closed: keep what is worth keeping, then give back what is held."""
+    if policy.snapshot(hold).go:
+        rows = hold.rows[: grained(hold.settings, kept(hold))]
+        return Then(Snapshotting(hold), SaveSnapshot(hold.slot, rows))
+    return let_go(hold)
+
+
+def let_go(hold: Hold) -> Then[Parking, ParkDraft] | Then[Done]:
+    if hold.draft:
+        return Then(Parking(hold), ParkDraft())
+    return Then(Done(hold))
+
+
+def kept(hold: Hold) -> int:
+    """Rows that may be continued from later: decoded ones only where they equal prefilled ones."""
+    return hold.valid if hold.settings.keep_decoded else min(hold.valid, hold.target)
+
+
+def finish(hold: Hold, emit: EmitTokens, why: Finish) -> Finished:
+    then = leave(hold)
+    return cast("Finished", Then(then.state, emit, CloseStream(why, hold.report), *then.effects))
+
+
+def fail(hold: Hold, detail: str) -> Failing:
+    then = leave(hold)
+    return cast("Failing", Then(then.state, CloseStream("failed", hold.report, detail), *then.effects))
+
+
+def without_draft(hold: Hold) -> Hold:
+    return evolve(hold, draft=False)

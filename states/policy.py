@@ -1,0 +1,70 @@
+"""Decisions that are nobody's state: pure functions, each with a truth table in the tests, each giving its reason."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from states.life import Hold, grained
+from states.settings import Settings
+
+
+@frozen
+class Decision:
+    go: bool
+    reason: str  # machine-readable
+
+
+def compress(hold: Hold, missing: int) -> Decision:
+    """The PFlash gate: looks at the tokens that are still missing, so a continuation is never compressed."""
+    threshold = hold.settings.compress_threshold
+    if threshold == 0:
+        return Decision(False, "off")
+    if not hold.job.compress:
+        return Decision(False, "declined")
+    if hold.compressed:
+        return Decision(False, "already_tried")
+    if missing < threshold:
+        return Decision(False, "below_threshold")
+    return Decision(True, "long")
+
+
+def lookup(hold: Hold) -> Decision:
+    """Is there anything to gain from asking the stores?"""
+    if not hold.settings.store:
+        return Decision(False, "no_store")
+    if not hold.job.lookup:
+        return Decision(False, "scope_off")
+    if grained(hold.settings, hold.target) <= hold.valid:
+        return Decision(False, "on_device")
+    return Decision(True, "ask")
+
+
+def speculate(hold: Hold) -> Decision:
+    if hold.settings.block == 0:
+        return Decision(False, "no_draft")
+    if not hold.job.speculate:
+        return Decision(False, "declined")
+    return Decision(True, "draft")
+
+
+def snapshot(hold: Hold) -> Decision:
+    """Are there rows that the stores do not have?"""
+    if not hold.settings.store:
+        return Decision(False, "no_store")
+    if not hold.job.lookup:
+        return Decision(False, "scope_off")
+    if grained(hold.settings, hold.valid) <= hold.restored:
+        return Decision(False, "nothing_new")
+    return Decision(True, "new_rows")
+
+
+def front(settings: Settings, start: int, stop: int, load_ns: int) -> int:
+    """The planner's one number m: compute `[start, m)` while `[m, stop)` is loaded, both to end at once.
+
+    Rates are times per token; an unknown one means that restoring is trusted. m = start is pure restore, m = stop pure
+    recompute.
+    """
+    if load_ns == 0 or settings.prefill_ns == 0:
+        return start
+    computed = (stop - start) * load_ns // (load_ns + settings.prefill_ns)
+    return start + grained(settings, computed)

@@ -1,0 +1,64 @@
+"""Restoring: rows come from two sides at once, loaded by the store and computed by the device."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from attrs import evolve
+
+from effects.ids import DeviceFailed, StoreFailed
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored
+from effects.stream import Abandon, CloseStream, ReportProgress
+from states.life import Draining, Hold, Restoring
+from states.machine import Then
+from states.onward import Failing, Onward, chunk, fail, onward
+
+Restored: TypeAlias = Then[Restoring] | Onward
+Computed: TypeAlias = (
+    Then[Restoring, ReportProgress, RunPrefill] | Then[Restoring, ReportProgress] | Onward
+)
+
+
+def loaded(state: Restoring, _: BlocksRestored) -> Restored:
+    return settled(evolve(state, loading=False, loaded=True))
+
+
+def lost(state: Restoring, event: StoreFailed) -> Restored:
+    """A failed restore is a miss: what was computed stays, the rest is prefilled."""
+    hold = evolve(state.hold, miss=f"restore_{event.kind}", tier="device" if state.hold.restored else "none")
+    return settled(evolve(state, hold=hold, loading=False))
+
+
+def advanced(state: Restoring, event: PrefillAdvanced) -> Computed:
+    hold = evolve(state.hold, valid=event.stop)
+    if event.stop < state.front and (state.loading or state.loaded):
+        return Then(evolve(state, hold=hold), progress(hold), chunk(hold, state.front))
+    state = evolve(state, hold=hold, computing=False)
+    if state.loading:
+        return Then(state, progress(hold))
+    return onward(joined(state))
+
+
+def failed(state: Restoring, event: DeviceFailed) -> Failing | Then[Draining, CloseStream, Abandon]:
+    """The front could not be computed. The load, if it still runs, answers first."""
+    if state.loading:
+        closing = CloseStream("failed", state.hold.report, event.detail)
+        return Then(Draining(state.hold, 1), closing, Abandon())
+    return fail(state.hold, event.detail)
+
+
+def settled(state: Restoring) -> Restored:
+    return Then(state) if state.computing else onward(joined(state))
+
+
+def joined(state: Restoring) -> Hold:
+    """Both sides are done: the rows that are valid without a gap."""
+    hold = state.hold
+    if not state.loaded or hold.valid < state.front:
+        return hold
+    return evolve(hold, valid=state.stop, restored=hold.restored + state.stop - state.front)
+
+
+def progress(hold: Hold) -> ReportProgress:
+    return ReportProgress(hold.valid, len(hold.prompt), hold.restored)

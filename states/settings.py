@@ -1,0 +1,22 @@
+"""What the engine was started with, as far as decisions depend on it. Part of the trace's header."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen
+class Settings:
+    slots: int = 2  # sequences that are on the device at once
+    max_context: int = 8192  # rows of a slot: prompt and answer together
+    max_queue: int = 64  # requests that may wait for a slot; more are refused
+    chunk: int = 256  # C: rows of a prefill chunk, the largest rung
+    grain: int = 64  # G: cache positions are its multiples (equals `chunk` where the ladder is not proven)
+    keep_decoded: bool = True  # decoded rows equal prefilled ones (the ladder is proven), so they stay cached
+    batch_rows: int = 16  # rows of one batched round, proposals included
+    store: bool = False  # host memory or disk keep blocks
+    block: int = 0  # tokens that a draft proposes a round at most; 0: there is no draft
+    keep_draft: bool = True  # residency: the draft stays loaded between requests
+    compress_threshold: int = 0  # prompt tokens still missing from which PFlash pays; 0: never
+    keep_permille: int = 100  # of the prompt's tokens, how many a compression keeps
+    prefill_ns: int = 0  # measured time to compute one prompt token; 0: not measured

@@ -1,0 +1,89 @@
+"""Device slots: who holds one, who waits for one, and which sequences the idle ones still keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import evolve, frozen
+
+from effects.ids import RequestId, SlotId, Tokens
+from states.life import Admitted, Held, Hold, State, Waiting, common, grained
+from states.onward import kept
+from states.settings import Settings
+
+
+@frozen
+class Slot:
+    tokens: Tokens = ()  # what its rows stand for, while nobody holds it
+    holder: RequestId | None = None
+    used: int = 0  # the turn of its last release
+
+
+@frozen
+class Slots:
+    slots: tuple[Slot, ...]
+    waiting: tuple[RequestId, ...] = ()  # first come, first served
+    turn: int = 0  # counts releases
+
+
+def enqueue(slots: Slots, request: RequestId) -> Slots:
+    return evolve(slots, waiting=(*slots.waiting, request))
+
+
+def leave_queue(slots: Slots, request: RequestId) -> Slots:
+    if request not in slots.waiting:
+        return slots
+    return evolve(slots, waiting=tuple(other for other in slots.waiting if other != request))
+
+
+def admit(
+    slots: Slots, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, RequestId, Admitted] | None:
+    """The next in the queue and the slot it gets: the longest shared prefix decides what can be kept."""
+    free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
+    if not free or not slots.waiting:
+        return None
+    request, *rest = slots.waiting
+    state = requests[request]
+    assert isinstance(state, Waiting)
+    prompt = state.job.prompt
+    rows = [resident(slot, requests) for slot in slots.slots]
+    shared = [grained(settings, min(common(settings.grain, row, prompt), len(prompt) - 1)) for row in rows]
+    source = max(range(len(rows)), key=lambda number: (shared[number], number in free, -number))
+    keep = shared[source]
+    target = source if keep and source in free and not loses(settings, rows[source], keep) else oldest(slots, free, source)
+    taken = evolve(slots.slots[target], tokens=(), holder=request)
+    after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
+    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, settings)
+    return evolve(slots, slots=after, waiting=tuple(rest)), request, admitted
+
+
+def loses(settings: Settings, rows: Tokens, keep: int) -> bool:
+    """Would continuing in place overwrite a tail that somebody could come back to?"""
+    return grained(settings, len(rows)) > keep + settings.grain
+
+
+def oldest(slots: Slots, free: list[int], source: int) -> int:
+    """The free slot whose sequence has gone unused longest; the source itself only if there is no other."""
+    return min(free, key=lambda number: (number == source, slots.slots[number].used, number))
+
+
+def resident(slot: Slot, requests: Mapping[RequestId, State]) -> Tokens:
+    """The sequence whose rows are on the device in this slot, and may be continued or copied."""
+    if slot.holder is None:
+        return slot.tokens
+    hold = hold_of(requests.get(slot.holder))
+    return () if hold is None else hold.rows[: kept(hold)]
+
+
+def hold_of(state: State | None) -> Hold | None:
+    return state.hold if isinstance(state, Held) else None
+
+
+def release(slots: Slots, request: RequestId, hold: Hold) -> Slots:
+    """The request leaves; its slot keeps the sequence."""
+    slot = slots.slots[hold.slot]
+    assert slot.holder == request, (slot, request)
+    idle = Slot(hold.rows[: kept(hold)], None, slots.turn + 1)
+    after = (*slots.slots[: hold.slot], idle, *slots.slots[hold.slot + 1 :])
+    return evolve(slots, slots=after, turn=slots.turn + 1)

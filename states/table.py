@@ -1,0 +1,75 @@
+"""The whole machine: every row, in the order of a request's life."""
+
+from __future__ import annotations
+
+from effects.draft import DraftParked, DraftUnparked
+from effects.ids import DeviceFailed, StoreFailed
+from effects.lookup import PrefixFound, PrefixMissed
+from effects.pflash import PromptCompressed
+from effects.prefill import PrefillAdvanced
+from effects.restore import BlocksRestored
+from effects.round import RoundDone
+from effects.snapshot import SnapshotSaved
+from states import ending, generate, lookup, restore
+from states.life import (
+    Admitted,
+    Cancelled,
+    Compressing,
+    Draining,
+    LookingUp,
+    New,
+    Parking,
+    Prefilling,
+    Refused,
+    Restoring,
+    Snapshotting,
+    Speculating,
+    Submitted,
+    Unparking,
+    Waiting,
+)
+from states.machine import ignored, on, table
+
+TABLE = table(
+    on(New, Submitted, lookup.submit),
+    on(New, Refused, lookup.refuse),
+    on(Waiting, Admitted, lookup.admit),
+    on(Waiting, Cancelled, lookup.leave_queue),
+    on(LookingUp, PrefixFound, lookup.found),
+    on(LookingUp, PrefixMissed, lookup.missed),
+    on(LookingUp, StoreFailed, lookup.unanswered),
+    on(LookingUp, Cancelled, ending.drain),
+    on(Restoring, BlocksRestored, restore.loaded),
+    on(Restoring, StoreFailed, restore.lost),
+    on(Restoring, PrefillAdvanced, restore.advanced),
+    on(Restoring, DeviceFailed, restore.failed),
+    on(Restoring, Cancelled, ending.drain_both),
+    on(Compressing, PromptCompressed, lookup.compressed),
+    on(Compressing, DeviceFailed, lookup.verbatim),
+    on(Compressing, Cancelled, ending.drain),
+    on(Unparking, DraftUnparked, generate.unparked),
+    on(Unparking, DeviceFailed, generate.plain),
+    on(Unparking, Cancelled, ending.drain),
+    on(Prefilling, PrefillAdvanced, generate.prefilled),
+    on(Prefilling, DeviceFailed, generate.broken),
+    on(Prefilling, Cancelled, ending.drain),
+    on(Speculating, RoundDone, generate.accept),
+    on(Speculating, DeviceFailed, generate.broken),
+    on(Speculating, Cancelled, ending.drain),
+    on(Draining, PrefixFound, ending.settle_found),
+    on(Draining, PrefixMissed, ending.settle),
+    on(Draining, StoreFailed, ending.settle),
+    on(Draining, BlocksRestored, ending.settle_rows),
+    on(Draining, PromptCompressed, ending.settle),
+    on(Draining, DraftUnparked, ending.settle_draft),
+    on(Draining, PrefillAdvanced, ending.settle_rows),
+    on(Draining, RoundDone, ending.settle_round),
+    on(Draining, DeviceFailed, ending.settle),
+    ignored(Draining, Cancelled),
+    on(Snapshotting, SnapshotSaved, ending.snapshotted),
+    on(Snapshotting, DeviceFailed, ending.snapshotted),
+    ignored(Snapshotting, Cancelled),
+    on(Parking, DraftParked, ending.parked),
+    on(Parking, DeviceFailed, ending.parked),
+    ignored(Parking, Cancelled),
+)

@@ -1,0 +1,128 @@
+"""Every request at once, and what they share. The whole engine is one fold over events: `advance`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from attrs import field, frozen
+
+from effects.all import Ask, Launch
+from effects.ids import DeviceFailed, Lane as LaneName, RequestId
+from effects.stream import Abandon
+from states import lane as lanes
+from states import residency, slots as seats
+from states.lane import Answer, Lane
+from states.life import Cancelled, Derived, Done, Event, External, New, Refused, State, Submitted
+from states.machine import step
+from states.residency import Residency
+from states.settings import Settings
+from states.slots import Slot, Slots
+from states.table import TABLE
+
+Out: TypeAlias = Ask | Launch
+
+
+@frozen
+class World:
+    settings: Settings
+    slots: Slots
+    requests: Mapping[RequestId, State] = field(factory=dict[RequestId, State])
+    lane: Lane = Lane()
+    models: Residency = Residency()
+
+
+def begin(settings: Settings) -> World:
+    return World(settings, Slots((Slot(),) * settings.slots))
+
+
+def advance(world: World, request: RequestId, event: Event) -> tuple[World, tuple[Out, ...]]:
+    """Let one event play out to the end. What comes back is for the executors, in order.
+
+    A cancellation of a request that has left already changes nothing. Everything else that the table has no row for is
+    a bug and raises IllegalEvent.
+    """
+    if isinstance(event, Cancelled) and request not in world.requests:
+        return world, ()
+    fold = Fold(world)
+    if isinstance(event, Submitted) and fold.full():
+        event = Refused(len(fold.slots.waiting))
+    if not isinstance(event, External | Derived):
+        fold.acknowledge(Answer(request, event))
+    fold.play(request, event)
+    return World(world.settings, fold.slots, fold.requests, fold.lane, fold.models), tuple(fold.out)
+
+
+class Fold:
+    """One event and all that follows from it at once. Lives inside `advance` only."""
+
+    def __init__(self, world: World) -> None:
+        self.settings, self.slots, self.lane, self.models = world.settings, world.slots, world.lane, world.models
+        self.requests = dict(world.requests)
+        self.out: list[Out] = []
+        self.todo: deque[tuple[RequestId, Event]] = deque()
+
+    def full(self) -> bool:
+        """Everybody who waits, waits for a slot: one is never free while somebody waits."""
+        seated = any(slot.holder is None for slot in self.slots.slots)
+        return not seated and len(self.slots.waiting) >= self.settings.max_queue
+
+    def acknowledge(self, answer: Answer) -> None:
+        for ask in self.lane.running:
+            if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
+                self.models = residency.acknowledged(self.models, ask, answer.outcome)
+                self.lane = lanes.answered(self.lane, answer.request)
+
+    def play(self, request: RequestId, event: Event) -> None:
+        self.todo.append((request, event))
+        while self.todo:
+            self.react(*self.todo.popleft())
+            if not self.todo:
+                self.launch()
+            if not self.todo:
+                self.admit()
+
+    def react(self, request: RequestId, event: Event) -> None:
+        before = self.requests.get(request, New())
+        then = step(TABLE, before, event)
+        if isinstance(before, New) and isinstance(event, Submitted):
+            self.slots = seats.enqueue(self.slots, request)
+        if isinstance(then.state, Done):
+            self.requests.pop(request, None)
+            self.slots = seats.leave_queue(self.slots, request)
+            if then.state.hold is not None:
+                self.slots = seats.release(self.slots, request, then.state.hold)
+        else:
+            self.requests[request] = then.state
+        for effect in then.effects:
+            self.route(Ask(request, effect))
+
+    def route(self, ask: Ask) -> None:
+        """Queue it for the lane, or hand it on; a place in the queue is given up on the spot."""
+        if ask.effect.outcomes and ask.effect.lane is LaneName.DEVICE:
+            self.lane = lanes.join(self.lane, ask)
+            return
+        if isinstance(ask.effect, Abandon):
+            self.lane, left = lanes.leave(self.lane, ask.request)
+            if left:
+                self.todo.append((ask.request, DeviceFailed("abandoned", "gave up its place in the queue")))
+        self.out.append(ask)
+
+    def launch(self) -> None:
+        """Decided at launch, not when the effect was queued: by then the world may look different."""
+        while not self.todo:
+            self.lane, self.models, chosen = lanes.choose(self.lane, self.models, self.settings)
+            match chosen:
+                case Launch():
+                    self.out.append(chosen)
+                case Answer(request, outcome):
+                    self.todo.append((request, outcome))
+                case None:
+                    return
+
+    def admit(self) -> None:
+        seated = seats.admit(self.slots, self.requests, self.settings)
+        if seated is not None:
+            self.slots, request, admitted = seated
+            self.todo.append((request, admitted))
