@@ -16,7 +16,7 @@ Finish: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "shutdown
 
 @frozen
 class ReportProgress:
-    """The prompt so far: `done` of `total` tokens are in place, `cached` of them restored. Also: accepted to the queue."""
+    """`done` of `total` prompt tokens are in place, `cached` of them restored. The first one says: accepted."""
 
     outcomes: ClassVar = ()
     done: int

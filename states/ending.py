@@ -47,9 +47,7 @@ def drain_both(state: Restoring, event: Cancelled) -> Then[Draining, CloseStream
     return Then(Draining(state.hold, state.loading + state.computing), closing, Abandon())
 
 
-def settle(
-    state: Draining, _: PrefixMissed | StoreFailed | DeviceFailed | PromptCompressed
-) -> Settled:
+def settle(state: Draining, _: PrefixMissed | StoreFailed | DeviceFailed | PromptCompressed) -> Settled:
     """Nothing came of it that would be worth keeping."""
     return one_less(state, state.hold)
 

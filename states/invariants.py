@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from states.life import Done, New, Waiting
+from states.life import Done, New, Parking, Waiting
 from states.slots import hold_of
 from states.world import World
 
@@ -28,13 +28,6 @@ def check(world: World) -> None:
     leases = world.models.leases
     assert len(set(leases)) == len(leases), "a request leases the draft twice"
     assert not leases or world.models.draft_loaded, "the draft is leased and not loaded"
-    assert set(leases) == {request for request, hold in held.items() if hold.draft} - parking(world), (
-        "leases and holds disagree"
-    )
-
-
-def parking(world: World) -> set[int]:
-    """Requests whose lease was given back and whose parking has not answered yet."""
-    return {request for request, state in world.requests.items() if type(state).__name__ == "Parking"} - set(
-        world.models.leases
-    )
+    leasing = {request for request, hold in held.items() if hold.draft}
+    given_back = {request for request in leasing if isinstance(world.requests[request], Parking)} - set(leases)
+    assert set(leases) == leasing - given_back, "leases and holds disagree"

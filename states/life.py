@@ -232,5 +232,3 @@ def common(grain: int, one: Tokens, other: Tokens) -> int:
         if one[start : start + grain] != other[start : start + grain]:
             return start
     return limit
-
-

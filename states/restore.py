@@ -15,9 +15,7 @@ from states.machine import Then
 from states.onward import Failing, Onward, chunk, fail, onward
 
 Restored: TypeAlias = Then[Restoring] | Onward
-Computed: TypeAlias = (
-    Then[Restoring, ReportProgress, RunPrefill] | Then[Restoring, ReportProgress] | Onward
-)
+Computed: TypeAlias = Then[Restoring, ReportProgress, RunPrefill] | Then[Restoring, ReportProgress] | Onward
 
 
 def loaded(state: Restoring, _: BlocksRestored) -> Restored:

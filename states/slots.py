@@ -51,7 +51,10 @@ def admit(
     shared = [grained(settings, min(common(settings.grain, row, prompt), len(prompt) - 1)) for row in rows]
     source = max(range(len(rows)), key=lambda number: (shared[number], number in free, -number))
     keep = shared[source]
-    target = source if keep and source in free and not loses(settings, rows[source], keep) else oldest(slots, free, source)
+    if keep and source in free and not loses(settings, rows[source], keep):
+        target = source
+    else:
+        target = oldest(slots, free, source if keep else None)
     taken = evolve(slots.slots[target], tokens=(), holder=request)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
     admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, settings)
@@ -63,7 +66,7 @@ def loses(settings: Settings, rows: Tokens, keep: int) -> bool:
     return grained(settings, len(rows)) > keep + settings.grain
 
 
-def oldest(slots: Slots, free: list[int], source: int) -> int:
+def oldest(slots: Slots, free: list[int], source: int | None) -> int:
     """The free slot whose sequence has gone unused longest; the source itself only if there is no other."""
     return min(free, key=lambda number: (number == source, slots.slots[number].used, number))
 

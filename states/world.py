@@ -9,10 +9,12 @@ from typing import TypeAlias
 from attrs import field, frozen
 
 from effects.all import Ask, Launch
-from effects.ids import DeviceFailed, Lane as LaneName, RequestId
+from effects.ids import DeviceFailed, RequestId
+from effects.ids import Lane as LaneName
 from effects.stream import Abandon
 from states import lane as lanes
-from states import residency, slots as seats
+from states import residency
+from states import slots as seats
 from states.lane import Answer, Lane
 from states.life import Cancelled, Derived, Done, Event, External, New, Refused, State, Submitted
 from states.machine import step
@@ -29,8 +31,8 @@ class World:
     settings: Settings
     slots: Slots
     requests: Mapping[RequestId, State] = field(factory=dict[RequestId, State])
-    lane: Lane = Lane()
-    models: Residency = Residency()
+    lane: Lane = field(factory=Lane)
+    models: Residency = field(factory=Residency)
 
 
 def begin(settings: Settings) -> World:

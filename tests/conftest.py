@@ -1,0 +1,25 @@
+"""What every test shares: the async backend, and which tests this machine and this run can do."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cuda = any("cuda" in item.keywords for item in items) and has_cuda()
+    for item in items:
+        if "cuda" in item.keywords and not cuda:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if "long" in item.keywords and "long" not in (config.getoption("markexpr") or ""):
+            item.add_marker(pytest.mark.skip(reason="long: run with -m long"))
+
+
+def has_cuda() -> bool:
+    import torch  # noqa: PLC0415 - most runs of a few pure tests never need it
+
+    return torch.cuda.is_available()
