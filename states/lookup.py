@@ -76,7 +76,7 @@ Found: TypeAlias = (
 
 
 def found(state: LookingUp, event: PrefixFound) -> Found:
-    """Load what is there, computing its front meanwhile; or let go of it, where recomputing or compressing is better."""
+    """Load what is there, computing its front meanwhile; or let go of it, where computing is better."""
     hold = remembered(state.hold, event.served)
     opening = OpenSlot(hold.slot, hold.slot, hold.valid, hold.prompt, hold.job.sampling)
     stop = max(usable(hold, event.length), hold.valid)
