@@ -1,0 +1,126 @@
+"""Where jobs come in and answers go out: ids are given here, and each request gets its stream."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import anyio
+from attrs import define, field
+
+from effects.ids import RequestId
+from effects.job import Job, Report
+from effects.ports import CancelReason, Closed, Message
+from effects.stream import CloseStream, EmitTokens, ReportProgress
+from engine.meter import Meter
+from engine.runner import Runner
+from states.life import Cancelled, Submitted
+
+
+@define
+class EngineTicket:
+    """One request's stream. It cannot overflow: at most one message a token, one a chunk, and the last."""
+
+    request: RequestId
+    _cancel: Callable[[RequestId, CancelReason], None]
+    _messages: deque[Message] = field(factory=deque[Message])
+    _news: anyio.Event = field(factory=anyio.Event)
+    _cancelled: bool = False
+    _closed: bool = False
+
+    def put(self, message: Message) -> None:
+        assert not self._closed, "the stream is closed already"
+        self._closed = isinstance(message, Closed)
+        self._messages.append(message)
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        while True:
+            while self._messages:
+                message = self._messages.popleft()
+                yield message
+                if isinstance(message, Closed):
+                    return
+            self._news = anyio.Event()
+            await self._news.wait()
+
+    def cancel(self, reason: CancelReason) -> None:
+        if not (self._cancelled or self._closed):
+            self._cancelled = True
+            self._cancel(self.request, reason)
+
+
+@define
+class EngineDoor:
+    """`limit` bounds the live requests, so that the inbox is bounded too."""
+
+    runner: Runner
+    meter: Meter
+    facts: Mapping[str, Any]  # what never changes: numerics, model, settings
+    live: Callable[[], Mapping[str, Any]]  # what does: memory
+    closed: Callable[[Closed], None]
+    _tickets: dict[RequestId, EngineTicket] = field(factory=dict[RequestId, EngineTicket])
+    _last: int = 0
+    _shut: bool = False
+
+    def submit(self, job: Job) -> EngineTicket:
+        self._last += 1
+        ticket = EngineTicket(RequestId(self._last), self.cancel)
+        if self._shut:
+            ticket.put(Closed("shutdown", Report(len(job.prompt)), "the server is shutting down", {}))
+        elif len(self._tickets) >= self.runner.limit:
+            ticket.put(Closed("queue_full", Report(len(job.prompt)), "too many requests at once", {}))
+        else:
+            self._tickets[ticket.request] = ticket
+            self.runner.post(ticket.request, Submitted(job))
+        return ticket
+
+    def cancel(self, request: RequestId, reason: CancelReason) -> None:
+        if request in self._tickets:
+            self.runner.post(request, Cancelled(reason))
+
+    def emit(self, request: RequestId, effect: EmitTokens | ReportProgress) -> None:
+        self._tickets[request].put(effect)
+
+    def close_stream(self, request: RequestId, effect: CloseStream) -> None:
+        closed = Closed(effect.finish, effect.report, effect.detail, self.meter.stages_ms(request))
+        self._tickets.pop(request).put(closed)
+        self.closed(closed)
+
+    def status(self) -> Mapping[str, Any]:
+        """What /props, /slots and /health show."""
+        world = self.runner.world
+        states = Counter(type(state).__name__ for state in world.requests.values())
+        slots = [
+            {
+                "id": number,
+                "request": slot.holder,
+                "state": None if slot.holder is None else type(world.requests[slot.holder]).__name__,
+                "kept_tokens": len(slot.tokens),
+            }
+            for number, slot in enumerate(world.slots.slots)
+        ]
+        return {
+            **self.facts,
+            **self.live(),
+            "slots": slots,
+            "queue": len(world.slots.waiting),
+            "requests": dict(states),
+            "shutting_down": self._shut,
+        }
+
+    async def drain(self, grace_s: float) -> bool:
+        """Shut: refuse newcomers, give the others `grace_s` to end, then cancel them. True if nobody was cut short."""
+        self._shut = True
+        with anyio.move_on_after(grace_s):
+            await self.empty()
+        cut = list(self._tickets)
+        for request in cut:
+            self.cancel(request, "shutdown")
+        await self.empty()
+        return not cut
+
+    async def empty(self) -> None:
+        while self.runner.world.requests or self._tickets:
+            await anyio.sleep(0.01)

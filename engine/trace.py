@@ -1,0 +1,211 @@
+"""A trace: everything that happened, in order, from which everything that was decided can be derived again.
+
+JSON Lines, compressed with zstd when the name ends in `.zst`: a header, then every event (`Envelope`) followed by what
+it led to (`Ask`, `Launch`), a `Digest` of the world every 64 events and one at the end. docs/TRACE.md shows one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import attrs
+import zstandard
+from attrs import define, field, frozen
+from cattrs import BaseValidationError, Converter
+from cattrs.preconf.json import make_converter
+from cattrs.strategies import configure_tagged_union
+
+from effects.all import Ask, Effect, Launch
+from engine.redact import Redactor
+from engine.runner import Envelope
+from states.life import Event
+from states.settings import Settings
+from states.world import Out, World, begin
+
+log = logging.getLogger("rekindle.trace")
+
+VERSION = 1
+DIGEST_EVERY = 64  # events
+LINE_LIMIT = 64 << 20  # bytes of one line; a prompt of 2**20 tokens takes about 8 MiB
+BACKLOG = 1 << 16  # events that may wait to be written; a disk slower than that ends the trace
+
+
+@frozen
+class Digest:
+    """Of the world after event `seq`. `last` marks the end: a trace without it was cut short."""
+
+    seq: int
+    world: str
+    last: bool = False
+
+
+@frozen
+class Header:
+    trace: int
+    engine: str
+    settings: Settings
+    identity: str  # of the model: weights, configuration, numerics
+    config: Mapping[str, Any]  # the options that it was served with, less secrets
+    redacted: bool = False
+
+
+Record: TypeAlias = Envelope | Ask | Launch | Digest
+
+
+class BadTrace(Exception):
+    """The file is not a trace that this version can read; the message names the line."""
+
+
+def build_converter() -> Converter:
+    built = make_converter(forbid_extra_keys=True)
+    for union in (Event, Effect, Record):  # inner unions first: hooks are bound when configured
+        configure_tagged_union(union, built, tag_name="is")
+    return built
+
+
+converter = build_converter()
+
+
+def encode(record: Record) -> str:
+    return json.dumps(converter.unstructure(record, unstructure_as=Record), separators=(",", ":"))
+
+
+def digest(world: World) -> str:
+    """128 bits over every value of the world, in order."""
+    hasher = blake2b(digest_size=16)
+    stack: list[Any] = [world]
+    while stack:
+        value = stack.pop()
+        if attrs.has(type(value)):
+            hasher.update(type(value).__name__.encode() + b"(")
+            stack += [getattr(value, name.name) for name in attrs.fields(type(value))]
+        elif isinstance(value, Mapping):
+            hasher.update(b"{%d" % len(value))
+            stack += [part for item in value.items() for part in item]
+        elif isinstance(value, tuple) and not all(type(item) is int for item in value):
+            hasher.update(b"[%d" % len(value))
+            stack += value
+        else:
+            hasher.update(repr(value).encode() + b",")
+    return hasher.hexdigest()
+
+
+def opened(path: Path, mode: str) -> IO[Any]:
+    """A text file, or one inside zstd; reading goes across frames and never past what a line may hold."""
+    if path.suffix != ".zst":
+        return path.open(mode + "t", encoding="utf-8", newline="\n")
+    raw = path.open(mode + "b")
+    if mode == "w":
+        packed = zstandard.ZstdCompressor(level=3, write_checksum=True).stream_writer(raw)
+        return io.TextIOWrapper(packed, encoding="utf-8", newline="\n")
+    unpacked = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True)
+    return io.TextIOWrapper(unpacked, encoding="utf-8", newline="\n")
+
+
+@define
+class Recorder:
+    """Writes a trace from a thread of its own; the engine only hands over frozen values."""
+
+    path: Path
+    header: Header
+    _backlog: queue.Queue[tuple[Envelope, tuple[Out, ...], World] | None] = field(init=False)
+    _thread: threading.Thread = field(init=False)
+    _file: IO[str] = field(init=False)
+    lost: str = ""  # why the trace ended early
+
+    def __attrs_post_init__(self) -> None:
+        self._backlog = queue.Queue(BACKLOG)
+        self._thread = threading.Thread(target=self._write, name="trace")
+
+    def start(self) -> None:
+        """Raises OSError when the file cannot be written."""
+        self._file = opened(self.path, "w")
+        self._file.write(json.dumps(converter.unstructure(self.header), separators=(",", ":")) + "\n")
+        self._thread.start()
+
+    def record(self, envelope: Envelope, outs: tuple[Out, ...], world: World) -> None:
+        if self.lost:
+            return
+        try:
+            self._backlog.put_nowait((envelope, outs, world))
+        except queue.Full:
+            self._lose("the disk is too slow for it")
+
+    def close(self) -> None:
+        self._backlog.put(None)
+        self._thread.join()
+
+    def _lose(self, why: str) -> None:
+        self.lost = why
+        log.error("the trace %s ends early: %s", self.path, why)
+
+    def _write(self) -> None:
+        redactor = Redactor(begin(self.header.settings)) if self.header.redacted else None
+        seq, world = -1, begin(self.header.settings)
+        try:
+            while (item := self._backlog.get()) is not None:
+                envelope, outs, world = item if redactor is None else redactor.again(item[0])
+                seq = envelope.seq
+                lines = [encode(envelope), *map(encode, outs)]
+                if seq % DIGEST_EVERY == DIGEST_EVERY - 1:
+                    lines.append(encode(Digest(seq, digest(world))))
+                self._file.write("\n".join(lines) + "\n")
+                if self._backlog.empty():
+                    self._file.flush()
+            if not self.lost:
+                self._file.write(encode(Digest(seq, digest(world), last=True)) + "\n")
+            self._file.close()
+        except OSError as error:
+            self._lose(str(error))
+
+
+def read(path: Path) -> tuple[Header, Iterator[tuple[int, Record]]]:
+    """The header, and every record with its line number. Hostile input: whatever is wrong is a BadTrace."""
+    lines = read_lines(path)
+    number, first = next(lines, (1, ""))
+    try:
+        raw = json.loads(first)
+        version = raw.get("trace") if isinstance(raw, dict) else None
+        if version != VERSION:
+            raise BadTrace(f"{path}: line 1 is no trace header of version {VERSION} (found {str(version)[:40]!r})")
+        header = converter.structure(raw, Header)
+    except (ValueError, RecursionError, BaseValidationError) as error:
+        raise BadTrace(f"{path}: line {number} is no trace header: {first_line(error)}") from error
+    return header, (record_of(path, number, line) for number, line in lines)
+
+
+def record_of(path: Path, number: int, line: str) -> tuple[int, Record]:
+    record: Any = Record
+    try:
+        return number, converter.structure(json.loads(line), record)
+    except (ValueError, KeyError, TypeError, RecursionError, BaseValidationError) as error:
+        raise BadTrace(f"{path}: line {number} is no record: {first_line(error)}") from error
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        with opened(path, "r") as file:
+            while line := file.readline(LINE_LIMIT):
+                number += 1
+                if not line.endswith("\n"):
+                    what = "is longer than a line may be" if len(line) >= LINE_LIMIT else "was cut short"
+                    raise BadTrace(f"{path}: line {number} {what}")
+                yield number, line
+    except (OSError, UnicodeDecodeError, zstandard.ZstdError) as error:
+        raise BadTrace(f"{path}: unreadable after line {number}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The innermost reason, in one line."""
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
