@@ -122,5 +122,5 @@ class EngineDoor:
         return not cut
 
     async def empty(self) -> None:
-        while self.runner.world.requests or self._tickets:
+        while self.runner.world.requests or self._tickets:  # noqa: ASYNC110 - at the very end; an event would cost all
             await anyio.sleep(0.01)

@@ -1,0 +1,115 @@
+"""What a person can choose, in one typed object: from flags, then environment, then a TOML file, then defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import attrs
+from attrs import frozen
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+MODEL = "Model"
+SERVER = "Server"
+ENGINE = "Engine"
+TRACE = "Trace"
+
+Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
+
+
+def flag(group: str, **more: Any) -> Parameter:
+    return Parameter(group=group, **more)
+
+
+def known_device(_: Any, value: str) -> None:
+    kind, _, index = value.partition(":")
+    if kind not in {"auto", "cpu", "cuda"} or (index and not (kind == "cuda" and index.isdecimal())):
+        raise ValueError("Choose from: auto, cpu, cuda, cuda:N.")
+
+
+def known_chunk(_: Any, value: int) -> None:
+    if value and (value < 64 or value & (value - 1) or value > 4096):
+        raise ValueError("Must be 0 (the device's default) or a power of two from 64 to 4096.")
+
+
+def known_host(_: Any, value: str) -> None:
+    if not value or any(letter.isspace() or letter == "/" for letter in value):
+        raise ValueError("Must be a host name or an address to listen on, such as 127.0.0.1 or ::1.")
+
+
+def known_key(_: Any, value: tuple[str, ...]) -> None:
+    if any(not key or not key.isascii() or not key.isprintable() for key in value):
+        raise ValueError("Must be printable ASCII, and not empty.")
+
+
+@frozen
+class Model:
+    """The one option that needs no flag."""
+
+    model: Annotated[str, flag(MODEL)] = "demo"
+    """Folder of a Hugging Face checkpoint (Qwen3), or `demo`, the small model that comes with Rekindle."""
+
+
+@frozen(kw_only=True)
+class Options(Model):
+    """Options of `rekindle serve`. Every one can also come from `REKINDLE_<NAME>` or from the `--config` file."""
+
+    device: Annotated[Device, flag(MODEL, validator=known_device)] = "auto"
+    """auto (CUDA where there is one), cpu, cuda or cuda:N."""
+
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
+    """What weights and KV are kept and computed in; auto is the checkpoint's own."""
+
+    max_ctx: Annotated[int, flag(MODEL, validator=Number(gte=0, lte=1 << 21))] = 0
+    """Tokens of prompt and answer together; 0 is the model's own limit."""
+
+    numerics: Annotated[Literal["exact", "fast"], flag(ENGINE)] = "exact"
+    """exact: the same tokens cold, warm, alone and batched, bit for bit. fast: gives that up where it is quicker."""
+
+    slots: Annotated[int, flag(ENGINE, validator=Number(gte=1, lte=64))] = 4
+    """Sequences that are on the device at once: requests that run together, and prompts that stay warm."""
+
+    chunk: Annotated[int, flag(ENGINE, validator=known_chunk)] = 0
+    """Rows of a prefill chunk, the largest rung of the width ladder; 0 is the device's default."""
+
+    threads: Annotated[int, flag(ENGINE, validator=Number(gte=0, lte=1024))] = 0
+    """CPU threads for the model; 0 is one per core. Part of the numerics class."""
+
+    host: Annotated[str, flag(SERVER, validator=known_host)] = "127.0.0.1"
+    """Address to listen on. Anything but loopback should come with --api-key."""
+
+    port: Annotated[int, flag(SERVER, validator=Number(gte=0, lte=65535))] = 8000
+    """Port to listen on; 0 takes a free one."""
+
+    api_key: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_key)] = ()
+    """A key that clients must send (Authorization: Bearer, or X-Api-Key). May be given several times."""
+
+    max_queue: Annotated[int, flag(SERVER, validator=Number(gte=0, lte=100_000))] = 64
+    """Requests that may wait for a slot; more are answered 429."""
+
+    request_timeout: Annotated[float, flag(SERVER, validator=Number(gt=0, lte=86_400))] = 3600
+    """Seconds until a request is given up with 504, waiting included."""
+
+    max_body: Annotated[int, flag(SERVER, validator=Number(gte=1, lte=1024))] = 32
+    """MiB of a request's body; more is answered 413."""
+
+    grace: Annotated[float, flag(SERVER, validator=Number(gte=0, lte=3600))] = 10
+    """Seconds that running requests get to finish on SIGTERM; a second signal stops at once."""
+
+    trace: Annotated[Path | None, flag(TRACE)] = None
+    """Record everything that happens to FILE (JSON Lines; zstd if it ends in .zst). Holds prompts: see --redact."""
+
+    redact: Annotated[bool, flag(TRACE, negative="")] = False
+    """Keep lengths and digests in the trace instead of tokens. It still replays, but cannot be executed again."""
+
+    paranoid: Annotated[bool, flag(TRACE, negative="")] = False
+    """Check the engine's invariants after every event."""
+
+    def shown(self) -> dict[str, Any]:
+        """For the trace's header and /props: everything but secrets."""
+        raw = attrs.asdict(self)
+        raw["api_key"] = len(self.api_key)
+        raw["trace"] = None if self.trace is None else self.trace.name
+        raw["model"] = Path(self.model).name
+        return raw
