@@ -111,7 +111,7 @@ class Kernels(Protocol):
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """residual `[R, D]` += delta, in place; then RMSNorm of it.
 
-        The sum is rounded to the model's dtype, the norm is computed in float32, rounded, then multiplied by
+        The sum is rounded to the model's dtype, the norm is computed in float32 and multiplied by
         weight `[D]`. Returns a new `[R, D]`.
         """
         ...
@@ -147,7 +147,7 @@ class Kernels(Protocol):
         ...
 
     def gated(self, x: Tensor, packed: Any) -> Tensor:
-        """x `[R, K]` -> silu(gate) * up `[R, I]`; gate, up and silu(gate) are each rounded to the model's dtype.
+        """x `[R, K]` -> silu(gate) * up `[R, I]`; where it rounds on the way is open.
 
         One operation, so that a device can finish the product before it leaves the registers.
         """

@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA devices: matrix products, attention and row-wise operations, exact by construction."""

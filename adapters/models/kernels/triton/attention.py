@@ -1,0 +1,247 @@
+"""Causal attention in Triton over key tiles at absolute positions, with one arithmetic for every row count.
+
+The keys of a row fall into splits `[s * SPLIT, (s + 1) * SPLIT)` and these into tiles of BLOCK_N keys. Within a split
+the softmax runs online, tile after tile, from a fresh start; the splits' results are then folded together in order of
+s. With few rows each split is a work item of its own and `merge` folds (flash decoding); with many rows one program
+walks through all splits and folds in its registers. Both do the same operations in the same order on each row, written
+with explicit `fma` so that a compiler cannot contract them differently. Keys past a row's own position contribute
+exact zeros. Lengths come from device memory, so one graph serves every context length.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Stands for "no key yet": finite, so that differences of two of them are zero rather than NaN.
+NOTHING = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _load_q(q_ptr, row0, count, head0, HEADS, GROUP: tl.constexpr, PADDED: tl.constexpr, BLOCK_M, HEAD: tl.constexpr):
+    """A tile of query rows, `[BLOCK_M, HEAD]`: PADDED query heads (GROUP real ones) of each of BLOCK_M / PADDED rows."""
+    i = tl.arange(0, BLOCK_M)
+    row, member = i // PADDED, i % PADDED
+    real = (row < count) & (member < GROUP)
+    d = tl.arange(0, HEAD)
+    at = ((row0 + row) * HEADS + head0 + member).to(tl.int64) * HEAD
+    return tl.load(q_ptr + at[:, None] + d[None, :], real[:, None], 0.0)
+
+
+@triton.jit
+def _absorb(q, k, v, last, key, position, acc, peak, total, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """One key tile of the online softmax. acc `[M, HEAD]`, peak and total `[M]`, in base-2 exponents."""
+    scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        v = tl.where((key <= last)[:, None], v, 0.0)
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, -tl.broadcast_to(new_peak[:, None], scores.shape)))
+    fade = tl.exp2(peak - new_peak)
+    total = tl.fma(total, fade, tl.sum(weights, 1))
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, new_peak, total
+
+
+@triton.jit
+def _fold(acc, peak, total, all_acc, all_peak, all_total):
+    """Add one split's result to the fold of the splits before it."""
+    new_peak = tl.maximum(all_peak, peak)
+    old, new = tl.exp2(all_peak - new_peak), tl.exp2(peak - new_peak)
+    all_total = tl.fma(total, new, all_total * old)
+    all_acc = tl.fma(acc, tl.broadcast_to(new[:, None], acc.shape), all_acc * old[:, None])
+    return all_acc, new_peak, all_total
+
+
+@triton.jit(do_not_specialize=["tile_limit"])
+def attend_chain(
+    q_ptr,
+    k_desc,
+    v_desc,
+    tiles_ptr,
+    out_ptr,
+    capacity,
+    tile_limit,
+    scale,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    WS: tl.constexpr = False,
+):
+    """One program: one tile of rows, the query heads of one key head, all splits in order."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile = tile_limit - 1 - tl.program_id(0) // KV
+    kv_head = tl.program_id(0) % KV
+    row0 = tl.load(tiles_ptr + tile * 8)
+    count = tl.load(tiles_ptr + tile * 8 + 1)
+    slot = tl.load(tiles_ptr + tile * 8 + 2)
+    first = tl.load(tiles_ptr + tile * 8 + 3)
+    if count > 0:
+        q = _load_q(q_ptr, row0, count, kv_head * GROUP, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+        i = tl.arange(0, BLOCK_M)
+        last = tl.where(first < 0, -1, first + count - 1)
+        position = tl.minimum(first + i // PADDED, last)
+        base = (slot * KV + kv_head) * capacity
+        acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
+        all_acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
+        peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
+        all_peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        all_total = tl.zeros((BLOCK_M,), tl.float32)
+        clear = (first + 1) // BLOCK_N * BLOCK_N
+        for at in tl.range(0, clear, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
+            k = k_desc.load([base + at, 0])
+            v = v_desc.load([base + at, 0])
+            key = at + tl.arange(0, BLOCK_N)
+            acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, False, PRECISION)
+            if (at + BLOCK_N) % SPLIT == 0:
+                all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
+                acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
+                peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
+                total = tl.zeros((BLOCK_M,), tl.float32)
+        for at in tl.range(clear, last + 1, BLOCK_N, num_stages=1):
+            k = k_desc.load([base + at, 0])
+            v = v_desc.load([base + at, 0])
+            key = at + tl.arange(0, BLOCK_N)
+            acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, True, PRECISION)
+            if (at + BLOCK_N) % SPLIT == 0:
+                all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
+                acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
+                peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
+                total = tl.zeros((BLOCK_M,), tl.float32)
+        all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
+        _store_rows(out_ptr, all_acc, all_total, row0, count, kv_head * GROUP, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+
+
+@triton.jit
+def _store_rows(
+    out_ptr, acc, total, row0, count, head0, HEADS, GROUP: tl.constexpr, PADDED: tl.constexpr, BLOCK_M, HEAD: tl.constexpr
+):
+    i = tl.arange(0, BLOCK_M)
+    row, member = i // PADDED, i % PADDED
+    real = (row < count) & (member < GROUP)
+    at = ((row0 + row) * HEADS + head0 + member).to(tl.int64) * HEAD
+    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out_ptr + at[:, None] + tl.arange(0, HEAD)[None, :], out.to(out_ptr.dtype.element_ty), real[:, None])
+
+
+@triton.jit(do_not_specialize=["tile_limit"])
+def attend_splits(
+    q_ptr,
+    k_desc,
+    v_desc,
+    tiles_ptr,
+    acc_ptr,
+    sums_ptr,
+    capacity,
+    tile_limit,
+    split_limit,
+    scale,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Work items (tile of rows, split, key head), dealt out to however many programs run; each leaves a partial.
+
+    acc float32 `[rung, HEADS, split_limit, HEAD]`; sums float32 `[rung, HEADS, split_limit, 2]`: peak and total.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    t = tl.arange(0, LIMIT)
+    ends = tl.load(tiles_ptr + t * 8 + 4, t < tile_limit, 2147483647)
+    pairs = tl.load(tiles_ptr + (tile_limit - 1) * 8 + 4)
+    i = tl.arange(0, BLOCK_M)
+    for item in tl.range(tl.program_id(0), pairs * KV, tl.num_programs(0), num_stages=1):
+        kv_head = item % KV
+        tile = tl.sum((ends <= item // KV).to(tl.int32), 0)
+        split = item // KV - tl.max(tl.where(t < tile, ends, 0), 0)
+        row0 = tl.load(tiles_ptr + tile * 8)
+        count = tl.load(tiles_ptr + tile * 8 + 1)
+        slot = tl.load(tiles_ptr + tile * 8 + 2)
+        first = tl.load(tiles_ptr + tile * 8 + 3)
+        q = _load_q(q_ptr, row0, count, kv_head * GROUP, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+        last = first + count - 1
+        position = tl.minimum(first + i // PADDED, last)
+        base = (slot * KV + kv_head) * capacity
+        acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
+        peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        stop = tl.minimum((split + 1) * SPLIT, last + 1)
+        clear = tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
+        for at in tl.range(split * SPLIT, clear, BLOCK_N, num_stages=STAGES):
+            k = k_desc.load([base + at, 0])
+            v = v_desc.load([base + at, 0])
+            key = at + tl.arange(0, BLOCK_N)
+            acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, False, PRECISION)
+        for at in tl.range(tl.maximum(clear, split * SPLIT), stop, BLOCK_N, num_stages=1):
+            k = k_desc.load([base + at, 0])
+            v = v_desc.load([base + at, 0])
+            key = at + tl.arange(0, BLOCK_N)
+            acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, True, PRECISION)
+        row, member = i // PADDED, i % PADDED
+        real = (row < count) & (member < GROUP)
+        to = ((row0 + row) * HEADS + kv_head * GROUP + member).to(tl.int64) * split_limit + split
+        tl.store(acc_ptr + to[:, None] * HEAD + tl.arange(0, HEAD)[None, :], acc, real[:, None])
+        tl.store(sums_ptr + to * 2, peak, real)
+        tl.store(sums_ptr + to * 2 + 1, total, real)
+
+
+@triton.jit
+def merge(
+    acc_ptr,
+    sums_ptr,
+    positions_ptr,
+    out_ptr,
+    split_limit,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Fold the splits of one row's BLOCK_H heads in order and divide; a padded row becomes zeros."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    known = head < HEADS
+    d = tl.arange(0, HEAD)
+    splits = (tl.load(positions_ptr + row) + SPLIT).to(tl.int32) // SPLIT
+    all_acc = tl.zeros((BLOCK_H, HEAD), tl.float32)
+    all_peak = tl.full((BLOCK_H,), NOTHING, tl.float32)
+    all_total = tl.zeros((BLOCK_H,), tl.float32)
+    for group in range(0, splits, 4):
+        for j in tl.static_range(4):
+            # Past the last split the partial is "nothing", which folds in as exact zeros; so four loads run at once.
+            s = group + j
+            use = known & (s < splits)
+            at = (row * HEADS + head) * split_limit + s
+            peak = tl.load(sums_ptr + at * 2, use, NOTHING)
+            total = tl.load(sums_ptr + at * 2 + 1, use, 0.0)
+            acc = tl.load(acc_ptr + at[:, None] * HEAD + d[None, :], use[:, None], 0.0)
+            all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
+    out = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
+    to = (row * HEADS + head)[:, None] * HEAD + d[None, :]
+    tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), known[:, None])

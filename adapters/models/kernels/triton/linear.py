@@ -1,0 +1,132 @@
+"""Matrix products in Triton whose sums run in one order at every row count.
+
+Every output element is one chain: k rises from 0 in steps of 16 (one tensor-core instruction each), the products of
+a step are added to a float32 accumulator, and the total is rounded once. Tiles cut rows and columns, never k, so the
+tile that computes an element, its place in the tile and the number of rows cannot change the element's bits. That
+`wgmma` and `mma.sync` agree bit for bit, with either operand on either side, was measured (see tests/models).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _silu_times(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up with each intermediate rounded to `dtype`, as an unfused implementation rounds it."""
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (silu * up).to(dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_narrow(
+    w_desc,
+    x_desc,
+    w_ptr,
+    out_ptr,
+    rows,
+    columns,
+    depth,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """out[rows, columns] = x @ w.T for few rows: bound by reading w once, so the weights are the tall operand.
+
+    One program owns BLOCK_N weight rows over the whole depth; all programs stream their weights at the same time.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    n0 = tl.program_id(0) * BLOCK_N
+    m0 = tl.program_id(1) * BLOCK_M
+    if PDL:
+        if AHEAD > 0:
+            # The weights do not depend on the kernel before: ask for the first of them while it still runs.
+            line = tl.arange(0, AHEAD // 64) * 64
+            at = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * depth + line[None, :]
+            inside = ((n0 + tl.arange(0, BLOCK_N)) < columns)[:, None] & (line < depth)[None, :]
+            at = tl.where(inside, at, 0)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [w_ptr + at],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        w = w_desc.load([n0, k])
+        x = x_desc.load([m0, k])
+        acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
+    m = m0 + tl.arange(0, BLOCK_M)
+    if GATED:
+        gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
+        n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
+        width = columns // 2
+        out = _silu_times(gate, up, dtype)
+    else:
+        n = n0 + tl.arange(0, BLOCK_N)
+        width = columns
+        out = acc.to(dtype)
+    at = m.to(tl.int64)[None, :] * width + n[:, None]
+    tl.store(out_ptr + at, out, mask=(m < rows)[None, :] & (n < width)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_wide(
+    x_desc,
+    w_desc,
+    out_ptr,
+    rows,
+    columns,
+    depth,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    WS: tl.constexpr = False,
+):
+    """out[rows, columns] = x @ w.T for many rows: bound by arithmetic; groups of row tiles share weights in L2."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    column_tiles = tl.cdiv(columns, BLOCK_N)
+    program = tl.program_id(0)
+    group = program // (GROUP * column_tiles)
+    height = min(row_tiles - group * GROUP, GROUP)
+    m0 = (group * GROUP + (program % (GROUP * column_tiles)) % height) * BLOCK_M
+    n0 = (program % (GROUP * column_tiles)) // height * BLOCK_N
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES, warp_specialize=WS):
+        x = x_desc.load([m0, k])
+        w = w_desc.load([n0, k])
+        acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
+    m = m0 + tl.arange(0, BLOCK_M)
+    if GATED:
+        gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))
+        n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
+        width = columns // 2
+        out = _silu_times(gate, up, dtype)
+    else:
+        n = n0 + tl.arange(0, BLOCK_N)
+        width = columns
+        out = acc.to(dtype)
+    at = m.to(tl.int64)[:, None] * width + n[None, :]
+    tl.store(out_ptr + at, out, mask=(m < rows)[:, None] & (n < width)[None, :])

@@ -1,0 +1,156 @@
+"""Row-wise kernels in Triton: residual and norm, q/k norm with rotary and the cache write, and the attention plan.
+
+One program owns whole rows and reduces each along one axis with a fixed layout, so a row's bits depend on that row only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def add_norm(
+    residual_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    width,
+    eps,
+    HAS_DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """residual[row] += delta[row] in place; out[row] = RMSNorm(residual[row]) * weight. One program, one row."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    at = tl.program_id(0).to(tl.int64) * width + i
+    weight = tl.load(weight_ptr + i, inside, 0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(residual_ptr + at, inside, 0.0)
+    if HAS_DELTA:
+        x = (x.to(tl.float32) + tl.load(delta_ptr + at, inside, 0.0).to(tl.float32)).to(dtype)
+        tl.store(residual_ptr + at, x, inside)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(out_ptr + at, ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype), inside)
+
+
+@triton.jit
+def rotate_store(
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    positions_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    capacity,
+    eps,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program, one row, BLOCK of its q, k and v heads: RMSNorm of q and k, half-split rotary, write k and v.
+
+    A head is read as its two halves `[BLOCK, HALF]`; the squares of a pair are added first, then along the half.
+    """
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, HALF)
+    is_q = head < HEADS
+    is_v = head >= HEADS + KV
+    known = (head < HEADS + 2 * KV)[:, None]
+    q_lo = tl.load(q_norm_ptr + d).to(tl.float32)
+    q_hi = tl.load(q_norm_ptr + HALF + d).to(tl.float32)
+    k_lo = tl.load(k_norm_ptr + d).to(tl.float32)
+    k_hi = tl.load(k_norm_ptr + HALF + d).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    position = tl.load(positions_ptr + row)
+    slot = tl.load(slots_ptr + row)
+    at = row * ((HEADS + 2 * KV) * 2 * HALF) + head[:, None] * (2 * HALF) + d[None, :]
+    raw_lo = tl.load(qkv_ptr + at, known, 0.0)
+    raw_hi = tl.load(qkv_ptr + at + HALF, known, 0.0)
+    lo, hi = raw_lo.to(tl.float32), raw_hi.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(lo * lo + hi * hi, 1) / (2 * HALF) + eps)[:, None]
+    lo = (lo * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_lo[None, :], k_lo[None, :])
+    hi = (hi * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_hi[None, :], k_hi[None, :])
+    lo, hi = lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
+    angle = tl.maximum(position, 0) * HALF + d
+    cos, sin = tl.load(cos_ptr + angle)[None, :], tl.load(sin_ptr + angle)[None, :]
+    new_lo = (lo * cos - hi * sin).to(dtype)
+    new_hi = (hi * cos + lo * sin).to(dtype)
+    to_q = row * (HEADS * 2 * HALF) + head[:, None] * (2 * HALF) + d[None, :]
+    tl.store(q_ptr + to_q, new_lo, is_q[:, None])
+    tl.store(q_ptr + to_q + HALF, new_hi, is_q[:, None])
+    real = position >= 0
+    is_k = (head >= HEADS) & (head < HEADS + KV) & real
+    to_k = ((slot * KV + head - HEADS) * capacity + position)[:, None] * (2 * HALF) + d[None, :]
+    tl.store(k_ptr + to_k, new_lo, is_k[:, None])
+    tl.store(k_ptr + to_k + HALF, new_hi, is_k[:, None])
+    to_v = ((slot * KV + head - HEADS - KV) * capacity + position)[:, None] * (2 * HALF) + d[None, :]
+    tl.store(v_ptr + to_v, raw_lo, (is_v & real)[:, None] & known)
+    tl.store(v_ptr + to_v + HALF, raw_hi, (is_v & real)[:, None] & known)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["rung", "tile_limit"])
+def plan_tiles(
+    slots_ptr,
+    positions_ptr,
+    tiles_ptr,
+    rung,
+    tile_limit,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Cut the step's rows into tiles of at most TILE consecutive positions of one slot (or of padded rows).
+
+    tiles[t] = first row, rows, slot, first position (-1: padded rows), and the number of (tile, key split) pairs up to
+    and with t. Unused tiles have no rows. One program does it all, once a forward, so the host need not.
+    """
+    i = tl.arange(0, ROWS)
+    inside = i < rung
+    position = tl.load(positions_ptr + i, inside, -1).to(tl.int32)
+    slot = tl.load(slots_ptr + i, inside, 0).to(tl.int32)
+    before = tl.load(positions_ptr + i - 1, inside & (i > 0), -1).to(tl.int32)
+    slot_before = tl.load(slots_ptr + i - 1, inside & (i > 0), -1).to(tl.int32)
+    follows = ((position >= 0) & (position == before + 1) & (slot == slot_before)) | ((position < 0) & (before < 0))
+    segment = tl.associative_scan(tl.where(follows & (i > 0), 0, i), 0, _larger)
+    opens = inside & ((i - segment) % TILE == 0)
+    tile = tl.cumsum(opens.to(tl.int32), 0) - 1
+    first = tl.associative_scan(tl.where(opens, i, 0), 0, _larger)
+    # A row is its tile's last when the row after it opens a tile; that row's facts are worked out the same way.
+    after = tl.load(positions_ptr + i + 1, i + 1 < rung, -2).to(tl.int32)
+    slot_after = tl.load(slots_ptr + i + 1, i + 1 < rung, -2).to(tl.int32)
+    goes_on = ((after >= 0) & (after == position + 1) & (slot == slot_after)) | ((after == -1) & (position < 0))
+    closes = inside & ~(goes_on & ((i + 1 - segment) % TILE != 0))
+    splits = tl.cumsum(tl.where(closes, (position + SPLIT) // SPLIT, 0), 0)
+    unused = tl.arange(0, LIMIT)
+    used = tl.sum(opens.to(tl.int32), 0)
+    tl.store(tiles_ptr + unused * 8 + 1, tl.zeros((LIMIT,), tl.int32), (unused >= used) & (unused < tile_limit))
+    pairs = tl.max(splits, 0)
+    tl.store(tiles_ptr + unused * 8 + 4, tl.zeros((LIMIT,), tl.int32) + pairs, (unused >= used) & (unused < tile_limit))
+    tl.store(tiles_ptr + tile * 8, i, opens)
+    tl.store(tiles_ptr + tile * 8 + 2, slot, opens)
+    tl.store(tiles_ptr + tile * 8 + 3, position, opens)
+    tl.store(tiles_ptr + tile * 8 + 1, i - first + 1, closes)
+    tl.store(tiles_ptr + tile * 8 + 4, splits, closes)

@@ -1,0 +1,286 @@
+"""CUDA kernels of the decoder layer: Triton programs whose bits do not depend on the rung, the row or its neighbours.
+
+This file chooses tiles and launches; what is computed, and why its order is fixed, stands in `kernels/triton`. A tile
+choice is free wherever it cannot change bits (rows and columns of a product, programs per split) and a constant where
+it can (`KV_TILE`, `SPLIT`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import triton
+from attrs import define, field, frozen
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adapters.models.cuda_graphs import GraphCache
+from adapters.models.kernels import Batch, Rope
+from adapters.models.kernels.triton import attention, linear, rows
+
+T = TypeVar("T")
+
+KV_TILE = 64
+SPLIT = 512
+NARROW = 64
+
+
+@frozen
+class Packed:
+    """A weight `[N, K]` as the products read it; gated ones hold gate and up rows in turn."""
+
+    weight: Tensor
+    gated: bool = False
+
+
+@define
+class Plan:
+    """The step's row tiles on the device; stale until the running body has worked them out again."""
+
+    tiles: Tensor | None = None
+    stale: bool = True
+
+
+@frozen
+class Tile:
+    """Rows x columns x depth of one program's step, its warps and the steps that are loaded ahead."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def narrow_tile(rung: int, columns: int, depth: int, dtype: torch.dtype) -> Tile:
+    """Few rows: enough programs to fill the device, each with enough bytes on their way."""
+    rows_ = max(16, rung)
+    if dtype == torch.float32:
+        return Tile(rows_ if rows_ <= 32 else 32, 32, 32, 4, 3)
+    return Tile(rows_, 64, 128, 4, 7)
+
+
+def wide_tile(dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:
+        return Tile(64, 64, 32, 8, 3)
+    return Tile(128, 256, 64, 8, 4)
+
+
+@define(eq=False)
+class TritonKernels:
+    """`Kernels` for one CUDA device.
+
+    pdl: let a kernel start while the one before it drains (needs compute capability 9.0); bits are the same.
+    """
+
+    device: torch.device
+    pdl: bool = True
+    graphs: GraphCache = field(init=False)
+    _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
+
+    name = "triton-1"
+    kv_tile = KV_TILE
+
+    def __attrs_post_init__(self) -> None:
+        self.graphs = GraphCache(self.device)
+
+    def pack(self, weight: Tensor) -> Packed:
+        if weight.shape[1] * weight.element_size() % 16:
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)} cannot be used on CUDA: its rows must be a multiple of 16 bytes"
+            )
+        return Packed(weight.contiguous())
+
+    def pack_gated(self, weight: Tensor) -> Packed:
+        gate, up = weight.chunk(2)
+        return Packed(self.pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, gated=True)
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        return self._product(x, packed)
+
+    def gated(self, x: Tensor, packed: Packed) -> Tensor:
+        return self._product(x, packed)
+
+    def _product(self, x: Tensor, packed: Packed) -> Tensor:
+        w, (count, depth) = packed.weight, x.shape
+        columns = len(w)
+        out = x.new_empty(count, columns // 2 if packed.gated else columns)
+        precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        narrow = count <= NARROW
+        tile = narrow_tile(count, columns, depth, x.dtype) if narrow else wide_tile(x.dtype)
+        x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
+        shape = dict(BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, STAGES=tile.stages)
+        options = dict(GATED=packed.gated, PRECISION=precision, **self._options(tile.warps))
+        if narrow:
+            grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
+            linear.linear_narrow[grid](w_desc, x_desc, w, out, count, columns, depth, AHEAD=512, **shape, **options)
+        else:
+            grid = (triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns),)
+            linear.linear_wide[grid](x_desc, w_desc, out, count, columns, depth, GROUP=8, **shape, **options)
+        return out
+
+    def _options(self, warps: int) -> dict[str, Any]:
+        return dict(PDL=self.pdl, num_warps=warps, launch_pdl=self.pdl)
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(residual)
+        count, width = residual.shape
+        block = triton.next_power_of_2(width)
+        rows.add_norm[(count,)](
+            residual,
+            residual if delta is None else delta,
+            weight,
+            out,
+            width,
+            eps,
+            HAS_DELTA=delta is not None,
+            BLOCK=block,
+            **self._options(4 if block <= 2048 else 8),
+        )
+        return out
+
+    def rotate_store(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        rope: Rope,
+        batch: Batch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
+        _, kv, capacity, head = k_cache.shape
+        heads = qkv.shape[1] // head - 2 * kv
+        q = qkv.new_empty(len(qkv), heads, head)
+        block = 8
+        grid = (len(qkv), triton.cdiv(heads + 2 * kv, block))
+        rows.rotate_store[grid](
+            qkv,
+            q_norm,
+            k_norm,
+            rope.cos,
+            rope.sin,
+            batch.slots,
+            batch.positions,
+            q,
+            k_cache,
+            v_cache,
+            capacity,
+            eps,
+            HEADS=heads,
+            KV=kv,
+            HALF=head // 2,
+            BLOCK=block,
+            **self._options(4),
+        )
+        return q
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        rung, heads, head = q.shape
+        slots, kv, capacity, _ = k_cache.shape
+        group = heads // kv
+        padded = triton.next_power_of_2(group)
+        wide, narrow = q.dtype == torch.float32, rung <= NARROW
+        block = 32 if wide else 64 if narrow or head > 128 else 128
+        key_tile = 32 if wide else KV_TILE
+        tiles = self._tiles(batch, block // padded, slots)
+        limit = len(tiles)
+        out = torch.empty_like(q)
+        keys = TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head])
+        values = TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head])
+        scale = head**-0.5 * 1.4426950408889634
+        shape = dict(HEADS=heads, KV=kv, GROUP=group, PADDED=padded, HEAD=head, BLOCK_M=block, BLOCK_N=key_tile)
+        options = dict(SPLIT=SPLIT, PRECISION="ieee" if wide else "tf32", STAGES=1 if wide else 3 if head <= 128 else 2)
+        options |= self._options(4 if wide or (narrow and head <= 128) else 8)
+        options["enable_fp_fusion"] = False
+        if not narrow:
+            attention.attend_chain[(limit * kv,)](
+                q, keys, values, tiles, out, capacity, limit, scale, **shape, **options
+            )
+            return out.view(rung, -1)
+        splits = triton.cdiv(capacity, SPLIT)
+        acc, sums = self._scratch(heads, splits, head)
+        programs = min(limit * splits * kv, 2 * self._processors)
+        attention.attend_splits[(programs,)](
+            q,
+            keys,
+            values,
+            tiles,
+            acc,
+            sums,
+            capacity,
+            limit,
+            splits,
+            scale,
+            LIMIT=triton.next_power_of_2(limit),
+            **shape,
+            **options,
+        )
+        block_h = 4
+        attention.merge[(rung, triton.cdiv(heads, block_h))](
+            acc,
+            sums,
+            batch.positions,
+            out,
+            splits,
+            HEADS=heads,
+            BLOCK_H=block_h,
+            HEAD=head,
+            SPLIT=SPLIT,
+            enable_fp_fusion=False,
+            **self._options(4),
+        )
+        return out.view(rung, -1)
+
+    @property
+    def _processors(self) -> int:
+        return torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 4
+
+    def _scratch(self, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
+        """Where splits leave their partials; kept for good, since recorded graphs hold its address."""
+        key = (heads, splits, head)
+        if key not in self._partials:
+            sizes = (NARROW, heads, splits)
+            self._partials[key] = (
+                torch.empty(*sizes, head, dtype=torch.float32, device=self.device),
+                torch.empty(*sizes, 2, dtype=torch.float32, device=self.device),
+            )
+        return self._partials[key]
+
+    def _tiles(self, batch: Batch, tile: int, slots: int) -> Tensor:
+        plan: Plan = batch.plan
+        if plan.tiles is None:
+            limit = min(batch.rung, triton.cdiv(batch.rung, tile) + slots + 1)
+            plan.tiles = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
+        if plan.stale:
+            limit = len(plan.tiles)
+            rows.plan_tiles[(1,)](
+                batch.slots,
+                batch.positions,
+                plan.tiles,
+                batch.rung,
+                limit,
+                TILE=tile,
+                SPLIT=SPLIT,
+                ROWS=triton.next_power_of_2(batch.rung),
+                LIMIT=triton.next_power_of_2(limit),
+                num_warps=4,
+            )
+            plan.stale = False
+        return plan.tiles
+
+    def prepare(self, batch: Batch) -> None:
+        if batch.plan is None:
+            batch.plan = Plan()
+        batch.plan.stale = True
+
+    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
+        def planned() -> T:
+            batch.plan.stale = True
+            return body()
+
+        return self.graphs.run((name, batch.rung), planned)

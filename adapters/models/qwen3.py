@@ -1,0 +1,298 @@
+"""Qwen3 (dense): a range of its layers with slots and KV caches, as fixed-shape forwards over the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, frozen
+from torch import Tensor
+
+from adapters.models.checkpoint import Weights
+from adapters.models.config import Qwen3Config
+from adapters.models.kernels import Batch, Kernels, Rope
+from adapters.models.shard import Forward, NamedTensors, Step
+
+LADDER = (4, 8, 16, 32, 64, 128, 256)
+
+
+@frozen
+class Layer:
+    """One decoder layer's weights, fused and packed, and its caches `[slots, KV, capacity, hd]`."""
+
+    input_norm: Tensor
+    qkv: Any
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Any
+    post_norm: Tensor
+    gate_up: Any
+    down: Any
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+@define(eq=False)
+class Buffers:
+    """The static tensors of one rung."""
+
+    batch: Batch
+    hidden: Tensor
+    logits: Tensor | None
+    forward: Forward
+
+
+def rope_tables(config: Qwen3Config, capacity: int, device: torch.device) -> Rope:
+    """Computed on the host in float32, exactly as transformers does, so that every device rotates alike."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    angles = torch.outer(torch.arange(capacity).float(), frequencies)
+    return Rope(angles.cos().to(device), angles.sin().to(device))
+
+
+class Qwen3Shard:
+    """Layers `[first, last)` on one device; the embedding with layer 0, final norm and head with the last layer.
+
+    capture: global layer indices whose output (HF `hidden_states[i + 1]`) every forward leaves in its captures.
+    rungs: the row counts that `forward` accepts. capacity is rounded up to whole key tiles of the kernels.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        weights: Weights,
+        kernels: Kernels,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        layers: range | None = None,
+        slots: int = 4,
+        capacity: int = 8192,
+        rungs: Sequence[int] = LADDER,
+        capture: Sequence[int] = (),
+    ) -> None:
+        self._config, self._kernels = config, kernels
+        self._device, self._dtype = torch.device(device), dtype
+        self._layers = range(config.num_layers) if layers is None else layers
+        _check_arguments(config, self._layers, slots, capacity, rungs, capture)
+        self._slots = slots
+        self._capacity = -(-capacity // kernels.kv_tile) * kernels.kv_tile
+        self._rungs, self._capture = tuple(rungs), tuple(capture)
+        self._weights_bytes = 0
+        self._buffers: dict[int, Buffers] = {}
+        self._rope = rope_tables(config, self._capacity, self._device)
+        self._load(weights)
+
+    def _load(self, weights: Weights) -> None:
+        config = self._config
+        last = self._layers.stop == config.num_layers
+        self._embedding: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._head: Any = None
+        table: Tensor | None = None
+        if self._layers.start == 0 or (last and config.tie_word_embeddings):
+            table = self._read(weights, "model.embed_tokens.weight")
+        if self._layers.start == 0:
+            self._embedding = table
+        self._blocks = [self._load_layer(weights, layer) for layer in self._layers]
+        if last:
+            self._norm = self._read(weights, "model.norm.weight")
+            tied = config.tie_word_embeddings and table is not None
+            self._head = self._kernels.pack(table if tied else self._read(weights, "lm_head.weight"))
+
+    def _read(self, weights: Weights, *names: str) -> Tensor:
+        """The named tensors, stacked along their rows, on the device in the model's dtype."""
+        parts = [weights.read(name).to(self._device, self._dtype) for name in names]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._weights_bytes += tensor.nbytes
+        return tensor.contiguous()
+
+    def _load_layer(self, weights: Weights, index: int) -> Layer:
+        config, kernels = self._config, self._kernels
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        shape = (self._slots, config.num_kv_heads, self._capacity, config.head_dim)
+        projections = [f"{attention}{part}_proj.weight" for part in "qkv"]
+        return Layer(
+            input_norm=self._read(weights, prefix + "input_layernorm.weight"),
+            qkv=kernels.pack(self._read(weights, *projections)),
+            q_norm=self._read(weights, attention + "q_norm.weight"),
+            k_norm=self._read(weights, attention + "k_norm.weight"),
+            out=kernels.pack(self._read(weights, attention + "o_proj.weight")),
+            post_norm=self._read(weights, prefix + "post_attention_layernorm.weight"),
+            gate_up=kernels.pack_gated(self._read(weights, mlp + "gate_proj.weight", mlp + "up_proj.weight")),
+            down=kernels.pack(self._read(weights, mlp + "down_proj.weight")),
+            k_cache=torch.zeros(shape, dtype=self._dtype, device=self._device),
+            v_cache=torch.zeros(shape, dtype=self._dtype, device=self._device),
+        )
+
+    @property
+    def config(self) -> Qwen3Config:
+        return self._config
+
+    @property
+    def layers(self) -> range:
+        return self._layers
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def capacity(self) -> int:
+        """Rows a slot can hold; at least what was asked for."""
+        return self._capacity
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        return self._rungs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def forward(self, step: Step, inputs: Tensor) -> Forward:
+        self._check_step(step, inputs)
+        buffers = self._at(step.rung)
+        with torch.inference_mode():
+            if self._embedding is None:
+                buffers.hidden.copy_(inputs)
+            buffers.batch.load(step, None if self._embedding is None else inputs)
+            self._kernels.prepare(buffers.batch)
+            self._kernels.launch("layers", buffers.batch, lambda: self._run_layers(buffers))
+        return buffers.forward
+
+    def logits(self, step: Step, hidden: Tensor) -> Tensor:
+        """Float32 `[rung, V]`, a static buffer; padded rows hold finite garbage."""
+        buffers = self._at(step.rung)
+        if buffers.logits is None:
+            raise ValueError(f"logits: layers {self._layers.start}..{self._layers.stop - 1} have no head")
+        with torch.inference_mode():
+            if hidden is not buffers.hidden:
+                buffers.hidden.copy_(hidden)
+            self._kernels.launch("logits", buffers.batch, lambda: self._run_head(buffers))
+        return buffers.logits
+
+    def _run_layers(self, buffers: Buffers) -> None:
+        kernels, batch, rope, eps = self._kernels, buffers.batch, self._rope, self._config.rms_norm_eps
+        residual, captures = buffers.hidden, buffers.forward.captures
+        if self._embedding is not None:
+            torch.index_select(self._embedding, 0, batch.tokens, out=residual)
+        delta: Tensor | None = None
+        for index, layer in zip(self._layers, self._blocks, strict=True):
+            x = kernels.add_norm(residual, delta, layer.input_norm, eps)
+            if index - 1 in captures and index != self._layers.start:
+                captures[index - 1].copy_(residual)
+            qkv = kernels.linear(x, layer.qkv)
+            k_cache, v_cache = layer.k_cache, layer.v_cache
+            q = kernels.rotate_store(qkv, layer.q_norm, layer.k_norm, eps, rope, batch, k_cache, v_cache)
+            delta = kernels.linear(kernels.attend(q, k_cache, v_cache, batch), layer.out)
+            x = kernels.add_norm(residual, delta, layer.post_norm, eps)
+            delta = kernels.linear(kernels.gated(x, layer.gate_up), layer.down)
+        if delta is not None:
+            residual.add_(delta)
+        if self._layers.stop - 1 in captures:
+            captures[self._layers.stop - 1].copy_(residual)
+
+    def _run_head(self, buffers: Buffers) -> None:
+        assert buffers.logits is not None
+        assert self._norm is not None
+        normed = self._kernels.add_norm(buffers.hidden, None, self._norm, self._config.rms_norm_eps)
+        buffers.logits.copy_(self._kernels.linear(normed, self._head))
+
+    def _at(self, rung: int) -> Buffers:
+        if rung not in self._buffers:
+            shape = (rung, self._config.hidden_size)
+            hidden = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            logits = None
+            if self._norm is not None:
+                logits = torch.zeros(rung, self._config.vocab_size, device=self._device)
+            captures = {
+                layer: torch.zeros(shape, dtype=self._dtype, device=self._device)
+                for layer in self._capture
+                if layer in self._layers
+            }
+            self._buffers[rung] = Buffers(Batch(rung, self._device), hidden, logits, Forward(hidden, captures))
+        return self._buffers[rung]
+
+    def _check_step(self, step: Step, inputs: Tensor) -> None:
+        if step.rung not in self._rungs:
+            raise ValueError(f"rung {step.rung} is not one of {self._rungs}")
+        rows = step.rows
+        expected = (rows,) if self._embedding is not None else (step.rung, self._config.hidden_size)
+        if not 0 < rows <= step.rung or inputs.shape != expected:
+            raise ValueError(f"{rows} rows at rung {step.rung} do not go with inputs of shape {tuple(inputs.shape)}")
+        if len({segment.slot for segment in step.segments}) != len(step.segments):
+            raise ValueError("a slot appears twice in one step")
+        for segment in step.segments:
+            self._check_span(segment.slot, segment.start, segment.start + segment.count)
+
+    def _check_span(self, slot: int, start: int, stop: int) -> None:
+        if not 0 <= slot < self._slots:
+            raise ValueError(f"slot {slot} is not in 0..{self._slots - 1}")
+        if not 0 <= start < stop <= self._capacity:
+            raise ValueError(f"rows {start}..{stop} are not a span within a slot's {self._capacity} rows")
+
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        self._check_span(source, 0, count)
+        self._check_span(target, 0, count)
+        for layer in self._blocks:
+            layer.k_cache[target, :, :count] = layer.k_cache[source, :, :count]
+            layer.v_cache[target, :, :count] = layer.v_cache[source, :, :count]
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
+        self._check_span(slot, start, stop)
+        rows: dict[str, Tensor] = {}
+        for index, layer in zip(self._layers, self._blocks, strict=True):
+            for part, cache in (("k", layer.k_cache), ("v", layer.v_cache)):
+                host = torch.empty(cache.shape[1], stop - start, cache.shape[3], dtype=cache.dtype)
+                rows[f"layers.{index}.{part}"] = host.copy_(cache[slot, :, start:stop])
+        return rows
+
+    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
+        names = {f"layers.{index}.{part}" for index in self._layers for part in "kv"}
+        if set(rows) != names:
+            odd = sorted(names.symmetric_difference(rows))
+            raise ValueError(f"rows of layers {self._layers.start}..{self._layers.stop - 1}: {odd[0]} is odd")
+        count = next(iter(rows.values())).shape[1] if next(iter(rows.values())).dim() == 3 else 0
+        self._check_span(slot, start, start + count)
+        shape = (self._config.num_kv_heads, count, self._config.head_dim)
+        for name, tensor in rows.items():
+            if tensor.shape != shape or tensor.dtype != self._dtype:
+                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not {self._dtype} {list(shape)}")
+        for index, layer in zip(self._layers, self._blocks, strict=True):
+            layer.k_cache[slot, :, start : start + count] = rows[f"layers.{index}.k"]
+            layer.v_cache[slot, :, start : start + count] = rows[f"layers.{index}.v"]
+
+    def memory(self) -> Mapping[str, int]:
+        kv = sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in self._blocks)
+        buffers = self._rope.cos.nbytes + self._rope.sin.nbytes
+        for held in self._buffers.values():
+            buffers += held.batch.table.nbytes + held.hidden.nbytes
+            buffers += 0 if held.logits is None else held.logits.nbytes
+            buffers += sum(capture.nbytes for capture in held.forward.captures.values())
+        return {"weights": self._weights_bytes, "kv": kv, "buffers": buffers}
+
+    def close(self) -> None:
+        """Give the memory back; the shard is of no use afterwards."""
+        self._blocks.clear()
+        self._buffers.clear()
+        self._embedding = self._norm = self._head = None
+
+
+def _check_arguments(
+    config: Qwen3Config, layers: range, slots: int, capacity: int, rungs: Sequence[int], capture: Sequence[int]
+) -> None:
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
+        raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
+    if slots < 1 or not 1 <= capacity <= config.max_positions:
+        raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1..{config.max_positions}")
+    if not rungs or any(rung < 1 for rung in rungs):
+        raise ValueError(f"rungs {tuple(rungs)} are not positive row counts")
+    if any(not 0 <= layer < config.num_layers for layer in capture):
+        raise ValueError(f"capture {tuple(capture)}: not all in 0..{config.num_layers - 1}")
