@@ -130,8 +130,11 @@ def main(argv: list[str] | None = None) -> int:
     except cyclopts.CycloptsError as error:
         print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except (Refusal, FileNotFoundError) as error:
+    except Refusal as error:
         print(f"rekindle: {error}", file=sys.stderr)
+        return 2
+    except FileNotFoundError as error:
+        print(f"rekindle: {error.filename}: no such file", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

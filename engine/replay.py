@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from attrs import define, field
 
 from engine.runner import Envelope
-from engine.trace import Digest, Header, Record, converter, digest
+from engine.trace import Digest, Header, Record, converter, digest, read
 from states.machine import IllegalEvent
 from states.world import Out, World, advance, begin
 
@@ -73,6 +74,10 @@ class Replay:
             missing = f"; {show(self.expected[0])} was never recorded" if self.expected else ""
             raise Diverged(f"the trace was cut short after event {self.events - 1}{missing}")
 
+    def summary(self, *, executed: bool) -> str:
+        how = "replayed and executed" if executed else "replayed"
+        return f"identical: {self.events} events {how}, world {digest(self.world)}"
+
     def differs(self, number: int, now: object, recorded: object) -> Diverged:
         after = "before the first event" if self.event is None else f"after event {show(self.event)}"
         return Diverged(f"line {number}: {after}\n  recorded: {show(recorded)}\n  replayed: {show(now)}")
@@ -109,3 +114,9 @@ def world_json(world: World) -> Any:
         "lane": converter.unstructure(world.lane),
         "models": converter.unstructure(world.models),
     }
+
+
+def replay_file(path: Path, until: int | None = None) -> Replay:
+    """Raises BadTrace or Diverged."""
+    header, records = read(path)
+    return replay(header, records, until)

@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make serve` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: install serve test lint types imports check diagram train-demo bench clean
+
+install: .venv/installed  ## set up .venv with rekindle and what its tests need
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+serve: install  ## serve the demo model on 127.0.0.1:8000; ARGS="..." adds options
+	@exec $(BIN)/rekindle serve $(ARGS)
+
+test: install  ## the whole suite; ARGS="-k name" picks from it
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+imports: install
+	$(BIN)/lint-imports
+
+check: lint types imports test  ## what CI runs
+
+diagram: install  ## regenerate docs/STATES.md
+	$(BIN)/rekindle diagram --markdown > docs/STATES.md
+
+bench: install  ## the figures of docs/BENCHMARKS.md that need no GPU; takes a while
+	$(BIN)/python -m benchmarks.engine_fold
+	$(BIN)/python -m benchmarks.engine_overhead
+	$(BIN)/python -m benchmarks.cpu_model
+	$(BIN)/python -m benchmarks.exactness
+	$(BIN)/python -m benchmarks.startup
+
+train-demo: install  ## train the demo model again, from nothing; needs a CUDA device
+	$(BIN)/python -m adapters.training.demo $(ARGS)
+
+clean:
+	rm -rf .venv
