@@ -75,7 +75,6 @@ def attend_chain(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    WS: tl.constexpr = False,
 ):
     """One program: one tile of rows, the query heads of one key head, all splits in order."""
     if PDL:
@@ -100,7 +99,7 @@ def attend_chain(
         total = tl.zeros((BLOCK_M,), tl.float32)
         all_total = tl.zeros((BLOCK_M,), tl.float32)
         clear = (first + 1) // BLOCK_N * BLOCK_N
-        for at in tl.range(0, clear, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
+        for at in tl.range(0, clear, BLOCK_N, num_stages=STAGES):
             k = k_desc.load([base + at, 0])
             v = v_desc.load([base + at, 0])
             key = at + tl.arange(0, BLOCK_N)

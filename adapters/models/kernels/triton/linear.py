@@ -99,7 +99,6 @@ def linear_wide(
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    WS: tl.constexpr = False,
 ):
     """out[rows, columns] = x @ w.T for many rows: bound by arithmetic; groups of row tiles share weights in L2."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -114,7 +113,7 @@ def linear_wide(
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES, warp_specialize=WS):
+    for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
         x = x_desc.load([m0, k])
         w = w_desc.load([n0, k])
         acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
