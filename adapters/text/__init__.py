@@ -1,0 +1,1 @@
+"""Text: tokenizer, chat template, and the way back from tokens to text as they come."""

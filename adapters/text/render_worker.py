@@ -1,0 +1,223 @@
+"""Renders a chat template in a process of its own, which its parent may kill. Run by path; needs only jinja2.
+
+Frames in both directions: four bytes of length (big endian), then JSON. The first frame is the set-up
+`{"template", "controls", "variables", "nonce", "max_chars", "max_bytes", "seconds"}`, answered by `{"ok": ""}` or an
+error.
+Every later frame holds the variables of one render, answered by `{"ok": text}` or `{"error": kind, "message": text}`
+with kind `refused` (the template's own raise_exception) or `failed`.
+
+Marks: a control token counts only where the template itself writes it. So in the parsed template every constant that
+may reach the output has its control tokens replaced by marks (a nonce that nobody outside can know, between two
+Unicode noncharacters). Constants that are compared with, or split by, are left alone, so that templates which look for
+`</think>` in a message still find it. What a client typed is never touched and can never be a mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import struct
+import sys
+from datetime import datetime
+from typing import Any, BinaryIO
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Their arguments are looked for in a text, never written out.
+SEARCHES = {
+    *("count", "endswith", "find", "index", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind"),
+    *("rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "strip"),
+}
+SELECTORS = {
+    *("attr", "groupby", "map", "reject", "rejectattr", "replace", "select", "selectattr", "sort", "trim", "unique"),
+}
+
+
+class Refused(jinja2.TemplateError):
+    """The template called raise_exception: the conversation is not one it can render."""
+
+
+class Marker:
+    """Control tokens to marks and back."""
+
+    def __init__(self, controls: list[str], nonce: str) -> None:
+        self.marks = {token: f"\ufdd0{nonce}\ufdd2{number}\ufdd1" for number, token in enumerate(controls)}
+        longest_first = sorted(controls, key=len, reverse=True)
+        self.tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.controls = controls
+        self.marked = re.compile(f"\ufdd0{nonce}\ufdd2([0-9]+)\ufdd1")
+
+    def mark(self, text: str) -> str:
+        return self.tokens.sub(lambda found: self.marks[found[0]], text)
+
+    def plain(self, text: str) -> str:
+        return self.marked.sub(lambda found: self.controls[int(found[1])], text)
+
+    def mark_tree(self, node: nodes.Node) -> None:
+        """Mark every constant below `node` that may reach the output."""
+        match node:
+            case nodes.TemplateData():
+                node.data = self.mark(node.data)
+            case nodes.Const(value=str()):
+                node.value = self.mark(node.value)
+            case nodes.Compare() | nodes.Test():
+                pass
+            case nodes.If() | nodes.CondExpr():
+                self.mark_all(child for child in node.iter_child_nodes(exclude=["test"]))
+            case nodes.For():
+                self.mark_all(child for child in node.iter_child_nodes(exclude=["test"]))
+            case nodes.Getitem():
+                self.mark_tree(node.node)
+            case nodes.Pair():
+                self.mark_tree(node.value)
+            case nodes.Filter() if node.name in SELECTORS:
+                self.mark_all([node.node] if node.node else [])
+            case nodes.Call(node=nodes.Getattr(attr=attr)) if attr in SEARCHES:
+                self.mark_tree(node.node)
+            case _:
+                self.mark_all(node.iter_child_nodes())
+
+    def mark_all(self, children: Any) -> None:
+        for child in children:
+            self.mark_tree(child)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """As transformers sets it up for chat templates, less the ways to read the machine."""
+
+    def __init__(self, marker: Marker) -> None:
+        # optimized=False: constants are not folded while compiling, where no time limit would have begun yet
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], optimized=False)
+        self.marker = marker
+        self.filters["tojson"] = tojson
+        self.globals = {
+            "range": self.globals["range"],
+            "namespace": self.globals["namespace"],
+            "dict": self.globals["dict"],
+            "cycler": self.globals["cycler"],
+            "joiner": self.globals["joiner"],
+            "raise_exception": self.refuse,
+            "strftime_now": strftime_now,
+        }
+
+    def refuse(self, message: object) -> None:
+        raise Refused(self.marker.plain(str(message)))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - jinja's own names
+        """Texts are searched for what a constant says, not for its mark: also when it came through a variable."""
+        if isinstance(getattr(__obj, "__self__", None), str) and __obj.__name__ in SEARCHES:
+            args = tuple(__self.marker.plain(arg) if isinstance(arg, str) else arg for arg in args)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+class Generation(Extension):
+    """`{% generation %}` marks what a model writes, for training; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def strftime_now(layout: str) -> str:
+    """Local time, as templates expect: read only by templates that ask for it."""
+    return datetime.now().astimezone().strftime(layout)
+
+
+class Renderer:
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.marker = Marker(setup["controls"], setup["nonce"])
+        self.max_chars: int = setup["max_chars"]
+        self.variables = {name: self.marker.mark(text) for name, text in setup["variables"].items()}
+        sandbox = Sandbox(self.marker)
+        tree = sandbox.parse(setup["template"])
+        self.marker.mark_tree(tree)
+        self.template = sandbox.from_string(tree)
+
+    def render(self, variables: dict[str, Any]) -> str:
+        parts, chars = [], 0
+        for part in self.template.generate(self.variables | variables):
+            chars += len(part)
+            if chars > self.max_chars:
+                raise OverflowError(f"the template wrote more than {self.max_chars} characters")
+            parts.append(part)
+        return "".join(parts)
+
+
+def answer(work: Any) -> dict[str, str]:
+    """Do `work` and say what came of it, whatever came of it."""
+    try:
+        return {"ok": work()}
+    except Refused as refusal:
+        return {"error": "refused", "message": str(refusal)[:2000]}
+    except MemoryError:
+        return {"error": "failed", "message": "the template used too much memory"}
+    except RecursionError:
+        return {"error": "failed", "message": "the template calls itself without end"}
+    except Exception as error:  # noqa: BLE001 - a template can raise anything; the parent is told
+        return {"error": "failed", "message": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def receive(source: BinaryIO) -> Any:
+    head = source.read(4)
+    if len(head) < 4:
+        raise EOFError
+    return json.loads(source.read(struct.unpack(">I", head)[0]))
+
+
+def send(sink: BinaryIO, reply: dict[str, str]) -> None:
+    body = json.dumps(reply).encode()
+    sink.write(struct.pack(">I", len(body)) + body)
+    sink.flush()
+
+
+def confine(max_bytes: int) -> None:
+    """No more memory than this, no files, no further processes, no core dump."""
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+
+
+def main() -> None:
+    source, sink = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    setup = receive(source)
+    seconds = setup["seconds"] + 1  # the parent kills first; this is for a parent that is gone
+    confine(setup["max_bytes"])
+    made: list[Renderer] = []
+
+    def set_up() -> str:
+        made.append(Renderer(setup))
+        return ""
+
+    signal.alarm(seconds)
+    send(sink, answer(set_up))
+    while made:
+        signal.alarm(0)
+        variables = receive(source)
+        signal.alarm(seconds)
+        send(sink, answer(lambda given=variables: made[0].render(given)))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        main()
+    sys.exit(0)

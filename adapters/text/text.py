@@ -1,0 +1,83 @@
+"""Everything about text that a server needs from a checkpoint folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from adapters.models.config import CheckpointError
+from adapters.text.template import ChatTemplate, Rendered, find_template, text_of
+from adapters.text.tokenizer import Tokenizer, read_json
+from effects.ids import Tokens
+from effects.job import Sampling
+
+
+@define(eq=False)
+class Text:
+    """A tokenizer, a chat template if there is one, and how the checkpoint wants to be sampled."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+    sampling: Sampling = field(factory=Sampling)
+
+    @staticmethod
+    def load(folder: Path) -> Text:
+        """Raises CheckpointError."""
+        tokenizer = Tokenizer.load(folder)
+        source = find_template(folder, read_json(folder / "tokenizer_config.json"))
+        template = None
+        if source is not None:
+            template = ChatTemplate(source, tuple(tokenizer.controls.values()), tokenizer.variables)
+        return Text(tokenizer, template, default_sampling(read_json(folder / "generation_config.json")))
+
+    async def check(self) -> tuple[str, ...]:
+        """Try the template. Returns warnings; raises CheckpointError if it does not work at all.
+
+        Warns where a template puts control tokens together from parts, which then are served as plain text.
+        """
+        if self.template is None:
+            return ("the checkpoint has no chat template: only completions are served",)
+        await self.template.check()
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
+        rendered = await self.template.render([*messages, messages[0]])
+        whole = (await self.tokenizer.encode([text_of(rendered)], controls=True))[0]
+        if whole != await self.tokenizer.encode_rendered(rendered):
+            return ("the chat template puts control tokens together from parts, which are served as plain text",)
+        return ()
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Tokens:
+        """A conversation's prompt, ready for the assistant's answer. The checkpoint must have a template."""
+        return await self.tokenizer.encode_rendered(await self.render(messages, **variables))
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
+        assert self.template is not None
+        return await self.template.render(messages, **variables)
+
+    async def aclose(self) -> None:
+        if self.template is not None:
+            await self.template.aclose()
+
+
+def default_sampling(settings: Mapping[str, Any]) -> Sampling:
+    """generation_config.json: greedy unless it asks for sampling. Raises CheckpointError for a value out of range."""
+    if not settings.get("do_sample", False):
+        return Sampling()
+    ranges = {
+        "temperature": (0, 2),
+        "top_p": (1e-6, 1),
+        "min_p": (0, 1),
+        "top_k": (0, 1 << 31),
+        "repetition_penalty": (1e-3, 10),
+    }
+    chosen: dict[str, Any] = {"temperature": 1.0}
+    for name, (low, high) in ranges.items():
+        value = settings.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise CheckpointError(f"generation_config.json: {name} is {value!r}, not a number in [{low:g}, {high:g}]")
+        chosen[name] = int(value) if name == "top_k" else value
+    return Sampling(**chosen)

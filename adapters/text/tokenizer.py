@@ -1,0 +1,206 @@
+"""Tokenizers: text to tokens and back, with control tokens kept apart from text that looks like them.
+
+The `tokenizers` library turns the text `<|im_start|>` into the control token wherever it stands, also inside what a
+client typed. So there are two of them here, made from one tokenizer.json: `full` knows the added tokens and is used to
+decode; `plain` does not know them, and encodes every text. Control tokens enter a prompt only by id: from a chat
+template's own constants (see `template.py`) or, in an endpoint that says so, by asking for `controls=True`.
+Between two control tokens the text of the template and of the client is one piece, so the ids are those that the whole
+text would have had.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import tokenizers
+from attrs import define, field
+
+from adapters.models.config import CheckpointError
+from adapters.text.template import Control, Rendered
+from effects.ids import Tokens
+
+MAX_FILE_BYTES = 1 << 27
+ENCODING_THREADS = 2  # encoding is CPU work: more would only slow the event loop
+
+
+@define(eq=False)
+class Tokenizer:
+    """A tokenizer with its control tokens. `size`: one more than the largest id."""
+
+    full: tokenizers.Tokenizer
+    plain: tokenizers.Tokenizer
+    controls: Mapping[str, Control]
+    special: frozenset[int]  # not shown when decoding
+    end_tokens: Tokens = ()  # any of these ends an answer
+    variables: Mapping[str, str] = field(factory=dict)  # bos_token, eos_token ... as chat templates read them
+    size: int = field(init=False)
+    _limiter: anyio.CapacityLimiter | None = field(default=None, init=False)
+    _pieces: dict[int, bytes] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.size = 1 + max(self.full.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @staticmethod
+    def load(folder: Path) -> Tokenizer:
+        """From a Hugging Face checkpoint folder. Raises CheckpointError naming the file that is missing or wrong."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"no tokenizer: {folder.name}/tokenizer.json is missing")
+        settings = read_json(folder / "tokenizer_config.json")
+        return build(read_json(file), settings, find_end_tokens(folder))
+
+    async def encode(self, texts: Sequence[str], *, controls: bool = False, start: bool = False) -> list[Tokens]:
+        """Encode each text, in a worker thread.
+
+        controls: text that spells a control token becomes it.  start: add what the tokenizer puts before a text (BOS).
+        """
+        return await self._thread(self.encode_now, texts, controls, start)
+
+    async def encode_rendered(self, rendered: Rendered) -> Tokens:
+        """Encode a rendered conversation, in a worker thread."""
+        return await self._thread(self.encode_rendered_now, rendered)
+
+    def encode_now(self, texts: Sequence[str], controls: bool = False, start: bool = False) -> list[Tokens]:
+        backend = self.full if controls else self.plain
+        # the batch call releases the GIL; encode() holds it for seconds on a long text
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=start)
+        return [tuple(encoding.ids) for encoding in encodings]
+
+    def encode_rendered_now(self, rendered: Rendered) -> Tokens:
+        texts = [trimmed(rendered, place) for place, piece in enumerate(rendered) if isinstance(piece, str)]
+        encoded = iter(self.encode_now(texts))
+        tokens: list[int] = []
+        for piece in rendered:
+            tokens.extend((piece.id,) if isinstance(piece, Control) else next(encoded))
+        return tuple(tokens)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Tokens to text. special: write control tokens out. Ids that the tokenizer does not have are no text."""
+        return self.full.decode(list(tokens), skip_special_tokens=not special)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text. May be part of a character; empty for an id without a token."""
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._pieces[token] = self._piece(token)
+        return found
+
+    def _piece(self, token: int) -> bytes:
+        written = self.full.id_to_token(token) if token < 1 << 32 else None
+        if written is None:
+            return b""
+        if all(char in BYTES for char in written):
+            return bytes(BYTES[char] for char in written)
+        return written.encode()
+
+    async def _thread(self, work: Any, *arguments: Any) -> Any:
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(ENCODING_THREADS)
+        return await anyio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
+
+
+def trimmed(rendered: Rendered, place: int) -> str:
+    """The text at `place` without the white space that its neighbours swallow."""
+    text = rendered[place]
+    assert isinstance(text, str)
+    before = rendered[place - 1] if place else None
+    after = rendered[place + 1] if place + 1 < len(rendered) else None
+    if isinstance(before, Control) and before.rstrip:
+        text = text.lstrip()
+    if isinstance(after, Control) and after.lstrip:
+        text = text.rstrip()
+    return text
+
+
+def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens: Sequence[int] = ()) -> Tokenizer:
+    """Both tokenizers from the content of tokenizer.json and tokenizer_config.json."""
+    if not is_byte_level(described.get("decoder")):
+        raise CheckpointError("tokenizer.json: the decoder is not ByteLevel, the only kind served so far")
+    added = [token for token in described.get("added_tokens", ()) if token["content"].strip()]
+    contents = {token["content"] for token in added}
+    try:
+        full = tokenizers.Tokenizer.from_str(json.dumps(described))
+        plain = tokenizers.Tokenizer.from_str(json.dumps(without(described, contents)))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"tokenizer.json cannot be read: {str(error)[:200]}") from error
+    for backend in (full, plain):
+        backend.no_truncation()
+        backend.no_padding()
+    controls = {
+        token["content"]: Control(token["content"], token["id"], token["lstrip"], token["rstrip"]) for token in added
+    }
+    named = {
+        name: content for name in ("bos_token", "eos_token", "pad_token") if (content := content_of(settings, name))
+    }
+    ends = list(end_tokens)
+    if named.get("eos_token") in controls:
+        ends.append(controls[named["eos_token"]].id)
+    special = frozenset(token["id"] for token in described.get("added_tokens", ()) if token["special"])
+    return Tokenizer(full, plain, controls, special, tuple(dict.fromkeys(ends)), named)
+
+
+def without(described: Mapping[str, Any], contents: set[str]) -> dict[str, Any]:
+    """The same tokenizer, but one that has never heard of these added tokens."""
+    model = dict(described["model"])
+    vocabulary, merges = model.get("vocab"), model.get("merges")
+    if isinstance(vocabulary, Mapping) and merges is not None:
+        merged = {part for merge in merges for part in (merge.split(" ") if isinstance(merge, str) else merge)}
+        made = merged | {"".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges}
+        model["vocab"] = {text: id_ for text, id_ in vocabulary.items() if text in made or text not in contents}
+    kept = [token for token in described.get("added_tokens", ()) if token["content"] not in contents]
+    return {**described, "added_tokens": kept, "model": model}
+
+
+def is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, Mapping):
+        return False
+    if decoder.get("type") == "Sequence":
+        return [part.get("type") for part in decoder.get("decoders", ())] == ["ByteLevel"]
+    return decoder.get("type") == "ByteLevel"
+
+
+def content_of(settings: Mapping[str, Any], name: str) -> str | None:
+    """A special token's text: older files hold it as an object."""
+    found = settings.get(name)
+    if isinstance(found, Mapping):
+        found = found.get("content")
+    return found if isinstance(found, str) else None
+
+
+def find_end_tokens(folder: Path) -> Tokens:
+    """eos_token_id from generation_config.json, or else from config.json."""
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(folder / name).get("eos_token_id")
+        listed = found if isinstance(found, list) else [found]
+        if found is not None and all(type(token) is int and token >= 0 for token in listed):
+            return tuple(listed)
+    return ()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, empty if there is no such file. Raises CheckpointError."""
+    if not file.is_file():
+        return {}
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise CheckpointError(f"{file.name} is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.name} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file.name} is not a JSON object")
+    return content
+
+
+def byte_alphabet() -> dict[str, int]:
+    """How byte-level BPE writes bytes as printable characters (Radford et al. 2019, GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES = byte_alphabet()

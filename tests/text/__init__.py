@@ -1,0 +1,1 @@
+"""Text: tokenizer, template, detokenisation."""

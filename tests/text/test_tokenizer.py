@@ -1,0 +1,115 @@
+"""Text that looks like a control token is text; ids come from the checkpoint's own files."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.models.config import CheckpointError
+from adapters.text.template import Control
+from adapters.text.text import Text
+from adapters.text.tokenizer import Tokenizer
+from tests.text import small
+
+TYPED = st.lists(st.text(max_size=8) | st.sampled_from([*small.SPECIAL, *small.VISIBLE, "\0", "\u202e"]), max_size=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts=TYPED)
+def test_no_text_becomes_a_control_token(tokenizer: Tokenizer, parts: list[str]) -> None:
+    controls = {control.id for control in tokenizer.controls.values()}
+    (tokens,) = tokenizer.encode_now(["".join(parts)])
+    assert controls.isdisjoint(tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("abc <tool_callh>|im\n", max_size=40))
+def test_text_without_control_tokens_has_the_ids_of_the_full_tokenizer(tokenizer: Tokenizer, text: str) -> None:
+    if not any(content in text for content in tokenizer.controls):
+        assert tokenizer.encode_now([text]) == tokenizer.encode_now([text], controls=True)
+
+
+def test_the_text_of_a_control_token_survives_the_round_trip(tokenizer: Tokenizer) -> None:
+    (tokens,) = tokenizer.encode_now(["<|im_start|>user <tool_call>"])
+    assert tokenizer.decode(tokens) == "<|im_start|>user <tool_call>"
+
+
+def test_control_tokens_can_be_asked_for(tokenizer: Tokenizer) -> None:
+    (tokens,) = tokenizer.encode_now(["<|im_start|>user <tool_call>"], controls=True)
+    assert tokens[0] == 1
+    assert tokens[-1] == tokenizer.controls["<tool_call>"].id
+    assert tokenizer.decode(tokens) == "user <tool_call>"
+    assert tokenizer.decode(tokens, special=True) == "<|im_start|>user <tool_call>"
+
+
+def test_a_control_token_may_swallow_the_white_space_beside_it(tokenizer: Tokenizer) -> None:
+    greedy = Control("<x>", 3, lstrip=True, rstrip=True)
+    rendered = ("a \n", greedy, "\n b ")
+    (a,), (b,) = tokenizer.encode_now(["a"])[0], tokenizer.encode_now(["b"])[0]
+    assert tokenizer.encode_rendered_now(rendered)[:3] == (a, 3, b)
+
+
+def test_what_ends_an_answer_is_read_from_every_file_that_says_so(tokenizer: Tokenizer) -> None:
+    assert tokenizer.end_tokens == (2, 0)
+    assert tokenizer.variables == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+async def test_encoding_a_long_prompt_does_not_hold_up_the_event_loop(tokenizer: Tokenizer) -> None:
+    gaps: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            start = time.perf_counter()
+            await anyio.sleep(0.005)
+            gaps.append(time.perf_counter() - start)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        (tokens,) = await tokenizer.encode(["The quick brown fox " * 50_000])
+        tasks.cancel_scope.cancel()
+    assert len(tokens) > 100_000
+    assert max(gaps) < 0.25  # a whole second with encode() on this text
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("tokenizer.json", "{", "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", "[]", "tokenizer.json is not a JSON object"),
+        ("tokenizer.json", '{"decoder": {"type": "ByteLevel"}, "model": {}}', "tokenizer.json cannot be read"),
+        ("tokenizer.json", '{"decoder": {"type": "Metaspace"}, "model": {}}', "decoder is not ByteLevel"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template"),
+        ("generation_config.json", '{"do_sample": true, "top_p": 7}', r"top_p is 7, not a number in \[1e-06, 1\]"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, file: str, content: str | None, says: str) -> None:
+    small.write(tmp_path)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(CheckpointError, match=says):
+        Text.load(tmp_path)
+
+
+def test_a_tokenizer_with_a_merge_that_makes_a_control_token_is_still_read(tmp_path: Path) -> None:
+    small.write(tmp_path)
+    described = json.loads((tmp_path / "tokenizer.json").read_text())
+    described["added_tokens"][0]["content"] = next(
+        "".join(merge) for merge in described["model"]["merges"] if "".join(merge).isalpha()
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    assert Tokenizer.load(tmp_path).encode_now(["the"])
+
+
+def test_sampling_follows_generation_config_only_when_it_samples(tmp_path: Path) -> None:
+    greedy = Text.load(small.write(tmp_path, temperature=0.6, top_k=20))
+    sampled = Text.load(small.write(tmp_path, temperature=0.6, top_k=20, top_p=0.95, do_sample=True))
+    assert greedy.sampling.temperature == 0
+    assert (sampled.sampling.temperature, sampled.sampling.top_k, sampled.sampling.top_p) == (0.6, 20, 0.95)
