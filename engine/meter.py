@@ -21,6 +21,7 @@ class Meter:
     stage: Stage | None = None
     _since: dict[RequestId, tuple[str, int]] = field(factory=dict[RequestId, tuple[str, int]])
     _spent: dict[RequestId, dict[str, int]] = field(factory=dict[RequestId, dict[str, int]])
+    _told: set[RequestId] = field(factory=set[RequestId])
     _now_ns: int = 0
 
     def observe(self, envelope: Envelope, outs: tuple[Out, ...], _: World, after: World) -> None:
@@ -34,27 +35,25 @@ class Meter:
         if was == state:
             return
         if was:
-            spent = self._spent.setdefault(request, {})
-            spent[was] = spent.get(was, 0) + self._now_ns - since
+            if request not in self._told:
+                spent = self._spent.setdefault(request, {})
+                spent[was] = spent.get(was, 0) + self._now_ns - since
             if self.stage is not None:
                 self.stage(was, (self._now_ns - since) / 1e9)
         if state:
             self._since[request] = (state, self._now_ns)
         else:
             self._since.pop(request, None)
+            self._told.discard(request)
 
     def stages_ms(self, request: RequestId) -> Mapping[str, float]:
-        """Milliseconds in each state so far, the current one included."""
-        spent = dict(self._spent.get(request, {}))
+        """Milliseconds in each state so far. Asked once, when the stream closes; what follows is not kept."""
+        spent = self._spent.pop(request, {})
         if request in self._since:
             state, since = self._since[request]
             spent[state] = spent.get(state, 0) + self._now_ns - since
+            self._told.add(request)
         return {state: round(ns / 1e6, 3) for state, ns in spent.items()}
-
-    def forget(self, request: RequestId) -> None:
-        """The stream is closed and nobody will ask again."""
-        if request not in self._since:
-            self._spent.pop(request, None)
 
 
 def touched(outs: tuple[Out, ...]) -> list[RequestId]:

@@ -1,0 +1,155 @@
+"""A whole engine around a scripted device: real fold, runner, door, meter and recorder; only the model is not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.lowlevel import checkpoint
+from attrs import define, field
+
+from effects.all import Ask, Launch, Outcome
+from effects.ids import DeviceFailed, RequestId
+from effects.job import Job
+from effects.ports import Closed
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.round import RoundDone, RunRound
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from engine.door import EngineDoor, EngineTicket
+from engine.meter import Meter
+from engine.runner import Executors, Runner
+from engine.trace import VERSION, Header, Recorder
+from states import invariants
+from states.settings import Settings
+from states.world import begin
+
+SETTINGS = Settings(slots=2, max_context=1024, max_queue=2, chunk=64, grain=16, batch_rows=8)
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    """The scripted model: a digest of everything before."""
+    return 10 + blake2b(repr(tokens).encode(), digest_size=2).digest()[0] % 200
+
+
+@define
+class ScriptedDevice:
+    """Keeps the token of every row of every slot, and answers what the scripted model says."""
+
+    rows: dict[int, tuple[int, ...]] = field(factory=dict[int, "tuple[int, ...]"])
+    prompts: dict[int, tuple[int, ...]] = field(factory=dict[int, "tuple[int, ...]"])
+    abandoned: set[RequestId] = field(factory=set[RequestId])
+    fails: Callable[[Ask], Exception | None] = lambda _: None
+    before: Callable[[Launch], Any] | None = None
+    launches: list[Launch] = field(factory=list[Launch])
+
+    def open(self, _: RequestId, effect: OpenSlot) -> None:
+        kept = self.rows.get(effect.source, ())[: effect.keep]
+        assert kept == effect.prompt[: effect.keep], "rows that stand for other tokens"
+        self.rows[effect.slot], self.prompts[effect.slot] = kept, effect.prompt
+
+    def abandon(self, request: RequestId, _: Abandon) -> None:
+        self.abandoned.add(request)
+
+    async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
+        self.launches.append(launch)
+        await checkpoint()
+        if self.before is not None:
+            await self.before(launch)
+        return tuple(self.answer(ask) for ask in launch.asks)
+
+    def answer(self, ask: Ask) -> Outcome:
+        if error := self.fails(ask):
+            raise error
+        if ask.request in self.abandoned:
+            return DeviceFailed("abandoned", "asked to stop")
+        match ask.effect:
+            case RunPrefill(slot, start, stop):
+                assert len(self.rows[slot]) >= start
+                self.rows[slot] = self.rows[slot][:start] + self.prompts[slot][start:stop]
+                return PrefillAdvanced(stop)
+            case RunRound(slot, position, token):
+                assert len(self.rows[slot]) >= position
+                self.rows[slot] = (*self.rows[slot][:position], token)
+                return RoundDone((next_token(self.rows[slot]),))
+        raise AssertionError(ask)
+
+
+@define
+class Engine:
+    runner: Runner
+    door: EngineDoor
+    device: ScriptedDevice
+    clock: list[int]
+    closed: list[Closed]
+
+
+def header(settings: Settings, *, redacted: bool = False) -> Header:
+    return Header(VERSION, "test", settings, "scripted", {"model": "scripted"}, redacted)
+
+
+@asynccontextmanager
+async def engine(
+    settings: Settings = SETTINGS,
+    device: ScriptedDevice | None = None,
+    trace: Path | None = None,
+    *,
+    redacted: bool = False,
+) -> AsyncIterator[Engine]:
+    """Running inside the block; drained and closed at its end, the trace complete."""
+    device = device or ScriptedDevice()
+    recorder = None if trace is None else Recorder(trace, header(settings, redacted=redacted))
+    if recorder is not None:
+        recorder.start()
+    meter, clock, closed = Meter(), [0], list[Closed]()
+
+    def tick() -> int:
+        clock[0] += 1_000_000
+        return clock[0]
+
+    notify: dict[type, tuple[Any, ...]] = {OpenSlot: (device.open,), Abandon: (device.abandon,)}
+    runner = Runner(begin(settings), Executors(device.perform, {}, notify), tick, 64)
+    door = EngineDoor(runner, meter, {}, dict, closed.append)
+    notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
+
+    def watch(envelope: Any, outs: Any, before: Any, after: Any) -> None:
+        invariants.check(after)
+        meter.observe(envelope, outs, before, after)
+
+    runner.observe = watch
+    runner.journal = None if recorder is None else recorder.record
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(runner.run)
+            yield Engine(runner, door, device, clock, closed)
+            with anyio.fail_after(10):
+                await door.drain(5)
+            runner.close()
+    finally:
+        runner.close()
+        if recorder is not None:
+            recorder.close()
+
+
+async def collect(ticket: EngineTicket) -> tuple[tuple[int, ...], Closed]:
+    """Every token of a stream, and how it ended."""
+    tokens: tuple[int, ...] = ()
+    async for message in ticket:
+        if isinstance(message, EmitTokens):
+            tokens += message.tokens
+        if isinstance(message, Closed):
+            return tokens, message
+    raise AssertionError("the stream ended without closing")
+
+
+def expected(job: Job) -> tuple[int, ...]:
+    """What the scripted model says, without any engine."""
+    tokens: tuple[int, ...] = ()
+    while len(tokens) < job.max_tokens:
+        tokens += (next_token(job.prompt + tokens),)
+        if tokens[-1] in job.stop_tokens:
+            break
+    return tokens

@@ -1,0 +1,216 @@
+"""The runner and the door: streams, batches, failures, cancellations and the end."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from effects.all import Ask, Launch
+from effects.job import Job
+from effects.prefill import RunPrefill
+from effects.round import RunRound
+from effects.stream import EmitTokens, ReportProgress
+from states.settings import Settings
+from tests.engine.play import SETTINGS, ScriptedDevice, collect, engine, expected
+
+SHORT = Job(prompt=(1, 2, 3), max_tokens=8)
+LONG = Job(prompt=tuple(range(500)), max_tokens=6)
+
+
+async def test_a_stream_has_the_models_tokens_and_one_end() -> None:
+    async with engine() as running:
+        tokens, closed = await collect(running.door.submit(LONG))
+    assert tokens == expected(LONG)
+    assert (closed.finish, closed.report.completion_tokens, closed.report.rounds) == ("length", 6, 6)
+    assert running.closed == [closed]
+
+
+async def test_progress_comes_before_tokens_and_never_goes_back() -> None:
+    async with engine() as running:
+        messages = [message async for message in running.door.submit(LONG)]
+    done = [message.done for message in messages if isinstance(message, ReportProgress)]
+    assert done == [0, 64, 128, 192, 256, 320, 384, 448, 499]
+    first_token = next(at for at, message in enumerate(messages) if isinstance(message, EmitTokens))
+    assert all(not isinstance(message, ReportProgress) for message in messages[first_token:])
+
+
+async def test_a_stop_token_ends_the_answer_and_is_counted() -> None:
+    stop = expected(SHORT)[3]
+    job = Job(prompt=SHORT.prompt, max_tokens=8, stop_tokens=(stop,))
+    async with engine() as running:
+        tokens, closed = await collect(running.door.submit(job))
+    assert tokens == expected(job)
+    assert closed.finish == "stop"
+    assert closed.report.completion_tokens == len(tokens)
+
+
+async def test_many_at_once_give_what_each_gives_alone() -> None:
+    jobs = [Job(prompt=tuple(range(n, n + 30 * n + 1)), max_tokens=5 + n) for n in range(1, 9)]
+    answers = dict[int, tuple[int, ...]]()
+
+    async def one(number: int) -> None:
+        answers[number] = (await collect(running.door.submit(jobs[number])))[0]
+
+    async with (
+        engine(Settings(slots=4, chunk=64, grain=16, max_queue=16)) as running,
+        anyio.create_task_group() as tasks,
+    ):
+        for number in range(len(jobs)):
+            tasks.start_soon(one, number)
+    assert answers == {number: expected(job) for number, job in enumerate(jobs)}
+    batches = [launch for launch in running.device.launches if len(launch.asks) > 1]
+    assert batches, "nothing was ever batched"
+    assert all(isinstance(ask.effect, RunRound) for launch in batches for ask in launch.asks)
+
+
+async def test_a_long_prefill_and_a_decoding_neighbour_take_turns() -> None:
+    async with engine() as running:
+        decoding = running.door.submit(Job(prompt=(1, 2), max_tokens=400))
+        prefilling = running.door.submit(Job(prompt=tuple(range(900)), max_tokens=1))
+        await collect(prefilling)
+        decoding.cancel("client_gone")
+        await collect(decoding)
+    kinds = [type(launch.asks[0].effect) for launch in running.device.launches]
+    chunks = [at for at, kind in enumerate(kinds) if kind is RunPrefill and at > 1]
+    assert [late - early for early, late in pairwise(chunks)] == [2] * 14
+
+
+async def test_a_full_queue_refuses_and_the_others_finish() -> None:
+    async with engine() as running:
+        tickets = [running.door.submit(SHORT) for _ in range(7)]
+        ends = [await collect(ticket) for ticket in tickets]
+    assert [closed.finish for _, closed in ends] == ["length"] * 4 + ["queue_full"] * 3
+    assert all(tokens == expected(SHORT) for tokens, closed in ends if closed.finish == "length")
+
+
+async def test_an_exception_in_an_executor_fails_its_request_only() -> None:
+    device = ScriptedDevice(fails=lambda ask: RuntimeError("boom") if isinstance(ask.effect, RunPrefill) else None)
+    async with engine(device=device) as running:
+        _, closed = await collect(running.door.submit(LONG))
+        tokens, _ = await collect(running.door.submit(Job(prompt=(5,), max_tokens=3)))
+    assert (closed.finish, closed.detail) == ("failed", "RuntimeError: boom")
+    assert tokens == expected(Job(prompt=(5,), max_tokens=3))
+
+
+@pytest.mark.parametrize(("error", "kind"), [(MemoryError(), "out_of_memory"), (OSError("gone"), "io")])
+async def test_failures_are_named(error: Exception, kind: str) -> None:
+    names = list[str]()
+    device = ScriptedDevice(fails=lambda _: error)
+    async with engine(device=device) as running:
+        observe = running.runner.observe
+        assert observe is not None
+        running.runner.observe = lambda *fold: (names.append(getattr(fold[0].event, "kind", "")), observe(*fold))[1]
+        await collect(running.door.submit(SHORT))
+    assert kind in names
+
+
+async def test_a_cancelled_request_stops_within_a_chunk_and_its_slot_stays_warm() -> None:
+    stuck, release = anyio.Event(), anyio.Event()
+
+    async def third_chunk(launch: Launch) -> None:
+        if launch.asks[0].effect == RunPrefill(launch.asks[0].effect.slot, 128, 192):  # type: ignore[union-attr]
+            stuck.set()
+            await release.wait()
+
+    device = ScriptedDevice(before=third_chunk)
+    async with engine(device=device) as running:
+        ticket = running.door.submit(LONG)
+        await stuck.wait()
+        ticket.cancel("client_gone")
+        ticket.cancel("client_gone")
+        _, closed = await collect(ticket)
+        assert closed.finish == "cancelled"
+        assert running.runner.world.requests, "the running chunk still has to answer"
+        device.before = None
+        release.set()
+        again, warm = await collect(running.door.submit(LONG))
+    assert again == expected(LONG)
+    assert warm.report.restored_tokens == 128
+    assert not any(isinstance(ask.effect, RunPrefill) and ask.effect.start == 192 for ask in asks_of(device, closed=1))
+
+
+def asks_of(device: ScriptedDevice, *, closed: int) -> list[Ask]:
+    return [ask for launch in device.launches for ask in launch.asks if ask.request == closed]
+
+
+async def test_cancelling_after_the_end_changes_nothing() -> None:
+    async with engine() as running:
+        ticket = running.door.submit(SHORT)
+        await collect(ticket)
+        ticket.cancel("client_gone")
+        seq = running.runner.seq
+        await anyio.sleep(0.01)
+        assert running.runner.seq == seq
+
+
+async def test_a_continuation_keeps_its_rows_and_says_so() -> None:
+    async with engine() as running:
+        tokens, first = await collect(running.door.submit(LONG))
+        turn = Job(prompt=LONG.prompt + tokens + (7, 8, 9), max_tokens=4)
+        again, second = await collect(running.door.submit(turn))
+    assert again == expected(turn)
+    assert (first.report.restored_tokens, second.report.restored_tokens, second.report.tier) == (0, 496, "device")
+
+
+async def test_a_shared_prefix_is_copied_from_a_busy_slot() -> None:
+    one, other = (Job(prompt=(*range(200), 1000 + n), max_tokens=12) for n in range(2))
+    decoding = anyio.Event()
+
+    async def watch(launch: Launch) -> None:
+        if isinstance(launch.asks[0].effect, RunRound):
+            decoding.set()
+
+    async with engine(device=ScriptedDevice(before=watch)) as running, anyio.create_task_group() as tasks:
+        tasks.start_soon(collect, running.door.submit(one))
+        await decoding.wait()
+        tokens, closed = await collect(running.door.submit(other))
+    assert tokens == expected(other)
+    assert closed.report.restored_tokens == 192
+
+
+async def test_draining_lets_the_running_finish_and_refuses_newcomers() -> None:
+    async with engine() as running:
+        ticket = running.door.submit(SHORT)
+        await anyio.lowlevel.checkpoint()
+        assert await running.door.drain(5)
+        _, refused = await collect(running.door.submit(SHORT))
+        tokens, closed = await collect(ticket)
+    assert (closed.finish, refused.finish) == ("length", "shutdown")
+    assert tokens == expected(SHORT)
+
+
+async def test_draining_cuts_short_what_takes_too_long() -> None:
+    async with engine() as running:
+        ticket = running.door.submit(Job(prompt=(1,), max_tokens=1_000_000))
+        await anyio.sleep(0.01)
+        assert not await running.door.drain(0.02)
+        _, closed = await collect(ticket)
+    assert closed.finish == "shutdown"
+
+
+async def test_stages_add_up_to_the_time_the_request_took() -> None:
+    async with engine() as running:
+        start = running.clock[0]
+        _, closed = await collect(running.door.submit(LONG))
+        took = running.clock[0] - start
+    assert set(closed.stages_ms) == {"Prefilling", "Speculating"}
+    assert sum(closed.stages_ms.values()) <= took / 1e6
+    assert closed.stages_ms["Prefilling"] == 8.0
+
+
+async def test_nothing_is_left_behind() -> None:
+    async with engine() as running:
+        for n in range(50):
+            await collect(running.door.submit(Job(prompt=(n, n + 1), max_tokens=2)))
+        await anyio.sleep(0.01)
+        assert not running.runner.world.requests
+        assert not running.door._tickets  # noqa: SLF001
+        assert not running.door.meter._spent  # noqa: SLF001
+        assert not running.door.meter._since  # noqa: SLF001
+
+
+def test_the_settings_of_these_tests_are_small() -> None:
+    assert SETTINGS.chunk % SETTINGS.grain == 0
