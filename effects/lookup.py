@@ -34,6 +34,7 @@ class FindPrefix:
     lane: ClassVar = Lane.STORE
     prompt: Tokens
     beyond: int
+    memo: bool = False  # may what an earlier compression made of this prompt be found, and served, instead
 
 
 @frozen

@@ -115,4 +115,7 @@ def verbatim(state: Compressing, _: DeviceFailed) -> Opened:
 
 def remembered(hold: Hold, served: Tokens | None) -> Hold:
     """What an earlier compression made of this prompt is served again."""
-    return hold if served is None or hold.compressed else serve(hold, served)
+    if served is None:
+        return hold
+    assert policy.shorten(hold).go, "a memo was used that nobody asked for"
+    return serve(hold, served)

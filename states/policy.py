@@ -14,16 +14,23 @@ class Decision:
     reason: str  # machine-readable
 
 
-def compress(hold: Hold, missing: int) -> Decision:
-    """The PFlash gate: looks at the tokens that are still missing, so a continuation is never compressed."""
-    threshold = hold.settings.compress_threshold
-    if threshold == 0:
+def shorten(hold: Hold) -> Decision:
+    """May anything but the prompt as it came be served: a new compression, or a remembered one?"""
+    if hold.settings.compress_threshold == 0:
         return Decision(False, "off")
     if not hold.job.compress:
         return Decision(False, "declined")
     if hold.compressed:
         return Decision(False, "already_tried")
-    if missing < threshold:
+    return Decision(True, "allowed")
+
+
+def compress(hold: Hold, missing: int) -> Decision:
+    """The PFlash gate: looks at the tokens that are still missing, so a continuation is never compressed."""
+    allowed = shorten(hold)
+    if not allowed.go:
+        return allowed
+    if missing < hold.settings.compress_threshold:
         return Decision(False, "below_threshold")
     return Decision(True, "long")
 
