@@ -212,6 +212,11 @@ def grained(settings: Settings, tokens: int) -> int:
     return tokens // settings.grain * settings.grain
 
 
+def kept(hold: Hold) -> int:
+    """Rows that may be continued from later: decoded ones only where they equal prefilled ones."""
+    return hold.valid if hold.settings.keep_decoded else min(hold.valid, hold.target)
+
+
 def usable(hold: Hold, length: int) -> int:
     """How many of `length` restorable tokens are worth having: the last prompt token is always computed."""
     return grained(hold.settings, min(length, hold.target))

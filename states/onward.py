@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypeAlias, cast
 
-from attrs import evolve
-
 from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import SlotId
 from effects.lookup import FindPrefix
@@ -26,6 +24,7 @@ from states.life import (
     Speculating,
     Unparking,
     grained,
+    kept,
 )
 from states.machine import Then
 
@@ -86,8 +85,7 @@ def next_round(hold: Hold) -> RunRound:
 def leave(hold: Hold) -> Leave:
     """The stream is closed: keep what is worth keeping, then give back what is held."""
     if policy.snapshot(hold).go:
-        rows = hold.rows[: grained(hold.settings, kept(hold))]
-        return Then(Snapshotting(hold), SaveSnapshot(hold.slot, rows))
+        return Then(Snapshotting(hold), SaveSnapshot(hold.slot, hold.rows[: grained(hold.settings, kept(hold))]))
     return let_go(hold)
 
 
@@ -95,11 +93,6 @@ def let_go(hold: Hold) -> Then[Parking, ParkDraft] | Then[Done]:
     if hold.draft:
         return Then(Parking(hold), ParkDraft())
     return Then(Done(hold))
-
-
-def kept(hold: Hold) -> int:
-    """Rows that may be continued from later: decoded ones only where they equal prefilled ones."""
-    return hold.valid if hold.settings.keep_decoded else min(hold.valid, hold.target)
 
 
 def finish(hold: Hold, emit: EmitTokens, why: Finish) -> Finished:
@@ -110,7 +103,3 @@ def finish(hold: Hold, emit: EmitTokens, why: Finish) -> Finished:
 def fail(hold: Hold, detail: str) -> Failing:
     then = leave(hold)
     return cast("Failing", Then(then.state, CloseStream("failed", hold.report, detail), *then.effects))
-
-
-def without_draft(hold: Hold) -> Hold:
-    return evolve(hold, draft=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from states.life import Hold, grained
+from states.life import Hold, grained, kept
 from states.settings import Settings
 
 
@@ -60,7 +60,7 @@ def snapshot(hold: Hold) -> Decision:
         return Decision(False, "no_store")
     if not hold.job.lookup:
         return Decision(False, "scope_off")
-    if grained(hold.settings, hold.valid) <= hold.restored:
+    if grained(hold.settings, kept(hold)) <= hold.restored:
         return Decision(False, "nothing_new")
     return Decision(True, "new_rows")
 

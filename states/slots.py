@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from attrs import evolve, frozen
 
 from effects.ids import RequestId, SlotId, Tokens
-from states.life import Admitted, Held, Hold, State, Waiting, common, grained
-from states.onward import kept
+from states.life import Admitted, Held, Hold, State, Waiting, common, grained, kept
 from states.settings import Settings
 
 
