@@ -123,6 +123,7 @@ class Restoring:
     hold: Hold
     front: int
     stop: int
+    tier: Tier  # where they are loaded from
     loading: bool = True
     computing: bool = False
     loaded: bool = False

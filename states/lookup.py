@@ -81,14 +81,16 @@ def found(state: LookingUp, event: PrefixFound) -> Found:
     opening = OpenSlot(hold.slot, hold.slot, hold.valid, hold.prompt, hold.job.sampling)
     stop = max(usable(hold, event.length), hold.valid)
     front = policy.front(hold.settings, hold.valid, stop, event.load_ns)
-    if front == stop or policy.compress(hold, hold.target - stop).go:
-        then = onward(evolve(hold, miss="recompute_is_quicker" if hold.valid < stop else ""))
+    compress = policy.compress(hold, hold.target - stop).go
+    if compress or front == stop:
+        if hold.valid < stop:
+            hold = evolve(hold, miss="compression_is_quicker" if compress else "recompute_is_quicker")
+        then = onward(hold)
         return cast("Found", Then(then.state, ReleasePrefix(event.lease), opening, *then.effects))
-    hold = evolve(hold, tier=event.tier, miss="")
     restore = RestoreBlocks(event.lease, hold.slot, front, stop)
     if front > hold.valid:
-        return Then(Restoring(hold, front, stop, computing=True), opening, restore, chunk(hold, front))
-    return Then(Restoring(hold, front, stop), opening, restore)
+        return Then(Restoring(hold, front, stop, event.tier, computing=True), opening, restore, chunk(hold, front))
+    return Then(Restoring(hold, front, stop, event.tier), opening, restore)
 
 
 def missed(state: LookingUp, event: PrefixMissed) -> Onward | Opened:

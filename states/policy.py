@@ -73,5 +73,9 @@ def front(settings: Settings, start: int, stop: int, load_ns: int) -> int:
     """
     if load_ns == 0 or settings.prefill_ns == 0:
         return start
-    computed = (stop - start) * load_ns // (load_ns + settings.prefill_ns)
-    return start + grained(settings, computed)
+    even = start + grained(settings, (stop - start) * load_ns // (load_ns + settings.prefill_ns))
+    return min(
+        even,
+        min(even + settings.grain, stop),
+        key=lambda m: max((m - start) * settings.prefill_ns, (stop - m) * load_ns),
+    )

@@ -10,7 +10,7 @@ from effects.ids import DeviceFailed, StoreFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream, ReportProgress
-from states.life import Draining, Hold, Restoring
+from states.life import Draining, Hold, Restoring, grained
 from states.machine import Then
 from states.onward import Failing, Onward, chunk, fail, onward
 
@@ -18,13 +18,15 @@ Restored: TypeAlias = Then[Restoring] | Onward
 Computed: TypeAlias = Then[Restoring, ReportProgress, RunPrefill] | Then[Restoring, ReportProgress] | Onward
 
 
-def loaded(state: Restoring, _: BlocksRestored) -> Restored:
-    return settled(evolve(state, loading=False, loaded=True))
+def loaded(state: Restoring, event: BlocksRestored) -> Restored:
+    """Trust the rows that were acknowledged, not the ones that were asked for."""
+    front, stop = max(state.front, event.start), grained(state.hold.settings, min(state.stop, event.stop))
+    return settled(evolve(state, front=front, stop=stop, loading=False, loaded=True))
 
 
 def lost(state: Restoring, event: StoreFailed) -> Restored:
     """A failed restore is a miss: what was computed stays, the rest is prefilled."""
-    hold = evolve(state.hold, miss=f"restore_{event.kind}", tier="device" if state.hold.restored else "none")
+    hold = evolve(state.hold, miss=f"restore_{event.kind}")
     return settled(evolve(state, hold=hold, loading=False))
 
 
@@ -53,9 +55,13 @@ def settled(state: Restoring) -> Restored:
 def joined(state: Restoring) -> Hold:
     """Both sides are done: the rows that are valid without a gap."""
     hold = state.hold
-    if not state.loaded or hold.valid < state.front:
+    if not state.loaded:
         return hold
-    return evolve(hold, valid=state.stop, restored=hold.restored + state.stop - state.front)
+    if not state.front <= hold.valid < state.stop:
+        return evolve(hold, miss="restore_incomplete")
+    loaded = state.stop - state.front
+    tier = state.tier if loaded > hold.restored else hold.tier
+    return evolve(hold, valid=state.stop, restored=hold.restored + loaded, tier=tier, miss="")
 
 
 def progress(hold: Hold) -> ReportProgress:
