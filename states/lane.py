@@ -7,7 +7,6 @@ from typing import TypeAlias
 from attrs import evolve, frozen
 
 from effects.all import Ask, Launch, Outcome
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import RequestId
 from effects.round import RunRound
 from states import residency
@@ -51,27 +50,22 @@ def answered(lane: Lane, request: RequestId) -> Lane:
 def choose(lane: Lane, models: Residency, settings: Settings) -> tuple[Lane, Residency, Chosen]:
     """What to do next, decided when the lane is free and not before.
 
-    Rounds and everything else take turns, so a long prefill delays a decoding neighbour by one chunk at most, and the
-    other way round. All rounds that wait go as one batch, in order of arrival, up to `batch_rows`.
+    What needs no work is answered first. Rounds and everything else take turns, so a long prefill delays a decoding
+    neighbour by one chunk at most, and the other way round. All rounds that wait go as one batch, in order of arrival,
+    up to `batch_rows`.
     """
     if lane.running or not lane.waiting:
         return lane, models, None
+    for ask in lane.waiting:
+        models, outcome = residency.at_once(models, ask, settings)
+        if outcome is not None:
+            return drop(lane, ask), models, Answer(ask.request, outcome)
     rounds = [ask for ask in lane.waiting if isinstance(ask.effect, RunRound)]
     others = [ask for ask in lane.waiting if not isinstance(ask.effect, RunRound)]
     if rounds and not (others and lane.rounds_last):
         batch = fitting(rounds, settings.batch_rows)
         return start(lane, batch, rounds=True), models, Launch(batch)
-    ask = others[0]
-    match ask.effect:
-        case UnparkDraft() if models.draft_loaded:
-            return drop(lane, ask), residency.lease(models, ask.request), Answer(ask.request, DraftUnparked())
-        case ParkDraft():
-            models = residency.give_back(models, ask.request)
-            if not residency.may_leave(models, settings):
-                return drop(lane, ask), models, Answer(ask.request, DraftParked())
-        case _:
-            pass
-    return start(lane, (ask,), rounds=False), models, Launch((ask,))
+    return start(lane, (others[0],), rounds=False), models, Launch((others[0],))
 
 
 def fitting(rounds: list[Ask], limit: int) -> tuple[Ask, ...]:

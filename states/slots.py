@@ -48,12 +48,10 @@ def admit(
     prompt = state.job.prompt
     rows = [resident(slot, requests) for slot in slots.slots]
     shared = [grained(settings, min(common(settings.grain, row, prompt), len(prompt) - 1)) for row in rows]
-    source = max(range(len(rows)), key=lambda number: (shared[number], number in free, -number))
+    spare = [number for number in free if not loses(settings, rows[number], shared[number])]
+    source = max(range(len(rows)), key=lambda number: (shared[number], number in spare, number in free, -number))
     keep = shared[source]
-    if keep and source in free and not loses(settings, rows[source], keep):
-        target = source
-    else:
-        target = oldest(slots, free, source if keep else None)
+    target = source if keep and source in spare else oldest(slots, free, source if keep else None)
     taken = evolve(slots.slots[target], tokens=(), holder=request)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
     admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, settings)
