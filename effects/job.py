@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from collections.abc import Iterable
+
+from attrs import field, frozen
 
 from effects.ids import Tokens
+
+
+def biases(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    return tuple((token, float(bias)) for token, bias in pairs)
 
 
 @frozen
@@ -15,14 +21,16 @@ class Sampling:
     temperature, top-k, top-p, min-p, then the largest of logit + Gumbel noise keyed by (seed, position).
     """
 
-    temperature: float = 0  # >= 0; 0 is greedy
+    temperature: float = field(default=0, converter=float)  # >= 0; 0 is greedy
     top_k: int = 0  # 0: no limit
-    top_p: float = 1  # (0, 1]
-    min_p: float = 0  # [0, 1]: relative to the likeliest token
-    repetition_penalty: float = 1  # > 0; 1 is none (Keskar et al. 2019, as in transformers)
-    presence_penalty: float = 0
-    frequency_penalty: float = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    top_p: float = field(default=1, converter=float)  # (0, 1]
+    min_p: float = field(default=0, converter=float)  # [0, 1]: relative to the likeliest token
+    repetition_penalty: float = field(
+        default=1, converter=float
+    )  # > 0; 1 is none (Keskar et al. 2019, as in transformers)
+    presence_penalty: float = field(default=0, converter=float)
+    frequency_penalty: float = field(default=0, converter=float)
+    logit_bias: tuple[tuple[int, float], ...] = field(default=(), converter=biases)  # (token id, added to its logit)
     seed: int = 0  # [0, 2**63)
     logprobs: int = -1  # -1: none; otherwise how many alternatives beside the chosen token
 

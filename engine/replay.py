@@ -107,7 +107,7 @@ def world_json(world: World) -> Any:
     return {
         "digest": digest(world),
         "requests": {
-            request: [type(state).__name__, converter.unstructure(state)]
+            request: {"is": type(state).__name__, **converter.unstructure(state)}
             for request, state in sorted(world.requests.items())
         },
         "slots": converter.unstructure(world.slots),

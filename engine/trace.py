@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -140,7 +141,8 @@ class Recorder:
             self._lose("the disk is too slow for it")
 
     def close(self) -> None:
-        self._backlog.put(None)
+        if self._thread.is_alive():
+            self._backlog.put(None)
         self._thread.join()
 
     def _lose(self, why: str) -> None:
@@ -165,6 +167,8 @@ class Recorder:
             self._file.close()
         except OSError as error:
             self._lose(str(error))
+            with suppress(OSError):
+                self._file.close()
 
 
 def read(path: Path) -> tuple[Header, Iterator[tuple[int, Record]]]:

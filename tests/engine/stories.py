@@ -1,0 +1,152 @@
+"""The golden traces, each a short story. `python -m tests.engine.stories` records them anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from attrs import define, evolve, field
+
+from effects.all import Ask, Launch
+from effects.draft import DraftParked, DraftUnparked
+from effects.ids import DeviceFailed, LeaseId, RequestId, StoreFailed
+from effects.job import Job
+from effects.lookup import PrefixFound, PrefixMissed
+from effects.pflash import PromptCompressed
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored
+from effects.round import RoundDone
+from effects.snapshot import SnapshotSaved
+from engine.runner import Envelope
+from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
+from states.life import Cancelled, Event, Submitted
+from states.settings import Settings
+from states.world import Out, World, advance, begin
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PLAIN = Settings(slots=2, max_context=256, max_queue=1, chunk=32, grain=16, batch_rows=8)
+RICH = evolve(PLAIN, store=True, block=4, keep_draft=False, compress_threshold=100, keep_permille=300, prefill_ns=100)
+A, B, C, D = map(RequestId, range(1, 5))
+
+
+@define
+class Teller:
+    """Feeds events, and writes down what they lead to, as the recorder would."""
+
+    settings: Settings
+    world: World = field(init=False)
+    lines: list[str] = field(factory=list[str])
+    seq: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.world = begin(self.settings)
+        first = Header(VERSION, "golden", self.settings, "scripted", {})
+        self.lines.append(json.dumps(converter.unstructure(first), separators=(",", ":")))
+
+    def tell(self, request: RequestId, *events: Event) -> tuple[Out, ...]:
+        outs: tuple[Out, ...] = ()
+        for event in events:
+            self.world, outs = advance(self.world, request, event)
+            envelope = Envelope(self.seq, self.seq * 1000, request, event)
+            self.lines += [encode(envelope), *map(encode, outs)]
+            if self.seq % DIGEST_EVERY == DIGEST_EVERY - 1:
+                self.lines.append(encode(Digest(self.seq, digest(self.world))))
+            self.seq += 1
+        return outs
+
+    def end(self) -> str:
+        self.lines.append(encode(Digest(self.seq - 1, digest(self.world), last=True)))
+        return "\n".join(self.lines) + "\n"
+
+
+def launched(outs: tuple[Out, ...]) -> list[Ask]:
+    return [ask for out in outs if isinstance(out, Launch) for ask in out.asks]
+
+
+def a_turn_and_its_continuation() -> str:
+    """A prompt of 40 tokens in two chunks, three tokens of answer; the next turn starts at row 32 of the same slot."""
+    story, prompt = Teller(PLAIN), tuple(range(40))
+    story.tell(A, Submitted(Job(prompt, 3)), PrefillAdvanced(32), PrefillAdvanced(39))
+    story.tell(A, *(RoundDone((100 + n,)) for n in range(3)))
+    story.tell(B, Submitted(Job((*prompt, 100, 101, 102, 7, 8), 1)), PrefillAdvanced(44), RoundDone((200,)))
+    return story.end()
+
+
+def a_disconnect_while_a_neighbour_decodes() -> str:
+    """B leaves in the middle of its chunk: the chunk ends, the slot keeps its rows, A never notices."""
+    story = Teller(PLAIN)
+    story.tell(A, Submitted(Job((1, 2), 4)), PrefillAdvanced(1))
+    story.tell(B, Submitted(Job(tuple(range(90)), 4)))
+    outs = story.tell(A, RoundDone((50,)))
+    assert launched(outs) == [Ask(B, RunPrefill(launched(outs)[0].effect.slot, 0, 32))]  # type: ignore[union-attr]
+    story.tell(B, Cancelled("client_gone"))
+    story.tell(B, PrefillAdvanced(32))
+    story.tell(A, RoundDone((51,)), RoundDone((52,)), RoundDone((53,)))
+    story.tell(B, Cancelled("client_gone"))  # the edge says so twice; nobody is there any more
+    return story.end()
+
+
+def a_full_house() -> str:
+    """Two slots, a queue of one: the fourth is refused, the third is admitted when the first leaves."""
+    story = Teller(PLAIN)
+    for request in (A, B, C, D):
+        story.tell(request, Submitted(Job((1, request), 2)))
+    story.tell(A, PrefillAdvanced(1))
+    story.tell(A, RoundDone((9,)))
+    story.tell(B, PrefillAdvanced(1))
+    story.tell(A, RoundDone((9,)))
+    story.tell(B, RoundDone((8,)))
+    story.tell(C, PrefillAdvanced(1))
+    story.tell(B, RoundDone((8,)))
+    story.tell(C, RoundDone((7,)), Cancelled("shutdown"))
+    story.tell(C, RoundDone((7,)))
+    return story.end()
+
+
+def everything_goes_wrong_and_the_answer_comes() -> str:
+    """The lookup hits, the restore fails half-way, the draft will not load, the snapshot fails. The tokens come."""
+    story = Teller(RICH)
+    story.tell(A, Submitted(Job(tuple(range(90)), 2)))
+    story.tell(A, PrefixFound(LeaseId(5), 64, "disk", load_ns=100))
+    story.tell(A, StoreFailed("io", "read error"), PrefillAdvanced(32))
+    story.tell(A, DeviceFailed("out_of_memory", "no room for the draft"))
+    story.tell(A, PrefillAdvanced(64), PrefillAdvanced(89))
+    story.tell(A, RoundDone((50,)), RoundDone((51,)))
+    story.tell(A, DeviceFailed("io", "disk full"))
+    return story.end()
+
+
+def compressed_restored_and_speculated() -> str:
+    """A long prompt is compressed, found on disk in its short form, loaded while its front is computed, and drafted."""
+    story, short = Teller(RICH), tuple(range(0, 160, 2))
+    story.tell(A, Submitted(Job(tuple(range(160)), 6, stop_tokens=(99,))), PrefixMissed("empty_store"))
+    story.tell(A, PromptCompressed(short, ((0, 80),)))
+    story.tell(A, PrefixFound(LeaseId(6), 64, "host", load_ns=100))
+    story.tell(A, BlocksRestored(32, 64, 4096), PrefillAdvanced(32))
+    story.tell(A, DraftUnparked(), PrefillAdvanced(79))
+    story.tell(A, RoundDone((60, 61, 62), proposed=4), RoundDone((63, 99, 64), proposed=2))
+    story.tell(A, SnapshotSaved(80, 5120), DraftParked())
+    return story.end()
+
+
+STORIES: dict[str, Callable[[], str]] = {
+    story.__name__: story
+    for story in (
+        a_turn_and_its_continuation,
+        a_disconnect_while_a_neighbour_decodes,
+        a_full_house,
+        everything_goes_wrong_and_the_answer_comes,
+        compressed_restored_and_speculated,
+    )
+}
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    for name in STORIES:
+        yield name, GOLDEN / f"{name}.jsonl"
+
+
+if __name__ == "__main__":
+    for name, path in files():
+        path.write_text(STORIES[name](), encoding="utf-8")

@@ -1,0 +1,115 @@
+"""Options: flags, environment and file, in that order; each mistake is one sentence that names the flag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+import engine.__main__ as command
+from engine.options import Options
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """What `serve` would have been run with."""
+    seen = list[Options]()
+
+    def run(options: Options) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr("engine.serve.run", run)
+    return seen
+
+
+def test_without_arguments_the_demo_is_served_on_loopback(served: list[Options]) -> None:
+    assert command.main(["serve"]) == 0
+    assert served == [Options()]
+    assert (served[0].model, served[0].host, served[0].port) == ("demo", "127.0.0.1", 8000)
+
+
+def test_flags_win_over_environment_and_that_over_the_file(
+    served: list[Options], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "rekindle.toml"
+    file.write_text('port = 1\nslots = 3\nmax-queue = 7\napi-key = ["one", "two"]\n')
+    monkeypatch.setenv("REKINDLE_PORT", "2")
+    monkeypatch.setenv("REKINDLE_SLOTS", "5")
+    assert command.main(["serve", "--port", "9", "--config", str(file)]) == 0
+    assert (served[0].port, served[0].slots, served[0].max_queue, served[0].api_key) == (9, 5, 7, ("one", "two"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "99999"], ["--port", "65535"]),
+        (["--port", "x"], ["--port", "int"]),
+        (["--slots", "0"], ["--slots", "1"]),
+        (["--chunk", "100"], ["--chunk", "power of two"]),
+        (["--device", "tpu"], ["--device", "auto, cpu, cuda"]),
+        (["--dtype", "int4"], ["--dtype", "bfloat16"]),
+        (["--numerics", "maybe"], ["--numerics", "exact", "fast"]),
+        (["--request-timeout", "-1"], ["--request-timeout", "> 0"]),
+        (["--request-timeout", "nan"], ["--request-timeout"]),
+        (["--max-body", "0"], ["--max-body", ">= 1"]),
+        (["--max-queue", "-3"], ["--max-queue", ">= 0"]),
+        (["--api-key", ""], ["--api-key", "empty"]),
+        (["--host", "a b"], ["--host", "127.0.0.1"]),
+        (["--max-ctx", "-1"], ["--max-ctx"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+        (["demo", "other"], ["other"]),
+        (["--config", "no/such.toml"], ["no/such.toml"]),
+    ],
+)
+def test_mistakes_name_the_flag_and_what_is_accepted(
+    words: list[str], said: list[str], served: list[Options], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["serve", *words]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert all(part in error for part in said), error
+    assert not served
+
+
+def test_a_mistake_in_the_environment_names_the_variable(
+    served: list[Options], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REKINDLE_PORT", "77777")
+    assert command.main(["serve"]) == 2
+    assert "REKINDLE_PORT" in capsys.readouterr().err
+    assert not served
+
+
+@pytest.mark.parametrize("text", ["port = ", "no-such = 1", 'port = "many"', "[serve]\nport = 1"])
+def test_a_mistake_in_the_file_is_told(
+    text: str, served: list[Options], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    assert command.main(["serve", "--config", str(file)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not served
+
+
+def test_keys_are_never_shown() -> None:
+    shown = Options(api_key=("secret",)).shown()
+    assert "secret" not in repr(shown)
+    assert shown.keys() == {field.name for field in attrs.fields(Options)}
+
+
+def test_help_tells_every_flag_its_default_and_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["serve", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for field in attrs.fields(Options):
+        flag = field.name.replace("_", "-")
+        assert f"--{flag}" in shown
+        assert f"REKINDLE_{field.name.upper()}" in shown
+
+
+def test_the_diagram_is_mermaid(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["diagram"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("stateDiagram-v2\n")
+    assert "Speculating --> Draining : Cancelled" in shown

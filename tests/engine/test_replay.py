@@ -1,0 +1,253 @@
+"""Traces: what was recorded replays to the same decisions, and any difference is found and shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import anyio
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effects.ids import RequestId
+from effects.job import Job, Sampling
+from effects.round import RoundDone
+from engine.__main__ import main
+from engine.redact import Redactor
+from engine.replay import Diverged, replay_file, world_json
+from engine.runner import Envelope
+from engine.trace import BadTrace, Digest, Recorder, converter, digest, encode, read
+from states.life import Cancelled, Submitted
+from states.settings import Settings
+from states.world import advance, begin
+from tests.engine.play import collect, engine, header
+from tests.engine.stories import GOLDEN, STORIES, files
+
+JOBS = [Job(prompt=tuple(range(n, 150 + n)), max_tokens=40, stop_tokens=(17,)) for n in range(3)]
+
+
+async def record(path: Path, *, redacted: bool = False) -> None:
+    """A busy minute: three overlapping conversations, one of which is broken off, and a continuation."""
+    async with engine(trace=path, redacted=redacted) as running:
+        answers = dict[int, tuple[int, ...]]()
+
+        async def one(number: int) -> None:
+            answers[number] = (await collect(running.door.submit(JOBS[number])))[0]
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one, 0)
+            tasks.start_soon(one, 1)
+            ticket = running.door.submit(JOBS[2])
+            await anyio.sleep(0.002)
+            ticket.cancel("client_gone")
+            await collect(ticket)
+        await collect(running.door.submit(Job(prompt=JOBS[0].prompt + answers[0], max_tokens=9)))
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.zst"])
+async def test_what_was_recorded_replays(tmp_path: Path, name: str) -> None:
+    await record(tmp_path / name)
+    run = replay_file(tmp_path / name)
+    assert run.events > 64
+    assert not run.world.requests
+    assert main(["replay", str(tmp_path / name)]) == 0
+
+
+async def test_a_redacted_trace_replays_and_has_none_of_the_tokens(tmp_path: Path) -> None:
+    await record(tmp_path / "open.jsonl")
+    await record(tmp_path / "shut.jsonl.zst", redacted=True)
+    run = replay_file(tmp_path / "shut.jsonl.zst")
+    assert run.events > 64
+    _, records = read(tmp_path / "shut.jsonl.zst")
+    shown = {token for _, record in records if isinstance(record, Envelope) for token in tokens_of(record)}
+    assert len(shown) > 100
+    assert shown & set(range(256)) <= {17}, "only the stop token keeps its name"
+
+
+def tokens_of(envelope: Envelope) -> tuple[int, ...]:
+    match envelope.event:
+        case Submitted(job):
+            return job.prompt
+        case RoundDone(tokens):
+            return tokens
+        case _:
+            return ()
+
+
+def test_redaction_keeps_equal_prefixes_equal_and_nothing_else() -> None:
+    redactor = Redactor(begin(Settings()))
+    one = redactor.prompt(RequestId(1), (1, 2, 3, 4))
+    other = redactor.prompt(RequestId(2), (1, 2, 9, 4))
+    assert one[:2] == other[:2]
+    assert one[2] != other[2]
+    assert one[3] != other[3], "the same token after another prefix must not show"
+
+
+async def test_the_last_part_of_a_trace_cannot_go_unnoticed(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    await record(path)
+    lines = path.read_text().splitlines(keepends=True)
+    for kept in (len(lines) - 1, len(lines) - 3, 2):
+        path.write_text("".join(lines[:kept]))
+        with pytest.raises(Diverged, match="cut short"):
+            replay_file(path)
+
+
+async def test_every_missing_or_doubled_line_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    await record(path)
+    lines = path.read_text().splitlines(keepends=True)
+    for at in range(1, len(lines), 7):
+        if '"is":"Digest"' in lines[at] and '"last":false' in lines[at]:
+            continue
+        for changed in (lines[:at] + lines[at + 1 :], [*lines[:at], lines[at], *lines[at:]]):
+            path.write_text("".join(changed))
+            with pytest.raises(Diverged):
+                replay_file(path)
+
+
+def test_a_difference_shows_event_expected_and_actual(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "changed.jsonl"
+    text = STORIES["a_turn_and_its_continuation"]()
+    assert text.count('"position":41') == 1
+    path.write_text(text.replace('"position":41', '"position":42'))
+    assert main(["replay", str(path)]) == 1
+    shown = capsys.readouterr().err.splitlines()
+    assert "after event" in shown[0]
+    assert '"is":"RoundDone"' in shown[0]
+    assert shown[1].startswith("  recorded:")
+    assert '"position":42' in shown[1]
+    assert shown[2].startswith("  replayed:")
+    assert '"position":41' in shown[2]
+
+
+def test_a_changed_world_is_found_by_its_digest(tmp_path: Path) -> None:
+    """Same asks, other world: only the digest sees that a reason changed."""
+    path = tmp_path / "changed.jsonl"
+    text = STORIES["everything_goes_wrong_and_the_answer_comes"]()
+    path.write_text(text.replace('"world":"', '"world":"0', 1))
+    with pytest.raises(Diverged, match="Digest"):
+        replay_file(path)
+
+
+def test_an_impossible_event_is_a_difference(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    first, second, *_ = STORIES["a_full_house"]().splitlines(keepends=True)
+    odd = encode(Envelope(0, 0, RequestId(9), RoundDone((1,))))
+    path.write_text(first + odd + "\n")
+    with pytest.raises(Diverged, match="cannot happen here"):
+        replay_file(path)
+    assert second
+
+
+@pytest.mark.parametrize(("name", "path"), list(files()), ids=list(STORIES))
+def test_golden_traces_replay(name: str, path: Path) -> None:
+    assert path.read_text() == STORIES[name](), "behaviour changed: read the difference, then record the stories anew"
+    assert not replay_file(path).world.requests
+
+
+def test_until_shows_the_world_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(GOLDEN / "a_full_house.jsonl"), "--until", "3"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {request["is"] for request in shown["requests"].values()} == {"Prefilling", "Waiting"}
+    assert shown == json.loads(json.dumps(world_json(replay_file(GOLDEN / "a_full_house.jsonl", 3).world)))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{bad", "line 2"),
+        ('{"is":"Nonsense"}', "line 2"),
+        ('{"seq":0,"at_ns":0,"request":0,"event":{"is":"Cancelled","reason":"x"},"is":"Envelope"}', "line 2"),
+        ('{"seq":0,"at_ns":0,"request":0,"event":{"is":"DraftParked"},"is":"Envelope","more":1}', "line 2"),
+        ('{"seq":"0","at_ns":[],"request":0,"event":null,"is":"Envelope"}', "line 2"),
+        ("[" * 100_000, "line 2"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(STORIES["a_full_house"]().splitlines()[0] + "\n" + line + "\n")
+    assert main(["replay", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("first", ["", "{}", '{"trace":99}', "[]", "null", '{"trace":1}'])
+def test_a_bad_header_is_named(tmp_path: Path, first: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(first + "\n")
+    with pytest.raises(BadTrace, match="line 1"):
+        read(path)
+
+
+def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.trace.LINE_LIMIT", 1000)
+    path = tmp_path / "long.jsonl.zst"
+    path.write_bytes(zstandard.compress(b"x" * 10_000_000))
+    with pytest.raises(BadTrace, match="longer"):
+        read(path)
+
+
+def test_damaged_zstd_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl.zst"
+    with path.open("wb") as file:
+        file.write(zstandard.ZstdCompressor(write_checksum=True).compress(STORIES["a_full_house"]().encode()))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises((BadTrace, Diverged)):
+        replay_file(path)
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "no/such/trace"]) == 2
+    assert "no/such/trace" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    recorder = Recorder(tmp_path / "x", header(Settings()))
+    recorder.start()
+    recorder._file.close()  # noqa: SLF001
+    recorder._file = full.open("w")  # noqa: SLF001
+    world = begin(Settings())
+    for seq in range(100):
+        event = Submitted(Job(prompt=(seq,) * 500, max_tokens=1))
+        world, outs = advance(world, RequestId(seq), event)
+        recorder.record(Envelope(seq, 0, RequestId(seq), event), outs, world)
+    recorder.close()
+    assert "space" in recorder.lost
+
+
+@given(
+    st.builds(
+        Job,
+        prompt=st.lists(st.integers(0, 2**31), min_size=1, max_size=20).map(tuple),
+        max_tokens=st.integers(1, 100),
+        sampling=st.builds(
+            Sampling, temperature=st.floats(0, 2), seed=st.integers(0, 2**63 - 1), logprobs=st.integers(-1, 20)
+        ),
+    )
+)
+def test_events_survive_the_file(job: Job) -> None:
+    envelope = Envelope(1, 2, RequestId(3), Submitted(job))
+    raw = json.loads(encode(envelope))
+    assert raw["event"]["job"]["prompt"] == list(job.prompt), "token ids are JSON arrays"
+    assert converter.structure({key: raw[key] for key in raw if key != "is"}, Envelope) == envelope
+
+
+def test_the_digest_sees_every_value() -> None:
+    world = begin(Settings())
+    seen = {digest(world)}
+    for event in (Submitted(Job((1, 2, 3), 4)), Submitted(Job((1, 2, 4), 4)), Submitted(Job((1, 2, 3), 5))):
+        seen.add(digest(advance(world, RequestId(1), event)[0]))
+    seen.add(digest(advance(world, RequestId(2), Submitted(Job((1, 2, 3), 4)))[0]))
+    assert len(seen) == 5
+    assert digest(advance(world, RequestId(1), Cancelled("deadline"))[0]) == digest(world)
+    assert Digest(0, digest(world)) == Digest(0, digest(begin(Settings())))
