@@ -31,7 +31,7 @@ from states.life import (
     Unparking,
 )
 from states.machine import Then
-from states.onward import Leave, leave, let_go
+from states.onward import Leave, leave, let_go, trusted
 
 Settled: TypeAlias = Then[Draining] | Leave
 
@@ -47,9 +47,13 @@ def drain_both(state: Restoring, event: Cancelled) -> Then[Draining, CloseStream
     return Then(Draining(state.hold, state.loading + state.computing), closing, Abandon())
 
 
-def settle(state: Draining, _: PrefixMissed | StoreFailed | DeviceFailed | PromptCompressed) -> Settled:
+def settle(state: Draining, _: PrefixMissed | StoreFailed | PromptCompressed) -> Settled:
     """Nothing came of it that would be worth keeping."""
     return one_less(state, state.hold)
+
+
+def settle_failure(state: Draining, event: DeviceFailed) -> Settled:
+    return one_less(state, trusted(state.hold, event))
 
 
 def settle_found(state: Draining, event: PrefixFound) -> Then[Done, ReleasePrefix]:
@@ -62,11 +66,16 @@ def settle_draft(state: Draining, _: DraftUnparked) -> Then[Parking, ParkDraft]:
     return Then(Parking(evolve(state.hold, draft=True)), ParkDraft())
 
 
-def settle_rows(state: Draining, event: PrefillAdvanced | BlocksRestored) -> Settled:
-    """Rows that were computed or loaded without a gap are kept."""
-    starts = event.start if isinstance(event, BlocksRestored) else 0
-    gapless = starts <= state.hold.valid < event.stop
-    return one_less(state, evolve(state.hold, valid=event.stop) if gapless else state.hold)
+def settle_rows(state: Draining, event: PrefillAdvanced) -> Settled:
+    return one_less(state, evolve(state.hold, valid=event.stop))
+
+
+def settle_restored(state: Draining, event: BlocksRestored) -> Settled:
+    """Loaded rows are kept if none is missing before them."""
+    hold = state.hold
+    if not event.start <= hold.valid < event.stop:
+        return one_less(state, hold)
+    return one_less(state, evolve(hold, valid=event.stop, restored=hold.restored + event.stop - hold.valid))
 
 
 def settle_round(state: Draining, _: RoundDone) -> Leave:
@@ -80,9 +89,13 @@ def one_less(state: Draining, hold: Hold) -> Settled:
     return leave(hold)
 
 
-def snapshotted(state: Snapshotting, _: SnapshotSaved | DeviceFailed) -> Then[Parking, ParkDraft] | Then[Done]:
-    """A failed snapshot loses time, nothing else."""
+def snapshotted(state: Snapshotting, _: SnapshotSaved) -> Then[Parking, ParkDraft] | Then[Done]:
     return let_go(state.hold)
+
+
+def unsaved(state: Snapshotting, event: DeviceFailed) -> Then[Parking, ParkDraft] | Then[Done]:
+    """A failed snapshot loses time, nothing else."""
+    return let_go(trusted(state.hold, event))
 
 
 def parked(state: Parking, _: DraftParked | DeviceFailed) -> Then[Done]:

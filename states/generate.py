@@ -54,4 +54,4 @@ def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens
 
 
 def broken(state: Prefilling | Speculating, event: DeviceFailed) -> Failing:
-    return fail(state.hold, event.detail)
+    return fail(state.hold, event)

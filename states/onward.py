@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TypeAlias, cast
 
+from attrs import evolve
+
 from effects.draft import ParkDraft, UnparkDraft
-from effects.ids import SlotId
+from effects.ids import DeviceFailed, SlotId
 from effects.lookup import FindPrefix
 from effects.pflash import CompressPrompt
 from effects.prefill import OpenSlot, RunPrefill
@@ -100,6 +102,11 @@ def finish(hold: Hold, emit: EmitTokens, why: Finish) -> Finished:
     return cast("Finished", Then(then.state, emit, CloseStream(why, hold.report), *then.effects))
 
 
-def fail(hold: Hold, detail: str) -> Failing:
-    then = leave(hold)
-    return cast("Failing", Then(then.state, CloseStream("failed", hold.report, detail), *then.effects))
+def fail(hold: Hold, event: DeviceFailed) -> Failing:
+    then = leave(trusted(hold, event))
+    return cast("Failing", Then(then.state, CloseStream("failed", hold.report, event.detail), *then.effects))
+
+
+def trusted(hold: Hold, event: DeviceFailed) -> Hold:
+    """A slot that broke keeps no rows, so nobody is sent to it again; any other failure costs only its own work."""
+    return evolve(hold, valid=0, restored=0) if event.kind == "broken" else hold

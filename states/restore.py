@@ -12,7 +12,7 @@ from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream, ReportProgress
 from states.life import Draining, Hold, Restoring, grained
 from states.machine import Then
-from states.onward import Failing, Onward, chunk, fail, onward
+from states.onward import Failing, Onward, chunk, fail, onward, trusted
 
 Restored: TypeAlias = Then[Restoring] | Onward
 Computed: TypeAlias = Then[Restoring, ReportProgress, RunPrefill] | Then[Restoring, ReportProgress] | Onward
@@ -44,8 +44,8 @@ def failed(state: Restoring, event: DeviceFailed) -> Failing | Then[Draining, Cl
     """The front could not be computed. The load, if it still runs, answers first."""
     if state.loading:
         closing = CloseStream("failed", state.hold.report, event.detail)
-        return Then(Draining(state.hold, 1), closing, Abandon())
-    return fail(state.hold, event.detail)
+        return Then(Draining(trusted(state.hold, event), 1), closing, Abandon())
+    return fail(state.hold, event)
 
 
 def settled(state: Restoring) -> Restored:

@@ -9,15 +9,17 @@ from typing import TypeAlias
 from attrs import field, frozen
 
 from effects.all import Ask, Launch
-from effects.ids import DeviceFailed, RequestId
+from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.ids import Lane as LaneName
+from effects.lookup import PrefixFound, PrefixMissed
+from effects.restore import BlocksRestored
 from effects.stream import Abandon
 from states import lane as lanes
 from states import residency
 from states import slots as seats
 from states.lane import Answer, Lane
 from states.life import Cancelled, Derived, Done, Event, External, New, Refused, State, Submitted
-from states.machine import step
+from states.machine import IllegalEvent, step
 from states.residency import Residency
 from states.settings import Settings
 from states.slots import Slot, Slots
@@ -71,10 +73,14 @@ class Fold:
         return not seated and len(self.slots.waiting) >= self.settings.max_queue
 
     def acknowledge(self, answer: Answer) -> None:
+        """Take an outcome off the lane, or leave it to the table if it is the store's."""
         for ask in self.lane.running:
             if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
                 self.models = residency.acknowledged(self.models, ask, answer.outcome)
                 self.lane = lanes.answered(self.lane, answer.request)
+                return
+        if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | StoreFailed):
+            raise IllegalEvent(f"nothing on the lane for request {answer.request} awaits {answer.outcome}")
 
     def play(self, request: RequestId, event: Event) -> None:
         self.todo.append((request, event))
