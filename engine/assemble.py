@@ -1,0 +1,88 @@
+"""The engine around a loaded target: the one place that ties executors, runner, door, meter and recorder together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from attrs import define
+
+from adapters.device.executor import DeviceExecutor
+from adapters.metrics import Metrics
+from effects.ids import RequestId
+from effects.ports import Closed
+from effects.prefill import OpenSlot
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from engine.door import EngineDoor
+from engine.meter import Meter
+from engine.runner import Envelope, Executors, Runner
+from engine.trace import Recorder
+from states import invariants
+from states.settings import Settings
+from states.world import Out, World, begin
+
+SPARE = 1024  # live requests beyond slots and queue: those that are being refused or are draining
+
+
+@define
+class Engine:
+    runner: Runner
+    door: EngineDoor
+    metrics: Metrics
+
+
+@asynccontextmanager
+async def engine(
+    settings: Settings,
+    executor: DeviceExecutor,
+    *,
+    facts: Mapping[str, Any],
+    live: Callable[[], Mapping[str, Any]] = dict,
+    recorder: Recorder | None = None,
+    paranoid: bool = False,
+    grace_s: float = 10,
+) -> AsyncIterator[Engine]:
+    """Running inside the block. At its end: newcomers refused, the others drained, the trace complete."""
+    metrics = Metrics()
+    meter = Meter(metrics.stage)
+
+    def observe(envelope: Envelope, outs: tuple[Out, ...], before: World, after: World) -> None:
+        meter.observe(envelope, outs, before, after)
+        busy = sum(slot.holder is not None for slot in after.slots.slots)
+        metrics.gauges(queue=len(after.slots.waiting), slots_busy=busy, slots=len(after.slots.slots))
+        if paranoid:
+            invariants.check(after)
+
+    def abandon(request: RequestId, _: Abandon) -> None:
+        executor.abandon(request)
+
+    notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: (abandon,)}
+    runner = Runner(
+        begin(settings),
+        Executors(executor.perform, {}, notify),
+        time.monotonic_ns,
+        settings.slots + settings.max_queue + SPARE,
+        None if recorder is None else recorder.record,
+        observe,
+    )
+
+    def closed(message: Closed) -> None:
+        metrics.closed(message)
+
+    door = EngineDoor(runner, meter, facts, live, closed)
+    notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
+    if recorder is not None:
+        recorder.start()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(runner.run)
+            yield Engine(runner, door, metrics)
+            await door.drain(grace_s)
+            runner.close()
+    finally:
+        runner.close()
+        if recorder is not None:
+            recorder.close()
