@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 KV_TILE = 64
 SPLIT = 512
-NARROW = 64
+SCRATCH_BYTES = 256 << 20
+AHEAD_BYTES = 16 << 20
 
 
 @frozen
@@ -54,18 +55,21 @@ class Tile:
     stages: int
 
 
-def narrow_tile(rung: int, columns: int, depth: int, dtype: torch.dtype) -> Tile:
-    """Few rows: enough programs to fill the device, each with enough bytes on their way."""
-    rows_ = max(16, rung)
-    if dtype == torch.float32:
-        return Tile(rows_ if rows_ <= 32 else 32, 32, 32, 4, 3)
-    return Tile(rows_, 64, 128, 4, 7)
+NARROW = 128
 
 
-def wide_tile(dtype: torch.dtype) -> Tile:
+def choose_tile(count: int, columns: int, gated: bool, dtype: torch.dtype, processors: int) -> Tile:
+    """Up to NARROW rows one tile holds them all; above, the largest tile that gives every processor a program."""
     if dtype == torch.float32:
-        return Tile(64, 64, 32, 8, 3)
-    return Tile(128, 256, 64, 8, 4)
+        return Tile(16, 32, 32, 4, 3) if count <= NARROW else Tile(64, 64, 32, 8, 3)
+    if count <= NARROW:
+        rows_ = max(16, count)
+        return Tile(rows_, 64, 128, 4, min(7, 96 * 1024 // (128 * (rows_ + 64))))
+    candidates = (Tile(128, 256, 64, 8, 4) if gated else Tile(256, 128, 64, 8, 4), Tile(128, 128, 64, 4, 3))
+    for tile in candidates:
+        if triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns) >= 0.9 * processors:
+            return tile
+    return Tile(128, 64, 128, 4, 4)
 
 
 @define(eq=False)
@@ -78,6 +82,7 @@ class TritonKernels:
     device: torch.device
     pdl: bool = True
     graphs: GraphCache = field(init=False)
+    _processors: int = field(init=False, default=4)
     _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
 
     name = "triton-1"
@@ -85,11 +90,13 @@ class TritonKernels:
 
     def __attrs_post_init__(self) -> None:
         self.graphs = GraphCache(self.device)
+        if self.device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def pack(self, weight: Tensor) -> Packed:
         if weight.shape[1] * weight.element_size() % 16:
             raise ValueError(
-                f"a weight of shape {tuple(weight.shape)} cannot be used on CUDA: its rows must be a multiple of 16 bytes"
+                f"a weight of shape {tuple(weight.shape)} cannot be used on CUDA: a row must be a multiple of 16 bytes"
             )
         return Packed(weight.contiguous())
 
@@ -108,22 +115,24 @@ class TritonKernels:
         columns = len(w)
         out = x.new_empty(count, columns // 2 if packed.gated else columns)
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        narrow = count <= NARROW
-        tile = narrow_tile(count, columns, depth, x.dtype) if narrow else wide_tile(x.dtype)
+        tile = choose_tile(count, columns, packed.gated, x.dtype, self._processors)
         x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
-        shape = dict(BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, STAGES=tile.stages)
-        options = dict(GATED=packed.gated, PRECISION=precision, **self._options(tile.warps))
-        if narrow:
+        shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
+        options = self._options(tile.warps) | {"GATED": packed.gated, "PRECISION": precision}
+        if count <= NARROW:
+            ahead = AHEAD_BYTES // (columns * w.element_size())
+            options["AHEAD"] = 1 << max(0, ahead.bit_length() - 1) if ahead >= 64 else 0
             grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
-            linear.linear_narrow[grid](w_desc, x_desc, w, out, count, columns, depth, AHEAD=512, **shape, **options)
+            linear.linear_narrow[grid](w_desc, x_desc, w, out, count, columns, depth, **shape, **options)
         else:
-            grid = (triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns),)
-            linear.linear_wide[grid](x_desc, w_desc, out, count, columns, depth, GROUP=8, **shape, **options)
+            options["GROUP"] = 8 if packed.gated else 4
+            programs = triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns)
+            linear.linear_wide[(programs,)](x_desc, w_desc, out, count, columns, depth, **shape, **options)
         return out
 
     def _options(self, warps: int) -> dict[str, Any]:
-        return dict(PDL=self.pdl, num_warps=warps, launch_pdl=self.pdl)
+        return {"PDL": self.pdl, "num_warps": warps, "launch_pdl": self.pdl}
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(residual)
@@ -184,8 +193,9 @@ class TritonKernels:
         slots, kv, capacity, _ = k_cache.shape
         group = heads // kv
         padded = triton.next_power_of_2(group)
-        wide, narrow = q.dtype == torch.float32, rung <= NARROW
-        block = 32 if wide else 64 if narrow or head > 128 else 128
+        splits = triton.cdiv(capacity, SPLIT)
+        wide = q.dtype == torch.float32
+        block = 32 if wide else 64
         key_tile = 32 if wide else KV_TILE
         tiles = self._tiles(batch, block // padded, slots)
         limit = len(tiles)
@@ -193,16 +203,15 @@ class TritonKernels:
         keys = TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head])
         values = TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head])
         scale = head**-0.5 * 1.4426950408889634
-        shape = dict(HEADS=heads, KV=kv, GROUP=group, PADDED=padded, HEAD=head, BLOCK_M=block, BLOCK_N=key_tile)
-        options = dict(SPLIT=SPLIT, PRECISION="ieee" if wide else "tf32", STAGES=1 if wide else 3 if head <= 128 else 2)
-        options |= self._options(4 if wide or (narrow and head <= 128) else 8)
-        options["enable_fp_fusion"] = False
-        if not narrow:
+        shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "HEAD": head}
+        shape |= {"BLOCK_M": block, "BLOCK_N": key_tile, "SPLIT": SPLIT}
+        options = self._options(4 if head <= 128 else 8) | {"enable_fp_fusion": False}
+        options |= {"PRECISION": "ieee" if wide else "tf32", "STAGES": 1 if wide else 3 if head <= 128 else 2}
+        if rung > NARROW or rung * heads * splits * head * 4 > SCRATCH_BYTES:
             attention.attend_chain[(limit * kv,)](
                 q, keys, values, tiles, out, capacity, limit, scale, **shape, **options
             )
             return out.view(rung, -1)
-        splits = triton.cdiv(capacity, SPLIT)
         acc, sums = self._scratch(heads, splits, head)
         programs = min(limit * splits * kv, 2 * self._processors)
         attention.attend_splits[(programs,)](
@@ -220,31 +229,26 @@ class TritonKernels:
             **shape,
             **options,
         )
-        block_h = 4
-        attention.merge[(rung, triton.cdiv(heads, block_h))](
+        attention.merge[(rung, heads)](
             acc,
             sums,
             batch.positions,
             out,
             splits,
             HEADS=heads,
-            BLOCK_H=block_h,
+            BLOCK_H=1,
             HEAD=head,
             SPLIT=SPLIT,
             enable_fp_fusion=False,
-            **self._options(4),
+            **self._options(1),
         )
         return out.view(rung, -1)
-
-    @property
-    def _processors(self) -> int:
-        return torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 4
 
     def _scratch(self, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
         """Where splits leave their partials; kept for good, since recorded graphs hold its address."""
         key = (heads, splits, head)
         if key not in self._partials:
-            sizes = (NARROW, heads, splits)
+            sizes = (min(NARROW, SCRATCH_BYTES // (heads * splits * head * 4)), heads, splits)
             self._partials[key] = (
                 torch.empty(*sizes, head, dtype=torch.float32, device=self.device),
                 torch.empty(*sizes, 2, dtype=torch.float32, device=self.device),

@@ -20,7 +20,7 @@ NOTHING = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _load_q(q_ptr, row0, count, head0, HEADS, GROUP: tl.constexpr, PADDED: tl.constexpr, BLOCK_M, HEAD: tl.constexpr):
-    """A tile of query rows, `[BLOCK_M, HEAD]`: PADDED query heads (GROUP real ones) of each of BLOCK_M / PADDED rows."""
+    """A tile of query rows `[BLOCK_M, HEAD]`: PADDED query heads (GROUP real ones) of BLOCK_M / PADDED rows."""
     i = tl.arange(0, BLOCK_M)
     row, member = i // PADDED, i % PADDED
     real = (row < count) & (member < GROUP)
@@ -37,7 +37,8 @@ def _absorb(q, k, v, last, key, position, acc, peak, total, scale, MASKED: tl.co
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         v = tl.where((key <= last)[:, None], v, 0.0)
     new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, -tl.broadcast_to(new_peak[:, None], scores.shape)))
+    spread = tl.broadcast_to(new_peak[:, None], scores.shape)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, -spread))
     fade = tl.exp2(peak - new_peak)
     total = tl.fma(total, fade, tl.sum(weights, 1))
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
@@ -78,8 +79,8 @@ def attend_chain(
 ):
     """One program: one tile of rows, the query heads of one key head, all splits in order."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     tile = tile_limit - 1 - tl.program_id(0) // KV
     kv_head = tl.program_id(0) % KV
     row0 = tl.load(tiles_ptr + tile * 8)
@@ -125,7 +126,17 @@ def attend_chain(
 
 @triton.jit
 def _store_rows(
-    out_ptr, acc, total, row0, count, head0, HEADS, GROUP: tl.constexpr, PADDED: tl.constexpr, BLOCK_M, HEAD: tl.constexpr
+    out_ptr,
+    acc,
+    total,
+    row0,
+    count,
+    head0,
+    HEADS,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_M,
+    HEAD: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK_M)
     row, member = i // PADDED, i % PADDED
@@ -165,8 +176,8 @@ def attend_splits(
     acc float32 `[rung, HEADS, split_limit, HEAD]`; sums float32 `[rung, HEADS, split_limit, 2]`: peak and total.
     """
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     t = tl.arange(0, LIMIT)
     ends = tl.load(tiles_ptr + t * 8 + 4, t < tile_limit, 2147483647)
     pairs = tl.load(tiles_ptr + (tile_limit - 1) * 8 + 4)
@@ -221,8 +232,8 @@ def merge(
 ):
     """Fold the splits of one row's BLOCK_H heads in order and divide; a padded row becomes zeros."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     known = head < HEADS
@@ -231,9 +242,9 @@ def merge(
     all_acc = tl.zeros((BLOCK_H, HEAD), tl.float32)
     all_peak = tl.full((BLOCK_H,), NOTHING, tl.float32)
     all_total = tl.zeros((BLOCK_H,), tl.float32)
-    for group in range(0, splits, 4):
-        for j in tl.static_range(4):
-            # Past the last split the partial is "nothing", which folds in as exact zeros; so four loads run at once.
+    for group in range(0, splits, 8):
+        for j in tl.static_range(8):
+            # Past the last split the partial is "nothing", which folds in as exact zeros; so eight loads run at once.
             s = group + j
             use = known & (s < splits)
             at = (row * HEADS + head) * split_limit + s

@@ -22,6 +22,21 @@ def _silu_times(gate, up, dtype: tl.constexpr):
     return (silu * up).to(dtype)
 
 
+@triton.jit
+def _fetch_ahead(w_ptr, n0, columns, depth, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for the first AHEAD values of each weight row into L2: a hint that waits for nothing and changes nothing."""
+    n = tl.minimum(n0 + tl.arange(0, BLOCK_N), columns - 1).to(tl.int64)
+    size = tl.minimum(depth, AHEAD) * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [w_ptr + n * depth, tl.zeros((BLOCK_N,), tl.int32) + size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["rows"])
 def linear_narrow(
     w_desc,
@@ -43,32 +58,22 @@ def linear_narrow(
     """out[rows, columns] = x @ w.T for few rows: bound by reading w once, so the weights are the tall operand.
 
     One program owns BLOCK_N weight rows over the whole depth; all programs stream their weights at the same time.
+    The weights do not depend on the kernel before, so with PDL their first part is asked for while that one drains.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     n0 = tl.program_id(0) * BLOCK_N
     m0 = tl.program_id(1) * BLOCK_M
     if PDL:
         if AHEAD > 0:
-            # The weights do not depend on the kernel before: ask for the first of them while it still runs.
-            line = tl.arange(0, AHEAD // 64) * 64
-            at = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * depth + line[None, :]
-            inside = ((n0 + tl.arange(0, BLOCK_N)) < columns)[:, None] & (line < depth)[None, :]
-            at = tl.where(inside, at, 0)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [w_ptr + at],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            _fetch_ahead(w_ptr, n0, columns, depth, BLOCK_N, AHEAD)
         gdc_wait()
-        gdc_launch_dependents()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
         w = w_desc.load([n0, k])
         x = x_desc.load([m0, k])
         acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
+    if PDL:
+        gdc_launch_dependents()
     m = m0 + tl.arange(0, BLOCK_M)
     if GATED:
         gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
@@ -111,12 +116,13 @@ def linear_wide(
     n0 = (program % (GROUP * column_tiles)) // height * BLOCK_N
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
         x = x_desc.load([m0, k])
         w = w_desc.load([n0, k])
         acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
+    if PDL:
+        gdc_launch_dependents()
     m = m0 + tl.arange(0, BLOCK_M)
     if GATED:
         gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))

@@ -1,6 +1,6 @@
 """Row-wise kernels in Triton: residual and norm, q/k norm with rotary and the cache write, and the attention plan.
 
-One program owns whole rows and reduces each along one axis with a fixed layout, so a row's bits depend on that row only.
+One program owns whole rows and reduces each along one axis with a fixed layout, so its bits depend on that row only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def add_norm(
     at = tl.program_id(0).to(tl.int64) * width + i
     weight = tl.load(weight_ptr + i, inside, 0.0).to(tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(residual_ptr + at, inside, 0.0)
     if HAS_DELTA:
         x = (x.to(tl.float32) + tl.load(delta_ptr + at, inside, 0.0).to(tl.float32)).to(dtype)
@@ -76,8 +76,8 @@ def rotate_store(
     k_lo = tl.load(k_norm_ptr + d).to(tl.float32)
     k_hi = tl.load(k_norm_ptr + HALF + d).to(tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     position = tl.load(positions_ptr + row)
     slot = tl.load(slots_ptr + row)
     at = row * ((HEADS + 2 * KV) * 2 * HALF) + head[:, None] * (2 * HALF) + d[None, :]

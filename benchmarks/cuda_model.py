@@ -1,0 +1,256 @@
+"""The CUDA forward against the memory-bandwidth limit (decoding) and against transformers (prefill), in one run.
+
+    python -m benchmarks.cuda_model [--json FILE] [--layers 36] [--chunk 2048] [--contexts 8192 32768]
+
+The model is an 8B-shaped Qwen3 with random bf16 weights, the same ones in both implementations. Decoding: one real row
+at the smallest rung, two graph replays and a greedy argmax a token, every token fetched by the host before the next
+(`decode`) or left on the device (`decode, queued`). The limit is the bytes of weights and keys and values that a token
+must read over the best bandwidth that a large read or copy reaches in this run. Prefill: whole chunks at the largest
+rung against one `transformers` forward (sdpa, logits_to_keep=1), interleaved, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.models.config import Qwen3Config
+from adapters.models.kernels.triton_cuda import TritonKernels
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Segment, Step
+from adapters.models.synthetic import RandomWeights
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+VOCABULARY = 151936
+
+
+def config_8b(layers: int, positions: int) -> Qwen3Config:
+    return Qwen3Config(VOCABULARY, 4096, 12288, layers, 32, 8, 128, positions, 1e6)
+
+
+def seconds(work: Callable[[], Any], repeat: int = 1) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeat
+
+
+def bandwidth() -> dict[str, float]:
+    """Bytes a second that large plain operations reach: a reading reduction and a copy (reads plus writes)."""
+    source = torch.randn(1 << 30, device=DEVICE)
+    target = torch.empty_like(source)
+    work = {"read": (source.amax, 1), "copy": (lambda: target.copy_(source), 2)}
+    return {name: times * source.nbytes / min(seconds(run) for _ in range(8)) for name, (run, times) in work.items()}
+
+
+def prefill(shard: Qwen3Shard, tokens: torch.Tensor, chunk: int) -> None:
+    for start in range(0, len(tokens), chunk):
+        part = tokens[start : start + chunk]
+        shard.forward(Step((Segment(0, start, len(part)),), chunk), part)
+
+
+def decode(shard: Qwen3Shard, context: int, count: int, fetch: bool, rung: int = 4) -> float:
+    """Seconds a token, greedy, from `context` rows on."""
+    token = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    at = context
+
+    def one() -> None:
+        nonlocal token, at
+        step = Step((Segment(0, at, 1),), rung)
+        token = shard.logits(step, shard.forward(step, token).hidden)[:1].argmax(-1)
+        token = token.cpu() if fetch else token
+        at += 1
+
+    for _ in range(4):
+        one()
+    return seconds(one, count)
+
+
+def wide_steps(shard: Qwen3Shard, context: int, rungs: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of a forward with logits where every row of the rung is real, as in a verification."""
+    times = {}
+    for rung in rungs:
+        step = Step((Segment(0, context, rung),), rung)
+        tokens = torch.arange(rung, device=DEVICE)
+
+        def one(step: Step = step, tokens: torch.Tensor = tokens) -> None:
+            shard.logits(step, shard.forward(step, tokens).hidden)
+
+        for _ in range(3):
+            one()
+        times[rung] = seconds(one, 10)
+    return times
+
+
+def ladder_is_exact(shard: Qwen3Shard, rungs: tuple[int, ...], start: int = 1000) -> bool:
+    """Whether the rows after `start` come out with the same bits at every rung, keys and values included."""
+    tokens = torch.randint(0, VOCABULARY, (64,), device=DEVICE)
+    first: tuple[torch.Tensor, ...] | None = None
+    for rung in rungs:
+        hidden = []
+        for at in range(0, 64, min(rung, 64)):
+            part = tokens[at : at + rung]
+            step = Step((Segment(0, start + at, len(part)),), rung)
+            hidden.append(shard.forward(step, part).hidden[: len(part)].cpu())
+        found = (torch.cat(hidden), *(part for part in shard.export_rows(0, start, start + 64).values()))
+        first = first or found
+        if not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(first, found, strict=True)):
+            return False
+    return True
+
+
+@contextmanager
+def transformers_model(config: Qwen3Config, weights: RandomWeights) -> Iterator[Any]:
+    from transformers import Qwen3Config as TheirConfig  # noqa: PLC0415 - heavy, and only this half needs it
+    from transformers import Qwen3ForCausalLM  # noqa: PLC0415
+
+    theirs = TheirConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(theirs).to(DTYPE)
+    model = model.to_empty(device=DEVICE).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(weights.read(name))
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    model.model.rotary_emb.inv_freq = (1.0 / config.rope_theta**exponents).to(DEVICE)
+    yield model
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def compare_prefill(
+    shard: Qwen3Shard, weights: RandomWeights, contexts: list[int], chunk: int, repeat: int = 5
+) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    with torch.inference_mode(), transformers_model(shard.config, weights) as theirs:
+        for context in contexts:
+            tokens = torch.randint(0, VOCABULARY, (context,), device=DEVICE)
+            runs: dict[str, Callable[[], Any]] = {
+                "rekindle": lambda tokens=tokens: prefill(shard, tokens, chunk),
+                "transformers": lambda tokens=tokens: theirs(tokens[None], logits_to_keep=1, use_cache=False),
+                "transformers, cache": lambda tokens=tokens: theirs(tokens[None], logits_to_keep=1, use_cache=True),
+            }
+            times: dict[str, list[float]] = {name: [] for name in runs}
+            for round_ in range(repeat + 1):
+                for name, run in runs.items():
+                    took = seconds(run)
+                    if round_:
+                        times[name].append(took)
+            medians = {name: statistics.median(values) for name, values in times.items()}
+            best = min(medians["transformers"], medians["transformers, cache"])
+            results[str(context)] = {"seconds": times, "medians": medians, "ratio": medians["rekindle"] / best}
+        results["logits_difference"] = _difference(shard, theirs)
+    return results
+
+
+def _difference(shard: Qwen3Shard, theirs: Any, count: int = 100) -> float:
+    """Relative distance of our logits from theirs over a short prompt."""
+    tokens = torch.randint(0, VOCABULARY, (count,), device=DEVICE)
+    step = Step((Segment(0, 0, count),), 128)
+    ours = shard.logits(step, shard.forward(step, tokens).hidden)[:count]
+    expected = theirs(tokens[None]).logits[0].float()
+    return ((ours - expected).norm() / expected.norm()).item()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    rungs = (4, 8, 16, 32, 64, 128, args.chunk)
+    config = config_8b(args.layers, max(args.contexts) + 4096)
+    weights = RandomWeights(config, 0, DEVICE, DTYPE)
+    speeds = bandwidth()
+    torch.cuda.empty_cache()
+    kernels = TritonKernels(DEVICE)
+    shard = Qwen3Shard(
+        config, weights, kernels, device=DEVICE, dtype=DTYPE, slots=1, capacity=config.max_positions, rungs=rungs
+    )
+    tokens = torch.randint(0, VOCABULARY, (max(args.contexts),), device=DEVICE)
+    for _ in range(2):
+        prefill(shard, tokens[: 2 * args.chunk], args.chunk)
+    table = config.vocab_size * config.hidden_size * DTYPE.itemsize
+    decoding = {}
+    for context in (2048, *args.contexts):
+        prefill(shard, tokens[:context], args.chunk)
+        bytes_ = shard.memory()["weights"] - table + context * config.kv_bytes_per_token(DTYPE)
+        limit = max(speeds.values()) / bytes_
+        fetched = 1 / min(decode(shard, context, 100, fetch=True) for _ in range(3))
+        queued = 1 / min(decode(shard, context, 100, fetch=False) for _ in range(3))
+        decoding[str(context)] = {
+            "bytes": bytes_,
+            "limit": limit,
+            "decode": fetched,
+            "decode, queued": queued,
+            "share of limit": fetched / limit,
+        }
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "kernels": kernels.name,
+        "rungs": rungs,
+        "bandwidth": speeds,
+        "decoding": decoding,
+        "forward and logits at 2048, by rung": wide_steps(shard, 2048, rungs[:-1]),
+        "ladder is exact": ladder_is_exact(shard, rungs),
+        "prefill": compare_prefill(shard, weights, args.contexts, args.chunk),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    speeds = ", ".join(f"{name} {value / 1e12:.2f} TB/s" for name, value in results["bandwidth"].items())
+    lines = [
+        f"{results['device']}, torch {results['torch']}, kernels {results['kernels']}, rungs {results['rungs']}",
+        f"bandwidth: {speeds}",
+        f"ladder is exact: {results['ladder is exact']}",
+    ]
+    for context, found in results["decoding"].items():
+        lines.append(
+            f"decode at {context:>6}: {found['decode']:6.1f} tok/s = {found['share of limit']:.1%} "
+            f"of {found['limit']:.1f} (queued: {found['decode, queued']:.1f})"
+        )
+    for rung, took in results["forward and logits at 2048, by rung"].items():
+        lines.append(f"rung {rung:>4}, all rows real: {took * 1e3:7.2f} ms")
+    for context, found in results["prefill"].items():
+        if isinstance(found, dict):
+            medians = ", ".join(f"{name} {value:.4f} s" for name, value in found["medians"].items())
+            lines.append(f"prefill {context:>6}: {medians}; ratio {found['ratio']:.3f}")
+    lines.append(f"logits against transformers: relative difference {results['prefill']['logits_difference']:.2e}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
+    args = parser.parse_args()
+    results = measure(args)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The Triton kernels: right against plain torch in float64, and the same bits at every rung, place and company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.models.kernels import Batch, Rope
+from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.shard import Segment, Step
+
+triton_cuda = pytest.importorskip(
+    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+)
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
+
+DEVICE = torch.device("cuda")
+RUNGS = (4, 8, 16, 32, 64, 128, 256, 2048)
+HALF = [torch.bfloat16, torch.float16]
+DTYPES = [*HALF, torch.float32]
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+GEOMETRIES = [(5, 1, 64), (32, 8, 128), (4, 4, 128), (6, 2, 64), (7, 1, 128), (8, 2, 256)]
+
+
+@pytest.fixture
+def kernels():
+    made = triton_cuda.TritonKernels(DEVICE)
+    made.graphs.enabled = False
+    return made
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, device=DEVICE) * scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "depth"), [(448, 320), (320, 832), (4096, 320), (1000, 4096), (512, 12288)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_has_the_same_bits_at_every_rung_and_row(kernels, columns, depth, gated, dtype):
+    weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
+    packed = kernels.pack_gated(weight) if gated else kernels.pack(weight)
+    run = kernels.gated if gated else kernels.linear
+    x = normal(max(RUNGS), depth, dtype=dtype, seed=1)
+    full = run(x, packed)
+    exact = x.double() @ weight.double().T
+    if gated:
+        exact = torch.nn.functional.silu(exact[:, : columns // 2]) * exact[:, columns // 2 :]
+    assert distance(full, exact) < TOLERANCE[dtype]
+    for rung in RUNGS:
+        for first in (0, 37 if rung < max(RUNGS) else 0):
+            assert same_bits(run(x[first : first + rung].contiguous(), packed), full[first : first + rung])
+        alone = normal(rung, depth, dtype=dtype, seed=2, scale=100.0)
+        alone[rung // 2] = x[5]
+        assert same_bits(run(alone, packed)[rung // 2], full[5])
+
+
+def test_a_weight_whose_rows_cannot_be_copied_in_bulk_is_refused(kernels):
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        kernels.pack(torch.zeros(16, 12, dtype=torch.bfloat16, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [320, 4096, 5120])
+def test_norms_agree_with_plain_torch_and_do_not_see_the_rung(kernels, width, dtype):
+    residual, delta = normal(2048, width, dtype=dtype), normal(2048, width, dtype=dtype, seed=1)
+    weight = normal(width, dtype=dtype, seed=2) + 1
+    full, ours = residual.clone(), residual.clone()
+    normed = kernels.add_norm(full, delta, weight, 1e-6)
+    expected = ReferenceKernels().add_norm(ours, delta, weight, 1e-6)
+    assert same_bits(full, ours)
+    assert distance(normed, expected) < TOLERANCE[dtype]
+    assert same_bits(kernels.add_norm(full.clone(), None, weight, 1e-6), normed)
+    for rung in RUNGS:
+        part = residual[7 : 7 + rung].clone()
+        assert same_bits(
+            kernels.add_norm(part, delta[7 : 7 + rung].contiguous(), weight, 1e-6), normed[7 : 7 + rung][: len(part)]
+        )
+
+
+class Sequence:
+    """One layer's caches of three slots and the projections of a sequence that goes to one of them."""
+
+    def __init__(self, kernels, geometry: tuple[int, int, int], dtype: torch.dtype, length: int, capacity: int = 2304):
+        self.kernels, self.dtype = kernels, dtype
+        self.heads, self.kv, self.head = geometry
+        self.qkv = normal(length, (self.heads + 2 * self.kv) * self.head, dtype=dtype, seed=3)
+        self.q_norm = normal(self.head, dtype=dtype, seed=4, scale=0.1) + 2
+        self.k_norm = normal(self.head, dtype=dtype, seed=5, scale=0.1) + 2
+        angles = torch.outer(torch.arange(capacity), 1e4 ** -torch.linspace(0, 1, self.head // 2)).to(DEVICE)
+        self.rope = Rope(angles.cos(), angles.sin())
+        self.shape = (3, self.kv, capacity, self.head)
+        self.clear()
+
+    def clear(self) -> None:
+        # What no row has written yet is poison: reading it must not matter.
+        self.k_cache = torch.full(self.shape, float("nan"), dtype=self.dtype, device=DEVICE)
+        self.v_cache = torch.full(self.shape, float("nan"), dtype=self.dtype, device=DEVICE)
+
+    def run(self, rung: int, segments: tuple[Segment, ...], rows: Tensor, kernels=None) -> Tensor:
+        """Attention's rows for `segments`, whose projections are `qkv[rows]`."""
+        kernels = kernels or self.kernels
+        batch = Batch(rung, DEVICE)
+        batch.load(Step(segments, rung), torch.zeros(len(rows), dtype=torch.int64))
+        kernels.prepare(batch)
+        qkv = normal(rung, self.qkv.shape[1], dtype=self.dtype, seed=rung, scale=9.0)
+        qkv[: len(rows)] = self.qkv[rows]
+        caches = self.k_cache, self.v_cache
+        q = kernels.rotate_store(qkv, self.q_norm, self.k_norm, 1e-6, self.rope, batch, *caches)
+        out = kernels.attend(q, *caches, batch)
+        assert out[: len(rows)].isfinite().all()
+        return out[: len(rows)].clone()
+
+    def in_pieces(self, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
+        """The whole sequence, cut into (rung, rows) pieces, the last one repeated as long as needed."""
+        self.clear()
+        found, at, index = [], 0, 0
+        while at < len(self.qkv):
+            rung, count = pieces[min(index, len(pieces) - 1)]
+            count = min(count, len(self.qkv) - at)
+            found.append(self.run(rung, (Segment(slot, at, count),), torch.arange(at, at + count, device=DEVICE)))
+            at, index = at + count, index + 1
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_attention_has_the_same_bits_however_the_sequence_is_cut(kernels, geometry, dtype):
+    sequence = Sequence(kernels, geometry, dtype, 1300)
+    whole = sequence.in_pieces([(2048, 1300)])
+    caches = sequence.k_cache[0, :, :1300].clone(), sequence.v_cache[0, :, :1300].clone()
+    sequence.clear()
+    reference = sequence.run(2048, (Segment(0, 0, 1300),), torch.arange(1300, device=DEVICE), ReferenceKernels())
+    assert distance(whole, reference) < 2 * TOLERANCE[dtype]
+    assert distance(caches[0], sequence.k_cache[0, :, :1300]) < TOLERANCE[dtype]
+    assert same_bits(caches[1], sequence.v_cache[0, :, :1300])
+    for pieces in (
+        [(256, 256)],
+        [(2048, 1000), (128, 100)],
+        [(2048, 1275), (4, 1)],
+        [(64, 50)],
+        [(2048, 1200), (16, 16)],
+    ):
+        assert same_bits(sequence.in_pieces(pieces, slot=2), whole)
+        assert same_bits(sequence.k_cache[2, :, :1300], caches[0])
+        assert same_bits(sequence.v_cache[2, :, :1300], caches[1])
+
+
+@pytest.mark.parametrize("rung", [4, 8, 64, 256])
+def test_attention_does_not_see_its_neighbours(kernels, rung):
+    sequence = Sequence(kernels, (32, 8, 128), torch.bfloat16, 1300)
+    whole = sequence.in_pieces([(2048, 1300)])
+    last = torch.tensor([1299], device=DEVICE)
+    for slot in (1, 2):
+        sequence.k_cache[slot], sequence.v_cache[slot] = sequence.k_cache[0], sequence.v_cache[0]
+    rows = torch.cat((torch.tensor([3], device=DEVICE), last, torch.arange(600, 602, device=DEVICE)))
+    segments = (Segment(1, 3, 1), Segment(0, 1299, 1), Segment(2, 600, 2))
+    assert same_bits(sequence.run(rung, segments, rows), whole[rows])
+    assert same_bits(sequence.run(rung, (Segment(0, 1299, 1),), last), whole[last])
+
+
+def test_padded_rows_write_nothing_and_stay_finite(kernels):
+    sequence = Sequence(kernels, (5, 1, 64), torch.bfloat16, 10)
+    batch = Batch(64, DEVICE)
+    batch.load(Step((Segment(1, 0, 3),), 64), torch.zeros(3, dtype=torch.int64))
+    kernels.prepare(batch)
+    qkv = normal(64, sequence.qkv.shape[1], dtype=torch.bfloat16)
+    caches = sequence.k_cache, sequence.v_cache
+    q = kernels.rotate_store(qkv, sequence.q_norm, sequence.k_norm, 1e-6, sequence.rope, batch, *caches)
+    assert kernels.attend(q, *caches, batch).isfinite().all()
+    assert all(cache[1, :, :3].isfinite().all() and cache[1, :, 3:].isnan().all() for cache in caches)
+    assert all(cache[slot].isnan().all() for cache in caches for slot in (0, 2))

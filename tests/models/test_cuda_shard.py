@@ -1,0 +1,120 @@
+"""A whole Qwen3 on CUDA: graphs, oracles, and rows that do not depend on how they were computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.models.config import Qwen3Config
+from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Segment, Step
+from adapters.models.synthetic import RandomWeights
+
+triton_cuda = pytest.importorskip(
+    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+)
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
+
+DEVICE = torch.device("cuda")
+RUNGS = (4, 8, 16, 32, 64, 128, 512)
+DEMO = Qwen3Config(4096, 320, 832, 4, 5, 1, 64, 2048, 1e6, tie_word_embeddings=True)
+WIDE = Qwen3Config(8192, 1024, 3072, 3, 8, 2, 128, 2048, 1e6)
+LENGTH = 700
+
+
+def shard_of(config: Qwen3Config, dtype: torch.dtype, kernels=None, **options) -> Qwen3Shard:
+    kernels = kernels or triton_cuda.TritonKernels(DEVICE)
+    weights = RandomWeights(config, 1, DEVICE, dtype)
+    shape = {"slots": 3, "capacity": 1024, "rungs": RUNGS} | options
+    return Qwen3Shard(config, weights, kernels, device=DEVICE, dtype=dtype, **shape)
+
+
+def tokens_of(config: Qwen3Config, length: int = LENGTH, seed: int = 0) -> Tensor:
+    return torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def rows_in_pieces(shard: Qwen3Shard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
+    """Logits of every row, the sequence cut into (rung, rows) pieces, the last one repeated as long as needed."""
+    found, at, index = [], 0, 0
+    while at < len(tokens):
+        rung, count = pieces[min(index, len(pieces) - 1)]
+        part = tokens[at : at + count]
+        step = Step((Segment(slot, at, len(part)),), rung)
+        found.append(shard.logits(step, shard.forward(step, part).hidden)[: len(part)].clone())
+        at, index = at + len(part), index + 1
+    return torch.cat(found)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("config", [DEMO, WIDE])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dtype):
+    shard, tokens = shard_of(config, dtype), tokens_of(config)
+    whole = rows_in_pieces(shard, tokens, [(512, 512)])
+    rows = {name: tensor.clone() for name, tensor in shard.export_rows(0, 0, LENGTH).items()}
+    reference = rows_in_pieces(shard_of(config, torch.float32, ReferenceKernels()), tokens, [(512, 512)])
+    tolerance = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
+    assert ((whole - reference).norm() / reference.norm()).item() < tolerance
+    cuts = (
+        [(512, 300), (128, 128)],
+        [(64, 64)],
+        [(512, 500), (16, 9)],
+        [(512, 512), (32, 32)],
+        [(512, 512), (128, 128), (4, 1)],
+    )
+    for pieces in cuts:
+        assert same_bits(rows_in_pieces(shard, tokens, pieces, slot=1), whole)
+        again = shard.export_rows(1, 0, LENGTH)
+        assert all(same_bits(again[name], rows[name]) for name in rows)
+
+
+def test_a_row_does_not_see_the_requests_that_it_is_batched_with():
+    shard, sequences = shard_of(DEMO, torch.bfloat16), [tokens_of(DEMO, 600, seed) for seed in range(3)]
+    expected = [rows_in_pieces(shard, tokens, [(512, 512)], slot)[-1] for slot, tokens in enumerate(sequences)]
+    for rung in (4, 8, 16, 128, 512):
+        step = Step(tuple(Segment(slot, 599, 1) for slot in (2, 0, 1)), rung)
+        found = shard.logits(step, shard.forward(step, torch.stack([sequences[s][599] for s in (2, 0, 1)])).hidden)
+        assert all(same_bits(found[row], expected[slot]) for row, slot in enumerate((2, 0, 1)))
+
+
+def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_overlap():
+    tokens, pieces = tokens_of(DEMO), [(512, 512), (64, 40), (4, 1)]
+    eager, plain = triton_cuda.TritonKernels(DEVICE), triton_cuda.TritonKernels(DEVICE, pdl=False)
+    eager.graphs.enabled = False
+    found = [rows_in_pieces(shard_of(DEMO, torch.bfloat16, k), tokens, pieces) for k in (None, eager, plain)]
+    assert all(same_bits(other, found[0]) for other in found[1:])
+
+
+def test_a_decoding_step_never_waits_for_the_device():
+    shard, tokens = shard_of(DEMO, torch.bfloat16), tokens_of(DEMO).to(DEVICE)
+    batch_steps = [Step((Segment(0, at, 1),), 4) for at in range(4)]
+    for at, step in enumerate(batch_steps[:3]):
+        shard.logits(step, shard.forward(step, tokens[at : at + 1]).hidden)
+    kernels, batch = shard._kernels, shard._buffers[4].batch  # noqa: SLF001 - the step without its one host copy
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernels.prepare(batch)
+        kernels.launch("layers", batch, lambda: None)
+        kernels.launch("logits", batch, lambda: None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_middle_shard_captures_and_passes_on_what_one_shard_computes():
+    tokens = tokens_of(DEMO, 300)
+    whole = shard_of(DEMO, torch.bfloat16, capture=(1, 3))
+    parts = [shard_of(DEMO, torch.bfloat16, layers=layers, capture=(1, 3)) for layers in (range(2), range(2, 4))]
+    for _ in range(3):
+        step = Step((Segment(0, 0, 300),), 512)
+        expected = whole.forward(step, tokens)
+        first = parts[0].forward(step, tokens)
+        second = parts[1].forward(step, first.hidden)
+        assert same_bits(second.hidden[:300], expected.hidden[:300])
+        assert same_bits(first.captures[1][:300], expected.captures[1][:300])
+        assert same_bits(second.captures[3][:300], expected.captures[3][:300])
