@@ -1,0 +1,246 @@
+"""Answers a planned request, whole or as a stream, until it ends or its client leaves.
+
+No ASGI server tells a handler that its client has left: it must listen. So every answer, streamed or not, has a
+watcher on `receive`, and what it hears cancels the jobs at once. The status line waits for the first message of every
+job, so that a full queue, a deadline or a failure has its own status; after that an error is the stream's last event.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
+from attrs import define, evolve, field
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from adapters.http.controls import Planned
+from adapters.http.errors import ApiError, failure_of
+from adapters.http.options import EdgeOptions
+from adapters.http.run import Ended, Event, Progress, Run, Said, running
+from adapters.http.shape import Shape
+from adapters.text.tokenizer import Tokenizer
+from effects.ports import Door
+
+log = logging.getLogger("rekindle.http")
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+ABORT = "rekindle.abort"  # in a scope, where the server can: drops the connection without waiting for its client
+
+
+class ClientStalled(Exception):
+    """The client does not read what it asked for."""
+
+
+@define(eq=False)
+class Answer:
+    """An ASGI application for one request."""
+
+    door: Door
+    planned: Sequence[Planned]
+    shape: Shape
+    options: EdgeOptions
+    tokenizer: Tokenizer
+    stream: bool
+    progress: bool
+    began: bool = field(default=False, init=False)  # the status line is out
+    finish: str = field(default="client_gone", init=False)  # for the log
+    _start: float = field(factory=time.monotonic, init=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with anyio.create_task_group() as tasks:
+            async with running(self.door, self.planned, self.tokenizer, self.options) as run:
+                tasks.start_soon(self._watch, receive, run, tasks.cancel_scope)
+                try:
+                    await self._answer(run, scope, receive, send)
+                except ClientStalled:
+                    self.finish = "client_stalled"
+                    if ABORT in scope:
+                        scope[ABORT]()
+            tasks.cancel_scope.cancel()
+        log.info("%s %s jobs=%d %.3fs", self.shape.id, self.finish, len(self.planned), time.monotonic() - self._start)
+
+    async def _watch(self, receive: Receive, run: Run, scope: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        run.cancel("client_gone")
+        scope.cancel()
+
+    async def _answer(self, run: Run, scope: Scope, receive: Receive, send: Send) -> None:
+        events = Events(run.events, len(self.planned))
+        try:
+            await events.begin()
+            if self.stream:
+                await self._stream(events, send)
+            else:
+                await self._whole(events, scope, receive, send)
+        except ApiError as error:
+            run.cancel("client_gone")
+            self.finish = error.code or error.type
+            if self.began:
+                await self._send(send, b"".join(self.shape.failed(error)), more=False)
+            else:
+                headers = {**error.headers, "x-request-id": self.shape.id}
+                await JSONResponse(self.shape.error(error), error.status, headers)(scope, receive, send)
+
+    async def _whole(self, events: Events, scope: Scope, receive: Receive, send: Send) -> None:
+        texts: dict[int, list[Said]] = {}
+        ended: list[Ended] = []
+        while (event := await events.next()) is not None:
+            match event:
+                case Said():
+                    texts.setdefault(event.index, []).append(event)
+                case Ended():
+                    ended.append(self._checked(event))
+        said = {index: joined(parts) for index, parts in texts.items()}
+        ended.sort(key=lambda one: one.index)
+        self.finish = ended[0].closed.finish
+        body = self.shape.whole(said, ended)
+        with self._patience():
+            await JSONResponse(body, headers={"x-request-id": self.shape.id})(scope, receive, send)
+
+    async def _stream(self, events: Events, send: Send) -> None:
+        if events.waiting and isinstance(events.waiting[0], Ended):
+            self._checked(events.waiting[0])  # a failure before anything was said still has its own status
+        headers = STREAM_HEADERS | {"x-request-id": self.shape.id}
+        start: Message = {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+        with self._patience():
+            await send(start)
+        self.began = True
+        await self._send(send, self.shape.opening())
+        reports = Reports()
+        ended: list[Ended] = []
+        while True:
+            with anyio.move_on_after(self.options.keepalive_s) as quiet:
+                event = await events.next()
+            if quiet.cancelled_caught:
+                await self._send(send, self.shape.heartbeat())
+            elif event is None:
+                break
+            else:
+                await self._send(send, self._frames(event, reports, ended))
+        ended.sort(key=lambda one: one.index)
+        self.finish = ended[0].closed.finish
+        await self._send(send, b"".join(self.shape.closing(ended)), more=False)
+
+    def _frames(self, event: Event, reports: Reports, ended: list[Ended]) -> Iterable[bytes]:
+        elapsed_ms = 1000 * (time.monotonic() - self._start)
+        due = reports.heard(event) if isinstance(event, Progress) else reports.rest()
+        if self.progress:
+            for report in due:
+                yield from self.shape.progress(report, elapsed_ms)
+        match event:
+            case Said():
+                yield from self.shape.said(event)
+            case Ended():
+                ended.append(self._checked(event))
+                yield from self.shape.ended(event)
+
+    def _checked(self, ended: Ended) -> Ended:
+        """Raises ApiError unless the choice ended well."""
+        failure = failure_of(ended.closed, self.options.retry_after_s)
+        if failure is None:
+            return ended
+        if ended.closed.finish == "failed":
+            log.error("%s failed: %s", self.shape.id, ended.closed.detail)
+        raise failure
+
+    async def _send(self, send: Send, frames: Iterable[bytes] | bytes, *, more: bool = True) -> None:
+        body = frames if isinstance(frames, bytes) else b"".join(frames)
+        if body or not more:
+            with self._patience():
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _patience(self) -> Patience:
+        return Patience(self.options.write_timeout_s)
+
+
+class Patience:
+    """A client that does not take what is sent within this time is given up: ClientStalled."""
+
+    def __init__(self, seconds: float) -> None:
+        self._scope = anyio.move_on_after(seconds)
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool | None:
+        result = self._scope.__exit__(kind, error, trace)  # type: ignore[arg-type]
+        if self._scope.cancelled_caught:
+            raise ClientStalled
+        return result
+
+
+@define(eq=False)
+class Events:
+    """A run's events, of which the first of every choice is waited for before an answer begins."""
+
+    source: MemoryObjectReceiveStream[Event]
+    open: int  # choices that have not ended
+    waiting: list[Event] = field(factory=list)
+
+    async def begin(self) -> None:
+        """Until every choice was heard, or one has failed."""
+        heard: set[int] = set()
+        choices = self.open
+        while len(heard) < choices:
+            event = await self.source.receive()
+            self.waiting.append(event)
+            heard.add(event.index)
+            if isinstance(event, Ended) and failure_of(event.closed, 0) is not None:
+                self.waiting = [event]
+                return
+
+    async def next(self) -> Event | None:
+        if not self.open:
+            return None
+        event = self.waiting.pop(0) if self.waiting else await self.source.receive()
+        if isinstance(event, Ended):
+            self.open -= 1
+        return event
+
+
+@define(eq=False)
+class Reports:
+    """Which progress to tell: of one choice, with one `total` and `cached`, starting at what was cached, growing.
+
+    A job reports that it was accepted before it is known what the cache holds. So the first report waits for the next.
+    """
+
+    first: Progress | None = None
+    told: int | None = None  # `done` of the last report that was passed on
+
+    def heard(self, report: Progress) -> list[Progress]:
+        """What to tell now."""
+        if self.first is not None and report.index != self.first.index:
+            return []
+        if self.first is None or (self.told is None and report.cached != self.first.cached):
+            self.first = evolve(report, done=report.cached)
+        if report.cached != self.first.cached or report.done <= (self.told or self.first.done):
+            return []
+        due = self.rest()
+        self.told = report.done
+        return [*due, report]
+
+    def rest(self) -> list[Progress]:
+        """The first report, if it still waits."""
+        if self.first is None or self.told is not None:
+            return []
+        self.told = self.first.done
+        return [self.first]
+
+
+def joined(parts: Sequence[Said]) -> Said:
+    return Said(
+        parts[0].index, "".join(part.text for part in parts), tuple(pick for part in parts for pick in part.picks)
+    )

@@ -1,0 +1,267 @@
+"""The server's routes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+import anyio
+from attrs import define
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from adapters.http import chat, completions, controls
+from adapters.http.answer import Answer
+from adapters.http.body import read_object
+from adapters.http.errors import ApiError, model_not_found, openai_response, queue_full, unavailable
+from adapters.http.fields import Fields
+from adapters.http.guard import Guard
+from adapters.http.openai_shape import ChatShape, CompletionShape
+from adapters.http.options import EdgeOptions
+from adapters.http.shape import Named, new_id
+from adapters.metrics import Metrics
+from adapters.text.template import TemplateFailed, TemplateRefused, text_of
+from adapters.text.text import Text
+from effects.ports import Door
+
+log = logging.getLogger("rekindle.http")
+
+
+def build_app(door: Door, text: Text, options: EdgeOptions, metrics: Metrics) -> Starlette:
+    """The whole server as an ASGI application. Its lifespan ends what `text` started."""
+    edge = Edge(door, text, options, metrics)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await text.aclose()
+
+    routes = edge.routes()
+    paths = frozenset(route.path for route in routes)
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths)],
+        exception_handlers={ApiError: answer_error, HTTPException: answer_http_error},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+@define(eq=False)
+class Edge:
+    """The handlers and what they share."""
+
+    door: Door
+    text: Text
+    options: EdgeOptions
+    metrics: Metrics
+
+    def routes(self) -> list[Route]:
+        get, post = ["GET"], ["POST"]
+        return [
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/completions", self.completions, methods=post),
+            Route("/tokenize", self.tokenize, methods=post),
+            Route("/detokenize", self.detokenize, methods=post),
+            Route("/apply-template", self.apply_template, methods=post),
+            Route("/v1/models", self.models, methods=get),
+            Route("/models", self.models, methods=get),
+            Route("/v1/models/{model:path}", self.model, methods=get),
+            Route("/health", self.health, methods=get),
+            Route("/v1/health", self.health, methods=get),
+            Route("/props", self.props, methods=get),
+            Route("/slots", self.slots, methods=get),
+            Route("/metrics", self.render_metrics, methods=get),
+            Route("/", self.root, methods=get),
+        ]
+
+    # -- generating text
+
+    async def chat(self, request: Request) -> Answer:
+        fields = await self._ready(request)
+        asked = chat.read_chat_controls(fields, self.options, self.text)
+        conversation = chat.read_chat(fields, self.text)
+        prompt = await chat.encode_chat(conversation, self.text)
+        planned = controls.plan([prompt], ["$.messages"], asked, self.options)
+        named = Named(new_id("chatcmpl-"), self.options.model_id)
+        return self._answer(planned, ChatShape(named, asked, self.options, self.text.tokenizer), asked)
+
+    async def completions(self, request: Request) -> Answer:
+        fields = await self._ready(request)
+        asked = completions.read_completion_controls(fields, self.options, self.text)
+        prompts, paths = await completions.read_prompts(fields, self.options, self.text)
+        planned = controls.plan(prompts, paths, asked, self.options)
+        named = Named(new_id("cmpl-"), self.options.model_id)
+        return self._answer(planned, CompletionShape(named, asked, self.options, self.text.tokenizer), asked)
+
+    def _answer(
+        self, planned: tuple[controls.Planned, ...], shape: ChatShape | CompletionShape, asked: controls.Controls
+    ) -> Answer:
+        return Answer(self.door, planned, shape, self.options, self.text.tokenizer, asked.stream, asked.progress)
+
+    async def _ready(self, request: Request) -> Fields:
+        """The body, unless nothing can be generated now anyway."""
+        status = self.door.status()
+        if status.get("state", "ready") != "ready":
+            raise unavailable(UNREADY.get(status["state"], UNREADY["loading"]), self.options.retry_after_s)
+        if status.get("queue_full"):
+            raise queue_full(self.options.retry_after_s)
+        return await read_object(request, self.options)
+
+    # -- text without a model
+
+    async def tokenize(self, request: Request) -> JSONResponse:
+        fields = await read_object(request, self.options)
+        content = fields.text("content")
+        if content is None:
+            raise fields.wrong("content", "a string")
+        special, start = fields.flag("parse_special"), fields.flag("add_special")
+        (tokens,) = await self.text.tokenizer.encode([content], controls=special, start=start)
+        if not fields.flag("with_pieces"):
+            return JSONResponse({"tokens": tokens})
+        return JSONResponse({"tokens": [{"id": token, "piece": self._piece(token)} for token in tokens]})
+
+    def _piece(self, token: int) -> str | list[int]:
+        raw = self.text.tokenizer.piece(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return list(raw)
+
+    async def detokenize(self, request: Request) -> JSONResponse:
+        fields = await read_object(request, self.options)
+        listed = fields.items("tokens", self.options.max_body)
+        if listed is None:
+            raise fields.wrong("tokens", "an array of token ids")
+        tokens = controls.check_tokens(listed, fields.at("tokens"), self.options)
+        content = await anyio.to_thread.run_sync(lambda: self.text.tokenizer.decode(tokens, special=True))
+        return JSONResponse({"content": content})
+
+    async def apply_template(self, request: Request) -> JSONResponse:
+        conversation = chat.read_chat(await read_object(request, self.options), self.text)
+        try:
+            rendered = await self.text.render(conversation.messages, **conversation.variables)
+        except (TemplateRefused, TemplateFailed) as error:
+            raise chat.template_error(error) from error
+        return JSONResponse({"prompt": text_of(rendered)})
+
+    # -- about the server
+
+    async def models(self, _: Request) -> JSONResponse:
+        served = self._model()
+        more = {"has_more": False, "first_id": served["id"], "last_id": served["id"]}
+        return JSONResponse({"object": "list", "data": [served], "models": [served], **more})
+
+    async def model(self, request: Request) -> JSONResponse:
+        asked = request.path_params["model"]
+        if asked != self.options.model_id:
+            raise model_not_found(asked, self.options.model_id)
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        options = self.options
+        return {
+            "id": options.model_id,
+            "object": "model",
+            "created": options.created,
+            "owned_by": "rekindle",
+            "type": "model",
+            "display_name": options.model_id,
+            "created_at": datetime.fromtimestamp(options.created, UTC).isoformat(),
+            "context_length": options.max_ctx,
+            "max_model_len": options.max_ctx,
+            "meta": {"n_ctx": options.max_ctx, "n_vocab": options.vocab, **options.model_info},
+        }
+
+    async def health(self, _: Request) -> JSONResponse:
+        state = self.door.status().get("state", "ready")
+        if state == "ready":
+            return JSONResponse({"status": "ok"})
+        why = UNREADY.get(state, UNREADY["loading"])
+        described = {"message": why, "type": "unavailable_error", "param": None, "code": 503}
+        retry = {"retry-after": str(self.options.retry_after_s)}
+        return JSONResponse({"status": state, "error": described}, 503, retry)
+
+    async def props(self, _: Request) -> JSONResponse:
+        options, status = self.options, self.door.status()
+        sampling = options.sampling
+        settings = {
+            "n_ctx": options.max_ctx,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repeat_penalty": sampling.repetition_penalty,
+        }
+        template = self.text.template
+        return JSONResponse(
+            {
+                "default_generation_settings": settings,
+                "model_alias": options.model_id,
+                "chat_template": template.source if template is not None else None,
+                "eos_tokens": list(self.text.tokenizer.end_tokens),
+                "build_info": f"rekindle {options.version}",
+                "numerics": dict(options.numerics),
+                "total_slots": slot_count(status),
+                **status,
+            }
+        )
+
+    async def slots(self, request: Request) -> JSONResponse:
+        status = self.door.status()
+        if request.query_params.get("fail_on_no_slot") == "1" and status.get("slots_busy") == slot_count(status):
+            raise unavailable("No slot is free.", self.options.retry_after_s)
+        return JSONResponse(status.get("slots", []))
+
+    async def render_metrics(self, _: Request) -> Response:
+        body, kind = self.metrics.render()
+        return Response(body, headers={"content-type": kind})
+
+    async def root(self, request: Request) -> Response:
+        state = self.door.status().get("state", "ready")
+        about = {"status": "ok" if state == "ready" else state, "model": self.options.model_id}
+        about |= {"version": self.options.version, "endpoints": sorted(route.path for route in self.routes())}
+        if "text/html" not in request.headers.get("accept", ""):
+            return JSONResponse(about)
+        rows = "".join(f"<dt>{escape(name)}<dd>{escape(str(value))}" for name, value in about.items())
+        policy = {"content-security-policy": "default-src 'none'"}
+        return HTMLResponse(f"<!doctype html><title>Rekindle</title><h1>Rekindle</h1><dl>{rows}</dl>", headers=policy)
+
+
+UNREADY = {
+    "loading": "Loading model",
+    "draining": "The server is shutting down.",
+    "failed": "The engine has stopped. The server's log says why.",
+}
+
+
+def slot_count(status: Mapping[str, Any]) -> int:
+    slots = status.get("slots", ())
+    return slots if isinstance(slots, int) else len(slots)
+
+
+async def answer_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return openai_response(error)
+
+
+async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    """Unknown paths and wrong methods."""
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"][:200]
+    if error.status_code == 405:
+        message = f"{request.method} is not possible on {path!r}."
+        code = "method_not_allowed"
+    else:
+        message, code = f"There is nothing at {path!r}.", "not_found"
+    headers = dict(error.headers or {})
+    return openai_response(ApiError(error.status_code, message, code=code, headers=headers))

@@ -1,0 +1,48 @@
+"""POST /v1/completions: one or many prompts, as text or as token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adapters.http.controls import Controls, check_tokens, read_controls
+from adapters.http.errors import invalid
+from adapters.http.fields import Fields, shown
+from adapters.http.options import EdgeOptions
+from adapters.text.text import Text
+from effects.ids import Tokens
+
+MAX_LOGPROBS = 20
+KINDS = "a string, an array of strings, an array of token ids, or an array of arrays of token ids"
+
+
+def read_completion_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
+    if fields.flag("echo"):
+        raise invalid(fields.at("echo"), "is not supported by this server", "unsupported_parameter")
+    if fields.text("suffix"):
+        raise invalid(fields.at("suffix"), "is not supported: the model only writes on", "unsupported_parameter")
+    best_of = fields.integer("best_of", 1)
+    if best_of is not None and best_of > 1:
+        raise invalid(fields.at("best_of"), "above 1 is not supported; use `n`", "unsupported_parameter")
+    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    return read_controls(fields, options, text.tokenizer.end_tokens, -1 if logprobs is None else logprobs)
+
+
+async def read_prompts(fields: Fields, options: EdgeOptions, text: Text) -> tuple[list[Tokens], list[str]]:
+    """The prompts as tokens, and the path of each in the body.
+
+    Text that spells a control token stays text unless the request says `parse_special: true`.
+    """
+    prompt, path = fields.data.get("prompt"), fields.at("prompt")
+    special = fields.flag("parse_special")
+    listed: list[Any] = [prompt]
+    if many := isinstance(prompt, list) and not all(type(item) is int for item in prompt):
+        listed = list(prompt)
+    if len(listed) > options.max_prompts:
+        raise invalid(path, f"must have at most {options.max_prompts} entries, not {len(listed)}")
+    paths = [f"{path}[{place}]" for place in range(len(listed))] if many else [path]
+    kinds = {type(item) for item in listed}
+    if kinds == {str}:
+        return await text.tokenizer.encode(listed, controls=special, start=True), paths
+    if kinds == {list}:
+        return [check_tokens(item, where, options) for item, where in zip(listed, paths, strict=True)], paths
+    raise invalid(path, f"must be {KINDS}, not {shown(prompt)}")

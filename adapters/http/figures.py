@@ -1,0 +1,75 @@
+"""What an answer tells about itself: usage, timings, and the `rekindle` object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from adapters.http.options import EdgeOptions
+from adapters.http.run import Ended
+from effects.ports import Closed
+
+PROMPT_STATES = ("LookingUp", "Restoring", "Compressing", "Unparking", "Prefilling")
+ANSWER_STATES = ("Speculating",)
+
+
+def usage(ended: Sequence[Ended]) -> dict[str, Any]:
+    """Tokens of a whole request: each prompt counts once, the answers add up."""
+    first = {one.planned.prompt: one for one in reversed(ended)}.values()
+    prompt = sum(len(one.planned.job.prompt) for one in first)
+    answer = sum(one.tokens for one in ended)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": sum(one.closed.report.restored_tokens for one in first)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def timings(ended: Ended) -> dict[str, Any]:
+    """llama.cpp's figures: what was restored, computed and generated, and how fast."""
+    report = ended.closed.report
+    computed = max(0, len(ended.planned.job.prompt) - report.restored_tokens)
+    prompt_ms = spent(ended.closed, PROMPT_STATES)
+    answer_ms = spent(ended.closed, ANSWER_STATES)
+    return {
+        "cache_n": report.restored_tokens,
+        "prompt_n": computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": ratio(prompt_ms, computed),
+        "prompt_per_second": ratio(1000 * computed, prompt_ms),
+        "predicted_n": ended.tokens,
+        "predicted_ms": answer_ms,
+        "predicted_per_token_ms": ratio(answer_ms, ended.tokens),
+        "predicted_per_second": ratio(1000 * ended.tokens, answer_ms),
+    }
+
+
+def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
+    """What became of this job inside the engine."""
+    report = ended.closed.report
+    return {
+        "restored_tokens": report.restored_tokens,
+        "tier": report.tier,
+        "miss": report.miss or None,
+        "compressed_from": report.compressed_from or None,
+        "speculation": {"rounds": report.rounds, "proposed": report.proposed, "accepted": report.accepted},
+        "numerics": options.numerics.get("mode", "exact"),
+        "stages_ms": {state: round(spent_ms, 3) for state, spent_ms in ended.closed.stages_ms.items()},
+    }
+
+
+def rekindle_all(ended: Sequence[Ended], options: EdgeOptions) -> dict[str, Any]:
+    """The first job's figures; with several, `jobs` lists those of each in the order of the choices."""
+    told = [rekindle(one, options) for one in ended]
+    return told[0] if len(told) == 1 else {**told[0], "jobs": told}
+
+
+def spent(closed: Closed, states: Sequence[str]) -> float:
+    stages: Mapping[str, float] = closed.stages_ms
+    return round(sum(stages.get(state, 0.0) for state in states), 3)
+
+
+def ratio(amount: float, parts: float) -> float:
+    return round(amount / parts, 3) if parts else 0.0

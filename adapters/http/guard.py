@@ -1,0 +1,122 @@
+"""Who may call: the outermost layer, before any body is read. Also the last resort for bugs.
+
+Everything is decided on `scope["path"]`, and what is not named public needs a key where keys are set.
+* Host: a page that rebinds its DNS name to this address still sends its own name, so only known names are answered.
+* Origin: a page of another origin is refused, whatever it sends; there is no wildcard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from adapters.http.errors import ApiError, openai_response
+from adapters.http.options import EdgeOptions
+from adapters.metrics import Metrics
+
+log = logging.getLogger("rekindle.http")
+PUBLIC = ("/health", "/v1/health")
+PREFLIGHT = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "600"}
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, options: EdgeOptions, metrics: Metrics, paths: frozenset[str]) -> None:
+        self.app, self.options, self.metrics, self.paths = app, options, metrics, paths
+        self.keys = tuple(digest(key.encode()) for key in options.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if origin is not None and origin in self.options.allowed_origins:
+                    MutableHeaders(scope=message).update({"access-control-allow-origin": origin, "vary": "Origin"})
+            await send(message)
+
+        try:
+            self.check_host(headers)
+            self.check_origin(headers)
+            if scope["method"] == "OPTIONS" and origin is not None:
+                wanted = headers.get("access-control-request-headers", "authorization, content-type")
+                allowed = {**PREFLIGHT, "access-control-allow-headers": wanted[:500]}
+                await Response(status_code=204, headers=allowed)(scope, receive, watched)
+                return
+            self.check_key(scope["path"], headers)
+            await self.app(scope, receive, watched)
+        except ApiError as error:
+            error.headers = {**error.headers, "connection": "close"}  # its body stays unread
+            await openai_response(error)(scope, receive, watched)
+        except Exception:
+            log.exception("a bug in the HTTP edge")
+            if status:
+                raise
+            failed = ApiError(500, "The server failed. Its log says why.", "server_error", code="internal_error")
+            await openai_response(failed)(scope, receive, watched)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.http(path, status)
+
+    def check_host(self, headers: Headers) -> None:
+        host = hostname(headers.get("host", ""))
+        if host is None or not (is_loopback(host) or {host, "*"} & set(self.options.allowed_hosts)):
+            message = "This server does not answer to that Host name. Start it with the name as --host, or allow it."
+            raise ApiError(421, message, code="misdirected_request")
+
+    def check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or origin in self.options.allowed_origins:
+            return
+        if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+            raise ApiError(403, "Pages of other origins may not call this server.", "permission_error", code="origin")
+
+    def check_key(self, path: str, headers: Headers) -> None:
+        if not self.keys or path in PUBLIC:
+            return
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
+        # every pair is compared, so that time tells nothing
+        matches = [
+            hmac.compare_digest(digest(key.encode("latin-1", "replace")), ours) for key in given for ours in self.keys
+        ]
+        if not any(matches):
+            message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`."
+            raise ApiError(401, message, "authentication_error", code="invalid_api_key")
+
+
+def digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=32).digest()
+
+
+def hostname(host: str) -> str | None:
+    """The name in a Host header, without its port; None if it is no Host."""
+    try:
+        parts = urlsplit(f"//{host}")
+        _ = parts.port
+    except ValueError:
+        return None
+    if parts.path or parts.query or parts.fragment or parts.username is not None:
+        return None
+    return parts.hostname
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,171 @@
+"""Answers as OpenAI's chat completions and (legacy) completions give them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from attrs import define, field
+
+from adapters.http import figures
+from adapters.http.controls import Controls
+from adapters.http.errors import ApiError, openai_error
+from adapters.http.options import EdgeOptions
+from adapters.http.run import Ended, Pick, Progress, Said
+from adapters.http.shape import COMMENT, DONE, Named, event
+from adapters.text.tokenizer import Tokenizer
+
+
+@define(eq=False)
+class OpenAiShape(ABC):
+    """What both have in common. Subclasses say how a choice looks, in a chunk and in a whole answer."""
+
+    named: Named
+    controls: Controls
+    options: EdgeOptions
+    tokenizer: Tokenizer
+    chunk_kind = ""
+    whole_kind = ""
+
+    @property
+    def id(self) -> str:
+        return self.named.id
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        usage = {"usage": None} if self.controls.include_usage else {}
+        return event({**self.named.head(self.chunk_kind), "choices": choices, **usage, **more})
+
+    def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
+        told = {"total": progress.total, "cache": progress.cached, "processed": progress.done}
+        yield self.chunk([self.silence(progress.index)], prompt_progress={**told, "time_ms": round(elapsed_ms, 3)})
+
+    def heartbeat(self) -> Iterable[bytes]:
+        yield COMMENT
+        yield self.chunk([self.silence(0)])
+
+    def ended(self, ended: Ended) -> Iterable[bytes]:
+        choice = {**self.silence(ended.index), "finish_reason": ended.closed.finish}
+        told = figures.rekindle(ended, self.options)
+        yield self.chunk([choice], timings=figures.timings(ended), rekindle=told)
+
+    def closing(self, ended: Sequence[Ended]) -> Iterable[bytes]:
+        if self.controls.include_usage:
+            told = figures.rekindle_all(ended, self.options)
+            yield self.chunk([], usage=figures.usage(ended), timings=figures.timings(ended[0]), rekindle=told)
+        yield DONE
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        yield event(openai_error(error))
+
+    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
+        return {
+            **self.named.head(self.whole_kind),
+            "choices": [self.choice(said.get(one.index, Said(one.index, "")), one) for one in ended],
+            "usage": figures.usage(ended),
+            "timings": figures.timings(ended[0]),
+            "rekindle": figures.rekindle_all(ended, self.options),
+        }
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return openai_error(error)
+
+    @abstractmethod
+    def opening(self) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def said(self, said: Said) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def silence(self, index: int) -> dict[str, Any]:
+        """A chunk's choice that says nothing."""
+
+    @abstractmethod
+    def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
+        """A whole answer's choice."""
+
+
+@define(eq=False)
+class ChatShape(OpenAiShape):
+    chunk_kind = "chat.completion.chunk"
+    whole_kind = "chat.completion"
+
+    def opening(self) -> Iterable[bytes]:
+        for index in range(self.controls.choices):
+            yield self.chunk([{**self.silence(index), "delta": {"role": "assistant", "content": ""}}])
+
+    def said(self, said: Said) -> Iterable[bytes]:
+        delta = {"content": said.text} if said.text else {}
+        yield self.chunk([{**self.silence(said.index), "delta": delta, **self.logprobs(said.picks)}])
+
+    def silence(self, index: int) -> dict[str, Any]:
+        return {"index": index, "delta": {}, "finish_reason": None}
+
+    def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
+        message = {"role": "assistant", "content": said.text, "refusal": None}
+        logprobs = self.logprobs(said.picks) or {"logprobs": None}
+        return {"index": ended.index, "message": message, **logprobs, "finish_reason": ended.closed.finish}
+
+    def logprobs(self, picks: Sequence[Pick]) -> dict[str, Any]:
+        if not picks:
+            return {}
+        content = [
+            {
+                **self.token(pick.token, pick.logprob[0]),
+                "top_logprobs": [self.token(*alternative) for alternative in pick.logprob[1]],
+            }
+            for pick in picks
+        ]
+        return {"logprobs": {"content": content, "refusal": None}}
+
+    def token(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self.tokenizer.piece(token)
+        return {"id": token, "token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+@define(eq=False)
+class CompletionShape(OpenAiShape):
+    """`offsets`: where each choice's next logprob stands in its text."""
+
+    chunk_kind = "text_completion"
+    whole_kind = "text_completion"
+    offsets: dict[int, int] = field(factory=dict)
+
+    def opening(self) -> Iterable[bytes]:
+        return ()
+
+    def said(self, said: Said) -> Iterable[bytes]:
+        yield self.chunk([{**self.silence(said.index), "text": said.text, "logprobs": self.logprobs(said)}])
+
+    def silence(self, index: int) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+
+    def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
+        told = {"text": said.text, "logprobs": self.logprobs(said), "finish_reason": ended.closed.finish}
+        return {"index": ended.index, **told}
+
+    def logprobs(self, said: Said) -> dict[str, Any] | None:
+        if not said.picks:
+            return None
+        offset = self.offsets.get(said.index, 0)
+        offsets = []
+        for pick in said.picks:
+            offsets.append(offset)
+            offset += len(self.written(pick.token))
+        self.offsets[said.index] = offset
+        return {
+            "tokens": [self.written(pick.token) for pick in said.picks],
+            "token_logprobs": [pick.logprob[0] for pick in said.picks],
+            "top_logprobs": [
+                {self.written(token): logprob for token, logprob in reversed(pick.logprob[1])} for pick in said.picks
+            ],
+            "text_offset": offsets,
+        }
+
+    def written(self, token: int) -> str:
+        """A token as text; one that is not whole characters as OpenAI writes it: `bytes:\\xf0\\x9f`."""
+        raw = self.tokenizer.piece(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

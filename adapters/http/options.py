@@ -1,0 +1,42 @@
+"""What the edge needs to know, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+from effects.job import Sampling
+
+
+@frozen
+class EdgeOptions:
+    """Everything is per server; sizes in bytes, times in seconds.
+
+    model_id: what `model` in requests must say.  max_ctx: tokens of prompt and answer together.
+    vocab: token ids are below it.  sampling: for requests that do not say (its seed and logprobs are not used).
+    numerics: shown as `rekindle.numerics`; `mode` is `exact` or `fast`.
+    allowed_hosts: names besides the loopback ones that a Host header may have; `*` accepts any.
+    allowed_origins: `scheme://host[:port]` of pages that may call from a browser.
+    """
+
+    model_id: str
+    max_ctx: int
+    vocab: int
+    sampling: Sampling = field(factory=Sampling)
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    numerics: Mapping[str, Any] = field(factory=lambda: {"mode": "exact"})
+    model_info: Mapping[str, Any] = field(factory=dict)  # n_params, size, dtype ...: /v1/models shows them as `meta`
+    created: int = 0  # when the model was made or loaded, Unix time
+    version: str = "0"
+    max_body: int = 32 << 20
+    max_choices: int = 8
+    max_prompts: int = 64
+    body_timeout_s: float = 30
+    request_timeout_s: float | None = 600
+    write_timeout_s: float = 60
+    keepalive_s: float = 5
+    retry_after_s: int = 1

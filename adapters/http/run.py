@@ -1,0 +1,167 @@
+"""Runs a request's jobs: submits them, turns their messages into text, and sees that every one is ended."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from attrs import define, evolve, field, frozen
+
+from adapters.http.controls import Planned
+from adapters.http.options import EdgeOptions
+from adapters.text.detokenize import TextStream
+from adapters.text.tokenizer import Tokenizer
+from effects.job import Report
+from effects.ports import CancelReason, Closed, Door, Ticket
+from effects.round import Logprob
+from effects.stream import EmitTokens, ReportProgress
+
+BUFFERED_EVENTS = 16
+ENGINE_GRACE_S = 5.0  # after a deadline, for the engine to say so itself
+
+
+@frozen
+class Progress:
+    """A prompt on its way: `done` of `total` tokens are in place, `cached` of them restored."""
+
+    index: int
+    done: int
+    total: int
+    cached: int
+
+
+@frozen
+class Said:
+    """More text, and the tokens that have been read since the last of it (only when logprobs were asked for)."""
+
+    index: int
+    text: str
+    picks: tuple[Pick, ...] = ()
+
+
+@frozen
+class Pick:
+    """A token that was picked, with its logprob and alternatives."""
+
+    token: int
+    logprob: Logprob
+
+
+@frozen
+class Ended:
+    """A choice is complete. `tokens`: those that count, up to the one that completed a stop string."""
+
+    planned: Planned
+    closed: Closed
+    tokens: int
+    stop: str | None = None  # the stop string that ended it
+
+    @property
+    def index(self) -> int:
+        return self.planned.index
+
+
+Event: TypeAlias = Progress | Said | Ended
+
+
+@define(eq=False)
+class Run:
+    """The jobs of one request while they run. Each of them sends events that end with its `Ended`."""
+
+    events: MemoryObjectReceiveStream[Event]
+    tickets: dict[int, Ticket] = field(factory=dict)  # by index; those that have not ended
+
+    def cancel(self, reason: CancelReason) -> None:
+        for ticket in list(self.tickets.values()):
+            ticket.cancel(reason)
+
+
+@asynccontextmanager
+async def running(
+    door: Door, planned: Sequence[Planned], tokenizer: Tokenizer, options: EdgeOptions
+) -> AsyncIterator[Run]:
+    """Submit all jobs at once. Whatever has not ended when the block is left is cancelled as `client_gone`."""
+    send, receive = anyio.create_memory_object_stream[Event](BUFFERED_EVENTS)
+    run = Run(receive, {one.index: door.submit(one.job) for one in planned})
+    try:
+        async with anyio.create_task_group() as tasks, receive, send:
+            for one in planned:
+                tasks.start_soon(_follow, run, one, tokenizer, options, send)
+            if options.request_timeout_s is not None:
+                tasks.start_soon(_deadline, run, options.request_timeout_s)
+            yield run
+            tasks.cancel_scope.cancel()
+    finally:
+        run.cancel("client_gone")
+
+
+async def _deadline(run: Run, seconds: float) -> None:
+    await anyio.sleep(seconds)
+    run.cancel("deadline")
+
+
+async def _follow(
+    run: Run, one: Planned, tokenizer: Tokenizer, options: EdgeOptions, send: MemoryObjectSendStream[Event]
+) -> None:
+    """One ticket to the end, even if the engine never ends it."""
+    follower = Follower(one, run.tickets[one.index], TextStream(tokenizer, one.stops, frozenset(one.job.stop_tokens)))
+    limit = None if options.request_timeout_s is None else options.request_timeout_s + ENGINE_GRACE_S
+    with anyio.move_on_after(limit):
+        ended = await follower.follow(send)
+        del run.tickets[one.index]
+        await send.send(ended)
+        return
+    await send.send(follower.ended(Closed("deadline", Report(len(one.job.prompt)), "the engine did not answer", {})))
+
+
+@define(eq=False)
+class Follower:
+    """The way of one ticket's tokens to text."""
+
+    one: Planned
+    ticket: Ticket
+    text: TextStream
+    tokens: int = 0
+    picks: list[Pick] = field(factory=list)
+
+    async def follow(self, send: MemoryObjectSendStream[Event]) -> Ended:
+        index = self.one.index
+        async for message in self.ticket:
+            match message:
+                case ReportProgress(done, total, cached):
+                    await send.send(Progress(index, done, total, cached))
+                case EmitTokens():
+                    if piece := self.read(message):
+                        await send.send(Said(index, piece, self.taken()))
+                case Closed():
+                    tail = self.text.finish()
+                    if tail or self.picks:
+                        await send.send(Said(index, tail, self.taken()))
+                    return self.ended(message)
+        return self.ended(Closed("failed", Report(len(self.one.job.prompt)), "the stream just ended", {}))
+
+    def read(self, message: EmitTokens) -> str:
+        """The text of these tokens, up to a stop string; it cancels the rest of the job."""
+        pieces = []
+        for place, token in enumerate(message.tokens):
+            if self.text.stopped is not None:
+                break
+            self.tokens += 1
+            pieces.append(self.text.push(token))
+            if message.logprobs and token not in self.text.hidden:
+                self.picks.append(Pick(token, message.logprobs[place]))
+            if self.text.stopped is not None:
+                self.ticket.cancel("stop_string")
+        return "".join(pieces)
+
+    def taken(self) -> tuple[Pick, ...]:
+        picks, self.picks = tuple(self.picks), []
+        return picks
+
+    def ended(self, closed: Closed) -> Ended:
+        if self.text.stopped is not None:
+            closed = evolve(closed, finish="stop")
+        return Ended(self.one, closed, self.tokens, self.text.stopped)
