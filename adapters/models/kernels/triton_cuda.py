@@ -205,7 +205,7 @@ class TritonKernels:
         scale = head**-0.5 * 1.4426950408889634
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "HEAD": head}
         shape |= {"BLOCK_M": block, "BLOCK_N": key_tile, "SPLIT": SPLIT}
-        options = self._options(4 if head <= 128 else 8) | {"enable_fp_fusion": False}
+        options = self._options(8 if wide or head > 128 else 4) | {"enable_fp_fusion": False}
         options |= {"PRECISION": "ieee" if wide else "tf32", "STAGES": 1 if wide else 3 if head <= 128 else 2}
         if rung > NARROW or rung * heads * splits * head * 4 > SCRATCH_BYTES:
             attention.attend_chain[(limit * kv,)](
