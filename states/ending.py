@@ -31,9 +31,10 @@ from states.life import (
     Unparking,
 )
 from states.machine import Then
-from states.onward import Leave, leave, let_go, trusted
+from states.onward import Leave, LeaveEarly, leave, leave_early, let_go, trusted
 
 Settled: TypeAlias = Then[Draining] | Leave
+SettledEarly: TypeAlias = Then[Draining] | LeaveEarly  # no draft yet
 
 
 def drain(
@@ -47,13 +48,18 @@ def drain_both(state: Restoring, event: Cancelled) -> Then[Draining, CloseStream
     return Then(Draining(state.hold, state.loading + state.computing), closing, Abandon())
 
 
-def settle(state: Draining, _: PrefixMissed | StoreFailed | PromptCompressed) -> Settled:
-    """Nothing came of it that would be worth keeping."""
-    return one_less(state, state.hold)
+def settle(state: Draining, _: PrefixMissed | PromptCompressed) -> LeaveEarly:
+    """It was all that was in flight, and nothing came of it that would be worth keeping."""
+    return leave_early(state.hold)
+
+
+def settle_loss(state: Draining, _: StoreFailed) -> SettledEarly:
+    return still(state, state.hold) if state.flying > 1 else leave_early(state.hold)
 
 
 def settle_failure(state: Draining, event: DeviceFailed) -> Settled:
-    return one_less(state, trusted(state.hold, event))
+    hold = trusted(state.hold, event)
+    return still(state, hold) if state.flying > 1 else leave(hold)
 
 
 def settle_found(state: Draining, event: PrefixFound) -> Then[Done, ReleasePrefix]:
@@ -67,15 +73,16 @@ def settle_draft(state: Draining, _: DraftUnparked) -> Then[Parking, ParkDraft]:
 
 
 def settle_rows(state: Draining, event: PrefillAdvanced) -> Settled:
-    return one_less(state, evolve(state.hold, valid=event.stop))
+    hold = evolve(state.hold, valid=event.stop)
+    return still(state, hold) if state.flying > 1 else leave(hold)
 
 
-def settle_restored(state: Draining, event: BlocksRestored) -> Settled:
+def settle_restored(state: Draining, event: BlocksRestored) -> SettledEarly:
     """Loaded rows are kept if none is missing before them."""
     hold = state.hold
-    if not event.start <= hold.valid < event.stop:
-        return one_less(state, hold)
-    return one_less(state, evolve(hold, valid=event.stop, restored=hold.restored + event.stop - hold.valid))
+    if event.start <= hold.valid < event.stop:
+        hold = evolve(hold, valid=event.stop, restored=hold.restored + event.stop - hold.valid)
+    return still(state, hold) if state.flying > 1 else leave_early(hold)
 
 
 def settle_round(state: Draining, _: RoundDone) -> Leave:
@@ -83,10 +90,9 @@ def settle_round(state: Draining, _: RoundDone) -> Leave:
     return leave(evolve(state.hold, valid=state.hold.valid + 1))
 
 
-def one_less(state: Draining, hold: Hold) -> Settled:
-    if state.flying > 1:
-        return Then(Draining(hold, state.flying - 1))
-    return leave(hold)
+def still(state: Draining, hold: Hold) -> Then[Draining]:
+    """Something else has not answered yet."""
+    return Then(Draining(hold, state.flying - 1))
 
 
 def snapshotted(state: Snapshotting, _: SnapshotSaved) -> Then[Parking, ParkDraft] | Then[Done]:

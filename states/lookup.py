@@ -36,7 +36,7 @@ from states.life import (
     usable,
 )
 from states.machine import Then
-from states.onward import Onward, Opened, chunk, onward, open_slot
+from states.onward import Fill, Opened, Served, Verbatim, chunk, fill, onward, open_slot
 
 
 def submit(_: New, event: Submitted) -> Then[Waiting, ReportProgress]:
@@ -93,26 +93,28 @@ def found(state: LookingUp, event: PrefixFound) -> Found:
     return Then(Restoring(hold, front, stop, event.tier), opening, restore)
 
 
-def missed(state: LookingUp, event: PrefixMissed) -> Onward | Opened:
+def missed(state: LookingUp, event: PrefixMissed) -> Fill | Served:
     hold = remembered(evolve(state.hold, miss=event.reason), event.served)
-    return onward(hold) if hold.prompt == state.hold.prompt else open_slot(hold, hold.slot)
+    if hold.prompt == state.hold.prompt:
+        return fill(hold)
+    return cast("Served", open_slot(hold, hold.slot))
 
 
-def unanswered(state: LookingUp, event: StoreFailed) -> Onward:
+def unanswered(state: LookingUp, event: StoreFailed) -> Fill:
     """A failed lookup is a miss."""
-    return onward(evolve(state.hold, miss=f"lookup_{event.kind}"))
+    return fill(evolve(state.hold, miss=f"lookup_{event.kind}"))
 
 
-def compressed(state: Compressing, event: PromptCompressed) -> Opened:
+def compressed(state: Compressing, event: PromptCompressed) -> Served:
     """Serve the shorter prompt: look for it once more, from the rows that both share."""
     hold = serve(state.hold, event.prompt)
-    return open_slot(hold, hold.slot)
+    return cast("Served", open_slot(hold, hold.slot))
 
 
-def verbatim(state: Compressing, _: DeviceFailed) -> Opened:
+def verbatim(state: Compressing, _: DeviceFailed) -> Verbatim:
     """A failed compression serves the prompt as it is; what is kept of it is looked for again."""
     hold = evolve(state.hold, compressed=True)
-    return open_slot(hold, hold.slot)
+    return cast("Verbatim", open_slot(hold, hold.slot))
 
 
 def remembered(hold: Hold, served: Tokens | None) -> Hold:

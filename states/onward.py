@@ -31,23 +31,24 @@ from states.life import (
 from states.machine import Then
 
 Work: TypeAlias = Then[Prefilling, RunPrefill] | Then[Speculating, RunRound]
-Onward: TypeAlias = Then[Compressing, CompressPrompt] | Then[Unparking, UnparkDraft] | Work
-Opened: TypeAlias = (
+Fill: TypeAlias = Then[Compressing, CompressPrompt] | Then[Unparking, UnparkDraft] | Then[Prefilling, RunPrefill]
+Onward: TypeAlias = Fill | Then[Speculating, RunRound]
+Verbatim: TypeAlias = (
     Then[LookingUp, OpenSlot, FindPrefix]
-    | Then[Compressing, OpenSlot, CompressPrompt]
     | Then[Unparking, OpenSlot, UnparkDraft]
     | Then[Prefilling, OpenSlot, RunPrefill]
-    | Then[Speculating, OpenSlot, RunRound]
 )
-Leave: TypeAlias = Then[Snapshotting, SaveSnapshot] | Then[Parking, ParkDraft] | Then[Done]
+Served: TypeAlias = Verbatim | Then[Speculating, OpenSlot, RunRound]
+Opened: TypeAlias = Served | Then[Compressing, OpenSlot, CompressPrompt]
+LeaveEarly: TypeAlias = Then[Snapshotting, SaveSnapshot] | Then[Done]
+Leave: TypeAlias = LeaveEarly | Then[Parking, ParkDraft]
 Finished: TypeAlias = (
     Then[Snapshotting, EmitTokens, CloseStream, SaveSnapshot]
     | Then[Parking, EmitTokens, CloseStream, ParkDraft]
     | Then[Done, EmitTokens, CloseStream]
 )
-Failing: TypeAlias = (
-    Then[Snapshotting, CloseStream, SaveSnapshot] | Then[Parking, CloseStream, ParkDraft] | Then[Done, CloseStream]
-)
+FailEarly: TypeAlias = Then[Snapshotting, CloseStream, SaveSnapshot] | Then[Done, CloseStream]
+Failing: TypeAlias = FailEarly | Then[Parking, CloseStream, ParkDraft]
 
 
 def open_slot(hold: Hold, source: SlotId) -> Opened:
@@ -61,11 +62,20 @@ def open_slot(hold: Hold, source: SlotId) -> Opened:
 
 def onward(hold: Hold) -> Onward:
     """All that could be restored has been."""
+    if hold.valid < hold.target:
+        return fill(hold)
+    if policy.speculate(hold).go:
+        return Then(Unparking(hold), UnparkDraft())
+    return Then(Speculating(hold), next_round(hold))
+
+
+def fill(hold: Hold) -> Fill:
+    """Rows are missing: shorten the prompt, or compute them."""
     if policy.compress(hold, hold.target - hold.valid).go:
         return Then(Compressing(hold), CompressPrompt(hold.prompt, hold.settings.keep_permille))
     if policy.speculate(hold).go:
         return Then(Unparking(hold), UnparkDraft())
-    return work(hold)
+    return Then(Prefilling(hold), chunk(hold, hold.target))
 
 
 def work(hold: Hold) -> Work:
@@ -86,9 +96,16 @@ def next_round(hold: Hold) -> RunRound:
 
 def leave(hold: Hold) -> Leave:
     """The stream is closed: keep what is worth keeping, then give back what is held."""
+    if hold.draft and not policy.snapshot(hold).go:
+        return Then(Parking(hold), ParkDraft())
+    return leave_early(hold)
+
+
+def leave_early(hold: Hold) -> LeaveEarly:
+    """The same, where the draft has not been asked for yet, or comes later."""
     if policy.snapshot(hold).go:
         return Then(Snapshotting(hold), SaveSnapshot(hold.slot, hold.rows[: grained(hold.settings, kept(hold))]))
-    return let_go(hold)
+    return Then(Done(hold))
 
 
 def let_go(hold: Hold) -> Then[Parking, ParkDraft] | Then[Done]:

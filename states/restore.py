@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from attrs import evolve
 
@@ -12,7 +12,7 @@ from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream, ReportProgress
 from states.life import Draining, Hold, Restoring, grained
 from states.machine import Then
-from states.onward import Failing, Onward, chunk, fail, onward, trusted
+from states.onward import FailEarly, Fill, Onward, chunk, fail, fill, onward, trusted
 
 Restored: TypeAlias = Then[Restoring] | Onward
 Computed: TypeAlias = Then[Restoring, ReportProgress, RunPrefill] | Then[Restoring, ReportProgress] | Onward
@@ -24,10 +24,10 @@ def loaded(state: Restoring, event: BlocksRestored) -> Restored:
     return settled(evolve(state, front=front, stop=stop, loading=False, loaded=True))
 
 
-def lost(state: Restoring, event: StoreFailed) -> Restored:
+def lost(state: Restoring, event: StoreFailed) -> Then[Restoring] | Fill:
     """A failed restore is a miss: what was computed stays, the rest is prefilled."""
     hold = evolve(state.hold, miss=f"restore_{event.kind}")
-    return settled(evolve(state, hold=hold, loading=False))
+    return Then(evolve(state, hold=hold, loading=False)) if state.computing else fill(hold)
 
 
 def advanced(state: Restoring, event: PrefillAdvanced) -> Computed:
@@ -40,12 +40,12 @@ def advanced(state: Restoring, event: PrefillAdvanced) -> Computed:
     return onward(joined(state))
 
 
-def failed(state: Restoring, event: DeviceFailed) -> Failing | Then[Draining, CloseStream, Abandon]:
+def failed(state: Restoring, event: DeviceFailed) -> Then[Draining, CloseStream, Abandon] | FailEarly:
     """The front could not be computed. The load, if it still runs, answers first."""
     if state.loading:
         closing = CloseStream("failed", state.hold.report, event.detail)
         return Then(Draining(trusted(state.hold, event), 1), closing, Abandon())
-    return fail(state.hold, event)
+    return cast("FailEarly", fail(state.hold, event))
 
 
 def settled(state: Restoring) -> Restored:

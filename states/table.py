@@ -58,7 +58,7 @@ TABLE = table(
     on(Speculating, Cancelled, ending.drain),
     on(Draining, PrefixFound, ending.settle_found),
     on(Draining, PrefixMissed, ending.settle),
-    on(Draining, StoreFailed, ending.settle),
+    on(Draining, StoreFailed, ending.settle_loss),
     on(Draining, BlocksRestored, ending.settle_restored),
     on(Draining, PromptCompressed, ending.settle),
     on(Draining, DraftUnparked, ending.settle_draft),
