@@ -1,0 +1,1 @@
+"""The HTTP edge over a real socket, in front of a fake engine."""

@@ -1,0 +1,106 @@
+"""A server on a real socket, in front of the fake engine, with a tokenizer trained in this session."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from attrs import define, evolve
+
+from adapters.http.app import build_app
+from adapters.http.options import EdgeOptions
+from adapters.http.server import Serving, serve
+from adapters.metrics import Metrics
+from adapters.text.text import Text
+from effects.job import Job
+from tests.http.fake_door import FakeDoor, digest_script
+from tests.text import small
+
+
+@define(eq=False)
+class Site:
+    """A running server and everything behind it."""
+
+    client: httpx.AsyncClient
+    door: FakeDoor
+    text: Text
+    options: EdgeOptions
+    serving: Serving
+    metrics: Metrics
+
+    async def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        return await self.client.post(path, json=body, **more)
+
+    async def chat(self, content: str = "Hello", **fields: Any) -> httpx.Response:
+        return await self.post("/v1/chat/completions", chat(content, **fields))
+
+    async def complete(self, prompt: Any = "Hello", **fields: Any) -> httpx.Response:
+        return await self.post("/v1/completions", {"prompt": prompt, **fields})
+
+    def say(self, text: str) -> list[int]:
+        """From now on every answer is this text, byte-pair encoded, then the end token. Returns its tokens."""
+        (tokens,) = self.text.tokenizer.encode_now([text])
+        return self.say_tokens([*tokens])
+
+    def say_tokens(self, tokens: list[int]) -> list[int]:
+        def script(job: Job) -> Iterator[int]:
+            yield from tokens
+
+        self.door.script = script
+        return tokens
+
+
+def chat(content: str = "Hello", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], **fields}
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, *, door: dict[str, Any] | None = None, server: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[Site]:
+    text = Text.load(folder)
+    edge = evolve(EdgeOptions("small", 4096, text.tokenizer.size), **options)
+    metrics = Metrics()
+    listening: list[Serving] = []
+    ready = anyio.Event()
+
+    def on_listening(serving: Serving) -> None:
+        listening.append(serving)
+        ready.set()
+
+    async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
+        app = build_app(fake, text, edge, metrics)
+
+        async def run() -> None:
+            await serve(app, "127.0.0.1", 0, on_listening=on_listening, grace_s=2, **server or {})
+
+        tasks.start_soon(run)
+        await ready.wait()
+        address = f"http://127.0.0.1:{listening[0].port}"
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=address, timeout=20, limits=limits, trust_env=False) as client:
+            yield Site(client, fake, text, edge, listening[0], metrics)
+        listening[0].stop(now=True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.write(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+async def shared(folder: Path) -> AsyncIterator[Site]:
+    """One server for tests that leave it as it was."""
+    async with served(folder) as site:
+        yield site
+
+
+@pytest.fixture
+async def site(folder: Path) -> AsyncIterator[Site]:
+    async with served(folder) as site:
+        yield site

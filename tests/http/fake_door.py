@@ -1,0 +1,221 @@
+"""An engine that computes nothing: slots, a bounded queue, prefill in chunks, rounds, and tokens that are a digest.
+
+It keeps the promises of `effects.ports`: submit never blocks, messages come in order, the last one is Closed, exactly
+once, and a cancelled job ends within one chunk or round.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from attrs import define, evolve, field
+
+from effects.ids import RequestId, Tokens
+from effects.job import Job, Report
+from effects.ports import CancelReason, Closed, Message
+from effects.round import Logprob
+from effects.stream import EmitTokens, Finish, ReportProgress
+
+FINISHES: Mapping[CancelReason, Finish] = {
+    "client_gone": "cancelled",
+    "deadline": "deadline",
+    "stop_string": "stop",
+    "shutdown": "shutdown",
+}
+
+
+@define(eq=False)
+class FakeTicket:
+    request: RequestId
+    job: Job
+    _send: MemoryObjectSendStream[Message]
+    _receive: MemoryObjectReceiveStream[Message]
+    reason: CancelReason | None = None
+    cancelled: anyio.Event = field(factory=anyio.Event)
+    started: float = field(factory=time.monotonic)
+    closed: Closed | None = None
+    closed_at: float = 0.0
+    report: Report = Report(0)
+
+    @staticmethod
+    def make(request: int, job: Job) -> FakeTicket:
+        send, receive = anyio.create_memory_object_stream[Message](float("inf"))
+        return FakeTicket(RequestId(request), job, send, receive, report=Report(len(job.prompt)))
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        async with self._receive:
+            async for message in self._receive:
+                yield message
+
+    def cancel(self, reason: CancelReason) -> None:
+        if self.reason is None and self.closed is None:
+            self.reason = reason
+            self.cancelled.set()
+
+    def tell(self, message: Message) -> None:
+        with suppress(anyio.BrokenResourceError):  # nobody listens any more
+            self._send.send_nowait(message)
+
+    def close(self, finish: Finish, detail: str = "") -> None:
+        assert self.closed is None
+        spent = 1000 * (time.monotonic() - self.started)
+        self.closed = Closed(finish, self.report, detail, {"Prefilling": spent / 2, "Speculating": spent / 2})
+        self.closed_at = time.monotonic()
+        self.tell(self.closed)
+        self._send.close()
+
+    async def pause(self, seconds: float) -> bool:
+        """Work for so long; False if the job was cancelled meanwhile: work is cut at the next chunk or round."""
+        await anyio.sleep(seconds)
+        return self.reason is None
+
+
+Script = Callable[[Job], Iterator[int]]
+
+
+@define(eq=False)
+class FakeDoor:
+    """Set its fields to make it slow, full, or broken. `script` says what is answered to a job."""
+
+    script: Script
+    tasks: TaskGroup
+    slots: int = 4
+    max_queue: int = 32
+    chunk: int = 8
+    chunk_s: float = 0.0
+    round_s: float = 0.0
+    per_round: int = 1
+    fail_after: int | None = None  # tokens
+    hang_after: int | None = None  # tokens; the engine never says anything again
+    state: str = "ready"
+    tickets: list[FakeTicket] = field(factory=list)
+    waiting: int = 0
+    busy: int = 0
+    kept: list[Tokens] = field(factory=list)  # prompts whose rows are still there
+    _free: anyio.Condition = field(factory=anyio.Condition)
+
+    @staticmethod
+    @asynccontextmanager
+    async def opened(script: Script, **settings: Any) -> AsyncIterator[FakeDoor]:
+        async with anyio.create_task_group() as tasks:
+            yield FakeDoor(script, tasks, **settings)
+            tasks.cancel_scope.cancel()
+
+    def submit(self, job: Job) -> FakeTicket:
+        ticket = FakeTicket.make(len(self.tickets), job)
+        self.tickets.append(ticket)
+        if self.state != "ready":
+            ticket.close("shutdown")
+        elif self.busy >= self.slots and self.waiting >= self.max_queue:
+            ticket.close("queue_full")
+        else:
+            ticket.tell(ReportProgress(0, len(job.prompt), 0))
+            if self.busy < self.slots:
+                self.busy += 1
+                self.tasks.start_soon(self._serve, ticket)
+            else:
+                self.waiting += 1
+                self.tasks.start_soon(self._queue, ticket)
+        return ticket
+
+    def status(self) -> Mapping[str, Any]:
+        return {
+            "state": self.state,
+            "slots": [{"id": number, "is_processing": number < self.busy} for number in range(self.slots)],
+            "slots_busy": self.busy,
+            "queue": self.waiting,
+            "queue_full": self.busy >= self.slots and self.waiting >= self.max_queue,
+            "numerics": {"mode": "exact", "rungs": [4, 8]},
+        }
+
+    async def _queue(self, ticket: FakeTicket) -> None:
+        while self.busy >= self.slots and ticket.reason is None:
+            await anyio.sleep(0.002)
+        self.waiting -= 1
+        if ticket.reason is not None:
+            ticket.close(FINISHES[ticket.reason])
+            return
+        self.busy += 1
+        await self._serve(ticket)
+
+    async def _serve(self, ticket: FakeTicket) -> None:
+        try:
+            await self._work(ticket)
+        finally:
+            self.busy -= 1
+            self.kept.append(ticket.job.prompt)
+
+    async def _work(self, ticket: FakeTicket) -> None:
+        job, total = ticket.job, len(ticket.job.prompt)
+        cached = self.common(job)
+        missed = "" if cached else "empty_store"
+        ticket.report = Report(total, cached, "device" if cached else "none", missed)
+        ticket.tell(ReportProgress(cached, total, cached))
+        done = cached
+        while done < total:
+            if not await ticket.pause(self.chunk_s):
+                return ticket.close(FINISHES[ticket.reason or "client_gone"])
+            done = min(total, done + self.chunk)
+            ticket.tell(ReportProgress(done, total, cached))
+        return await self._decode(ticket)
+
+    async def _decode(self, ticket: FakeTicket) -> None:
+        job, count = ticket.job, 0
+        tokens = self.script(job)
+        while True:
+            if not await ticket.pause(self.round_s):
+                return ticket.close(FINISHES[ticket.reason or "client_gone"])
+            if count == self.fail_after:
+                return ticket.close("failed", "the fake was told to: secret detail")
+            if count == self.hang_after:
+                await anyio.sleep_forever()
+            batch: list[int] = []
+            finish: Finish | None = None
+            while finish is None and len(batch) < self.per_round:
+                batch.append(next(tokens, job.stop_tokens[0] if job.stop_tokens else 0))
+                count += 1
+                if batch[-1] in job.stop_tokens:
+                    finish = "stop"
+                elif count == job.max_tokens:
+                    finish = "length"
+            rounds = ticket.report.rounds + 1
+            ticket.report = evolve(ticket.report, completion_tokens=count, rounds=rounds, proposed=2 * rounds)
+            ticket.tell(EmitTokens(tuple(batch), logprobs(job, batch)))
+            if finish is not None:
+                return ticket.close(finish)
+
+    def common(self, job: Job) -> int:
+        """Rows of an earlier prompt that this one shares, in steps of 4; the last token is always computed."""
+        best = 0
+        for kept in self.kept if job.lookup else ():
+            shared = next((n for n, (a, b) in enumerate(zip(kept, job.prompt, strict=False)) if a != b), None)
+            best = max(best, min(len(kept), len(job.prompt)) if shared is None else shared)
+        return min(best, len(job.prompt) - 1) // 4 * 4
+
+
+def logprobs(job: Job, tokens: list[int]) -> tuple[Logprob, ...]:
+    if job.sampling.logprobs < 0:
+        return ()
+    return tuple(
+        (-0.5, tuple((token + other, -0.5 - other) for other in range(job.sampling.logprobs))) for token in tokens
+    )
+
+
+def digest_script(low: int, high: int) -> Script:
+    """Tokens in [low, high) that depend on the prompt, the seed and the position, and on nothing else."""
+
+    def script(job: Job) -> Iterator[int]:
+        position = len(job.prompt)
+        while True:
+            what = f"{job.prompt} {job.sampling.seed} {position}".encode()
+            yield low + zlib.crc32(what) % (high - low)
+            position += 1
+
+    return script
