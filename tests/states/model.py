@@ -1,0 +1,213 @@
+"""Walk everything that one request can do: a model checker in a page.
+
+It runs the real arrows on a prompt of four tokens, with every outcome that an executor may give, so what it proves
+needs no guard spelled out twice. A node is the state, the effects in flight, and what the request owes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, TypeAlias
+
+from attrs import evolve, field, frozen
+
+from effects.all import Effect
+from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
+from effects.ids import DeviceFailed, Lane, LeaseId, SlotId, StoreFailed
+from effects.job import Job
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pflash import CompressPrompt, PromptCompressed
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored, RestoreBlocks
+from effects.round import RoundDone, RunRound
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from effects.stream import CloseStream, EmitTokens, ReportProgress
+from states.life import Admitted, Cancelled, Done, Draining, New, Parking, Refused, Snapshotting, Submitted, Waiting
+from states.machine import IllegalEvent, Table, step
+from states.settings import Settings
+
+STOP = 0
+JOB = Job(prompt=(1, 2, 3, 4), max_tokens=2, stop_tokens=(STOP,))
+SERVED = (1, 5)
+SETTINGS = tuple(
+    Settings(
+        grain=grain,
+        chunk=grain,
+        store=store,
+        block=block,
+        compress_threshold=threshold,
+        keep_decoded=keep_decoded,
+        prefill_ns=10 * store,
+    )
+    for grain, store, block, threshold, keep_decoded in product((1, 2), (False, True), (0, 1), (0, 2), (False, True))
+)
+BEHIND_THE_CLIENT = (Draining, Snapshotting, Parking, Done)
+DEVICE_FAILURES = (DeviceFailed("out_of_memory", ""), DeviceFailed("broken", ""), DeviceFailed("abandoned", ""))
+
+Arm: TypeAlias = tuple[type, ...]
+
+
+@frozen
+class Node:
+    state: Any
+    flying: frozenset[Effect] = frozenset()
+    lease: bool = False  # a hit in the store is held, and nothing in flight will let go of it
+    draft: bool = False  # the draft is leased, and nothing in flight will give it back
+    closed: bool = False
+
+
+@frozen
+class Walk:
+    edges: dict[Node, set[Node]] = field(factory=dict)
+    arms: set[tuple[type, type, Arm]] = field(factory=set)
+    faults: set[str] = field(factory=set)
+
+
+def outcomes(effect: Effect) -> Iterator[Any]:
+    """Every kind of answer, with every value that makes a difference."""
+    match effect:
+        case FindPrefix(prompt, beyond, memo):
+            for served in (None, SERVED) if memo else (None,):
+                yield PrefixMissed("diverged", served)
+                for length, load_ns in product(range(beyond, len(prompt) + 1), (0, 1, 10, 40, 1000)):
+                    yield PrefixFound(LeaseId(1), length, "disk", load_ns, served)
+            yield StoreFailed("io", "")
+        case RestoreBlocks(_, _, start, stop):
+            yield BlocksRestored(start, stop, 1)
+            yield BlocksRestored(start + 1, stop, 1)
+            yield BlocksRestored(start, stop - 1, 1)
+            yield StoreFailed("io", "")
+        case CompressPrompt():
+            yield PromptCompressed(SERVED, ((0, 1),))
+        case UnparkDraft():
+            yield DraftUnparked()
+        case RunPrefill(_, _, stop):
+            yield PrefillAdvanced(stop)
+        case RunRound(propose=propose):
+            yield from (RoundDone(tokens[: propose + 1], propose) for tokens in ((7, 8), (7, STOP), (STOP, 8), (7,)))
+        case SaveSnapshot(_, tokens):
+            yield SnapshotSaved(len(tokens), 1)
+        case ParkDraft():
+            yield DraftParked()
+    if effect.lane is Lane.DEVICE:
+        yield from DEVICE_FAILURES
+
+
+def heard(node: Node, settings: Settings) -> Iterator[tuple[Any, Effect | None]]:
+    """All that can happen here, and what it answers."""
+    match node.state:
+        case New():
+            yield Submitted(JOB), None
+            yield Refused(3), None
+            return
+        case Waiting():
+            for keep, source in product(range(0, len(JOB.prompt), settings.grain), (0, 1)):
+                yield Admitted(SlotId(0), SlotId(source), keep, settings), None
+    yield Cancelled("client_gone"), None
+    for effect in node.flying:
+        yield from ((outcome, effect) for outcome in outcomes(effect))
+
+
+def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS) -> Walk:
+    walk = Walk()
+    for settings in all_settings:
+        todo, seen = deque([Node(New())]), {Node(New())}
+        while todo:
+            node = todo.popleft()
+            reached = walk.edges.setdefault(node, set())
+            for event, answered in () if isinstance(node.state, Done) else heard(node, settings):
+                target = follow(rows, walk, node, event, answered)
+                if target is None or (target == node and answered is None):
+                    continue  # nothing to follow, or an ignored cancellation
+                reached.add(target)
+                if target not in seen:
+                    seen.add(target)
+                    todo.append(target)
+    return walk
+
+
+def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | None) -> Node | None:
+    where = f"{type(node.state).__name__}, {type(event).__name__}"
+    try:
+        then = step(rows, node.state, event)
+    except IllegalEvent:
+        walk.faults.add(f"{where}: no row")
+        return None
+    except AssertionError:
+        walk.faults.add(f"{where}: not what the annotation says")
+        return None
+    walk.arms.add((type(node.state), type(event), (type(then.state), *map(type, then.effects))))
+    after = evolve(
+        node,
+        state=then.state,
+        flying=node.flying - {answered},
+        lease=node.lease or isinstance(event, PrefixFound),
+        draft=node.draft or isinstance(event, DraftUnparked),
+    )
+    for effect in then.effects:
+        after, fault = ask(after, effect)
+        if fault:
+            walk.faults.add(f"{where}: {fault}")
+    walk.faults.update(f"{where}: {fault}" for fault in at_rest(after))
+    return after
+
+
+def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
+    """What an effect changes, and what is wrong with asking for it now."""
+    fault = None
+    if effect.outcomes and any(other.lane is effect.lane for other in node.flying):
+        fault = "two effects in flight on one lane"
+    match effect:
+        case ReleasePrefix() | RestoreBlocks():
+            fault = None if node.lease else "uses a lease that it does not have"
+            node = evolve(node, lease=False)
+        case ParkDraft():
+            fault = fault if node.draft else "gives back a draft that it does not have"
+            node = evolve(node, draft=False)
+        case RunRound(propose=propose) if propose and not node.draft:
+            fault = "proposes without a draft"
+        case CloseStream():
+            fault = "closes twice" if node.closed else None
+            node = evolve(node, closed=True)
+        case EmitTokens() | ReportProgress() if node.closed:
+            fault = "speaks after the close"
+    if effect.outcomes:
+        node = evolve(node, flying=node.flying | {effect})
+    return node, fault
+
+
+def at_rest(node: Node) -> Iterator[str]:
+    """What must hold between events."""
+    if node.lease:
+        yield "forgets a lease"
+    if node.closed != isinstance(node.state, BEHIND_THE_CLIENT):
+        yield "the stream is not closed with the last work for the client"
+    if isinstance(node.state, Done):
+        if node.flying:
+            yield "ends with something in flight"
+        if node.draft:
+            yield "ends with the draft"
+    elif not node.flying and not isinstance(node.state, Waiting):
+        yield "waits for nothing"
+
+
+def endless(walk: Walk) -> list[Node]:
+    """Nodes from which a life may never end. None: the graph has no cycle, and only the end has no way on."""
+    ends: set[Node] = set()
+    before: dict[Node, set[Node]] = {node: set() for node in walk.edges}
+    left = dict[Node, int]()
+    for node, targets in walk.edges.items():
+        left[node] = len(targets)
+        for target in targets:
+            before[target].add(node)
+    todo = deque(node for node, count in left.items() if count == 0 and isinstance(node.state, Done))
+    while todo:
+        node = todo.popleft()
+        ends.add(node)
+        for earlier in before[node]:
+            left[earlier] -= 1
+            if left[earlier] == 0:
+                todo.append(earlier)
+    return [node for node in walk.edges if node not in ends]

@@ -1,0 +1,218 @@
+"""The table as a whole: what the model checker proves of every life of a request, and that it notices mutants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from effects.all import Effect, Outcome
+from effects.draft import DraftUnparked, ParkDraft
+from effects.ids import Lane
+from effects.lookup import PrefixFound, ReleasePrefix
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored
+from effects.round import RoundDone
+from effects.stream import CloseStream, EmitTokens, ReportProgress
+from states.life import (
+    Cancelled,
+    Compressing,
+    Done,
+    Draining,
+    LookingUp,
+    New,
+    Parking,
+    Prefilling,
+    Restoring,
+    Snapshotting,
+    Speculating,
+    State,
+    Unparking,
+    Waiting,
+)
+from states.machine import IllegalEvent, Row, Table, Then, arms_of, on, step, table
+from states.table import TABLE
+from tests.states.model import BEHIND_THE_CLIENT, SETTINGS, Walk, endless, explore
+
+EVERYTHING = tuple(one for one in SETTINGS if one.grain == one.store == one.block == 1 and one.compress_threshold)[:1]
+
+
+@pytest.fixture(scope="module")
+def walk() -> Walk:
+    return explore(TABLE)
+
+
+def test_every_life_keeps_the_rules(walk: Walk) -> None:
+    """A row for every question; one effect in flight per lane; leases, draft and stream given back exactly once."""
+    assert not walk.faults
+    assert len(walk.edges) > 10_000
+
+
+def test_every_life_ends(walk: Walk) -> None:
+    assert not endless(walk)
+
+
+def test_every_row_and_every_arm_of_it_can_happen(walk: Walk) -> None:
+    assert walk.arms == {(row.state, row.event, arm) for row in TABLE.values() for arm in row.arms}
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: f"{row.state.__name__}-{row.event.__name__}")
+def test_the_stream_closes_where_the_work_for_the_client_ends_and_nowhere_else(row: Row) -> None:
+    for target, *asks in row.arms:
+        leaves = row.state not in BEHIND_THE_CLIENT and target in BEHIND_THE_CLIENT
+        assert asks.count(CloseStream) == leaves
+        if leaves:
+            said = asks[asks.index(CloseStream) :]
+            assert EmitTokens not in said
+            assert ReportProgress not in said
+        elif row.state in BEHIND_THE_CLIENT:
+            assert not {EmitTokens, ReportProgress, CloseStream} & set(asks)
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: f"{row.state.__name__}-{row.event.__name__}")
+def test_an_arm_asks_for_one_awaited_effect_on_a_lane_at_most_and_the_end_for_none(row: Row) -> None:
+    for target, *asks in row.arms:
+        lanes = [ask.lane for ask in asks if ask.outcomes]
+        assert len(lanes) == len(set(lanes))
+        assert not (target is Done and lanes)
+
+
+def test_all_states_events_and_effects_are_in_the_table() -> None:
+    states = {row.state for row in TABLE.values()} | {arm[0] for row in TABLE.values() for arm in row.arms}
+    asked = {ask for row in TABLE.values() for _, *asks in row.arms for ask in asks}
+    assert {(each,) for each in states} == set(arms_of_union(State))
+    assert {row.event for row in TABLE.values()} >= {each for (each,) in arms_of_union(Outcome)}
+    assert {(each,) for each in asked} == set(arms_of_union(Effect))
+
+
+def arms_of_union(union: Any) -> list[tuple[type]]:
+    return [(member,) for member in union.__args__]
+
+
+def test_a_pair_without_a_row_is_a_bug_that_names_both() -> None:
+    with pytest.raises(IllegalEvent, match="Parking cannot see RoundDone"):
+        step(TABLE, Parking(None), RoundDone((1,)))  # type: ignore[arg-type]
+
+
+def test_an_arrow_that_does_not_do_what_its_annotation_says_is_caught() -> None:
+    def wrong(_: New, __: Cancelled) -> Then[Done, CloseStream]:
+        return Then(Done())  # type: ignore[return-value]
+
+    with pytest.raises(AssertionError):
+        step(table(on(New, Cancelled, wrong)), New(), Cancelled("deadline"))
+
+
+def test_a_pair_cannot_appear_twice() -> None:
+    row = TABLE[Parking, Cancelled]
+    with pytest.raises(AssertionError, match="appears twice"):
+        table(row, row)
+
+
+def test_an_annotation_is_read_as_its_arms() -> None:
+    annotation = Then[Speculating, EmitTokens] | Then[Parking, CloseStream, ParkDraft] | Then[Done]
+    assert list(arms_of(annotation)) == [(Speculating, EmitTokens), (Parking, CloseStream, ParkDraft), (Done,)]
+
+
+# Mutants: what would go wrong, and that the checker says so.
+
+
+def changed(state: type, event: type, arrow: Callable[[Any, Any], Then[Any, *tuple[Any, ...]]]) -> Table:
+    """The table with one arrow replaced, whatever its annotation says."""
+    row = TABLE[state, event]
+
+    def anything(before: object, seen: object) -> Any:
+        then = arrow(before, seen)
+        arms.append((type(then.state), *map(type, then.effects)))
+        return then
+
+    arms = list(row.arms)
+    return {**TABLE, (state, event): evolve(row, arrow=anything, arms=arms)}
+
+
+def faults(rows: Table) -> set[str]:
+    return explore(rows, EVERYTHING).faults
+
+
+@pytest.mark.parametrize("pair", list(TABLE)[::8], ids=lambda pair: f"{pair[0].__name__}-{pair[1].__name__}")
+def test_a_deleted_row_is_noticed(pair: tuple[type, type]) -> None:
+    rows = {key: row for key, row in TABLE.items() if key != pair}
+    assert f"{pair[0].__name__}, {pair[1].__name__}: no row" in faults(rows)
+
+
+LIVE = (LookingUp, Restoring, Compressing, Unparking, Prefilling, Speculating)
+
+
+@pytest.mark.parametrize("state", LIVE)
+def test_a_cancellation_straight_to_the_end_is_noticed(state: type) -> None:
+    cancelled = f"{state.__name__}, Cancelled: "
+    rows = changed(state, Cancelled, lambda before, _: TABLE[Waiting, Cancelled].arrow(Waiting(before.hold.job), _))
+    assert cancelled + "ends with something in flight" in faults(rows)
+
+
+def test_a_forgotten_release_is_noticed() -> None:
+    rows = changed(Draining, PrefixFound, lambda before, _: Then(Done(before.hold)))
+    assert faults(rows) == {"Draining, PrefixFound: forgets a lease"}
+
+
+def test_a_lease_released_twice_is_noticed() -> None:
+    def twice(before: Restoring, seen: BlocksRestored) -> Any:
+        then = TABLE[Restoring, BlocksRestored].arrow(before, seen)
+        return Then(then.state, *then.effects, ReleasePrefix(1))  # type: ignore[arg-type]
+
+    found = faults(changed(Restoring, BlocksRestored, twice))
+    assert found == {"Restoring, BlocksRestored: uses a lease that it does not have"}
+
+
+def test_a_draft_that_comes_too_late_and_is_forgotten_is_noticed() -> None:
+    rows = changed(Draining, DraftUnparked, lambda before, _: Then(Done(before.hold)))
+    assert faults(rows) == {"Draining, DraftUnparked: ends with the draft"}
+
+
+def test_a_second_chunk_while_one_runs_is_noticed() -> None:
+    def eager(before: Restoring, seen: BlocksRestored) -> Any:
+        return TABLE[Restoring, BlocksRestored].arrow(evolve(before, computing=False), seen)
+
+    found = faults(changed(Restoring, BlocksRestored, eager))
+    assert "Restoring, BlocksRestored: two effects in flight on one lane" in found
+
+
+def test_a_stream_that_closes_behind_the_snapshot_is_noticed() -> None:
+    def late(before: Speculating, seen: RoundDone) -> Any:
+        then = TABLE[Speculating, RoundDone].arrow(before, seen)
+        return Then(then.state, *(effect for effect in then.effects if not isinstance(effect, CloseStream)))
+
+    found = faults(changed(Speculating, RoundDone, late))
+    assert "Speculating, RoundDone: the stream is not closed with the last work for the client" in found
+
+
+def test_tokens_behind_the_close_are_noticed() -> None:
+    def swapped(before: Speculating, seen: RoundDone) -> Any:
+        then = TABLE[Speculating, RoundDone].arrow(before, seen)
+        return Then(then.state, *sorted(then.effects, key=lambda effect: not isinstance(effect, CloseStream)))
+
+    found = faults(changed(Speculating, RoundDone, swapped))
+    assert "Speculating, RoundDone: speaks after the close" in found
+
+
+def test_waiting_for_an_answer_that_was_never_asked_for_is_noticed() -> None:
+    rows = changed(Prefilling, PrefillAdvanced, lambda before, _: Then(before))
+    assert "Prefilling, PrefillAdvanced: waits for nothing" in faults(rows)
+
+
+def test_a_life_without_an_end_is_noticed() -> None:
+    def again(before: Prefilling, seen: PrefillAdvanced) -> Any:
+        return Then(before, ReportProgress(0, 0, 0), RunPrefill(before.hold.slot, before.hold.valid, seen.stop))
+
+    stuck = explore(changed(Prefilling, PrefillAdvanced, again), EVERYTHING)
+    assert any(isinstance(node.state, Prefilling) for node in endless(stuck))
+
+
+def test_a_cancellation_that_cuts_a_snapshot_short_is_noticed() -> None:
+    rows = changed(Snapshotting, Cancelled, lambda before, _: Then(Done(before.hold)))
+    assert "Snapshotting, Cancelled: ends with something in flight" in faults(rows)
+
+
+def test_lanes_are_the_two_that_the_checker_counts() -> None:
+    assert {effect.lane for (effect,) in arms_of_union(Effect) if effect.outcomes} == {Lane.DEVICE, Lane.STORE}
