@@ -13,16 +13,13 @@ from cyclopts import App, Parameter
 
 from engine import __version__
 from engine.options import Options
+from engine.refusal import Refusal
 
 app = App(
     name="rekindle",
     help="A local LLM inference server that starts warm, never changes the answer, and replays everything.",
     version=f"rekindle {__version__}",
 )
-
-
-class Refusal(Exception):
-    """What a person asked for cannot be done; the message is all they need to know."""
 
 
 @app.command(sort_key=1)
@@ -77,9 +74,9 @@ def replay(
         if execute:
             from engine.execute import execute_file  # noqa: PLC0415
 
-            done = execute_file(file, model)
+            done, tokens = execute_file(file, model)
         else:
-            done = replay_file(file, until)
+            done, tokens = replay_file(file, until), None
     except BadTrace as error:
         raise Refusal(str(error)) from error
     except Diverged as error:
@@ -88,7 +85,7 @@ def replay(
     if until is not None:
         print(json.dumps(world_json(done.world), indent=2))
     else:
-        print(done.summary(executed=execute))
+        print(done.summary(tokens))
     return 0
 
 

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+from adapters.device.executor import DeviceExecutor
 from attrs import define
 
-from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from effects.ids import RequestId
 from effects.ports import Closed
@@ -45,7 +45,7 @@ async def engine(
     paranoid: bool = False,
     grace_s: float = 10,
 ) -> AsyncIterator[Engine]:
-    """Running inside the block. At its end: newcomers refused, the others drained, the trace complete."""
+    """Running inside the block. At its end: newcomers refused, the others drained, the (started) trace complete."""
     metrics = Metrics()
     meter = Meter(metrics.stage)
 
@@ -74,8 +74,6 @@ async def engine(
 
     door = EngineDoor(runner, meter, facts, live, closed)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
-    if recorder is not None:
-        recorder.start()
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runner.run)

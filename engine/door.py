@@ -105,9 +105,10 @@ class EngineDoor:
             **self.facts,
             **self.live(),
             "slots": slots,
+            "slots_busy": sum(slot.holder is not None for slot in world.slots.slots),
             "queue": len(world.slots.waiting),
             "requests": dict(states),
-            "shutting_down": self._shut,
+            "state": "draining" if self._shut else "ready",
         }
 
     async def drain(self, grace_s: float) -> bool:

@@ -74,9 +74,10 @@ class Replay:
             missing = f"; {show(self.expected[0])} was never recorded" if self.expected else ""
             raise Diverged(f"the trace was cut short after event {self.events - 1}{missing}")
 
-    def summary(self, *, executed: bool) -> str:
-        how = "replayed and executed" if executed else "replayed"
-        return f"identical: {self.events} events {how}, world {digest(self.world)}"
+    def summary(self, executed: int | None) -> str:
+        """executed: how many tokens were computed again; None: none were asked for."""
+        more = "" if executed is None else f", {executed} tokens executed"
+        return f"identical: {self.events} events{more}, world {digest(self.world)}"
 
     def differs(self, number: int, now: object, recorded: object) -> Diverged:
         after = "before the first event" if self.event is None else f"after event {show(self.event)}"

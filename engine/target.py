@@ -2,6 +2,174 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
 
-class Refusal(Exception):
-    """What a person asked for cannot be done; the message is all they need to know."""
+import torch
+from adapters.device.executor import DeviceExecutor
+from adapters.models.numerics import Numerics, probe
+from attrs import asdict, define
+
+from adapters import demo
+from adapters.device.lane import DeviceLane
+from adapters.models.checkpoint import Checkpoint, resolve_dtype
+from adapters.models.config import CheckpointError
+from adapters.models.kernels import Kernels
+from adapters.models.qwen3 import Qwen3Shard
+from engine.options import Options
+from engine.refusal import Refusal
+from states.settings import Settings
+
+GRAPH_CHUNK = 2048  # C on a CUDA device: large products are what it is good at
+CPU_CHUNK = 256
+BATCH_ROWS = 64  # rows of one batched round at most
+
+
+@define
+class Target:
+    """A model that is ready to be asked, and what the engine and the edge need to know of it."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    shard: Qwen3Shard
+    lane: DeviceLane
+    executor: DeviceExecutor
+    numerics: Numerics
+    settings: Settings
+    identity: str
+    model_id: str
+    mode: str  # exact or fast
+
+    @property
+    def numerics_shown(self) -> Mapping[str, Any]:
+        return {"mode": self.mode, **self.numerics.shown()}
+
+    @property
+    def model_info(self) -> Mapping[str, Any]:
+        config = self.checkpoint.config
+        dtype = str(self.shard.dtype).removeprefix("torch.")
+        return {"n_ctx_train": config.max_positions, "dtype": dtype, "size": self.shard.memory()["weights"]}
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {
+            "model": {
+                "id": self.model_id,
+                "identity": self.identity,
+                "device": str(self.shard.device),
+                **self.model_info,
+            },
+            "settings": asdict(self.settings),
+        }
+
+    def live(self) -> Mapping[str, Any]:
+        return {"memory": dict(self.shard.memory())}
+
+    @property
+    def numerics_line(self) -> str:
+        rungs = self.numerics.rungs
+        return f"numerics={self.mode} ({self.numerics.mode}, rungs {rungs[0]}..{rungs[-1]})"
+
+    async def close(self) -> None:
+        await self.lane.run(self.shard.close)
+        self.lane.close()
+
+
+async def load_target(options: Options) -> Target:
+    """Raises Refusal with one line for whatever keeps the model from being served."""
+    lane = DeviceLane(choose_device(options.device))
+    try:
+        return await lane.run(partial(load_on_lane, options, lane))
+    except CheckpointError as error:
+        lane.close()
+        raise Refusal(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        lane.close()
+        raise Refusal(f"the model does not fit {lane.device}: fewer --slots or a smaller --max-ctx may help") from error
+    except BaseException:
+        lane.close()
+        raise
+
+
+def load_on_lane(options: Options, lane: DeviceLane) -> Target:
+    device = lane.device
+    if device.type == "cpu" and options.threads:
+        torch.set_num_threads(options.threads)
+    folder = demo.FOLDER if options.model == "demo" else Path(options.model)
+    checkpoint = Checkpoint.open(folder)
+    config = checkpoint.config
+    dtype = resolve_dtype(options.dtype, checkpoint)
+    context = options.max_ctx or config.max_positions
+    if context > config.max_positions:
+        raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
+    chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
+    kernels = build_kernels(device, dtype)
+    numerics = probe(config, kernels, device=device, dtype=dtype, chunk=chunk, capacity=context)
+    shard = Qwen3Shard(
+        config,
+        checkpoint,
+        kernels,
+        device=device,
+        dtype=dtype,
+        slots=options.slots,
+        capacity=context,
+        rungs=numerics.rungs,
+    )
+    settings = Settings(
+        slots=options.slots,
+        max_context=context,
+        max_queue=options.max_queue,
+        chunk=numerics.chunk,
+        grain=numerics.grain,
+        keep_decoded=numerics.mode == "ladder",
+        batch_rows=min(BATCH_ROWS, numerics.chunk),
+    )
+    return Target(
+        folder=folder,
+        checkpoint=checkpoint,
+        shard=shard,
+        lane=lane,
+        executor=DeviceExecutor(shard, numerics.rungs, lane=lane, fast=options.numerics == "fast"),
+        numerics=numerics,
+        settings=settings,
+        identity=identity(checkpoint, dtype, numerics, options.numerics),
+        model_id="demo" if options.model == "demo" else folder.resolve().name,
+        mode=options.numerics,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Refusal(f"--device {name}: this machine has no CUDA device that torch can use; accepted here: auto, cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Refusal(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
+    return device
+
+
+def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    if device.type == "cuda":
+        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
+
+        return TritonKernels(device)
+    from adapters.models.kernels.torch_cpu import CpuKernels  # noqa: PLC0415
+
+    return CpuKernels(dtype)
+
+
+def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str) -> str:
+    """Everything that changes numbers, and nothing about this instance: 32 hex digits."""
+    parts = (
+        checkpoint.digest(),
+        repr(checkpoint.config),
+        str(dtype),
+        str(numerics.grain),
+        numerics.numerics_class,
+        mode,
+    )
+    return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,162 @@
+"""`rekindle serve`: listen, load, be ready, serve, drain."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterable
+
+import anyio
+from anyio import TASK_STATUS_IGNORED
+from anyio.abc import TaskStatus
+from attrs import define
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from adapters.http.app import build_app
+from adapters.http.errors import openai_response, unavailable
+from adapters.http.options import EdgeOptions
+from adapters.http.server import Serving, serve
+from adapters.text.text import Text
+from engine import __version__
+from engine.assemble import Engine, engine
+from engine.options import Options
+from engine.refusal import Refusal, innermost
+from engine.target import Target, load_target
+from engine.trace import VERSION, Header, Recorder
+
+log = logging.getLogger("rekindle")
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+
+def run(options: Options) -> int:
+    """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        return anyio.run(serve_until_signal, options)
+    except BaseExceptionGroup as group:
+        raise innermost(group) from group
+
+
+@define
+class Gate:
+    """Answers 503 while the model loads; then the real application takes over."""
+
+    app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            for phase in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{phase}.complete"})
+        elif self.app is not None:
+            await self.app(scope, receive, send)
+        else:
+            await openai_response(unavailable("Loading model", 1))(scope, receive, send)
+
+
+async def serve_until_signal(options: Options) -> int:
+    gate, stop, started = Gate(), anyio.Event(), time.monotonic()
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch, signals, gate, stop)
+            serving: Serving = await tasks.start(listen, options, gate)
+            clean = await serve_model(options, gate, serving, stop, started)
+            tasks.cancel_scope.cancel()
+    return 0 if clean else 1
+
+
+async def listen(options: Options, gate: Gate, *, task_status: TaskStatus[Serving] = TASK_STATUS_IGNORED) -> None:
+    try:
+        await serve(gate, options.host, options.port, on_listening=task_status.started)
+    except OSError as error:
+        where = f"{options.host}:{options.port} (--host, --port)"
+        raise Refusal(f"cannot listen on {where}: {error.strerror or error}") from error
+
+
+async def watch(signals: AsyncIterable[signal.Signals], gate: Gate, stop: anyio.Event) -> None:
+    """The first signal drains; a second one, or one while the model loads, stops at once."""
+    async for number in signals:
+        if stop.is_set() or gate.app is None:
+            log.warning("stopping at once")
+            os._exit(128 + number)
+        stop.set()
+
+
+async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyio.Event, started: float) -> bool:
+    """From loading to the end of the drain. True if nobody was cut short."""
+    target = await load_target(options)
+    try:
+        text = Text.load(target.folder)
+        for warning in await text.check():
+            log.warning(warning)
+        recorder = build_recorder(options, target)
+        async with engine(
+            target.settings,
+            target.executor,
+            facts=target.facts,
+            live=target.live,
+            recorder=recorder,
+            paranoid=options.paranoid,
+        ) as running:
+            gate.app = build_app(running.door, text, edge_options(options, target), running.metrics)
+            announce(options, target, serving, time.monotonic() - started)
+            await stop.wait()
+            log.info("draining: newcomers are refused, running requests get %g s", options.grace)
+            clean = await running.door.drain(options.grace)
+            await close_connections(serving, running)
+        await text.aclose()
+        return clean
+    finally:
+        await target.close()
+
+
+async def close_connections(serving: Serving, _: Engine) -> None:
+    """What has been answered is still being written: let it, for a moment."""
+    serving.stop()
+    await anyio.sleep(0.2)
+    serving.stop(now=True)
+
+
+def build_recorder(options: Options, target: Target) -> Recorder | None:
+    if options.trace is None:
+        return None
+    header = Header(VERSION, __version__, target.settings, target.identity, options.shown(), options.redact)
+    recorder = Recorder(options.trace, header)
+    try:
+        recorder.start()
+    except OSError as error:
+        raise Refusal(f"--trace {options.trace}: {error.strerror or error}") from error
+    return recorder
+
+
+def edge_options(options: Options, target: Target) -> EdgeOptions:
+    return EdgeOptions(
+        model_id=target.model_id,
+        max_ctx=target.settings.max_context,
+        vocab=target.checkpoint.config.vocab_size,
+        api_keys=options.api_key,
+        allowed_hosts=(options.host,),
+        numerics=target.numerics_shown,
+        model_info=target.model_info,
+        created=int(time.time()),
+        version=__version__,
+        max_body=options.max_body << 20,
+        request_timeout_s=options.request_timeout,
+    )
+
+
+def announce(options: Options, target: Target, serving: Serving, seconds: float) -> None:
+    """One line that a script can wait for, then one that a person can paste."""
+    host = f"[{serving.host}]" if ":" in serving.host else serving.host
+    url = f"http://{host}:{serving.port}"
+    if options.host not in LOOPBACK and not options.api_key:
+        log.warning("listening on %s without --api-key: anybody who can reach it can use it", options.host)
+    facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
+    print(f"ready  {url}  {facts}  {target.numerics_line}  in {seconds:.1f} s", flush=True)
+    body = json.dumps({"messages": [{"role": "user", "content": "What is Rekindle?"}]})
+    key = " -H 'Authorization: Bearer KEY'" if options.api_key else ""
+    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

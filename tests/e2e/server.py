@@ -1,0 +1,83 @@
+"""A real `rekindle serve` in a process of its own, and what a test needs to talk to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from attrs import define, field
+
+READY = re.compile(r"ready  (http://\S+)  ")
+
+
+@define
+class Running:
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str]
+    errors: list[str]
+    seconds: float
+    client: httpx.Client = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def chat(self, text: str, **more: object) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], **more}
+        return self.client.post("/v1/chat/completions", json=body)
+
+    def complete(self, prompt: object, **more: object) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": prompt, **more})
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "engine", *words]
+
+
+@contextmanager
+def serving(*words: str, cwd: Path | None = None) -> Iterator[Running]:
+    """Ready inside the block; killed at its end if it still runs."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command("serve", "--port", "0", *words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=cwd or root,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors, lines = list[str](), list[str]()
+    reader = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
+    reader.start()
+    try:
+        first = process.stdout.readline()
+        match = READY.match(first)
+        assert match, (first, errors, process.poll())
+        lines += [first, process.stdout.readline()]
+        running = Running(process, match[1], lines, errors, time.monotonic() - start)
+        with running.client:
+            yield running
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(10)
+        reader.join(10)
+        process.stdout.close()
+        process.stderr.close()

@@ -1,0 +1,245 @@
+"""The command as a person runs it: the demo model, a real socket, signals, traces."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from adapters import demo
+from engine.__main__ import main
+from tests.e2e.server import Running, command, serving
+
+CODE = "def fibonacci(n):\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving("--paranoid") as running:
+        yield running
+
+
+def events(response: httpx.Response) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_the_curl_line_that_is_printed_works(server: Running) -> None:
+    words = shlex.split(server.lines[1])
+    assert words[0] == "curl"
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    done = subprocess.run([*words, "--silent", "--max-time", "30"], capture_output=True, text=True, check=True)
+    answer = json.loads(done.stdout)
+    assert answer["choices"][0]["message"]["content"].strip()
+    assert answer["model"] == "demo"
+
+
+def test_the_demo_knows_what_it_is(server: Running) -> None:
+    answer = server.chat("What is Rekindle?").json()
+    assert "Rekindle" in answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_streamed_and_whole_answers_are_the_same_text(server: Running) -> None:
+    for more in ({}, {"temperature": 0.9, "seed": 7}):
+        whole = server.complete(CODE, max_tokens=40, **more).json()["choices"][0]["text"]
+        streamed = events(server.complete(CODE, max_tokens=40, stream=True, **more))
+        assert "".join(chunk["choices"][0]["text"] for chunk in streamed if chunk["choices"]) == whole
+
+
+def test_a_repeated_prompt_is_restored_and_the_answer_is_the_same(server: Running) -> None:
+    prompt = "# a module about numbers\n" + "\n".join(f"number_{n} = {n * n}" for n in range(60))
+    cold = server.complete(prompt, max_tokens=24).json()
+    warm = server.complete(prompt, max_tokens=24).json()
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    cached = warm["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= warm["usage"]["prompt_tokens"] - 65
+    assert warm["rekindle"]["restored_tokens"] == cached
+    assert warm["rekindle"]["tier"] == "device"
+
+
+def test_four_at_once_give_what_each_gives_alone(server: Running) -> None:
+    prompts = [f"def function_{n}(value):\n    return" for n in range(4)]
+    settings = [{"temperature": 0}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.2, "seed": 2, "top_p": 0.9}, {}]
+    alone = [
+        server.complete(p, max_tokens=30, **s).json()["choices"][0]["text"]
+        for p, s in zip(prompts, settings, strict=True)
+    ]
+    together: dict[int, str] = {}
+
+    def one(n: int) -> None:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            body = {"prompt": prompts[n], "max_tokens": 30, **settings[n]}
+            together[n] = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[n] for n in range(4)] == alone
+
+
+def test_a_client_that_leaves_stops_its_work(server: Running) -> None:
+    body = {"prompt": CODE, "max_tokens": 4000, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    deadline = time.monotonic() + 5
+    while any(slot["request"] for slot in server.client.get("/slots").json()):
+        assert time.monotonic() < deadline, "the request goes on without its client"
+        time.sleep(0.02)
+
+
+def test_a_long_prefill_does_not_starve_a_stream(server: Running) -> None:
+    long = "\n".join(f"line_{n} = {n * 7919 % 1000}" for n in range(700))
+    gaps: list[float] = []
+    with server.client.stream(
+        "POST", "/v1/completions", json={"prompt": CODE, "max_tokens": 200, "stream": True}
+    ) as response:
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        other = threading.Thread(
+            target=lambda: httpx.post(
+                f"{server.url}/v1/completions", json={"prompt": long, "max_tokens": 1}, timeout=60
+            )
+        )
+        other.start()
+        last = time.monotonic()
+        for _ in lines:
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+        other.join()
+    assert len(gaps) > 20
+    assert max(gaps) < 5, "a decoding stream waited for somebody else's whole prefill"
+
+
+def test_props_tell_how_numbers_come_about(server: Running) -> None:
+    numerics = server.client.get("/props").json()["numerics"]
+    assert numerics["mode"] == "exact"
+    assert numerics["rungs"]
+    assert server.client.get("/health").status_code == 200
+    assert "rekindle_stage_seconds" in server.client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"prompt": CODE, "temperature": -1}, 400, "temperature"),
+        ({"prompt": CODE, "model": "gpt-5"}, 404, "gpt-5"),
+        ({"prompt": "x " * 20_000}, 400, "context"),
+        ({"prompt": [5000]}, 400, "prompt"),
+        ({}, 400, "prompt"),
+    ],
+)
+def test_mistakes_are_answered_and_the_server_goes_on(server: Running, body: dict, status: int, said: str) -> None:
+    response = server.client.post("/v1/completions", json=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert said in (error["param"] or "") + error["message"]
+    assert server.complete(CODE, max_tokens=2).status_code == 200
+
+
+@pytest.mark.timeout(120)
+def test_a_session_is_recorded_drained_replayed_and_executed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "session.jsonl.zst"
+    with serving("--trace", str(trace), "--slots", "2", "--grace", "20") as running:
+        first = running.complete(CODE * 30, max_tokens=12).json()
+        running.complete(CODE * 30 + first["choices"][0]["text"], max_tokens=12, temperature=0.7, seed=3)
+        finished: list[httpx.Response] = []
+        long = threading.Thread(
+            target=lambda: finished.append(
+                httpx.post(f"{running.url}/v1/completions", json={"prompt": CODE, "max_tokens": 150}, timeout=60)
+            )
+        )
+        long.start()
+        while not any(slot["request"] for slot in running.client.get("/slots").json()):
+            time.sleep(0.01)
+        assert running.stop() == 0
+        long.join()
+        assert finished[0].status_code == 200, "a drain lets running requests finish"
+    assert main(["replay", str(trace)]) == 0
+    assert main(["replay", str(trace), "--execute"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("identical: ")
+    assert " tokens executed" in shown[1]
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    with serving("--grace", "60") as running:
+        body = {"prompt": CODE, "max_tokens": 4000, "stream": True}
+        with running.client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            running.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            refused = httpx.post(f"{running.url}/v1/completions", json={"prompt": CODE}, timeout=10)
+            assert refused.status_code == 503
+            assert running.process.poll() is None
+            started = time.monotonic()
+            assert running.stop() == 128 + signal.SIGTERM
+            assert time.monotonic() - started < 3
+
+
+def refused(*words: str) -> str:
+    """What `serve` says before it exits with 2, in one line."""
+    done = subprocess.run(command("serve", *words), capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("rekindle: ")
+    return lines[0]
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused("--port", str(port))
+    assert str(port) in said
+    assert "in use" in said
+
+
+def broken(tmp_path: Path) -> Path:
+    folder = tmp_path / "broken"
+    shutil.copytree(demo.FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    return folder
+
+
+def test_a_truncated_checkpoint_is_one_line(tmp_path: Path) -> None:
+    folder = broken(tmp_path)
+    shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert shard.name in refused(str(folder))
+
+
+def test_an_unknown_model_type_is_one_line(tmp_path: Path) -> None:
+    folder = broken(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mystery"}))
+    said = refused(str(folder))
+    assert "mystery" in said
+    assert "qwen3" in said
+
+
+def test_a_missing_tokenizer_and_a_missing_folder_are_one_line(tmp_path: Path) -> None:
+    folder = broken(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refused(str(folder))
+    assert "no such folder" in refused(str(tmp_path / "nowhere"))
+
+
+def test_a_device_that_is_not_there_is_one_line() -> None:
+    assert "cuda:97" in refused("--device", "cuda:97")
