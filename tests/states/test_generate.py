@@ -1,0 +1,154 @@
+"""Unparking, Prefilling, Speculating: the work that a client waits for."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+
+from effects.draft import DraftUnparked, ParkDraft
+from effects.ids import DeviceFailed
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.round import RoundDone, RunRound
+from effects.snapshot import SaveSnapshot
+from effects.stream import CloseStream, EmitTokens, ReportProgress
+from states import generate
+from states.life import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
+from states.machine import Then
+from tests.states.builders import (
+    DRAFT,
+    EVERYTHING,
+    HERE,
+    PLAIN,
+    PROMPT,
+    STORE,
+    a_hold,
+    a_job,
+    a_prefilled,
+    an_answering,
+)
+
+BROKEN = DeviceFailed("broken", "CUDA error")
+OUT_OF_MEMORY = DeviceFailed("out_of_memory", "no room for a chunk")
+
+
+def test_an_unparked_draft_is_leased_and_the_work_begins() -> None:
+    then = generate.unparked(Unparking(a_hold(DRAFT)), DraftUnparked())
+    assert then == Then(Prefilling(a_hold(DRAFT, draft=True)), RunPrefill(HERE, 0, 8))
+    then = generate.unparked(Unparking(a_prefilled(DRAFT)), DraftUnparked())
+    assert then == Then(Speculating(a_prefilled(DRAFT, draft=True)), RunRound(HERE, 20, 120, propose=3))
+
+
+def test_a_failed_unpark_goes_on_without_a_draft() -> None:
+    then = generate.plain(Unparking(a_hold(DRAFT)), OUT_OF_MEMORY)
+    assert then == Then(Prefilling(a_hold(DRAFT)), RunPrefill(HERE, 0, 8))
+    then = generate.plain(Unparking(a_prefilled(DRAFT)), OUT_OF_MEMORY)
+    assert then == Then(Speculating(a_prefilled(DRAFT)), RunRound(HERE, 20, 120, propose=0))
+
+
+def test_prefill_goes_on_chunk_by_chunk_and_stops_before_the_last_token() -> None:
+    then = generate.prefilled(Prefilling(a_hold()), PrefillAdvanced(8))
+    assert then == Then(Prefilling(a_hold(valid=8)), ReportProgress(8, 21, 0), RunPrefill(HERE, 8, 16))
+    then = generate.prefilled(Prefilling(a_hold(valid=8)), PrefillAdvanced(16))
+    assert then == Then(Prefilling(a_hold(valid=16)), ReportProgress(16, 21, 0), RunPrefill(HERE, 16, 20))
+
+
+def test_the_last_prompt_token_is_fed_by_the_first_round() -> None:
+    then = generate.prefilled(Prefilling(a_hold(valid=16)), PrefillAdvanced(20))
+    assert then == Then(Speculating(a_prefilled()), ReportProgress(20, 21, 0), RunRound(HERE, 20, 120))
+
+
+def test_a_chunk_may_acknowledge_less_than_was_asked_for() -> None:
+    then = generate.prefilled(Prefilling(a_hold()), PrefillAdvanced(4))
+    assert then == Then(Prefilling(a_hold(valid=4)), ReportProgress(4, 21, 0), RunPrefill(HERE, 4, 12))
+
+
+def test_a_round_emits_its_token_and_feeds_it_to_the_next() -> None:
+    then = generate.accept(Speculating(a_prefilled()), RoundDone((7,)))
+    hold = a_prefilled(valid=21, answer=(7,), rounds=1)
+    assert then == Then(Speculating(hold), EmitTokens((7,)), RunRound(HERE, 21, 7))
+
+
+def test_accepted_proposals_count_and_the_next_round_proposes_no_further_than_the_limit() -> None:
+    then = generate.accept(Speculating(a_prefilled(DRAFT, draft=True)), RoundDone((7, 8, 9), proposed=3))
+    hold = a_prefilled(DRAFT, draft=True, valid=23, answer=(7, 8, 9), rounds=1, proposed=3)
+    assert then == Then(Speculating(hold), EmitTokens((7, 8, 9)), RunRound(HERE, 23, 9, propose=2))
+    assert (hold.report.rounds, hold.report.proposed, hold.report.accepted) == (1, 3, 2)
+
+
+def test_logprobs_go_with_their_tokens() -> None:
+    one, two = (-0.5, ((7, -0.5),)), (-1.5, ((8, -1.5),))
+    then = generate.accept(Speculating(an_answering(answer=(7,) * 5)), RoundDone((7, 8), logprobs=(one, two)))
+    assert then.effects[0] == EmitTokens((7,), (one,))
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4])
+def test_the_limit_cuts_a_round_at_any_offset(room: int) -> None:
+    before = a_prefilled(answer=(5,) * (6 - room), valid=26 - room, rounds=6 - room)
+    then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 10)))
+    after = evolve(before, valid=26, answer=before.answer + (7, 8, 9, 10)[:room], rounds=7 - room)
+    assert then == Then(Done(after), EmitTokens((7, 8, 9, 10)[:room]), CloseStream("length", after.report))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_a_stop_token_cuts_a_round_at_any_offset(at: int) -> None:
+    tokens = (*(7, 8, 9)[:at], 0, *(7, 8, 9)[at:])
+    then = generate.accept(Speculating(a_prefilled()), RoundDone(tokens))
+    after = a_prefilled(valid=21 + at, answer=tokens[: at + 1], rounds=1)
+    assert then == Then(Done(after), EmitTokens(tokens[: at + 1]), CloseStream("stop", after.report))
+
+
+def test_a_stop_token_that_is_the_last_one_allowed_is_a_stop() -> None:
+    before = a_prefilled(valid=25, answer=(7,) * 5, rounds=5)
+    after = a_prefilled(valid=26, answer=(7, 7, 7, 7, 7, 0), rounds=6)
+    then = generate.accept(Speculating(before), RoundDone((0,)))
+    assert then == Then(Done(after), EmitTokens((0,)), CloseStream("stop", after.report))
+
+
+def test_a_stop_token_behind_the_limit_is_never_seen() -> None:
+    before = a_prefilled(valid=25, answer=(7,) * 5, rounds=5)
+    after = a_prefilled(valid=26, answer=(7,) * 6, rounds=6)
+    then = generate.accept(Speculating(before), RoundDone((7, 0)))
+    assert then == Then(Done(after), EmitTokens((7,)), CloseStream("length", after.report))
+
+
+def test_one_token_may_be_all_that_is_wanted() -> None:
+    job = a_job(max_tokens=1)
+    after = a_prefilled(DRAFT, job=job, draft=True, valid=21, answer=(7,), rounds=1)
+    then = generate.unparked(Unparking(a_prefilled(DRAFT, job=job)), DraftUnparked())
+    assert then.effects == (RunRound(HERE, 20, 120, propose=0),)
+    then = generate.accept(Speculating(a_prefilled(DRAFT, job=job, draft=True)), RoundDone((7,)))
+    assert then == Then(Parking(after), EmitTokens((7,)), CloseStream("length", after.report), ParkDraft())
+
+
+def test_the_stream_closes_before_the_snapshot_and_the_parking() -> None:
+    before = a_prefilled(EVERYTHING, draft=True)
+    after = evolve(before, valid=24, answer=(7, 8, 9, 0), rounds=1, proposed=3)
+    then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 0), proposed=3))
+    saving = SaveSnapshot(HERE, (*PROMPT, 7, 8, 9))
+    closing = CloseStream("stop", after.report)
+    assert then == Then(Snapshotting(after), EmitTokens((7, 8, 9, 0)), closing, saving)
+
+
+def test_where_decoding_differs_from_prefill_only_the_prompt_is_kept() -> None:
+    before = a_prefilled(evolve(STORE, keep_decoded=False))
+    then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 0)))
+    assert then.effects[-1] == SaveSnapshot(HERE, PROMPT[:20])
+    known = evolve(before, restored=20)
+    assert isinstance(generate.accept(Speculating(known), RoundDone((7, 8, 9, 0))).state, Done)
+
+
+def test_a_failure_closes_the_stream_and_keeps_what_was_acknowledged() -> None:
+    before = an_answering(STORE)
+    then = generate.broken(Speculating(before), OUT_OF_MEMORY)
+    closing = CloseStream("failed", before.report, "no room for a chunk")
+    assert then == Then(Snapshotting(before), closing, SaveSnapshot(HERE, PROMPT[:20]))
+
+
+def test_a_slot_that_broke_keeps_nothing() -> None:
+    before = an_answering(EVERYTHING, draft=True)
+    forgotten = evolve(before, valid=0, restored=0)
+    then = generate.broken(Speculating(before), BROKEN)
+    assert then == Then(Parking(forgotten), CloseStream("failed", before.report, "CUDA error"), ParkDraft())
+    then = generate.broken(Prefilling(a_hold(PLAIN, valid=8, restored=8)), BROKEN)
+    closing = CloseStream("failed", a_hold(valid=8, restored=8).report, "CUDA error")
+    assert then == Then(Done(a_hold(PLAIN)), closing)
