@@ -1,0 +1,144 @@
+"""What the device does next: turns, batches, and a draft that several share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from effects.all import Ask, Launch
+from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
+from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.prefill import RunPrefill
+from effects.round import RoundDone, RunRound
+from states import lane, residency
+from states.lane import Answer, Lane
+from states.residency import Residency
+from tests.states.builders import DRAFT, ONE, THREE, TWO
+
+REQUEST_SCOPED = evolve(DRAFT, keep_draft=False)
+NOBODY = Residency()
+
+
+def chunk(request: int) -> Ask:
+    return Ask(RequestId(request), RunPrefill(SlotId(request), 0, 8))
+
+
+def a_round(request: int, propose: int = 0) -> Ask:
+    return Ask(RequestId(request), RunRound(SlotId(request), 20, 7, propose))
+
+
+def unpark(request: int) -> Ask:
+    return Ask(RequestId(request), UnparkDraft())
+
+
+def park(request: int) -> Ask:
+    return Ask(RequestId(request), ParkDraft())
+
+
+def choose(*waiting: Ask, rounds_last: bool = False, models: Residency = NOBODY, settings: Any = DRAFT) -> Any:
+    return lane.choose(Lane(waiting, (), rounds_last), models, settings)
+
+
+def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
+    after, _, chosen = choose(*waiting, **changes)
+    assert isinstance(chosen, Launch)
+    assert after.running == chosen.asks
+    assert sorted((*after.waiting, *after.running), key=waiting.index) == list(waiting)
+    assert after.rounds_last == isinstance(chosen.asks[0].effect, RunRound)
+    return chosen.asks
+
+
+def test_an_idle_lane_without_work_and_a_busy_one_choose_nothing() -> None:
+    assert choose() == (Lane(), Residency(), None)
+    busy = Lane((a_round(1),), (chunk(2),))
+    assert lane.choose(busy, Residency(), DRAFT) == (busy, Residency(), None)
+
+
+def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
+    assert launched(chunk(1), a_round(2)) == (a_round(2),)
+    assert launched(chunk(1), a_round(2), rounds_last=True) == (chunk(1),)
+    assert launched(chunk(1), rounds_last=True) == (chunk(1),)
+    assert launched(a_round(2), rounds_last=True) == (a_round(2),)
+
+
+def test_everything_but_rounds_goes_alone_and_in_order_of_arrival() -> None:
+    assert launched(chunk(2), chunk(1), unpark(3)) == (chunk(2),)
+
+
+def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
+    assert launched(a_round(3), chunk(2), a_round(1)) == (a_round(3), a_round(1))
+
+
+@pytest.mark.parametrize(
+    ("proposals", "taken"),
+    [((0,) * 8, 8), ((0,) * 9, 8), ((3, 3), 2), ((3, 3, 0), 2), ((3, 4, 0), 1), ((7, 0), 1), ((20, 0), 1), ((20,), 1)],
+)
+def test_a_batch_has_a_limit_in_rows_and_at_least_one_member(proposals: tuple[int, ...], taken: int) -> None:
+    rounds = [a_round(number, propose) for number, propose in enumerate(proposals)]
+    assert launched(*rounds) == tuple(rounds[:taken])
+
+
+def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:
+    running = Lane((chunk(3),), (a_round(1), a_round(2)), rounds_last=True)
+    half = lane.answered(running, TWO)
+    assert half == evolve(running, running=(a_round(1),))
+    assert lane.answered(half, ONE).running == ()
+
+
+def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() -> None:
+    busy = Lane((chunk(1), chunk(3)), (a_round(2),))
+    assert lane.leave(busy, ONE) == (evolve(busy, waiting=(chunk(3),)), True)
+    assert lane.leave(busy, TWO) == (busy, False)
+    assert lane.join(busy, chunk(4)).waiting == (chunk(1), chunk(3), chunk(4))
+
+
+def test_the_first_to_need_the_draft_brings_it_in_and_leases_it_once_it_is_there() -> None:
+    assert launched(unpark(1)) == (unpark(1),)
+    assert residency.acknowledged(Residency(), unpark(1), DraftUnparked()) == Residency(
+        draft_loaded=True, leases=(ONE,)
+    )
+    assert residency.acknowledged(Residency(), unpark(1), DeviceFailed("out_of_memory", "")) == Residency()
+
+
+def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_else() -> None:
+    there = Residency(draft_loaded=True, leases=(ONE,))
+    shared = Residency(draft_loaded=True, leases=(ONE, TWO))
+    assert choose(chunk(1), a_round(3), unpark(2), models=there) == (
+        Lane((chunk(1), a_round(3))),
+        shared,
+        Answer(TWO, DraftUnparked()),
+    )
+
+
+@pytest.mark.parametrize("settings", [DRAFT, REQUEST_SCOPED], ids=["kept", "request-scoped"])
+def test_a_draft_that_somebody_else_needs_stays(settings: Any) -> None:
+    shared, left = Residency(True, (ONE, TWO)), Residency(True, (TWO,))
+    assert choose(park(1), models=shared, settings=settings) == (Lane(), left, Answer(ONE, DraftParked()))
+
+
+def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
+    last = Residency(True, (ONE,))
+    assert choose(park(1), models=last) == (Lane(), Residency(True), Answer(ONE, DraftParked()))
+    after, models, chosen = choose(park(1), models=last, settings=REQUEST_SCOPED)
+    assert (after, models, chosen) == (Lane((), (park(1),)), last, Launch((park(1),)))
+
+
+def test_a_parking_changes_what_was_acknowledged() -> None:
+    last = Residency(True, (ONE,))
+    assert residency.acknowledged(last, park(1), DraftParked()) == Residency()
+    assert residency.acknowledged(last, park(1), DeviceFailed("io", "")) == Residency(draft_loaded=True)
+
+
+def test_a_draft_is_not_sent_away_while_somebody_waits_for_it() -> None:
+    last, two = Residency(True, (ONE,)), Residency(True, (ONE, TWO))
+    after, models, chosen = choose(park(1), unpark(2), models=last, settings=REQUEST_SCOPED)
+    assert (after, models, chosen) == (Lane((park(1),)), two, Answer(TWO, DraftUnparked()))
+    assert lane.choose(after, models, REQUEST_SCOPED)[1:] == (Residency(True, (TWO,)), Answer(ONE, DraftParked()))
+
+
+def test_other_outcomes_leave_the_residency_alone() -> None:
+    models = Residency(True, (ONE, THREE))
+    assert residency.acknowledged(models, a_round(1), RoundDone((7,))) is models
+    assert residency.acknowledged(models, a_round(1), DeviceFailed("broken", "")) is models

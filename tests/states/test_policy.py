@@ -1,0 +1,154 @@
+"""Truth tables of the decisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from states import policy
+from states.life import common, grained, serve, usable
+from states.policy import Decision
+from states.settings import Settings
+from tests.states.builders import DRAFT, EVERYTHING, PFLASH, PLAIN, PROMPT, SHORT, STORE, a_hold, a_job
+
+NO, YES = False, True
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "missing", "decision"),
+    [
+        (PLAIN, {}, 99, Decision(NO, "off")),
+        (PFLASH, {"job": a_job(compress=False)}, 99, Decision(NO, "declined")),
+        (PFLASH, {"compressed": True}, 99, Decision(NO, "already_tried")),
+        (PFLASH, {}, 11, Decision(NO, "below_threshold")),
+        (PFLASH, {}, 12, Decision(YES, "long")),
+    ],
+)
+def test_compress(settings: Settings, changes: dict[str, Any], missing: int, decision: Decision) -> None:
+    assert policy.compress(a_hold(settings, **changes), missing) == decision
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "decision"),
+    [
+        (PLAIN, {}, Decision(NO, "off")),
+        (PFLASH, {"job": a_job(compress=False)}, Decision(NO, "declined")),
+        (PFLASH, {"compressed": True}, Decision(NO, "already_tried")),
+        (PFLASH, {"prompt": SHORT}, Decision(YES, "allowed")),
+    ],
+)
+def test_shorten(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
+    assert policy.shorten(a_hold(settings, **changes)) == decision
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "decision"),
+    [
+        (PLAIN, {}, Decision(NO, "no_store")),
+        (STORE, {"job": a_job(lookup=False)}, Decision(NO, "scope_off")),
+        (STORE, {"valid": 20}, Decision(NO, "on_device")),
+        (STORE, {"valid": 16}, Decision(YES, "ask")),
+        (STORE, {"valid": 16, "prompt": PROMPT[:20]}, Decision(NO, "on_device")),  # the last token is always computed
+        (STORE, {"prompt": PROMPT[:4]}, Decision(NO, "on_device")),
+        (STORE, {"prompt": PROMPT[:5]}, Decision(YES, "ask")),
+    ],
+)
+def test_lookup(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
+    assert policy.lookup(a_hold(settings, **changes)) == decision
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "decision"),
+    [
+        (PLAIN, {}, Decision(NO, "no_draft")),
+        (DRAFT, {"job": a_job(speculate=False)}, Decision(NO, "declined")),
+        (DRAFT, {}, Decision(YES, "draft")),
+    ],
+)
+def test_speculate(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
+    assert policy.speculate(a_hold(settings, **changes)) == decision
+
+
+ANSWERED = {"valid": 24, "answer": (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "decision"),
+    [
+        (PLAIN, {"valid": 20}, Decision(NO, "no_store")),
+        (STORE, {"valid": 20, "job": a_job(lookup=False)}, Decision(NO, "scope_off")),
+        (STORE, {"valid": 3}, Decision(NO, "nothing_new")),
+        (STORE, {"valid": 4}, Decision(YES, "new_rows")),
+        (STORE, {"valid": 19, "restored": 16}, Decision(NO, "nothing_new")),
+        (STORE, {"valid": 20, "restored": 16}, Decision(YES, "new_rows")),
+        (STORE, {**ANSWERED, "restored": 20}, Decision(YES, "new_rows")),
+        (evolve(STORE, keep_decoded=False), {**ANSWERED, "restored": 20}, Decision(NO, "nothing_new")),
+        (evolve(STORE, keep_decoded=False), {**ANSWERED, "restored": 16}, Decision(YES, "new_rows")),
+    ],
+)
+def test_snapshot(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
+    assert policy.snapshot(a_hold(settings, **changes)) == decision
+
+
+@pytest.mark.parametrize(
+    ("load_ns", "prefill_ns", "start", "front", "stop"),
+    [
+        (0, 0, 8, 8, 40),  # nothing measured: restoring is trusted
+        (0, 10, 8, 8, 40),
+        (10, 0, 8, 8, 40),
+        (10, 10, 8, 24, 40),  # as fast as each other: half each
+        (1, 1000, 8, 8, 40),  # pure restore
+        (1000, 1, 8, 40, 40),  # pure recompute
+        (30, 10, 0, 32, 40),  # 32 computed in 320 while 8 load in 240, rather than 28 in 280 while 12 load in 360
+        (10, 30, 0, 8, 40),  # 8 computed in 240 while 32 load in 320, rather than 12 in 360 while 28 load in 280
+        (10, 10, 8, 8, 12),  # one grain, a tie: load it
+        (11, 10, 8, 12, 12),  # one grain: compute it
+        (10, 10, 8, 8, 8),
+    ],
+)
+def test_front(load_ns: int, prefill_ns: int, start: int, front: int, stop: int) -> None:
+    assert policy.front(evolve(STORE, prefill_ns=prefill_ns), start, stop, load_ns) == front
+
+
+@pytest.mark.parametrize("load_ns", [1, 3, 10, 50, 1000])
+@pytest.mark.parametrize("stop", [4, 8, 12, 100])
+def test_the_front_ends_both_sides_as_early_as_can_be(load_ns: int, stop: int) -> None:
+    def time(m: int) -> int:
+        return max(m * 10, (stop - m) * load_ns)
+
+    best = policy.front(evolve(STORE, prefill_ns=10), 0, stop, load_ns)
+    assert best % 4 == 0
+    assert time(best) == min(time(m) for m in range(0, stop + 1, 4))
+
+
+@pytest.mark.parametrize(("tokens", "position"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8)])
+def test_cache_positions_are_multiples_of_the_grain(tokens: int, position: int) -> None:
+    assert grained(PLAIN, tokens) == position
+
+
+@pytest.mark.parametrize(("prompt", "kept", "worth"), [(21, 21, 20), (21, 19, 16), (20, 20, 16), (5, 9, 4), (4, 9, 0)])
+def test_the_last_prompt_token_is_always_computed(prompt: int, kept: int, worth: int) -> None:
+    assert usable(a_hold(prompt=PROMPT[:prompt]), kept) == worth
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ((), (), 0),
+        (PROMPT, PROMPT, 20),
+        (PROMPT[:8], PROMPT, 8),
+        (PROMPT[:11], PROMPT, 8),
+        (PROMPT, SHORT, 4),
+        ((9, *PROMPT[1:]), PROMPT, 0),
+        ((*PROMPT[:7], 9), PROMPT, 4),
+    ],
+)
+def test_a_common_prefix_is_counted_in_whole_grains(one: tuple[int, ...], other: tuple[int, ...], shared: int) -> None:
+    assert common(4, one, other) == common(4, other, one) == shared
+
+
+def test_another_prompt_keeps_the_rows_that_both_share() -> None:
+    before = a_hold(EVERYTHING, valid=12, restored=8)
+    assert serve(before, SHORT) == evolve(before, prompt=SHORT, compressed=True, valid=4, restored=4)

@@ -1,0 +1,128 @@
+"""Admission: which slot a request gets, and which rows it can keep."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+
+from effects.ids import RequestId, SlotId, Tokens
+from states import slots
+from states.life import Admitted, LookingUp, Prefilling, Speculating, State, Waiting
+from states.slots import Slot, Slots
+from tests.states.builders import ONE, PLAIN, PROMPT, THREE, TWO, a_hold, a_house, a_job, an_answering, waiting_for
+
+OTHER: Tokens = tuple(range(500, 530))
+
+
+def admitted(house: Slots, requests: dict[RequestId, State] | None = None, prompt: Tokens = PROMPT) -> Admitted:
+    """How request 1 is admitted to this house."""
+    job = a_job(prompt=prompt)
+    seated = slots.admit(evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, PLAIN)
+    assert seated is not None
+    after, request, event = seated
+    assert request == ONE
+    assert after.waiting == ()
+    assert after.slots[event.slot] == Slot((), ONE, house.slots[event.slot].used)
+    others = [number for number in range(len(house.slots)) if number != event.slot]
+    assert [after.slots[number] for number in others] == [house.slots[number] for number in others]
+    return event
+
+
+def seat(slot: int, source: int, keep: int) -> Admitted:
+    return Admitted(SlotId(slot), SlotId(source), keep, PLAIN)
+
+
+def test_nobody_is_admitted_without_a_free_slot_or_without_a_queue() -> None:
+    assert slots.admit(a_house(Slot(holder=TWO), waiting=(ONE,)), waiting_for(a_job()), PLAIN) is None
+    assert slots.admit(a_house(Slot()), {}, PLAIN) is None
+
+
+def test_first_come_first_served() -> None:
+    requests: dict[RequestId, State] = {TWO: Waiting(a_job()), ONE: Waiting(a_job())}
+    seated = slots.admit(a_house(Slot(), waiting=(TWO, ONE)), requests, PLAIN)
+    assert seated is not None
+    assert (seated[0].waiting, seated[1]) == ((ONE,), TWO)
+
+
+def test_an_empty_house_gives_its_first_slot() -> None:
+    assert admitted(a_house(Slot(), Slot())) == seat(0, 0, 0)
+
+
+def test_nothing_shared_takes_the_slot_that_went_unused_longest() -> None:
+    assert admitted(a_house(Slot(OTHER, None, 5), Slot(OTHER, None, 3), Slot(OTHER, None, 4))) == seat(1, 1, 0)
+
+
+def test_the_longest_prefix_is_continued_in_place() -> None:
+    assert admitted(a_house(Slot(PROMPT[:8]), Slot(PROMPT[:16]), Slot(OTHER))) == seat(1, 1, 16)
+
+
+@pytest.mark.parametrize(("rows", "keep"), [(3, 0), (4, 4), (7, 4), (8, 8), (19, 16), (20, 20), (21, 20)])
+def test_what_is_kept_is_whole_grains(rows: int, keep: int) -> None:
+    assert admitted(a_house(Slot(PROMPT[:rows]))).keep == keep
+
+
+@pytest.mark.parametrize(("length", "keep"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (20, 16), (21, 20)])
+def test_the_last_prompt_token_is_always_computed(length: int, keep: int) -> None:
+    assert admitted(a_house(Slot(PROMPT)), prompt=PROMPT[:length]).keep == keep
+
+
+def test_a_tail_of_one_grain_is_overwritten_and_a_longer_one_is_copied_away_from() -> None:
+    beside = Slot(OTHER, None, 9)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:4])), beside)) == seat(0, 0, 8)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:7])), beside)) == seat(0, 0, 8)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:8])), beside)) == seat(1, 0, 8)
+
+
+def test_a_long_tail_is_overwritten_when_no_other_slot_is_free() -> None:
+    house = a_house(Slot((*PROMPT[:8], *OTHER)), Slot(holder=TWO))
+    assert admitted(house, {TWO: LookingUp(a_hold(slot=SlotId(1)))}) == seat(0, 0, 8)
+
+
+def test_of_equal_prefixes_one_that_loses_nothing_is_continued() -> None:
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER)), Slot(PROMPT[:8], None, 9))) == seat(1, 1, 8)
+
+
+def test_of_equal_prefixes_a_free_slot_comes_before_a_busy_one() -> None:
+    busy = an_answering(slot=SlotId(0), prompt=PROMPT[:9], valid=8, answer=())
+    house = a_house(Slot(holder=TWO), Slot(PROMPT[:8]))
+    assert admitted(house, {TWO: Prefilling(busy)}) == seat(1, 1, 8)
+
+
+def test_a_busy_slot_is_copied_as_far_as_its_rows_are_acknowledged() -> None:
+    house = a_house(Slot(holder=TWO), Slot(OTHER, None, 2), Slot(OTHER, None, 1))
+    running = a_hold(valid=8)
+    assert admitted(house, {TWO: Prefilling(running)}) == seat(2, 0, 8)
+    assert admitted(house, {TWO: Speculating(an_answering())}) == seat(2, 0, 20)
+
+
+def test_a_decoded_answer_is_part_of_what_can_be_continued() -> None:
+    turn = (*PROMPT, 7, 8, 9, 10)
+    hold = an_answering(answer=(7, 8, 9, 10), valid=24)
+    house = a_house(Slot(holder=TWO), Slot())
+    assert admitted(house, {TWO: Speculating(hold)}, prompt=turn) == seat(1, 0, 24)
+    plain = evolve(hold, settings=evolve(PLAIN, keep_decoded=False))
+    assert admitted(house, {TWO: Speculating(plain)}, prompt=turn) == seat(1, 0, 20)
+
+
+def test_a_released_slot_keeps_its_sequence_and_its_turn() -> None:
+    house = a_house(Slot(), Slot((), ONE, 3), waiting=(THREE,), turn=9)
+    hold = an_answering(slot=SlotId(1))
+    after = slots.release(house, ONE, hold)
+    assert after == Slots((Slot(), Slot((*PROMPT, 7), None, 10)), (THREE,), 10)
+
+
+def test_where_decoding_differs_from_prefill_a_slot_keeps_the_prompt_only() -> None:
+    hold = an_answering(evolve(PLAIN, keep_decoded=False))
+    assert slots.release(a_house(Slot((), ONE)), ONE, hold).slots[0].tokens == PROMPT[:20]
+
+
+def test_a_slot_is_released_by_its_holder_only() -> None:
+    with pytest.raises(AssertionError):
+        slots.release(a_house(Slot((), TWO)), ONE, a_hold())
+
+
+def test_leaving_the_queue_keeps_the_others_in_order() -> None:
+    house = a_house(Slot(holder=RequestId(9)), waiting=(ONE, TWO, THREE))
+    assert slots.leave_queue(house, TWO).waiting == (ONE, THREE)
+    assert slots.leave_queue(house, RequestId(9)) == house
+    assert slots.enqueue(house, RequestId(4)).waiting == (ONE, TWO, THREE, RequestId(4))
