@@ -84,7 +84,7 @@ class Batch:
 
 
 class Kernels(Protocol):
-    """Fused operations on one device, all in the model's dtype unless said otherwise.
+    """Fused operations on one device, all in the model's dtype unless said otherwise. One instance serves one shard.
 
     Shapes: R rung, D hidden, H query heads, KV key/value heads (H a multiple of KV), hd head size, I intermediate.
     Caches of one layer: `[slots, KV, capacity, hd]`, zeroed at start, so what is masked is always finite.
@@ -98,6 +98,10 @@ class Kernels(Protocol):
     @property
     def kv_tile(self) -> int:
         """Keys are read in tiles of this many at absolute positions: the caches' capacity is a multiple of it."""
+        ...
+
+    def fresh(self) -> Kernels:
+        """The same kernels for another shard: nothing that was recorded or kept for this one."""
         ...
 
     def pack(self, weight: Tensor) -> Any:

@@ -30,6 +30,9 @@ class ReferenceKernels:
     name = "reference"
     kv_tile = 64
 
+    def fresh(self) -> ReferenceKernels:
+        return ReferenceKernels()
+
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 

@@ -57,7 +57,7 @@ class Plan:
 
 
 class CpuKernels:
-    """For one device kind, not one model: it keeps no weights, only what the steps share."""
+    """Keeps only what the steps of one shard share; the weights are the shard's."""
 
     kv_tile = 512
 
@@ -77,6 +77,9 @@ class CpuKernels:
     def name(self) -> str:
         product = str(self._compute).removeprefix("torch.")
         return f"onednn-{product}+flash512"
+
+    def fresh(self) -> CpuKernels:
+        return CpuKernels(self._dtype)
 
     def pack(self, weight: Tensor) -> Tensor:
         return _reorder(weight.to(self._compute))

@@ -23,9 +23,8 @@ from adapters.models.kernels.triton import attention, linear, rows
 T = TypeVar("T")
 
 KV_TILE = 64
-SPLIT = 512
+SPLIT = 256
 SCRATCH_BYTES = 256 << 20
-AHEAD_BYTES = 16 << 20
 
 
 @frozen
@@ -41,6 +40,7 @@ class Plan:
     """The step's row tiles on the device; stale until the running body has worked them out again."""
 
     tiles: Tensor | None = None
+    tile: int = 0
     stale: bool = True
 
 
@@ -83,6 +83,8 @@ class TritonKernels:
     pdl: bool = True
     graphs: GraphCache = field(init=False)
     _processors: int = field(init=False, default=4)
+    _running: str = field(init=False, default="")
+    _attending: set[str] = field(init=False, factory=set)
     _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
 
     name = "triton-1"
@@ -92,6 +94,9 @@ class TritonKernels:
         self.graphs = GraphCache(self.device)
         if self.device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def fresh(self) -> TritonKernels:
+        return TritonKernels(self.device, self.pdl)
 
     def pack(self, weight: Tensor) -> Packed:
         if weight.shape[1] * weight.element_size() % 16:
@@ -121,10 +126,8 @@ class TritonKernels:
         shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
         options = self._options(tile.warps) | {"GATED": packed.gated, "PRECISION": precision}
         if count <= NARROW:
-            ahead = AHEAD_BYTES // (columns * w.element_size())
-            options["AHEAD"] = 1 << max(0, ahead.bit_length() - 1) if ahead >= 64 else 0
             grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
-            linear.linear_narrow[grid](w_desc, x_desc, w, out, count, columns, depth, **shape, **options)
+            linear.linear_narrow[grid](w_desc, x_desc, out, count, columns, depth, **shape, **options)
         else:
             options["GROUP"] = 8 if packed.gated else 4
             programs = triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns)
@@ -236,7 +239,6 @@ class TritonKernels:
             out,
             splits,
             HEADS=heads,
-            BLOCK_H=1,
             HEAD=head,
             SPLIT=SPLIT,
             enable_fp_fusion=False,
@@ -256,26 +258,36 @@ class TritonKernels:
         return self._partials[key]
 
     def _tiles(self, batch: Batch, tile: int, slots: int) -> Tensor:
+        """The step's tiles; kernels read them without waiting for the kernel before, so they are there long before."""
         plan: Plan = batch.plan
         if plan.tiles is None:
             limit = min(batch.rung, triton.cdiv(batch.rung, tile) + slots + 1)
             plan.tiles = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
+            plan.tile = tile
         if plan.stale:
-            limit = len(plan.tiles)
-            rows.plan_tiles[(1,)](
-                batch.slots,
-                batch.positions,
-                plan.tiles,
-                batch.rung,
-                limit,
-                TILE=tile,
-                SPLIT=SPLIT,
-                ROWS=triton.next_power_of_2(batch.rung),
-                LIMIT=triton.next_power_of_2(limit),
-                num_warps=4,
-            )
-            plan.stale = False
+            self._plan(batch)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        self._attending.add(self._running)
         return plan.tiles
+
+    def _plan(self, batch: Batch) -> None:
+        plan: Plan = batch.plan
+        assert plan.tiles is not None
+        limit = len(plan.tiles)
+        rows.plan_tiles[(1,)](
+            batch.slots,
+            batch.positions,
+            plan.tiles,
+            batch.rung,
+            limit,
+            TILE=plan.tile,
+            SPLIT=SPLIT,
+            ROWS=triton.next_power_of_2(batch.rung),
+            LIMIT=triton.next_power_of_2(limit),
+            num_warps=4,
+        )
+        plan.stale = False
 
     def prepare(self, batch: Batch) -> None:
         if batch.plan is None:
@@ -284,7 +296,9 @@ class TritonKernels:
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         def planned() -> T:
-            batch.plan.stale = True
+            batch.plan.stale, self._running = True, name
+            if name in self._attending and batch.plan.tiles is not None:
+                self._plan(batch)
             return body()
 
         return self.graphs.run((name, batch.rung), planned)

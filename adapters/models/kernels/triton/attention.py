@@ -171,50 +171,75 @@ def attend_splits(
     PDL: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Work items (tile of rows, split, key head), dealt out to however many programs run; each leaves a partial.
+    """Key splits of all (tile of rows, key head) pairs, dealt out evenly in runs to however many programs there are.
 
-    acc float32 `[rung, HEADS, split_limit, HEAD]`; sums float32 `[rung, HEADS, split_limit, 2]`: peak and total.
+    Each split leaves a partial: acc float32 `[rung, HEADS, split_limit, HEAD]`, and its peak and total in sums float32
+    `[rung, HEADS, split_limit, 2]`. How the splits are dealt out changes nothing, since each starts afresh.
     """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     t = tl.arange(0, LIMIT)
     ends = tl.load(tiles_ptr + t * 8 + 4, t < tile_limit, 2147483647)
-    pairs = tl.load(tiles_ptr + (tile_limit - 1) * 8 + 4)
+    items = tl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * KV
+    run = tl.cdiv(items, tl.num_programs(0))
+    item = tl.program_id(0) * run
+    stop_item = tl.minimum(item + run, items)
     i = tl.arange(0, BLOCK_M)
-    for item in tl.range(tl.program_id(0), pairs * KV, tl.num_programs(0), num_stages=1):
-        kv_head = item % KV
+    while item < stop_item:
         tile = tl.sum((ends <= item // KV).to(tl.int32), 0)
-        split = item // KV - tl.max(tl.where(t < tile, ends, 0), 0)
+        before = tl.max(tl.where(t < tile, ends, 0), 0)
         row0 = tl.load(tiles_ptr + tile * 8)
         count = tl.load(tiles_ptr + tile * 8 + 1)
         slot = tl.load(tiles_ptr + tile * 8 + 2)
         first = tl.load(tiles_ptr + tile * 8 + 3)
-        q = _load_q(q_ptr, row0, count, kv_head * GROUP, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
         last = first + count - 1
+        splits = last // SPLIT + 1
+        kv_head = (item - before * KV) // splits
+        split = (item - before * KV) % splits
+        here = tl.minimum(splits - split, stop_item - item)
+        item += here
+        if PDL:
+            gdc_wait()
+        q = _load_q(q_ptr, row0, count, kv_head * GROUP, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
         position = tl.minimum(first + i // PADDED, last)
         base = (slot * KV + kv_head) * capacity
+        row, member = i // PADDED, i % PADDED
+        real = (row < count) & (member < GROUP)
+        to = ((row0 + row) * HEADS + kv_head * GROUP + member).to(tl.int64) * split_limit
         acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
         peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        stop = tl.minimum((split + 1) * SPLIT, last + 1)
+        stop = tl.minimum((split + here) * SPLIT, last + 1)
         clear = tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
         for at in tl.range(split * SPLIT, clear, BLOCK_N, num_stages=STAGES):
             k = k_desc.load([base + at, 0])
             v = v_desc.load([base + at, 0])
             key = at + tl.arange(0, BLOCK_N)
             acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, False, PRECISION)
+            if (at + BLOCK_N) % SPLIT == 0:
+                _leave(acc_ptr, sums_ptr, to + at // SPLIT, real, acc, peak, total, HEAD)
+                acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
+                peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
+                total = tl.zeros((BLOCK_M,), tl.float32)
         for at in tl.range(tl.maximum(clear, split * SPLIT), stop, BLOCK_N, num_stages=1):
             k = k_desc.load([base + at, 0])
             v = v_desc.load([base + at, 0])
             key = at + tl.arange(0, BLOCK_N)
             acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, True, PRECISION)
-        row, member = i // PADDED, i % PADDED
-        real = (row < count) & (member < GROUP)
-        to = ((row0 + row) * HEADS + kv_head * GROUP + member).to(tl.int64) * split_limit + split
-        tl.store(acc_ptr + to[:, None] * HEAD + tl.arange(0, HEAD)[None, :], acc, real[:, None])
-        tl.store(sums_ptr + to * 2, peak, real)
-        tl.store(sums_ptr + to * 2 + 1, total, real)
+            if (at + BLOCK_N) % SPLIT == 0:
+                _leave(acc_ptr, sums_ptr, to + at // SPLIT, real, acc, peak, total, HEAD)
+                acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
+                peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
+                total = tl.zeros((BLOCK_M,), tl.float32)
+        if tl.cdiv(stop, BLOCK_N) * BLOCK_N % SPLIT != 0:
+            _leave(acc_ptr, sums_ptr, to + (stop - 1) // SPLIT, real, acc, peak, total, HEAD)
+
+
+@triton.jit
+def _leave(acc_ptr, sums_ptr, at, real, acc, peak, total, HEAD: tl.constexpr):
+    tl.store(acc_ptr + at[:, None] * HEAD + tl.arange(0, HEAD)[None, :], acc, real[:, None])
+    tl.store(sums_ptr + at * 2, peak, real)
+    tl.store(sums_ptr + at * 2 + 1, total, real)
 
 
 @triton.jit
@@ -225,33 +250,30 @@ def merge(
     out_ptr,
     split_limit,
     HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     HEAD: tl.constexpr,
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Fold the splits of one row's BLOCK_H heads in order and divide; a padded row becomes zeros."""
+    """Fold the splits of one row's head in order and divide; a padded row becomes zeros."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    known = head < HEADS
-    d = tl.arange(0, HEAD)
+    head = row * HEADS + tl.program_id(1)
+    d = tl.arange(0, HEAD)[None, :]
     splits = (tl.load(positions_ptr + row) + SPLIT).to(tl.int32) // SPLIT
-    all_acc = tl.zeros((BLOCK_H, HEAD), tl.float32)
-    all_peak = tl.full((BLOCK_H,), NOTHING, tl.float32)
-    all_total = tl.zeros((BLOCK_H,), tl.float32)
+    if PDL:
+        gdc_wait()
+    all_acc = tl.zeros((1, HEAD), tl.float32)
+    all_peak = tl.full((1,), NOTHING, tl.float32)
+    all_total = tl.zeros((1,), tl.float32)
     for group in range(0, splits, 8):
         for j in tl.static_range(8):
             # Past the last split the partial is "nothing", which folds in as exact zeros; so eight loads run at once.
-            s = group + j
-            use = known & (s < splits)
-            at = (row * HEADS + head) * split_limit + s
-            peak = tl.load(sums_ptr + at * 2, use, NOTHING)
-            total = tl.load(sums_ptr + at * 2 + 1, use, 0.0)
-            acc = tl.load(acc_ptr + at[:, None] * HEAD + d[None, :], use[:, None], 0.0)
+            s = group + j + tl.arange(0, 1)
+            at = head * split_limit + s
+            peak = tl.load(sums_ptr + at * 2, s < splits, NOTHING)
+            total = tl.load(sums_ptr + at * 2 + 1, s < splits, 0.0)
+            acc = tl.load(acc_ptr + at[:, None] * HEAD + d, (s < splits)[:, None], 0.0)
             all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
     out = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
-    to = (row * HEADS + head)[:, None] * HEAD + d[None, :]
-    tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), known[:, None])
+    tl.store(out_ptr + head * HEAD + d, out.to(out_ptr.dtype.element_ty))

@@ -22,26 +22,10 @@ def _silu_times(gate, up, dtype: tl.constexpr):
     return (silu * up).to(dtype)
 
 
-@triton.jit
-def _fetch_ahead(w_ptr, n0, columns, depth, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask for the first AHEAD values of each weight row into L2: a hint that waits for nothing and changes nothing."""
-    n = tl.minimum(n0 + tl.arange(0, BLOCK_N), columns - 1).to(tl.int64)
-    size = tl.minimum(depth, AHEAD) * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [w_ptr + n * depth, tl.zeros((BLOCK_N,), tl.int32) + size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["rows"])
 def linear_narrow(
     w_desc,
     x_desc,
-    w_ptr,
     out_ptr,
     rows,
     columns,
@@ -53,19 +37,15 @@ def linear_narrow(
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """out[rows, columns] = x @ w.T for few rows: bound by reading w once, so the weights are the tall operand.
 
     One program owns BLOCK_N weight rows over the whole depth; all programs stream their weights at the same time.
-    The weights do not depend on the kernel before, so with PDL their first part is asked for while that one drains.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     n0 = tl.program_id(0) * BLOCK_N
     m0 = tl.program_id(1) * BLOCK_M
     if PDL:
-        if AHEAD > 0:
-            _fetch_ahead(w_ptr, n0, columns, depth, BLOCK_N, AHEAD)
         gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):

@@ -75,11 +75,13 @@ def rotate_store(
     q_hi = tl.load(q_norm_ptr + HALF + d).to(tl.float32)
     k_lo = tl.load(k_norm_ptr + d).to(tl.float32)
     k_hi = tl.load(k_norm_ptr + HALF + d).to(tl.float32)
+    position = tl.load(positions_ptr + row)
+    slot = tl.load(slots_ptr + row)
+    angle = tl.maximum(position, 0) * HALF + d
+    cos, sin = tl.load(cos_ptr + angle)[None, :], tl.load(sin_ptr + angle)[None, :]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    position = tl.load(positions_ptr + row)
-    slot = tl.load(slots_ptr + row)
     at = row * ((HEADS + 2 * KV) * 2 * HALF) + head[:, None] * (2 * HALF) + d[None, :]
     raw_lo = tl.load(qkv_ptr + at, known, 0.0)
     raw_hi = tl.load(qkv_ptr + at + HALF, known, 0.0)
@@ -88,8 +90,6 @@ def rotate_store(
     lo = (lo * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_lo[None, :], k_lo[None, :])
     hi = (hi * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_hi[None, :], k_hi[None, :])
     lo, hi = lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
-    angle = tl.maximum(position, 0) * HALF + d
-    cos, sin = tl.load(cos_ptr + angle)[None, :], tl.load(sin_ptr + angle)[None, :]
     new_lo = (lo * cos - hi * sin).to(dtype)
     new_hi = (hi * cos + lo * sin).to(dtype)
     to_q = row * (HEADS * 2 * HALF) + head[:, None] * (2 * HALF) + d[None, :]
