@@ -56,15 +56,20 @@ class Batch:
     segments: tuple[Segment, ...] = field(init=False, default=())
     plan: Any = field(init=False, default=None)
     _staging: Tensor = field(init=False)
+    _copied: torch.cuda.Event | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        self._staging = torch.zeros(4, self.rung, dtype=torch.int64)
+        on_cuda = self.device.type == "cuda"
+        self._staging = torch.zeros(4, self.rung, dtype=torch.int64, pin_memory=on_cuda)
+        self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self.table = self._staging if self.device.type == "cpu" else self._staging.to(self.device)
         self.tokens, self.slots, self.positions, self.lengths = self.table.unbind(0)
 
     def load(self, step: Step, tokens: Tensor | None) -> None:
         """Fill the buffers from `step`; tokens: int64 `[rows]` on any device, or None on a later shard."""
         staging, row = self._staging, 0
+        if self._copied is not None:
+            self._copied.synchronize()
         staging.zero_()
         staging[2].fill_(-1)
         for segment in step.segments:
@@ -77,7 +82,9 @@ class Batch:
         if tokens is not None and on_host:
             staging[0, :row] = tokens
         if self.table is not staging:
-            self.table.copy_(staging)
+            self.table.copy_(staging, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
         if tokens is not None and not on_host:
             self.tokens[:row].copy_(tokens)
         self.segments = step.segments

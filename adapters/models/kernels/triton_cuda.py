@@ -216,7 +216,7 @@ class TritonKernels:
             )
             return out.view(rung, -1)
         acc, sums = self._scratch(heads, splits, head)
-        programs = min(limit * splits * kv, 2 * self._processors)
+        programs = min(limit * splits * kv, self._processors)
         attention.attend_splits[(programs,)](
             q,
             keys,
