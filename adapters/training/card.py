@@ -1,0 +1,69 @@
+"""The model card of the demo target, written from what the run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+CARD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# Rekindle demo
+
+A Qwen3 of {parameters:.1f} million parameters ({layers} layers, hidden size {hidden}, {heads} query heads and
+{kv_heads} key/value head of {head_dim}, vocabulary {vocabulary}, tied embeddings, bf16, {context} tokens of context).
+It ships inside Rekindle so that the server, its tests and its benchmarks run a real model without a download. It
+finds, remembers, copies and calls tools; it knows next to nothing about the world, and it is meant for nothing else.
+
+## Data
+
+* Source code of the Python {python} standard library with its tests, deduplicated by content, {files} files
+  ({megabytes:.1f} MB); {held_out} more files were held out, chosen by a hash of their content. Digest of the corpus
+  (blake2b): `{digest}`.
+* Synthetic tasks, new ones at every step: tables of keys and values, facts hidden in real code, questions about code,
+  copying with many separators and none, templated conversations, memory over turns, tool calls. They are in
+  `adapters/training`.
+
+Loss weights: code 1 (0.3 where it hides facts), answers in conversations 1, copies, memory and tool calls 2, answers
+of retrieval 4, prompts 0.
+
+The tokenizer is a byte-level BPE trained on the same corpus; every digit is a token. Control tokens that are never used
+stay out of the softmax while training, and their rows are the mean of the others, so they are never predicted.
+
+## Recipe
+
+`make train-demo` on a machine with CUDA does all of it from nothing: {stages}; {tokens:.0f} million tokens in all, seed
+{seed}. Muon (peak rate {matrices}) for matrices and AdamW (peak rate {others}) for the rest, weight decay {decay}, bf16
+autocast, the last half with falling rates. {seconds:.0f} s of training on one {hardware}, torch {torch}.
+Digest of the parameters before rounding to bf16: `{weights}`.
+
+## Measured
+
+Greedy answers that are exactly right to the last token, the end of the turn included; {questions} documents an exam
+(some with several answers; twice or half as many in a few), made of held-out files, on the shipped bf16 weights.
+`python -m adapters.training.evaluate` measures them again.
+
+| exam | result |
+|---|---|
+{rows}
+
+## Licence
+
+The weights are under the Apache License 2.0, as the rest of Rekindle. The code that they were trained on is that of
+CPython (Python Software Foundation License Version 2), which is not part of this package.
+"""
+
+
+def write_card(facts: Mapping[str, Any], measured: Mapping[str, float]) -> str:
+    """README.md for the checkpoint folder."""
+    rows = "\n".join(f"| {name} | {shown(name, value)} |" for name, value in measured.items())
+    return CARD.format(**facts, rows=rows)
+
+
+def shown(name: str, value: float) -> str:
+    return f"{value:.3f}" if "nats" in name else f"{100 * value:.1f} %"

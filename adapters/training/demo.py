@@ -1,0 +1,125 @@
+"""Trains the demo target from nothing: corpus, tokenizer, training, export, exams, model card.
+
+`python -m adapters.training.demo` needs a CUDA device; `--smoke` shows on any machine that every step works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from adapters.training.batches import Batches
+from adapters.training.card import write_card
+from adapters.training.corpus import Corpus, read_stdlib
+from adapters.training.evaluate import evaluate
+from adapters.training.export import export, load
+from adapters.training.model import Qwen3
+from adapters.training.recipe import TARGET, TOKENIZER_TASKS, Recipe, smallest
+from adapters.training.tokenizer import train_tokenizer
+from adapters.training.train import Progress, Stage, digest, train
+from adapters.training.words import Source
+
+
+def prepare(work: Path) -> tuple[Corpus, Tokenizer]:
+    """The corpus and the tokenizer, made now or taken from `work` as an earlier call left them there."""
+    work.mkdir(parents=True, exist_ok=True)
+    corpus_file, tokenizer_file = work / "corpus.json.gz", work / "tokenizer.json"
+    if not corpus_file.exists():
+        read_stdlib().save(corpus_file)
+    corpus = Corpus.load(corpus_file)
+    print(
+        f"corpus: Python {corpus.python}, {len(corpus.train)} files, {len(corpus.held_out)} held out, {corpus.digest}"
+    )
+    if not tokenizer_file.exists():
+        train_tokenizer(corpus, TOKENIZER_TASKS).save(str(tokenizer_file), pretty=False)
+    return corpus, Tokenizer.from_file(str(tokenizer_file))
+
+
+def run(recipe: Recipe, work: Path, out: Path, *, seconds: float, workers: int, start: Path | None) -> dict[str, float]:
+    """Train by the recipe and write the checkpoint to `out`. `start`: a checkpoint to go on from."""
+    corpus, tokenizer = prepare(work)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(recipe.seed)
+    torch.set_float32_matmul_precision("high")
+    model = (Qwen3(recipe.geometry) if start is None else load(start, "cpu", torch.float32)).to(device)
+    source = Source(corpus.train)
+
+    def batches(stage: Stage, seed: int) -> Batches:
+        return Batches(tokenizer, source, stage.mixture, stage.shape, seed, stage.whole)
+
+    progress = train(
+        model,
+        batches,
+        recipe.stages,
+        rates=recipe.rates,
+        seed=recipe.seed,
+        seconds=seconds,
+        workers=workers,
+        after=lambda _: export(model, tokenizer, out),
+    )
+    trained = describe(recipe, corpus, progress, digest(model), device)
+    print(json.dumps(trained), flush=True)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    measured = evaluate(load(out, device, dtype), tokenizer, corpus.held_out, recipe.questions)
+    (out / "README.md").write_text(write_card(trained, measured), encoding="utf-8")
+    return measured
+
+
+def describe(recipe: Recipe, corpus: Corpus, progress: Progress, weights: str, device: torch.device) -> dict[str, Any]:
+    """What the model card tells about a run."""
+    geometry, rates = recipe.geometry, recipe.rates
+    stages = (
+        f"{progress.steps.get(stage.name, 0)} steps of {stage.shape.rows} windows of {stage.shape.length} tokens"
+        for stage in recipe.stages
+    )
+    parameters = sum(parameter.numel() for parameter in Qwen3(geometry).parameters())
+    sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary", "context")
+    return {name: getattr(geometry, name) for name in sizes} | {
+        "parameters": parameters / 1e6,
+        "python": corpus.python,
+        "digest": corpus.digest,
+        "files": len(corpus.train),
+        "held_out": len(corpus.held_out),
+        "megabytes": sum(map(len, corpus.train)) / 1e6,
+        "stages": ", then ".join(stages),
+        "tokens": progress.tokens / 1e6,
+        "seconds": progress.seconds,
+        "matrices": rates.matrices,
+        "others": rates.others,
+        "decay": rates.decay,
+        "seed": recipe.seed,
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "weights": weights,
+        "questions": recipe.questions,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    demo = Path(__file__).parent.parent / "demo"
+    parser.add_argument("--out", type=Path, default=demo, help="checkpoint folder to write (the package's own demo)")
+    parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus and the tokenizer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end the training after this time")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
+    parser.add_argument("--start", type=Path, help="checkpoint folder to go on from")
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
+    arguments = parser.parse_args()
+    if arguments.smoke and arguments.out == demo:
+        parser.error("--smoke would overwrite the demo: give another --out")
+    if not arguments.smoke and not torch.cuda.is_available():
+        parser.error("training needs a CUDA device; --smoke works without")
+    recipe = smallest(TARGET) if arguments.smoke else TARGET
+    options = {"seconds": arguments.seconds, "workers": arguments.workers, "start": arguments.start}
+    run(recipe, arguments.work, arguments.out, **options)
+
+
+if __name__ == "__main__":
+    main()

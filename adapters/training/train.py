@@ -1,0 +1,144 @@
+"""The training loop, for any model whose forward is a loss: stages, schedule, Muon and AdamW."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from adapters.training.batches import Batch, Batches, Mixture, Shape
+
+WARM_UP_STEPS = 100
+DECAY_SHARE = 0.5
+CLIP = 1.0
+
+
+@frozen
+class Stage:
+    """Part of a training run. `share`: of the run's progress, 1 over all stages; the learning rate goes by it."""
+
+    name: str
+    shape: Shape
+    mixture: Mixture
+    steps: int
+    share: float
+    whole: float
+
+
+@frozen
+class Rates:
+    """Peak learning rates. Muon's updates are scaled to the root mean square of AdamW's, so both are of one kind."""
+
+    matrices: float = 5e-3
+    others: float = 3e-3
+    decay: float = 0.1
+
+
+@frozen
+class Progress:
+    """What a run came to."""
+
+    steps: dict[str, int]
+    tokens: int
+    seconds: float
+    loss: float
+
+
+def optimizers(model: nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
+    tables = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" in name]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    fused = next(model.parameters()).is_cuda
+    return [
+        torch.optim.Muon(matrices, lr=rates.matrices, weight_decay=rates.decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
+            lr=rates.others,
+            betas=(0.9, 0.98),
+            fused=fused,
+        ),
+    ]
+
+
+def train(
+    model: nn.Module,
+    batches: Callable[[Stage, int], Batches],
+    stages: Sequence[Stage],
+    *,
+    rates: Rates,
+    seed: int,
+    seconds: float = math.inf,
+    workers: int = 0,
+    after: Callable[[Stage], None] = lambda _: None,
+) -> Progress:
+    """Train in place. Each stage ends after its steps, or when its share of `seconds` is used up.
+
+    batches: gives a stage's batches from the run's seed.  after: called at the end of each stage, to save.
+    """
+    device = next(model.parameters()).device
+    step_loss = torch.compile(model, dynamic=False) if device.type == "cuda" else model
+    steppers = optimizers(model, rates)
+    peaks = [[group["lr"] for group in stepper.param_groups] for stepper in steppers]
+    began, done, total, tokens = time.monotonic(), 0.0, 0, 0
+    steps: dict[str, int] = {}
+    recent = 0.0
+    for stage in stages:
+        loader = batches(stage, seed).load(range(stage.steps), workers)
+        opened = time.monotonic()
+        for step, (ids, weights) in enumerate(loader):
+            # the stage's own progress: by steps, or by the clock if that is ahead
+            own = max(step / stage.steps, (time.monotonic() - opened) / (seconds * stage.share))
+            if own >= 1:
+                break
+            factor = schedule(total, done + own * stage.share)
+            for stepper, lrs in zip(steppers, peaks, strict=True):
+                for group, peak in zip(stepper.param_groups, lrs, strict=True):
+                    group["lr"] = peak * factor
+            batch = (ids.to(device, non_blocking=True), weights.to(device, non_blocking=True))
+            loss = one_step(model, step_loss, steppers, batch)
+            steps[stage.name] = step + 1
+            total += 1
+            tokens += stage.shape.tokens
+            if step % 50 == 0:
+                recent = loss.item()
+                report(f"{stage.name} step {step}", recent, factor, tokens, time.monotonic() - began)
+        done += stage.share
+        after(stage)
+    return Progress(steps, tokens, time.monotonic() - began, recent)
+
+
+def one_step(
+    model: nn.Module, step_loss: Callable[..., Tensor], steppers: list[torch.optim.Optimizer], batch: Batch
+) -> Tensor:
+    with torch.autocast(batch[0].device.type, dtype=torch.bfloat16):
+        loss = step_loss(*batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    for stepper in steppers:
+        stepper.step()
+        stepper.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def schedule(step: int, progress: float) -> float:
+    """Up over the first steps, level, then down in a straight line to a hundredth."""
+    down = max(0.01, min(1.0, (1 - progress) / DECAY_SHARE))
+    return min(1.0, (step + 1) / WARM_UP_STEPS) * down
+
+
+def report(where: str, loss: float, factor: float, tokens: int, seconds: float) -> None:
+    print(f"{where} loss {loss:.4f} rate x{factor:.3f} {tokens / 1e6:.0f}M tokens {seconds:.0f} s", flush=True)
+
+
+def digest(model: nn.Module) -> str:
+    """Identifies the parameters as they are."""
+    found = hashlib.blake2b(digest_size=16, person=b"rekindle-train")
+    for name, parameter in sorted(model.state_dict().items()):
+        found.update(name.encode())
+        found.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
