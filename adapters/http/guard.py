@@ -22,6 +22,7 @@ from adapters.http.options import EdgeOptions
 from adapters.metrics import Metrics
 
 log = logging.getLogger("rekindle.http")
+MAX_HEAD_BYTES = 1 << 16
 PUBLIC = ("/health", "/v1/health")
 PREFLIGHT = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "600"}
 
@@ -48,6 +49,7 @@ class Guard:
             await send(message)
 
         try:
+            check_size(scope)
             self.check_host(headers)
             self.check_origin(headers)
             if scope["method"] == "OPTIONS" and origin is not None:
@@ -95,6 +97,14 @@ class Guard:
         if not any(matches):
             message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`."
             raise ApiError(401, message, "authentication_error", code="invalid_api_key")
+
+
+def check_size(scope: Scope) -> None:
+    """h11 only bounds a head that comes in several pieces."""
+    size = len(scope["raw_path"]) + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if size > MAX_HEAD_BYTES:
+        raise ApiError(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.", code="head_too_large")
 
 
 def digest(key: bytes) -> bytes:

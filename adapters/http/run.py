@@ -85,9 +85,11 @@ async def running(
 ) -> AsyncIterator[Run]:
     """Submit all jobs at once. Whatever has not ended when the block is left is cancelled as `client_gone`."""
     send, receive = anyio.create_memory_object_stream[Event](BUFFERED_EVENTS)
-    run = Run(receive, {one.index: door.submit(one.job) for one in planned})
+    run = Run(receive)
     try:
-        async with anyio.create_task_group() as tasks, receive, send:
+        async with receive, send, anyio.create_task_group() as tasks:
+            for one in planned:
+                run.tickets[one.index] = door.submit(one.job)
             for one in planned:
                 tasks.start_soon(_follow, run, one, tokenizer, options, send)
             if options.request_timeout_s is not None:

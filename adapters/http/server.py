@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import anyio
 import h11
 import uvicorn
 from attrs import define
@@ -21,9 +22,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from adapters.http.answer import ABORT
+from adapters.http.guard import MAX_HEAD_BYTES
 
 log = logging.getLogger("rekindle.http")
-MAX_HEAD_BYTES = 1 << 16
 BACKLOG = 2048
 
 
@@ -80,12 +81,25 @@ async def serve(
     try:
         await server.serve(sockets=[listener])
     finally:
+        with anyio.CancelScope(shield=True):
+            await server.drop()
         listener.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    """A listening socket. Made with its protocol named: asyncio then sets TCP_NODELAY, and a token is not held up."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class Server(uvicorn.Server):
@@ -100,6 +114,17 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         self.tell()
+
+    async def drop(self) -> None:
+        """What uvicorn leaves behind when it is cancelled or told to hurry."""
+        for listener in getattr(self, "servers", ()):
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        if self.started and not self.lifespan.shutdown_event.is_set():
+            await self.lifespan.shutdown()
 
 
 class Protocol(H11Protocol):

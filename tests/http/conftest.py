@@ -95,12 +95,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 async def shared(folder: Path) -> AsyncIterator[Site]:
-    """One server for tests that leave it as it was."""
+    """One server for tests that only send requests."""
     async with served(folder) as site:
         yield site
 
 
 @pytest.fixture
-async def site(folder: Path) -> AsyncIterator[Site]:
-    async with served(folder) as site:
-        yield site
+async def site(shared: Site) -> AsyncIterator[Site]:
+    """The same server with its engine as new, for tests that look at it or change it."""
+    shared.door.reset()
+    yield shared
+    shared.door.reset()

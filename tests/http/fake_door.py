@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from attrs import define, evolve, field
 
 from effects.ids import RequestId, Tokens
@@ -35,33 +35,35 @@ FINISHES: Mapping[CancelReason, Finish] = {
 class FakeTicket:
     request: RequestId
     job: Job
-    _send: MemoryObjectSendStream[Message]
-    _receive: MemoryObjectReceiveStream[Message]
+    messages: deque[Message] = field(factory=deque)
+    news: anyio.Event = field(factory=anyio.Event)
     reason: CancelReason | None = None
-    cancelled: anyio.Event = field(factory=anyio.Event)
     started: float = field(factory=time.monotonic)
     closed: Closed | None = None
     closed_at: float = 0.0
-    report: Report = Report(0)
+    report: Report = field(factory=lambda: Report(0))
 
     @staticmethod
     def make(request: int, job: Job) -> FakeTicket:
-        send, receive = anyio.create_memory_object_stream[Message](float("inf"))
-        return FakeTicket(RequestId(request), job, send, receive, report=Report(len(job.prompt)))
+        return FakeTicket(RequestId(request), job, report=Report(len(job.prompt)))
 
     async def __aiter__(self) -> AsyncIterator[Message]:
-        async with self._receive:
-            async for message in self._receive:
-                yield message
+        while True:
+            while not self.messages:
+                await self.news.wait()
+                self.news = anyio.Event()
+            message = self.messages.popleft()
+            yield message
+            if isinstance(message, Closed):
+                return
 
     def cancel(self, reason: CancelReason) -> None:
         if self.reason is None and self.closed is None:
             self.reason = reason
-            self.cancelled.set()
 
     def tell(self, message: Message) -> None:
-        with suppress(anyio.BrokenResourceError):  # nobody listens any more
-            self._send.send_nowait(message)
+        self.messages.append(message)
+        self.news.set()
 
     def close(self, finish: Finish, detail: str = "") -> None:
         assert self.closed is None
@@ -69,7 +71,6 @@ class FakeTicket:
         self.closed = Closed(finish, self.report, detail, {"Prefilling": spent / 2, "Speculating": spent / 2})
         self.closed_at = time.monotonic()
         self.tell(self.closed)
-        self._send.close()
 
     async def pause(self, seconds: float) -> bool:
         """Work for so long; False if the job was cancelled meanwhile: work is cut at the next chunk or round."""
@@ -80,7 +81,7 @@ class FakeTicket:
 Script = Callable[[Job], Iterator[int]]
 
 
-@define(eq=False)
+@define(eq=False, slots=False)
 class FakeDoor:
     """Set its fields to make it slow, full, or broken. `script` says what is answered to a job."""
 
@@ -99,7 +100,6 @@ class FakeDoor:
     waiting: int = 0
     busy: int = 0
     kept: list[Tokens] = field(factory=list)  # prompts whose rows are still there
-    _free: anyio.Condition = field(factory=anyio.Condition)
 
     @staticmethod
     @asynccontextmanager
@@ -107,6 +107,12 @@ class FakeDoor:
         async with anyio.create_task_group() as tasks:
             yield FakeDoor(script, tasks, **settings)
             tasks.cancel_scope.cancel()
+
+    def reset(self) -> None:
+        """As new, when nothing runs."""
+        fresh = FakeDoor(digest_script(20, 300), self.tasks)
+        for name in ("script", "per_round", "fail_after", "state", "kept", "tickets", "busy"):
+            setattr(self, name, getattr(fresh, name))
 
     def submit(self, job: Job) -> FakeTicket:
         ticket = FakeTicket.make(len(self.tickets), job)

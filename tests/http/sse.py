@@ -35,9 +35,5 @@ async def chunks(site: Site, path: str, body: dict[str, Any]) -> list[dict[str, 
 
 def text_of(found: list[dict[str, Any]], index: int = 0) -> str:
     """What one choice says, of either API."""
-    texts = []
-    for chunk in found:
-        for choice in chunk["choices"]:
-            if choice["index"] == index:
-                texts.append(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
-    return "".join(texts)
+    said = [choice for chunk in found for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in said)

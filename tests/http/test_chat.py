@@ -44,7 +44,12 @@ async def test_a_whole_answer_has_every_field_that_openais_clients_read(site: Si
     assert body["timings"]["predicted_n"] == len(tokens) + 1
     told = body["rekindle"]
     assert set(told["stages_ms"]) == {"Prefilling", "Speculating"}
-    assert (told["restored_tokens"], told["tier"], told["miss"], told["numerics"]) == (0, "none", "empty_store", "exact")
+    assert (told["restored_tokens"], told["tier"], told["miss"], told["numerics"]) == (
+        0,
+        "none",
+        "empty_store",
+        "exact",
+    )
     assert told["speculation"] == {"rounds": len(tokens) + 1, "proposed": 2 * (len(tokens) + 1), "accepted": 0}
 
 
@@ -108,7 +113,11 @@ async def test_several_choices_have_seeds_in_a_row_and_their_usage_adds_up(site:
         assert text_of(streamed, choice["index"]) == choice["message"]["content"]
     assert streamed[-1]["usage"]["completion_tokens"] == 15
     assert sum(bool(chunk["usage"]) for chunk in streamed) == 1
-    assert sorted(choice["index"] for chunk in streamed for choice in chunk["choices"] if choice["finish_reason"]) == [0, 1, 2]
+    assert sorted(choice["index"] for chunk in streamed for choice in chunk["choices"] if choice["finish_reason"]) == [
+        0,
+        1,
+        2,
+    ]
 
 
 async def test_a_seed_is_drawn_where_none_is_given(site: Site) -> None:
@@ -133,7 +142,11 @@ async def test_a_stop_string_over_token_borders_ends_the_answer_before_it(
         text, finish, usage = text_of(found), found[-2]["choices"][0]["finish_reason"], found[-1]["usage"]
     else:
         body = (await site.chat(stop="STOP")).json()
-        text, finish, usage = body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"], body["usage"]
+        text, finish, usage = (
+            body["choices"][0]["message"]["content"],
+            body["choices"][0]["finish_reason"],
+            body["usage"],
+        )
     assert (text, finish, usage["completion_tokens"]) == ("one two ", "stop", counted)
     assert site.door.tickets[0].reason in ("stop_string", None)
 

@@ -1,0 +1,245 @@
+"""Every wrong request is answered by an error that names what is wrong, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.http.conftest import Site, chat, served
+
+PATH = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+RAW = {
+    "not JSON": (b"{bad", "$", "not JSON"),
+    "empty": (b"", "$", "not JSON"),
+    "an array": (b"[]", "$", "must be an object"),
+    "null": (b"null", "$", "must be an object"),
+    "invalid UTF-8": (b'{"a": "\xff"}', "$", "not UTF-8"),
+    "half a surrogate": (
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        "$.messages[0].content",
+        "surrogate",
+    ),
+    "a surrogate in a key": (b'{"\\ud800": 1}', "$", "surrogate"),
+    "deep": (b"[" * 100_000 + b"]" * 100_000, "$", "nested deeper than 64"),
+    "a bit too deep": (b'{"a":' * 65 + b"1" + b"}" * 65, "$", "nested deeper than 64"),
+    "a long integer": (b'{"n": ' + b"9" * 5000 + b"}", "$", "not JSON that can be read"),
+    "infinity": (b'{"temperature": 1e999}', "$.temperature", "too large"),
+    "NaN": (b'{"temperature": NaN}', "$", "NaN is not a JSON number"),
+}
+
+FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 10**9}, "$.n", "from 1 to 8"),
+    ({"n": 0}, "$.n", "from 1 to 8"),
+    ({"max_tokens": -5}, "$.max_tokens", "an integer >= 1, not -5"),
+    ({"max_tokens": 5.7}, "$.max_tokens", "not 5.7"),
+    ({"max_tokens": "5"}, "$.max_tokens", 'not "5"'),
+    ({"max_tokens": True}, "$.max_tokens", "not true"),
+    ({"max_completion_tokens": 0}, "$.max_completion_tokens", "an integer >= 1"),
+    ({"stream": "false"}, "$.stream", "true or false"),
+    ({"stream_options": 1}, "$.stream_options", "must be an object"),
+    ({"stream_options": {"include_usage": 1}}, "$.stream_options.include_usage", "true or false"),
+    ({"stop": ["a"] * 17}, "$.stop", "at most 16 entries, not 17"),
+    ({"stop": ["a", ""]}, "$.stop[1]", "non-empty"),
+    ({"stop": ""}, "$.stop", "non-empty"),
+    ({"stop": "ä" * 129}, "$.stop", "at most 256 bytes, not 258"),
+    ({"stop": [5]}, "$.stop[0]", "non-empty string, not 5"),
+    ({"stop": 5}, "$.stop", "an array"),
+    ({"temperature": -1}, "$.temperature", "[0, 2], not -1"),
+    ({"temperature": 3}, "$.temperature", "[0, 2]"),
+    ({"temperature": "1"}, "$.temperature", "a number"),
+    ({"top_p": 0}, "$.top_p", "(0, 1]"),
+    ({"top_k": -1}, "$.top_k", "from 0"),
+    ({"min_p": 1.5}, "$.min_p", "[0, 1]"),
+    ({"repetition_penalty": 0}, "$.repetition_penalty", "(0, 10]"),
+    ({"presence_penalty": 2.5}, "$.presence_penalty", "[-2, 2]"),
+    ({"seed": 2**70}, "$.seed", "9223372036854775807"),
+    ({"seed": -1}, "$.seed", "from 0"),
+    ({"logit_bias": {"x": 1}}, "$.logit_bias", "not a token id"),
+    ({"logit_bias": {"999999": 1}}, "$.logit_bias", "from 0 to"),
+    ({"logit_bias": {"5": 101}}, "$.logit_bias.5", "[-100, 100]"),
+    ({"logit_bias": {"5": None}}, "$.logit_bias.5", "[-100, 100]"),
+    ({"logit_bias": {str(i): 0 for i in range(1025)}}, "$.logit_bias", "at most 1024"),
+    ({"stop_token_ids": [-1]}, "$.stop_token_ids[0]", "token id"),
+    ({"logprobs": 1}, "$.logprobs", "true or false"),
+    ({"top_logprobs": 2}, "$.top_logprobs", "needs `logprobs: true`"),
+    ({"logprobs": True, "top_logprobs": 21}, "$.top_logprobs", "from 0 to 20"),
+    ({"response_format": {"type": "json_object"}}, "$.response_format.type", "not supported"),
+    ({"response_format": {"type": "yaml"}}, "$.response_format.type", "one of 'text'"),
+    ({"response_format": "text"}, "$.response_format", "an object"),
+    ({"tool_choice": "required", "tools": [TOOL]}, "$.tool_choice", '"none" or "auto"'),
+    ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "$.tool_choice", '"none" or "auto"'),
+    ({"tools": [TOOL] * 513}, "$.tools", "at most 512"),
+    ({"tools": [{"type": "web_search"}]}, "$.tools[0].type", "'function'"),
+    ({"tools": [{"type": "function"}]}, "$.tools[0].function", "an object"),
+    ({"tools": [{"type": "function", "function": {"name": "a\nb"}}]}, "$.tools[0].function.name", "letters"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": "y" * 2**20}}}]},
+        "$.tools",
+        "bytes",
+    ),
+    ({"functions": [{}]}, "$.functions", "use `tools`"),
+    ({"modalities": ["text", "audio"]}, "$.modalities", "text only"),
+    ({"chat_template": "{{ 1 }}"}, "$.chat_template", "checkpoint's own"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "$.chat_template_kwargs", "may not be set"),
+    ({"chat_template_kwargs": {"x" * 10**5: 1}}, "$.chat_template_kwargs", "may not be set"),
+    ({"chat_template_kwargs": {"enable_thinking": "no"}}, "$.chat_template_kwargs.enable_thinking", "true or false"),
+    ({"reasoning_effort": "extreme"}, "$.reasoning_effort", "one of"),
+    ({"speculation": "on"}, "$.speculation", "'auto', 'off'"),
+    ({"cache_salt": "x"}, "$.cache_salt", "not supported"),
+    ({"prefix_cache": "off"}, "$.prefix_cache", "an object"),
+    *[
+        ({"prefix_cache": {"scope": s}}, "$.prefix_cache.scope", '"auto:N" or N')
+        for s in ("on", "auto:", "auto:0", "0")
+    ],
+    *[({"prefix_cache": {"scope": s}}, "$.prefix_cache.scope", '"auto:N" or N') for s in (0, -1, True, 1.5, 10**7, [])],
+    *[({"prefix_cache": {"window": w}}, "$.prefix_cache.window", "positive integer") for w in (0, "x", True, 1.5)],
+    ({"model": 5}, "$.model", "a string"),
+    ({"messages": []}, "$.messages", "at least one message"),
+    ({"messages": None}, "$.messages", "at least one message"),
+    ({"messages": "hi"}, "$.messages", "an array"),
+    ({"messages": ["hi"]}, "$.messages[0]", "an object"),
+    ({"messages": [{"content": "x"}]}, "$.messages[0].role", "one of"),
+    ({"messages": [{"role": "zzz", "content": "x"}]}, "$.messages[0].role", 'not "zzz"'),
+    ({"messages": [{"role": "user"}]}, "$.messages[0].content", "a string or an array"),
+    ({"messages": [{"role": "user", "content": 5}]}, "$.messages[0].content", "not 5"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "$.messages[0].content[0]", "an object"),
+    ({"messages": [{"role": "user", "content": [{"type": "zzz"}]}]}, "$.messages[0].content[0].type", "'text'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "$.messages[0].content[0].text", "a string"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        "$.messages[0].content[0].type",
+        "reads text only",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "$.messages[0].content[0].type",
+        "reads text only",
+    ),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "$.messages[0].tool_call_id", "id of a tool call"),
+    (
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "none"}]},
+        "$.messages[0].tool_call_id",
+        "id of a tool call",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]}]},
+        "$.messages[0].tool_calls[0].function.arguments",
+        "a string",
+    ),
+    ({"messages": [{"role": "assistant", "content": None}]}, "$.messages[0].content", "a string"),
+]
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/tokenize"])
+async def test_a_body_that_is_not_good_json_is_a_400(shared: Site, path: str, name: str) -> None:
+    raw, param, says = RAW[name]
+    response = await shared.client.post(path, content=raw, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+async def test_a_byte_order_mark_is_fine_and_of_two_equal_keys_the_last_holds(shared: Site) -> None:
+    raw = b"\xef\xbb\xbf" + b'{"prompt": 5, "prompt": "x", "max_tokens": 1}'
+    response = await shared.client.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), FIELDS, ids=lambda value: str(value)[:60])
+async def test_a_wrong_field_is_named(shared: Site, fields: dict[str, Any], param: str, says: str) -> None:
+    before = len(shared.door.tickets)
+    response = await shared.post(PATH, chat(**fields))
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error.keys() >= {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert says in error["message"]
+    assert len(error["message"]) < 600
+    assert len(shared.door.tickets) == before
+
+
+@pytest.mark.parametrize("scope", ["off", "full", "auto", "auto:30", "500", 500, None])
+@pytest.mark.parametrize("window", [1, "1", 1_000_000, None])
+async def test_every_good_scope_and_window_is_accepted(shared: Site, scope: object, window: object) -> None:
+    response = await shared.chat(max_tokens=1, prefix_cache={"scope": scope, "window": window})
+    assert response.status_code == 200
+    assert shared.door.tickets[-1].job.lookup == (scope != "off")
+
+
+async def test_the_cache_can_also_be_declined_as_llama_cpp_does(shared: Site) -> None:
+    await shared.chat(max_tokens=1, cache_prompt=False)
+    assert not shared.door.tickets[-1].job.lookup
+
+
+async def test_a_single_stop_string_is_not_taken_for_a_list_of_letters(shared: Site) -> None:
+    assert (await shared.chat(stop="abc", max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+async def test_an_unknown_model_is_a_404_whatever_its_name(shared: Site, path: str) -> None:
+    for name in ("other", "small\n\x1b[31m", "x" * 10_000):
+        response = await shared.post(path, {**chat(), "prompt": "x", "model": name})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "$.model")
+        assert "\n" not in error["message"]
+        assert len(error["message"]) < 400
+
+
+async def test_a_huge_conversation_is_refused_with_its_counts(shared: Site) -> None:
+    response = await shared.chat("word " * 5000)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["code"] == "context_length_exceeded"
+    assert error["n_prompt_tokens"] > error["n_ctx"] == 4096
+
+
+async def test_a_checkpoint_without_a_template_serves_completions_only(tmp_path: Any) -> None:
+    async with served(checkpoint(tmp_path, None)) as site:
+        response = await site.chat()
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "no_chat_template"
+        assert (await site.complete("x", max_tokens=1)).status_code == 200
+
+
+async def test_a_template_may_refuse_fail_or_hang_and_the_server_goes_on(tmp_path: Any) -> None:
+    source = """{%- set text = messages[0].content %}
+    {%- if text == 'no' %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {%- if text == 'bug' %}{{ messages.nothing.at_all }}{% endif %}
+    {%- if text == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}
+    {{- text }}"""
+    async with served(checkpoint(tmp_path, source)) as site:
+        refused, bug, hang = [await site.chat(text) for text in ("no", "bug", "hang")]
+        assert refused.status_code == 400
+        assert "roles must alternate" in refused.json()["error"]["message"]
+        assert [response.status_code for response in (bug, hang)] == [500, 500]
+        assert bug.json()["error"]["type"] == hang.json()["error"]["type"] == "template_error"
+        assert hang.headers["x-should-retry"] == "false"
+        assert (await site.chat("fine", max_tokens=1)).status_code == 200
+
+
+def checkpoint(folder: Any, template: str | None) -> Any:
+    from tests.text import small  # noqa: PLC0415
+
+    return small.write(folder, template)
+
+
+async def test_every_error_is_json_that_clients_can_parse(shared: Site) -> None:
+    for method, path, status in (
+        ("GET", "/nothing", 404),
+        ("GET", PATH, 405),
+        ("POST", "/health", 405),
+        ("PUT", "/", 405),
+    ):
+        response = await shared.client.request(method, path)
+        assert response.status_code == status
+        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert ("allow" in response.headers) == (status == 405)
+        json.dumps(response.json())

@@ -1,0 +1,117 @@
+"""Legacy completions: prompts of every kind, logprobs as lm_eval reads them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.http.conftest import Site
+from tests.http.sse import chunks, text_of
+
+PATH = "/v1/completions"
+
+
+async def test_a_prompt_may_be_text_texts_ids_or_lists_of_ids(site: Site) -> None:
+    first, second = site.text.tokenizer.encode_now(["The quick", "brown fox"])
+    kinds = {"one": ["The quick", list(first)], "two": [["The quick", "brown fox"], [list(first), list(second)]]}
+    for many, prompt in [(many, prompt) for many, prompts in kinds.items() for prompt in prompts]:
+        site.door.tickets.clear()
+        body = (await site.complete(prompt, max_tokens=2)).json()
+        expected = [first, second] if many == "two" else [first]
+        assert [ticket.job.prompt for ticket in site.door.tickets] == expected
+        assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
+        assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+        assert body["usage"]["completion_tokens"] == 2 * len(expected)
+
+
+async def test_choices_are_numbered_prompt_by_prompt(site: Site) -> None:
+    body = (await site.complete(["a", "b"], n=2, seed=5, max_tokens=3)).json()
+    assert [ticket.job.sampling.seed for ticket in site.door.tickets] == [5, 6, 5, 6]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"] | {"prompt_tokens": 2, "completion_tokens": 12} == body["usage"]
+
+
+async def test_a_whole_answer_and_a_stream_say_the_same(site: Site) -> None:
+    site.say("über 東京 😀")
+    body = (await site.complete("x")).json()
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["choices"] == [{"index": 0, "text": "über 東京 😀", "logprobs": None, "finish_reason": "stop"}]
+    found = await chunks(site, PATH, {"prompt": "x", "stream_options": {"include_usage": True}})
+    assert text_of(found) == "über 東京 😀"
+    assert found[-2]["choices"][0]["finish_reason"] == "stop"
+    assert found[-1]["usage"]["completion_tokens"] == body["usage"]["completion_tokens"]
+
+
+async def test_logprobs_are_lists_side_by_side(site: Site) -> None:
+    tokens = site.say("ab 😀")
+    body = (await site.complete("x", logprobs=2)).json()
+    told = body["choices"][0]["logprobs"]
+    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(tokens)
+    assert told["text_offset"][:2] == [0, len(told["tokens"][0])]
+    assert told["token_logprobs"][0] == -0.5
+    assert all(1 <= len(alternatives) <= 2 for alternatives in told["top_logprobs"])
+    assert any(token.startswith("bytes:\\x") for token in told["tokens"])
+    streamed = await chunks(site, PATH, {"prompt": "x", "logprobs": 2})
+    parts = [chunk["choices"][0]["logprobs"] for chunk in streamed if chunk["choices"][0]["logprobs"]]
+    assert [token for part in parts for token in part["tokens"]] == told["tokens"]
+    assert [offset for part in parts for offset in part["text_offset"]] == told["text_offset"]
+    none = (await site.complete("x", logprobs=0)).json()["choices"][0]["logprobs"]
+    assert none["top_logprobs"] == [{}] * len(tokens)
+
+
+async def test_control_tokens_in_a_prompt_are_text_unless_asked_for(site: Site) -> None:
+    for fields in ({}, {"parse_special": True}):
+        assert (await site.complete("<|im_start|>user", max_tokens=1, **fields)).status_code == 200
+    typed, parsed = (ticket.job.prompt for ticket in site.door.tickets)
+    assert 1 not in typed
+    assert parsed[0] == 1
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], ["a", ""], None, 5, ["a", 1], [["a"]], [1, -1], [1, 10**9], [True], {}]
+)
+async def test_a_prompt_that_is_none_of_these_is_refused(shared: Site, prompt: object) -> None:
+    error = (await shared.complete(prompt)).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].startswith("$.prompt")
+
+
+async def test_the_number_of_prompts_is_capped_before_they_are_encoded(shared: Site) -> None:
+    response = await shared.complete(["x"] * 65)
+    assert response.status_code == 400
+    assert "at most 64 entries, not 65" in response.json()["error"]["message"]
+
+
+async def test_the_context_is_exactly_as_long_as_it_is(shared: Site) -> None:
+    for tokens, status in ((4095, 200), (4096, 400), (4097, 400)):
+        response = await shared.complete([30] * tokens, max_tokens=5)
+        assert response.status_code == status
+        if status == 200:
+            assert response.json()["usage"]["completion_tokens"] == 1
+            assert response.json()["choices"][0]["finish_reason"] == "length"
+        else:
+            error = response.json()["error"]
+            assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == (
+                "context_length_exceeded",
+                tokens,
+                4096,
+            )
+            assert f"{tokens} tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True}, "$.echo"),
+        ({"suffix": "end"}, "$.suffix"),
+        ({"best_of": 2}, "$.best_of"),
+        ({"logprobs": 21}, "$.logprobs"),
+        ({"logprobs": True}, "$.logprobs"),
+    ],
+)
+async def test_what_is_not_supported_is_refused_by_name(shared: Site, fields: dict, param: str) -> None:
+    response = await shared.complete("x", **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    harmless = {"echo": False, "suffix": "", "best_of": 1, "max_tokens": 1}
+    assert (await shared.complete("x", **harmless)).status_code == 200

@@ -1,0 +1,335 @@
+"""Streams, cancellation, deadlines, full queues, slow readers, shutdown."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import httpx
+import pytest
+
+from adapters.http.run import ENGINE_GRACE_S
+from tests.http.conftest import Site, chat, served
+from tests.http.sse import chunks, events, stream, text_of
+
+PATH = "/v1/chat/completions"
+
+
+async def until(condition: Callable[[], object], seconds: float = 3) -> float:
+    """Wait for it; returns how long it took."""
+    start = time.monotonic()
+    with anyio.fail_after(seconds):
+        while not condition():
+            await anyio.sleep(0.005)
+    return time.monotonic() - start
+
+
+def raw_post(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    lines = [f"POST {PATH} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    return "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content
+
+
+async def read_on(connection: anyio.abc.SocketStream) -> None:
+    while True:
+        await connection.receive()
+
+
+async def stop_once_started(site: Site) -> None:
+    await until(lambda: site.door.tickets and site.door.tickets[0].report.completion_tokens > 2)
+    site.serving.stop(now=True)
+
+
+SLOW = {"prefill": {"chunk_s": 0.05, "chunk": 1}, "decode": {"round_s": 0.05}, "queue": {"slots": 0}}
+
+
+@pytest.mark.parametrize("phase", SLOW)
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_client_that_leaves_is_noticed_at_once_wherever_its_job_is(
+    folder: Path, phase: str, streamed: bool
+) -> None:
+    async with served(folder, door=SLOW[phase]) as site:
+        with anyio.move_on_after(0.3):
+            await site.post(PATH, chat(stream=streamed, max_tokens=500))
+        assert site.door.tickets
+        (ticket,) = site.door.tickets
+        assert await until(lambda: ticket.closed) < 1
+        assert ticket.closed is not None
+        assert (ticket.reason, ticket.closed.finish) == ("client_gone", "cancelled")
+        assert site.door.busy == site.door.waiting == 0
+
+
+async def test_a_client_that_half_closes_its_connection_has_left(folder: Path) -> None:
+    async with served(folder, door={"round_s": 0.05}) as site:
+        request = raw_post(chat(stream=True))
+        async with await anyio.connect_tcp("127.0.0.1", site.serving.port) as connection:
+            await connection.send(request)
+            await until(lambda: site.door.tickets)
+            await connection.send_eof()
+            await until(lambda: site.door.tickets[0].reason == "client_gone")
+
+
+async def test_all_choices_of_a_request_are_cancelled_together(folder: Path) -> None:
+    async with served(folder, door={"round_s": 0.05}) as site:
+        with anyio.move_on_after(0.3):
+            await site.chat(n=3)
+        await until(lambda: len(site.door.tickets) == 3 and all(ticket.closed for ticket in site.door.tickets))
+        assert {ticket.reason for ticket in site.door.tickets} == {"client_gone"}
+
+
+async def test_a_client_that_does_not_read_is_given_up_and_others_go_on(folder: Path) -> None:
+    async with served(folder, door={"per_round": 50, "round_s": 0.001}, write_timeout_s=0.5, max_ctx=1 << 20) as site:
+        request = raw_post(chat(stream=True, logprobs=True, top_logprobs=20))
+        async with await anyio.connect_tcp("127.0.0.1", site.serving.port) as connection:
+            await connection.send(request)
+            await until(lambda: site.door.tickets and site.door.tickets[0].reason, seconds=20)
+            assert site.door.tickets[0].reason == "client_gone"
+            assert (await site.chat(max_tokens=1)).status_code == 200
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await read_on(connection)  # what was on its way, then the end
+
+
+async def test_a_full_queue_is_a_429_with_retry_after_streamed_or_not(folder: Path) -> None:
+    async with served(folder, door={"slots": 0, "max_queue": 0}) as site:
+        site.door.status = lambda: {"state": "ready"}  # the edge learns it from the ticket
+        for streamed in (True, False):
+            response = await site.post(PATH, chat(stream=streamed))
+            assert response.status_code == 429
+            assert response.headers["retry-after"] == "1"
+            assert response.json()["error"]["code"] == "queue_full"
+
+
+async def test_one_of_several_choices_that_finds_no_place_takes_the_others_with_it(folder: Path) -> None:
+    async with served(folder, door={"slots": 1, "max_queue": 1, "round_s": 0.01}) as site:
+        response = await site.chat(n=4)
+        assert response.status_code == 429
+        await until(lambda: all(ticket.closed for ticket in site.door.tickets))
+
+
+async def test_a_flood_is_queued_up_to_the_limit_and_the_rest_is_told_quickly(folder: Path) -> None:
+    async with served(folder, door={"slots": 4, "max_queue": 32, "round_s": 0.02}) as site:
+        statuses: Counter[int] = Counter()
+        refused_after: list[float] = []
+
+        async def one() -> None:
+            async with await anyio.connect_tcp("127.0.0.1", site.serving.port) as connection:
+                start = time.monotonic()
+                await connection.send(raw_post(chat(max_tokens=5)))
+                status = int((await connection.receive())[9:12])
+                statuses[status] += 1
+                if status == 429:
+                    refused_after.append(time.monotonic() - start)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(500):
+                tasks.start_soon(one)
+        assert set(statuses) == {200, 429}
+        assert statuses[200] >= 36
+        assert sum(statuses.values()) == 500
+        assert sorted(refused_after)[len(refused_after) // 2] < 1  # all at once, on a busy machine
+        assert (await site.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_request_past_its_deadline_is_a_504_or_an_error_event(folder: Path, streamed: bool) -> None:
+    async with served(folder, door={"round_s": 0.05}, request_timeout_s=0.3) as site:
+        if streamed:
+            _, found = await stream(site, PATH, chat())
+            assert json.loads(found[-1])["error"]["code"] == "deadline_exceeded"
+        else:
+            response = await site.chat()
+            assert response.status_code == 504
+            assert response.headers["x-should-retry"] == "false"
+        assert site.door.tickets[0].reason == "deadline"
+
+
+async def test_a_deadline_holds_even_if_the_engine_says_nothing_any_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ENGINE_GRACE_S > 1
+    monkeypatch.setattr("adapters.http.run.ENGINE_GRACE_S", 0.2)
+    async with served(folder, door={"hang_after": 2}, request_timeout_s=0.2) as site:
+        assert (await site.chat()).status_code == 504
+
+
+async def test_a_failed_job_is_a_500_that_keeps_the_details_for_the_log(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(folder, door={"fail_after": 0}) as site:
+        with caplog.at_level(logging.INFO, "rekindle.http"):
+            response = await site.chat()
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        assert "secret" not in response.text
+        assert sum("secret detail" in record.getMessage() for record in caplog.records) == 1
+        site.door.fail_after = None
+        assert (await site.chat(max_tokens=1)).status_code == 200
+
+
+async def test_a_bug_in_the_edge_is_a_500_and_the_server_goes_on(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(folder) as site:
+        submit = site.door.submit
+        site.door.submit = lambda _: 1 / 0
+        response = await site.chat()
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "ZeroDivision" not in response.text
+        assert sum("a bug in the HTTP edge" in record.getMessage() for record in caplog.records) == 1
+        site.door.submit = submit
+        assert (await site.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+async def test_a_long_prefill_is_kept_alive_by_comments_and_by_events(folder: Path, path: str) -> None:
+    async with served(folder, door={"chunk_s": 0.5, "chunk": 1000}, keepalive_s=0.1) as site:
+        site.say("ok")
+        _, found = await stream(site, path, {**chat(), "prompt": "x"})
+        beats = [place for place, event in enumerate(found) if event.startswith(":")]
+        assert len(beats) >= 3
+        for place in beats:
+            (choice,) = json.loads(found[place + 1])["choices"]
+            assert choice["finish_reason"] is None
+            assert not choice.get("delta")
+            assert not choice.get("text")
+        said = [json.loads(event) for event in found[:-1] if not event.startswith(":")]
+        assert text_of(said) == "ok"
+
+
+async def test_progress_comes_while_the_prompt_is_computed(folder: Path) -> None:
+    async with served(folder, door={"chunk_s": 0.05}) as site:
+        body = chat("some words " * 20, return_progress=True, stream=True, max_tokens=1)
+        times: list[float] = []
+        async with site.client.stream("POST", PATH, json=body) as response:
+            async for event in events(response):
+                if "prompt_progress" in event:
+                    told = json.loads(event)["prompt_progress"]
+                    times.append(time.monotonic())
+                    assert 0 <= told["processed"] <= told["total"]
+                    assert told["time_ms"] >= 0
+        assert len(times) > 4
+        assert times[-1] - times[0] > 0.1
+
+
+async def test_equal_request_ids_do_not_mix_answers(shared: Site) -> None:
+    answers: dict[int, str] = {}
+
+    async def one(seed: int) -> None:
+        headers = {"x-request-id": "same"}
+        body = await shared.post(PATH, chat(seed=seed, max_tokens=8), headers=headers)
+        answers[seed] = body.json()["choices"][0]["message"]["content"]
+
+    async with anyio.create_task_group() as tasks:
+        for seed in range(8):
+            tasks.start_soon(one, seed)
+    for seed in range(8):
+        again = await shared.chat(seed=seed, max_tokens=8)
+        assert again.json()["choices"][0]["message"]["content"] == answers[seed]
+    assert len(set(answers.values())) > 1
+
+
+@pytest.mark.timeout(90)
+async def test_a_very_long_prompt_does_not_hold_up_other_streams(folder: Path) -> None:
+    async with served(folder, door={"round_s": 0.01}) as site:
+        gaps: list[float] = []
+
+        async def listen() -> None:
+            last = time.monotonic()
+            async with site.client.stream("POST", PATH, json=chat(stream=True, max_tokens=150)) as response:
+                async for event in events(response):
+                    if '"content":"' in event:
+                        gaps.append(time.monotonic() - last)
+                        last = time.monotonic()
+
+        content = json.dumps(chat("The quick brown fox " * 100_000)).encode()  # 2 MB in one line
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listen)
+            tasks.start_soon(listen)
+            await anyio.sleep(0.2)
+            response = await site.client.post(PATH, content=content, headers={"content-type": "application/json"})
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert len(gaps) > 100
+        assert sorted(gaps)[-3] < 0.3
+
+
+async def test_a_stream_that_was_accepted_ends_with_an_error_when_the_engine_shuts_down(folder: Path) -> None:
+    async with served(folder, door={"round_s": 0.02}) as site:
+        async with site.client.stream("POST", PATH, json=chat(stream=True)) as response:
+            found = []
+            async for event in events(response):
+                found.append(event)
+                if len(found) == 3:
+                    site.door.state = "draining"
+                    site.door.tickets[0].cancel("shutdown")
+        assert json.loads(found[-1])["error"]["code"] == "unavailable"
+        refused = await site.chat()
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+
+
+async def test_a_stopped_server_lets_open_streams_finish_and_takes_no_more(folder: Path) -> None:
+    async with served(folder, door={"round_s": 0.02}) as site:
+        async with site.client.stream("POST", PATH, json=chat(stream=True, max_tokens=20)) as response:
+            found = []
+            async for event in events(response):
+                found.append(event)
+                if len(found) == 2:
+                    site.serving.stop()
+        assert found[-1] == "[DONE]"
+        with pytest.raises(httpx.ConnectError):
+            await site.client.get("/health")
+
+
+async def test_a_server_told_to_stop_now_drops_its_streams(folder: Path) -> None:
+    async with served(folder, door={"round_s": 0.05}) as site:
+        start = time.monotonic()
+        site.door.tasks.start_soon(stop_once_started, site)
+        with pytest.raises(httpx.HTTPError):
+            await stream(site, PATH, chat())
+        assert time.monotonic() - start < 2
+        await until(lambda: site.door.tickets[0].reason == "client_gone")
+
+
+async def test_a_port_that_is_taken_is_an_os_error(folder: Path) -> None:
+    from adapters.http.server import serve  # noqa: PLC0415
+
+    async with served(folder) as site:
+        with pytest.raises(OSError, match="in use"):
+            await serve(lambda *_: None, "127.0.0.1", site.serving.port, on_listening=lambda _: None)
+
+
+async def test_small_answers_are_not_held_up_in_the_socket(shared: Site) -> None:
+    times = []
+    for _ in range(15):
+        start = time.monotonic()
+        assert (await shared.client.get("/health")).status_code == 200
+        times.append(time.monotonic() - start)
+    assert sorted(times)[7] < 0.02  # 40 ms with Nagle's algorithm and delayed acknowledgements
+
+
+async def test_nothing_is_left_open_after_many_requests(folder: Path) -> None:
+    async with served(folder) as site:
+        site.say("ok")
+
+        def descriptors() -> int:
+            return len(list(Path("/proc/self/fd").iterdir()))
+
+        async def some(count: int) -> None:
+            for _ in range(count):
+                await site.chat()
+                await chunks(site, PATH, chat())
+                await site.chat(n=0)
+
+        await some(5)
+        before = descriptors()
+        await some(30)
+        assert descriptors() <= before + 2
+        assert all(ticket.closed for ticket in site.door.tickets)
