@@ -1,0 +1,307 @@
+"""Carries device effects out on a shard: slots are opened, prompts prefilled chunk by chunk, rounds run as one batch.
+
+Everything happens on the lane, in the order of the calls. What cannot be done for one request is that request's
+failure; a launch that makes no sense is a bug and raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from attrs import frozen
+
+from adapters.device.lane import DeviceLane
+from adapters.device.sampling import NotFinite, Pick, Picked, Row, Sampler, pick
+from adapters.device.slots import SlotState
+from adapters.models.shard import Segment, Shard, Step
+from effects.all import Ask, Launch, Outcome
+from effects.ids import DeviceFailed, RequestId, Tokens
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.round import RoundDone, RunRound
+
+log = logging.getLogger("rekindle.device")
+
+REAL_ROWS = 16  # up to here `fast` runs real row counts: padding costs most there, and every count keeps its buffers
+
+# Carries out one effect on the lane; raises torch.OutOfMemoryError where that is what happened.
+Handler: TypeAlias = Callable[[RequestId, Any], Outcome]
+# A draft: for each slot at most so many tokens that may follow its last one. Called on the lane.
+Propose: TypeAlias = Callable[[Sequence[tuple[SlotState, int]]], Sequence[Tokens]]
+
+
+class Vocabulary(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class Target(Shard, Protocol):
+    """A shard, or several behind one, that takes tokens and gives logits."""
+
+    @property
+    def config(self) -> Vocabulary: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a slot."""
+        ...
+
+
+@frozen(eq=False)
+class Member:
+    """One request's part in a batched round: its last token and what may follow."""
+
+    index: int  # in the launch
+    slot: int
+    state: SlotState
+    fed: Tokens
+
+    @property
+    def rows(self) -> list[Row]:
+        """Each picks the token after one that is fed, presuming the proposals up to there."""
+        first = self.state.valid + 1
+        return [Row(self.state.sampler, first + row, self.fed[1 : row + 1]) for row in range(len(self.fed))]
+
+
+def row_counts(rungs: Sequence[int], *, fast: bool) -> tuple[int, ...]:
+    """The row counts that an executor of these rungs runs forwards with: a shard must accept them all."""
+    return tuple(sorted({*rungs, *(range(1, REAL_ROWS + 1) if fast else ())}))
+
+
+class DeviceExecutor:
+    """Opens slots and performs launches on `shard`; it and the lane belong to the executor, which closes them.
+
+    rungs: the proven row counts, the largest being a prefill's chunk. fast: small batches run at their real row
+    count instead, which may change bits; the shard must accept `row_counts(rungs, fast=fast)`. handlers: what carries
+    out the effects beyond opening, prefill and rounds, by type. propose: the draft, where there is one.
+    """
+
+    def __init__(
+        self,
+        shard: Target,
+        rungs: Sequence[int],
+        *,
+        lane: DeviceLane,
+        fast: bool = False,
+        handlers: Mapping[type, Handler] | None = None,
+        propose: Propose | None = None,
+    ) -> None:
+        self._shard, self._lane = shard, lane
+        self._rungs = row_counts(rungs, fast=fast)
+        self._chunk = max(rungs)
+        self._propose = propose
+        self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
+        self._slots: dict[int, SlotState | DeviceFailed] = {}
+        self._flying: set[RequestId] = set()
+        self._abandoned: set[RequestId] = set()
+        self.last_launch_ms = 0.0
+
+    # --- called on the event loop ---
+
+    def open(self, request: RequestId, effect: OpenSlot) -> None:
+        """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why."""
+        self._lane.post(partial(self._open, request, effect), partial(self._not_opened, effect.slot))
+
+    async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
+        """One outcome per ask, in order. A bug raises: an effect without a handler, a batch of anything but rounds."""
+        requests = {ask.request for ask in launch.asks}
+        self._flying |= requests
+        try:
+            return await self._lane.run(partial(self._carry_out, launch.asks))
+        finally:
+            self._flying -= requests
+            self._abandoned -= requests
+
+    def abandon(self, request: RequestId) -> None:
+        """What is in flight for it and has not started will not start; what has started finishes."""
+        if request in self._flying:
+            self._abandoned.add(request)
+
+    def close(self, timeout_s: float = 10) -> bool:
+        """Give the memory back and end the lane. False if it was still busy after `timeout_s`."""
+        if not self._lane.closed:
+            self._lane.post(self._shard.close, lambda error: log.error("closing the shard failed", exc_info=error))
+        return self._lane.close(timeout_s)
+
+    # --- called on the lane ---
+
+    def abandoned(self, request: RequestId) -> bool:
+        """For handlers that take long: should this one stop?"""
+        return request in self._abandoned
+
+    def serving(self, slot: int, request: RequestId) -> SlotState | DeviceFailed:
+        """The slot's state, if it was opened for this request."""
+        state = self._slots.get(slot)
+        if state is None:
+            return DeviceFailed("broken", f"slot {slot} was never opened")
+        if isinstance(state, SlotState) and state.request != request:
+            return DeviceFailed("broken", f"slot {slot} serves request {state.request}, not {request}")
+        return state
+
+    def _open(self, request: RequestId, effect: OpenSlot) -> None:
+        slot, source, keep, prompt = effect.slot, effect.source, effect.keep, effect.prompt
+        slots, capacity, vocab = self._shard.slots, self._shard.capacity, self._shard.config.vocab_size
+        if not (0 <= slot < slots and 0 <= source < slots):
+            raise ValueError(f"slots {slot} and {source} are not both in 0..{slots - 1}")
+        if not 0 < len(prompt) <= capacity:
+            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit 1..{capacity} rows")
+        if not 0 <= keep < len(prompt):
+            raise ValueError(f"{keep} rows to keep of a prompt of {len(prompt)}; the last one is always computed")
+        if not (min(prompt) >= 0 and max(prompt) < vocab):
+            raise ValueError(f"the prompt has tokens that are not in 0..{vocab - 1}")
+        if keep:
+            origin = self._slots.get(source)
+            if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):
+                raise ValueError(f"slot {source} does not hold the first {keep} tokens of the prompt")
+            if source != slot:
+                self._shard.copy_rows(source, slot, keep)
+        sampler = Sampler(effect.sampling, prompt, vocab, self._lane.device)
+        self._slots[slot] = SlotState(request, list(prompt), keep, sampler)
+
+    def _not_opened(self, slot: int, error: BaseException) -> None:
+        """Broken whatever the reason: nobody may believe in this slot's rows."""
+        self._slots[slot] = DeviceFailed("broken", f"slot {slot} could not be opened: {error}")
+
+    def _carry_out(self, asks: tuple[Ask, ...]) -> tuple[Outcome, ...]:
+        started = time.perf_counter_ns()
+        try:
+            if all(isinstance(ask.effect, RunRound) for ask in asks):
+                return self._rounds(asks)
+            if len(asks) != 1:
+                raise ValueError("only rounds are batched")
+            return (self._one(*asks),)
+        finally:
+            self.last_launch_ms = (time.perf_counter_ns() - started) / 1e6
+
+    def _one(self, ask: Ask) -> Outcome:
+        handler = self._handlers.get(type(ask.effect))
+        if handler is None:
+            raise LookupError(f"{type(ask.effect).__name__} has no handler on the device")
+        if self.abandoned(ask.request):
+            return abandoned(ask.request)
+        try:
+            return handler(ask.request, ask.effect)
+        except Exception as error:
+            if ran_out_of_memory(error):
+                return out_of_memory(error)
+            raise
+
+    def _prefill(self, request: RequestId, effect: RunPrefill) -> Outcome:
+        state = self.serving(effect.slot, request)
+        if isinstance(state, DeviceFailed):
+            return state
+        start, stop = effect.start, effect.stop
+        if start != state.valid:
+            return DeviceFailed("broken", f"slot {effect.slot} has {state.valid} rows; a chunk cannot start at {start}")
+        if not 0 < stop - start <= self._chunk or stop > len(state.tokens):
+            limits = f"at most {self._chunk} of the prompt's {len(state.tokens)}"
+            return DeviceFailed("broken", f"slot {effect.slot}: rows {start}..{stop} are not {limits}")
+        step = Step((Segment(effect.slot, start, stop - start),), self._rung(stop - start))
+        self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
+        if self._lane.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # or the host would run ahead of what it acknowledges
+        state.valid = stop
+        return PrefillAdvanced(stop)
+
+    def _rounds(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
+        outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)
+        taken: dict[int, tuple[int, SlotState, int]] = {}
+        for index, ask in enumerate(asks):
+            effect: RunRound = ask.effect  # type: ignore[assignment] # all of them are
+            state = self._ready(ask.request, effect)
+            if isinstance(state, DeviceFailed):
+                outcomes[index] = state
+            elif effect.slot in taken:
+                outcomes[index] = DeviceFailed("broken", f"slot {effect.slot} is in the batch already")
+            else:
+                taken[effect.slot] = (index, state, effect.propose)
+        if not taken:
+            return tuple(outcomes)
+        try:
+            members = self._draft(taken)
+            for member, picks in zip(members, self._verify(members), strict=True):
+                outcomes[member.index] = commit(member, picks)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            for index, _, _ in taken.values():
+                outcomes[index] = out_of_memory(error)
+        return tuple(outcomes)
+
+    def _ready(self, request: RequestId, effect: RunRound) -> SlotState | DeviceFailed:
+        if self.abandoned(request):
+            return abandoned(request)
+        state = self.serving(effect.slot, request)
+        if isinstance(state, DeviceFailed):
+            return state
+        here = f"slot {effect.slot} has {state.valid} rows for {len(state.tokens)} tokens, the last {state.tokens[-1]}"
+        if (effect.position, effect.position + 1, effect.token) != (state.valid, len(state.tokens), state.tokens[-1]):
+            return DeviceFailed("broken", f"{here}; a round cannot feed {effect.token} at {effect.position}")
+        if effect.position >= self._shard.capacity:
+            return DeviceFailed("broken", f"slot {effect.slot} is full: it has {self._shard.capacity} rows")
+        return state
+
+    def _draft(self, taken: Mapping[int, tuple[int, SlotState, int]]) -> list[Member]:
+        """Whoever may be proposed to and has room is, all in one call."""
+        proposals: dict[int, Tokens] = {}
+        room = {slot: min(most, self._shard.capacity - state.valid - 1) for slot, (_, state, most) in taken.items()}
+        drafting = [slot for slot in taken if room[slot] > 0]
+        if self._propose is not None and drafting:
+            drafted = self._propose([(taken[slot][1], room[slot]) for slot in drafting])
+            proposals = dict(zip(drafting, drafted, strict=True))
+        return [
+            Member(index, slot, state, (state.tokens[-1], *proposals.get(slot, ())[: room[slot]]))
+            for slot, (index, state, _) in taken.items()
+        ]
+
+    def _verify(self, members: Sequence[Member]) -> list[list[Picked]]:
+        """One forward for all: what the target picks after each token that is fed."""
+        segments = tuple(Segment(member.slot, member.state.valid, len(member.fed)) for member in members)
+        rows = [row for member in members for row in member.rows]
+        step = Step(segments, self._rung(len(rows)))
+        forward = self._shard.forward(step, torch.tensor([token for member in members for token in member.fed]))
+        picks = iter(pick(self._shard.logits(step, forward.hidden), rows))
+        return [[next(picks) for _ in member.fed] for member in members]
+
+    def _rung(self, rows: int) -> int:
+        for rung in self._rungs:
+            if rung >= rows:
+                return rung
+        raise ValueError(f"{rows} rows are more than the largest rung, {self._rungs[-1]}")
+
+
+def commit(member: Member, picks: Sequence[Picked]) -> RoundDone | DeviceFailed:
+    """Keep the proposals that the target picked too, and its first pick that differs or goes beyond them."""
+    proposals = member.fed[1:]
+    kept: list[Pick] = []
+    for picked, proposal in zip(picks, (*proposals, None), strict=True):
+        if isinstance(picked, NotFinite):
+            if not kept:
+                return DeviceFailed("broken", f"slot {member.slot}: {picked.detail}")
+            break
+        kept.append(picked)
+        if picked.token != proposal:
+            break
+    tokens = tuple(picked.token for picked in kept)
+    member.state.commit(tokens)
+    logprobs = tuple(picked.logprob for picked in kept if picked.logprob is not None)
+    return RoundDone(tokens, len(proposals), logprobs)
+
+
+def abandoned(request: RequestId) -> DeviceFailed:
+    return DeviceFailed("abandoned", f"request {request} was abandoned before this started")
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(error: Exception) -> DeviceFailed:
+    return DeviceFailed("out_of_memory", str(error).partition("\n")[0] or "out of memory")

@@ -1,0 +1,111 @@
+"""The device lane: the one OS thread that owns a device and carries work out in the order it was handed over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
+
+import anyio
+import torch
+from anyio.lowlevel import current_token
+from attrs import define, field
+
+T = TypeVar("T")
+log = logging.getLogger("rekindle.device")
+
+
+class LaneClosed(RuntimeError):
+    """Work was handed to a lane that takes no more."""
+
+
+@define(eq=False)
+class _Awaited(Generic[T]):
+    """A piece of work, and the event loop that hears when it is done."""
+
+    work: Callable[[], T]
+    wake: Callable[[Callable[[], object]], object]  # from any thread: runs its argument on the event loop
+    done: anyio.Event = field(factory=anyio.Event)
+    result: T | None = None
+    error: BaseException | None = None
+
+    def carry_out(self) -> None:
+        try:
+            self.result = self.work()
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the work is awaited
+            self.error = error
+        try:
+            self.wake(self.done.set)
+        except RuntimeError:  # the event loop has closed, so nobody waits any more
+            log.debug("work on the lane outlived its event loop")
+
+
+@define(eq=False)
+class _Posted:
+    """A piece of work that nobody awaits, and who hears when it fails."""
+
+    work: Callable[[], object]
+    failed: Callable[[BaseException], object]
+
+    def carry_out(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:  # noqa: BLE001 - whoever posted it is told
+            self.failed(error)
+
+
+class DeviceLane:
+    """Work enters from the event loop's thread, in order, and is never cancelled once it is in.
+
+    The thread runs in torch's inference mode, with `device` current. Outside it no torch call needs either.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._queue: SimpleQueue[_Awaited[Any] | _Posted | None] = SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=f"lane-{self.device}", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises, on the lane's thread. A cancelled caller waits for it all the same."""
+        loop = cast("asyncio.AbstractEventLoop", current_token().native_token)
+        awaited = _Awaited(work, loop.call_soon_threadsafe)
+        self._put(awaited)
+        with anyio.CancelScope(shield=True):
+            await awaited.done.wait()
+        if awaited.error is not None:
+            raise awaited.error
+        return awaited.result  # type: ignore[return-value] # set, since there is no error
+
+    def post(self, work: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
+        """Do it in its turn; nobody waits. An exception goes to `failed`, on the lane, before anything posted later."""
+        self._put(_Posted(work, failed))
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self, timeout_s: float = 10) -> bool:
+        """Take no more, finish what is in, end the thread. False if it was still busy after `timeout_s`."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _put(self, job: _Awaited[Any] | _Posted) -> None:
+        if self._closed:
+            raise LaneClosed(f"the lane of {self.device} is closed")
+        self._queue.put(job)
+
+    def _work(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with torch.inference_mode():
+            while (job := self._queue.get()) is not None:
+                job.carry_out()
+                del job  # what it refers to is not kept alive while the lane waits

@@ -1,0 +1,55 @@
+"""Counter-based Gumbel noise: what is drawn depends on seed, position and token id, and on nothing else.
+
+The generator is SplitMix64 (Steele, Lea & Flood 2014), read at random instead of in sequence. With arithmetic modulo
+2**64 and >>> for a shift that fills with zeros:
+
+    key   = blake2b(seed as 8 bytes | position as 8 bytes, digest_size=8), all little-endian
+    z     = key + (token + 1) * 0x9E3779B97F4A7C15
+    z     = (z ^ (z >>> 30)) * 0xBF58476D1CE4E5B9
+    z     = (z ^ (z >>> 27)) * 0x94D049BB133111EB
+    bits  = z ^ (z >>> 31)
+    u     = ((bits >>> 12) + 1/2) / 2**52           exact in float64, never 0 nor 1
+    noise = -log(-log(u))                           from about -3.6 to 36.7
+
+The integers are the same on every device. The logarithms are too within one device, whatever the batch, as long as a
+row has the same shape: a vectorised loop may finish with scalar code that rounds differently.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+FIRST = 0xBF58476D1CE4E5B9 - 2**64
+SECOND = 0x94D049BB133111EB - 2**64
+
+
+def key_of(seed: int, position: int) -> int:
+    """The key of the token at `position`, as a signed 64-bit integer."""
+    return int.from_bytes(blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest(), "little", signed=True)
+
+
+def bits_of(keys: Tensor, tokens: Tensor) -> Tensor:
+    """keys int64 `[..., 1]`, token ids int64 `[V]` -> 64 random bits each, int64 `[..., V]`."""
+    z = keys + (tokens + 1) * GOLDEN
+    z = z.bitwise_xor_(_shift(z, 30)).mul_(FIRST)
+    z = z.bitwise_xor_(_shift(z, 27)).mul_(SECOND)
+    return z.bitwise_xor_(_shift(z, 31))
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    """Torch shifts int64 arithmetically; the mask takes the copies of the sign away."""
+    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def gumbel(draws: Iterable[tuple[int, int]], vocab: int, device: torch.device | str = "cpu") -> Tensor:
+    """Standard Gumbel noise for each (seed, position): float64 `[draws, vocab]`."""
+    keys = torch.tensor([key_of(seed, position) for seed, position in draws], dtype=torch.int64)
+    bits = bits_of(keys.unsqueeze(1).to(device, non_blocking=True), torch.arange(vocab, device=device))
+    uniform = _shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_()

@@ -1,0 +1,179 @@
+"""Picks tokens from logits, exactly and reproducibly.
+
+The order is logit bias, repetition penalty, presence and frequency penalties, temperature, top-k, top-p, min-p, then
+the largest of logit + Gumbel noise (`noise.py`). Greedy is the largest logit, the lowest token id winning ties. A pick
+depends on its own row only: what could round differently in another shape runs row by row on a host, and on a GPU only
+elementwise operations and integer sums see more than one row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters.device.noise import gumbel
+from adapters.device.truncation import allowed, column, leaders, rank_keys
+from effects.ids import Tokens
+from effects.job import Sampling
+from effects.round import Logprob
+
+
+class Sampler:
+    """How one request's tokens are picked, and what its penalties have seen so far. Made anew for every request.
+
+    prompt: every token before the answer, restored ones included. vocab: V. Raises ValueError for a bias on a token
+    that the model does not have.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Tokens, vocab: int, device: torch.device | str = "cpu") -> None:
+        self.sampling = sampling
+        self._device = torch.device(device)
+        self._bias = _bias(sampling, vocab, self._device)
+        self._seen: Tensor | None = None  # bool [V]: in the prompt or in the answer
+        self._counts: Tensor | None = None  # float32 [V]: how often in the answer
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(vocab, dtype=torch.bool, device=self._device)
+            self._seen.index_fill_(0, self._ids(sorted(set(prompt))), True)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            self._counts = torch.zeros(vocab, device=self._device)
+
+    @property
+    def plain(self) -> bool:
+        """The model's logits are used as they are."""
+        return self._bias is None and self._seen is None and self._counts is None
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """These are part of the answer now."""
+        if self._seen is not None:
+            self._seen.index_fill_(0, self._ids(tokens), True)
+        if self._counts is not None:
+            self._counts.index_add_(0, self._ids(tokens), torch.ones(len(tokens), device=self._device))
+
+    def adjusted(self, logits: Tensor, drafted: Sequence[int] = ()) -> Tensor:
+        """float32 `[V]` with bias and penalties, as if `drafted` were the end of the answer. `logits` stays as is."""
+        sampling, logits = self.sampling, logits.clone()
+        seen, counts = self._seen, self._counts
+        if self._bias is not None:
+            logits.index_add_(0, *self._bias)
+        if seen is not None:
+            if drafted:
+                seen = seen.index_fill(0, self._ids(drafted), True)
+            penalty = torch.full_like(logits, sampling.repetition_penalty)
+            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        if counts is not None:
+            if drafted:
+                counts = counts.index_add(0, self._ids(drafted), torch.ones(len(drafted), device=self._device))
+            logits -= counts * sampling.frequency_penalty
+            logits -= (counts > 0) * sampling.presence_penalty
+        return logits
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64).to(self._device, non_blocking=True)
+
+
+def _bias(sampling: Sampling, vocab: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    values = dict(sampling.logit_bias)
+    if not values:
+        return None
+    for token in values:
+        if not 0 <= token < vocab:
+            raise ValueError(f"logit_bias names token {token}; the model's are 0..{vocab - 1}")
+    return torch.tensor(list(values), device=device), torch.tensor(list(values.values()), device=device)
+
+
+@frozen(eq=False)
+class Row:
+    """Whose the row of logits is, the position of the token that is picked from it, and what it presumes.
+
+    drafted: the proposals that this row's prefix ends with, beyond what the sampler knows.
+    """
+
+    sampler: Sampler
+    position: int
+    drafted: Tokens = ()
+
+
+@frozen
+class Pick:
+    token: int
+    logprob: Logprob | None = None  # when the request asked for them
+
+
+@frozen
+class NotFinite:
+    """The row's logits hold NaN or infinity; nothing was picked."""
+
+    detail: str
+
+
+Picked: TypeAlias = Pick | NotFinite
+
+
+def pick(logits: Tensor, rows: Sequence[Row]) -> list[Picked]:
+    """One token a row. logits: float32 `[at least len(rows), V]`; waits for the device once, whatever is asked for.
+
+    Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature.
+    """
+    raw = logits[: len(rows)]
+    odd = [index for index, row in enumerate(rows) if not row.sampler.plain]
+    used = raw.clone() if odd else raw
+    for index in odd:
+        used[index] = rows[index].sampler.adjusted(raw[index], rows[index].drafted)
+    lowest, highest = used.amin(-1), used.amax(-1)  # both propagate NaN; faster than aminmax
+    tokens = used.argmax(-1)
+    sampled = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
+    if sampled:
+        at = torch.tensor(sampled).to(raw.device, non_blocking=True)
+        tokens[at] = draw(
+            used[at], [rows[index].sampler.sampling for index in sampled], [rows[index].position for index in sampled]
+        )
+    found = [torch.stack((tokens.double(), lowest.double(), highest.double()), -1).flatten()]
+    wanted = [(index, row.sampler.sampling.logprobs) for index, row in enumerate(rows)]
+    found += [_logprobs(raw[index], tokens[index], count) for index, count in wanted if count >= 0]
+    return _read(torch.cat(found).tolist(), rows, logits.shape[-1])
+
+
+def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """Sample each row at its temperature: float32 `[R, V]` -> int64 `[R]`."""
+    if logits.device.type == "cpu" and len(logits) > 1:
+        each = zip(logits.unbind(), samplings, positions, strict=True)
+        return torch.cat([draw(row.unsqueeze(0), [sampling], [position]) for row, sampling, position in each])
+    scaled = logits.double()
+    scaled = scaled - scaled.amax(-1, keepdim=True)
+    scaled /= column([sampling.temperature for sampling in samplings], scaled)
+    draws = [(sampling.seed, position) for sampling, position in zip(samplings, positions, strict=True)]
+    scores = scaled + gumbel(draws, logits.shape[-1], logits.device)
+    keep = allowed(logits, scaled, samplings)
+    if keep is not None:
+        scores.masked_fill_(~keep, -math.inf)
+    return scores.argmax(-1)
+
+
+def _logprobs(logits: Tensor, token: Tensor, count: int) -> Tensor:
+    """Float64 `[1 + 2 min(count, V)]`: the token's, then its alternatives' ids, then theirs."""
+    every = torch.log_softmax(logits.double(), -1)
+    ids = leaders(rank_keys(logits), min(count, len(logits)))
+    return torch.cat((every.gather(0, token.reshape(1)), ids.double(), every[ids]))
+
+
+def _read(values: list[float], rows: Sequence[Row], vocab: int) -> list[Picked]:
+    picks: list[Picked] = []
+    after = 3 * len(rows)
+    for index, row in enumerate(rows):
+        token, lowest, highest = values[3 * index : 3 * index + 3]
+        logprob: Logprob | None = None
+        if row.sampler.sampling.logprobs >= 0:
+            count = min(row.sampler.sampling.logprobs, vocab)
+            ids, theirs = values[after + 1 : after + 1 + count], values[after + 1 + count : after + 1 + 2 * count]
+            logprob = values[after], tuple((int(id_), value) for id_, value in zip(ids, theirs, strict=True))
+            after += 1 + 2 * count
+        if math.isfinite(lowest) and math.isfinite(highest):
+            picks.append(Pick(int(token), logprob))
+        else:
+            picks.append(NotFinite(f"the logits for position {row.position} are not finite"))
+    return picks

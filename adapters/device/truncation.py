@@ -1,0 +1,78 @@
+"""Top-k, top-p and min-p: which tokens may be drawn. Every comparison is exact, so a row's neighbours cannot matter.
+
+Probabilities are summed as integers, whose sums are the same in any order; ties go to the lower token id by
+construction, since every token's rank key is unique.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from effects.job import Sampling
+
+SCALE = 2.0**40  # the likeliest token's integer weight; 2**22 tokens of it still sum exactly
+SHORT = 512  # on a host a nucleus is looked for here first, since sorting a large vocabulary takes longer than a layer
+_LOW = 0xFFFFFFFF
+
+
+def rank_keys(logits: Tensor) -> Tensor:
+    """Float32 `[..., V]` -> int64, unique in a row: larger means likelier, or as likely and of a lower token id."""
+    bits = (logits + 0.0).view(torch.int32).long()  # adding 0 makes -0 equal to 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered << 32) | (_LOW - torch.arange(logits.shape[-1], device=logits.device))
+
+
+def leaders(keys: Tensor, count: int) -> Tensor:
+    """Token ids of the `count` largest keys, likeliest first: int64 `[..., count]`."""
+    return _LOW - (torch.topk(keys, count).values & _LOW)
+
+
+def allowed(logits: Tensor, scaled: Tensor, samplings: Sequence[Sampling]) -> Tensor | None:
+    """Bool `[R, V]`, or None where no row truncates.
+
+    logits: float32 `[R, V]`. scaled: float64 `[R, V]`, (logits - their maximum) / temperature. The order is top-k,
+    top-p over what it left, min-p. The likeliest token always stays.
+    """
+    keep: Tensor | None = None
+    if any(sampling.top_k or sampling.top_p < 1 for sampling in samplings):
+        keep = _prefix(logits, scaled, samplings)
+    if any(sampling.min_p for sampling in samplings):
+        least = [math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings]
+        above = scaled >= column(least, scaled)
+        keep = above if keep is None else keep & above
+    return keep
+
+
+def _prefix(logits: Tensor, scaled: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Top-k and top-p both keep the first few of the tokens in order of likelihood."""
+    vocab = logits.shape[-1]
+    limits = [min(sampling.top_k or vocab, vocab) for sampling in samplings]
+    keys, weights = rank_keys(logits), (scaled.exp() * SCALE).long()
+    limit, mass = column(limits, weights), column([sampling.top_p for sampling in samplings], scaled)
+    unlimited = limit >= vocab
+    whole = weights.sum(-1, keepdim=True)
+    for width in _widths(limits, vocab, logits.device):
+        ids = leaders(keys, width)
+        within = torch.arange(width, device=logits.device) < limit
+        ranked = weights.gather(-1, ids).mul_(within)
+        before = ranked.cumsum(-1) - ranked
+        total = torch.where(unlimited, whole, ranked.sum(-1, keepdim=True))
+        kept = within & ((before.double() < total.double() * mass) | (mass >= 1))
+        if width == max(limits) or not bool(kept[:, -1].any()):
+            break
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, kept)
+
+
+def _widths(limits: Sequence[int], vocab: int, device: torch.device) -> tuple[int, ...]:
+    """How many leaders to look at. Where looking twice means waiting for the device, all at once."""
+    most = max(limits)
+    return (SHORT, most) if device.type == "cpu" and most == vocab > SHORT else (most,)
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """One value a row, `[R, 1]`, in the dtype and on the device of `like`; the host does not wait."""
+    return torch.tensor(values, dtype=like.dtype).unsqueeze(1).to(like.device, non_blocking=True)
