@@ -20,7 +20,11 @@ class BlocksRestored:
 
 @frozen
 class RestoreBlocks:
-    """Load rows `[start, stop)` into the slot. Whatever comes of it, the lease is released with the outcome."""
+    """Load rows `[start, stop)` into the slot. Whatever comes of it, the lease is released with the outcome.
+
+    They are written on the device's lane, behind what was asked of it before: another slot may still be copied from
+    this one, and this one not be open yet.
+    """
 
     outcomes: ClassVar = (BlocksRestored, StoreFailed)
     lane: ClassVar = Lane.STORE

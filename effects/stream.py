@@ -43,6 +43,9 @@ class CloseStream:
 
 @frozen
 class Abandon:
-    """Stop what runs for this request as soon as may be: a flag is set, and the real outcome still comes."""
+    """Stop what is in flight for this request as soon as may be: a flag is set, and the real outcome still comes.
+
+    The flag goes with that outcome: a snapshot or a parking that is asked for later is carried out.
+    """
 
     outcomes: ClassVar = ()

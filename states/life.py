@@ -228,7 +228,7 @@ def serve(hold: Hold, prompt: Tokens) -> Hold:
     shared = common(hold.settings.grain, hold.rows, prompt)
     hold = evolve(hold, prompt=prompt, compressed=True)
     valid = usable(hold, shared)
-    return evolve(hold, valid=valid, restored=min(hold.restored, valid))
+    return evolve(hold, valid=valid, restored=min(hold.restored, valid), tier=hold.tier if valid else "none")
 
 
 def common(grain: int, one: Tokens, other: Tokens) -> int:

@@ -1,0 +1,284 @@
+"""A device and a store that check what they are asked for: every row knows which tokens it stands for.
+
+A row's value is a chain over all tokens up to it, computed from the row below it, as attention would. So a row that was
+computed, copied or loaded over rows of something else is wrong for good, and whoever builds on it is told.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any, TypeAlias
+
+from attrs import define, field, frozen
+
+from effects.all import Ask, Launch
+from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
+from effects.ids import DeviceFailed, FailureKind, LeaseId, RequestId, StoreFailed, Tokens
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pflash import CompressPrompt, PromptCompressed
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored, RestoreBlocks
+from effects.round import RoundDone, RunRound
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from states.settings import Settings
+
+Answer: TypeAlias = tuple[RequestId, Any]
+NOTHING = -1  # a row that stands for nothing
+VOCABULARY = 11  # few, so that sequences meet again; token 0 stops
+
+
+def rows_of(tokens: Tokens, below: int = 0) -> list[int]:
+    rows = []
+    for token in tokens:
+        below = hash((below, token))
+        rows.append(below)
+    return rows
+
+
+def pick(row: int, seed: int, position: int) -> int:
+    """What the target says after a row: a function of all tokens so far, the seed and the position only."""
+    return hash((row, seed, position)) % VOCABULARY
+
+
+def answer_of(prompt: Tokens, seed: int, length: int) -> Tokens:
+    """What is said after a prompt by a request that is alone in the world."""
+    tokens = list(prompt)
+    row = rows_of(prompt)[-1]
+    for position in range(len(prompt) - 1, len(prompt) - 1 + length):
+        tokens.append(pick(row, seed, position))
+        row = hash((row, tokens[-1]))
+    return tuple(tokens[len(prompt) :])
+
+
+def shortened(prompt: Tokens) -> Tokens:
+    """What a compression makes of a prompt: its head, every third token, and its last one."""
+    return (*prompt[:4], *prompt[4:-1:3], prompt[-1])
+
+
+@define
+class DeviceSlot:
+    rows: list[int]
+    tokens: list[int] = field(factory=list)  # what is served: the prompt, then what was picked
+    seed: int = 0
+    owner: RequestId | None = None
+    broken: bool = False  # refuses all work until it is opened again
+
+
+@frozen
+class Transfer:
+    """Rows on their way into a slot. Written on the lane, like everything else that touches one."""
+
+    ask: Ask
+    rows: tuple[int, ...]
+
+
+@define
+class Device:
+    """Carries out what is on its lane, one thing after the other."""
+
+    settings: Settings
+    rng: random.Random
+    store: Store
+    failures: float
+    slots: list[DeviceSlot] = field(init=False)
+    lane: deque[Ask | Launch | Transfer] = field(factory=deque)
+    abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
+    draft: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        self.slots = [DeviceSlot([NOTHING] * self.settings.max_context) for _ in range(self.settings.slots)]
+
+    def step(self) -> list[Answer]:
+        """The next thing on the lane; what it answers, member by member."""
+        match self.lane.popleft():
+            case Launch(asks):
+                rounds = [ask for ask in asks if isinstance(ask.effect, RunRound)]
+                assert len(asks) == 1 or len(rounds) == len(asks), "only rounds are batched"
+                assert len({ask.request for ask in asks}) == len(asks)
+                answers = [(ask.request, self.perform(ask)) for ask in asks]
+                self.abandoned -= {ask.request for ask in asks}
+                return answers
+            case Ask(request, OpenSlot() as opening):
+                self.open(request, opening)
+                return []
+            case Transfer() as transfer:
+                return [(transfer.ask.request, self.write(transfer))]
+            case other:
+                raise AssertionError(other)
+
+    def open(self, request: RequestId, opening: OpenSlot) -> None:
+        slot, source = self.slots[opening.slot], self.slots[opening.source]
+        assert opening.keep < len(opening.prompt), "the last prompt token is always computed"
+        assert opening.keep % self.settings.grain == 0, "kept rows end at a cache position"
+        wanted = rows_of(opening.prompt[: opening.keep])
+        slot.broken = opening.keep > 0 and source.broken
+        assert slot.broken or source.rows[: opening.keep] == wanted, "a slot is opened on rows that are not there"
+        slot.rows[: opening.keep] = wanted
+        slot.tokens, slot.seed, slot.owner = list(opening.prompt), opening.sampling.seed, request
+
+    def perform(self, ask: Ask) -> Any:
+        failed = self.failure(ask.request)
+        match ask.effect:
+            case RunPrefill(number) | RunRound(number) | SaveSnapshot(number):
+                slot = self.slots[number]
+                assert slot.owner == ask.request, "work in a slot that was opened for somebody else"
+                if slot.broken:
+                    return DeviceFailed("broken", "the slot went out of step")
+                return self.perform_in(slot, ask.effect, failed)
+            case CompressPrompt(prompt):
+                if failed is None and self.rng.random() < 0.7:
+                    self.store.memo[prompt] = shortened(prompt)
+                return failed or PromptCompressed(shortened(prompt), ((0, 4),))
+            case UnparkDraft():
+                assert not self.draft, "the draft is here already"
+                self.draft = failed is None
+                return failed or DraftUnparked()
+            case ParkDraft():
+                assert self.draft, "the draft is not here"
+                self.draft = failed is not None
+                return failed or DraftParked()
+            case other:
+                raise AssertionError(other)
+
+    def perform_in(self, slot: DeviceSlot, effect: Any, failed: DeviceFailed | None) -> Any:
+        match effect:
+            case RunPrefill(_, start, stop):
+                return self.prefill(slot, start, stop, failed)
+            case RunRound():
+                return self.round(slot, effect, failed)
+            case SaveSnapshot(_, tokens):
+                assert tokens
+                assert len(tokens) % self.settings.grain == 0
+                assert slot.rows[: len(tokens)] == rows_of(tokens), "a snapshot of something else"
+                if failed is None:
+                    self.store.keep(tokens)
+                return failed or SnapshotSaved(len(tokens), len(tokens))
+
+    def failure(self, request: RequestId) -> DeviceFailed | None:
+        if request in self.abandoned and self.rng.random() < 0.5:
+            return DeviceFailed("abandoned", "the flag was seen")
+        if self.rng.random() < self.failures:
+            return DeviceFailed(self.rng.choice(DEVICE_FAILURES), "simulated")
+        return None
+
+    def prefill(self, slot: DeviceSlot, start: int, stop: int, failed: DeviceFailed | None) -> Any:
+        assert 0 < stop - start <= self.settings.chunk, "a chunk has a limit"
+        assert stop < len(slot.tokens), "the last prompt token is fed by a round"
+        assert slot.rows[:start] == rows_of(tuple(slot.tokens[:start])), "a chunk on rows that are not there"
+        below = slot.rows[start - 1] if start else 0
+        slot.rows[start:stop] = rows_of(tuple(slot.tokens[start:stop]), below)
+        if failed is None:
+            return PrefillAdvanced(stop)
+        self.spoil(slot, start, failed)
+        return failed
+
+    def round(self, slot: DeviceSlot, one: RunRound, failed: DeviceFailed | None) -> Any:
+        at = one.position
+        assert self.draft or not one.propose, "proposals without a draft"
+        assert one.propose <= self.settings.block
+        assert len(slot.tokens) == at + 1, "a round out of step"
+        assert slot.tokens[at] == one.token, "a round that feeds another token"
+        assert slot.rows[:at] == rows_of(tuple(slot.tokens[:at])), "a round on rows that are not there"
+        assert at + 1 + one.propose < self.settings.max_context
+        if failed is not None:
+            self.spoil(slot, at, failed)
+            return failed
+        picked: list[int] = []
+        for position in range(at, at + 1 + self.rng.randint(0, one.propose)):
+            slot.rows[position] = rows_of((slot.tokens[position],), slot.rows[position - 1] if position else 0)[0]
+            picked.append(pick(slot.rows[position], slot.seed, position))
+            slot.tokens.append(picked[-1])
+        self.forget(slot, at + len(picked))
+        return RoundDone(tuple(picked), one.propose)
+
+    def write(self, transfer: Transfer) -> Any:
+        answer = self.written(transfer)
+        self.store.abandoned.discard(transfer.ask.request)
+        return answer
+
+    def written(self, transfer: Transfer) -> Any:
+        restore = transfer.ask.effect
+        assert isinstance(restore, RestoreBlocks)
+        slot = self.slots[restore.slot]
+        assert slot.owner == transfer.ask.request, "rows for a slot that was opened for somebody else"
+        if slot.broken:
+            self.store.let_go(restore.lease)
+            return StoreFailed("broken", "the slot went out of step")
+        wanted = rows_of(tuple(slot.tokens))[restore.start : restore.stop]
+        assert list(transfer.rows) == wanted, "rows of another prompt"
+        self.store.let_go(restore.lease)
+        roll = self.rng.random()
+        stop = restore.stop - self.settings.grain * (roll < 0.1)
+        slot.rows[restore.start : stop] = transfer.rows[: stop - restore.start]
+        if transfer.ask.request in self.store.abandoned and roll > 0.5:
+            return StoreFailed("abandoned", "the flag was seen")
+        if roll > 1 - self.failures:
+            slot.rows[restore.start] = NOTHING
+            return StoreFailed("io", "simulated")
+        return BlocksRestored(restore.start, stop, stop - restore.start)
+
+    def spoil(self, slot: DeviceSlot, start: int, failed: DeviceFailed) -> None:
+        """What was not acknowledged may be anything; of a broken slot, everything may."""
+        if failed.kind == "broken":
+            slot.rows, slot.broken = [NOTHING] * self.settings.max_context, True
+        self.forget(slot, start)
+
+    def forget(self, slot: DeviceSlot, start: int) -> None:
+        end = min(start + self.settings.chunk, self.settings.max_context)
+        slot.rows[start:end] = [NOTHING] * (end - start)
+
+
+DEVICE_FAILURES: tuple[FailureKind, ...] = ("out_of_memory", "timed_out", "broken", "io")
+
+
+@define
+class Store:
+    """Prefixes that were kept, evicted at random but never from under a lease."""
+
+    settings: Settings
+    rng: random.Random
+    failures: float
+    kept: dict[Tokens, None] = field(factory=dict)
+    memo: dict[Tokens, Tokens] = field(factory=dict)
+    leases: dict[LeaseId, Tokens] = field(factory=dict)
+    abandoned: set[RequestId] = field(factory=set)
+    given: int = 0
+
+    def keep(self, tokens: Tokens) -> None:
+        for length in range(self.settings.grain, len(tokens) + 1, self.settings.grain):
+            self.kept[tokens[:length]] = None
+        while len(self.kept) > 40:
+            del self.kept[next(iter(self.kept))]
+
+    def let_go(self, lease: LeaseId) -> None:
+        assert self.leases.pop(lease, None) is not None, "a lease is used that nobody holds"
+
+    def find(self, find: FindPrefix) -> Any:
+        if self.rng.random() < self.failures:
+            return StoreFailed("io", "simulated")
+        served = self.memo.get(find.prompt) if find.memo else None
+        prompt = find.prompt if served is None else served
+        lengths = range(self.settings.grain, len(prompt) + 1, self.settings.grain)
+        longest = max((length for length in lengths if prompt[:length] in self.kept), default=0)
+        if longest <= find.beyond and self.rng.random() < 0.8:
+            return PrefixMissed(f"diverged_at:{longest}", served)
+        self.given += 1
+        self.leases[LeaseId(self.given)] = prompt[:longest]
+        load_ns = self.rng.choice((0, 10, 50, 200, 5000))
+        return PrefixFound(LeaseId(self.given), longest, self.rng.choice(("host", "disk")), load_ns, served)
+
+    def load(self, ask: Ask) -> Transfer | StoreFailed:
+        """Read what the lease keeps; it goes into the slot over the device's lane."""
+        restore = ask.effect
+        assert isinstance(restore, RestoreBlocks)
+        assert restore.lease in self.leases, "a restore without a lease"
+        tokens = self.leases[restore.lease]
+        assert restore.start < restore.stop <= len(tokens), "a restore beyond what was found"
+        if self.rng.random() < self.failures:
+            self.let_go(restore.lease)
+            return StoreFailed("io", "simulated")
+        return Transfer(ask, tuple(rows_of(tokens)[restore.start : restore.stop]))
+
+    def release(self, release: ReleasePrefix) -> None:
+        self.let_go(release.lease)
