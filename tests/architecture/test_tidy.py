@@ -1,0 +1,80 @@
+"""The house rules that can be read off the source text."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("effects", "states", "engine", "adapters")
+CODE = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/*.py"))
+ALL = sorted([*CODE, *(ROOT / "tests").glob("**/*.py"), *(ROOT / "benchmarks").glob("**/*.py")])
+UNFINISHED = ("TO" + "DO", "FIX" + "ME", "X" + "XX", "NotImplemented" + "Error")
+BROAD = {"Exception", "BaseException"}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def broad_handlers(module: ast.AST) -> Iterator[int]:
+    """Lines that catch everything; cleaning up and raising again is something else."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ExceptHandler) and not (isinstance(node.body[-1], ast.Raise) and not node.body[-1].exc):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(one is None or (isinstance(one, ast.Name) and one.id in BROAD) for one in caught):
+                yield node.lineno
+
+
+@pytest.mark.parametrize("path", CODE, ids=name)
+def test_a_file_says_in_its_first_line_what_it_is_for(path: Path) -> None:
+    said = ast.get_docstring(tree(path))
+    assert said
+    assert path.read_text().startswith('"""'), "the docstring comes first"
+
+
+@pytest.mark.parametrize("path", CODE, ids=name)
+def test_nothing_is_left_unfinished(path: Path) -> None:
+    text = path.read_text()
+    assert not [word for word in UNFINISHED if word in text]
+
+
+@pytest.mark.parametrize("path", ALL, ids=name)
+def test_imports_are_absolute_and_by_name(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            assert "*" not in {alias.name for alias in node.names}, f"line {node.lineno}: a star import"
+
+
+@pytest.mark.parametrize("path", ALL, ids=name)
+def test_no_file_knows_whose_machine_it_was_written_on(path: Path) -> None:
+    assert not re.findall(r"/(?:home|Users|root|work)/\w+/", path.read_text())
+
+
+def test_failures_are_caught_broadly_in_one_place_of_the_engine() -> None:
+    """Where executors are called. Everywhere else an exception is a bug and stops the engine."""
+    broad = [name(path) for path in CODE if path.is_relative_to(ROOT / "engine") for _ in broad_handlers(tree(path))]
+    assert broad == ["engine/runner.py"]
+
+
+def test_the_core_catches_nothing() -> None:
+    core = [path for path in CODE if path.parent.name in ("states", "effects")]
+    assert not [name(path) for path in core for node in ast.walk(tree(path)) if isinstance(node, ast.Try)]
+
+
+@pytest.mark.parametrize("package", ["effects", "states", "engine"])
+def test_files_and_functions_stay_small(package: str) -> None:
+    for path in (ROOT / package).glob("**/*.py"):
+        assert len(path.read_text().splitlines()) <= 400, name(path)
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 70, f"{name(path)}: {node.name}"
