@@ -1,0 +1,177 @@
+"""The fold: admission, refusal, cancellation and turns, as sequences of events and what is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from effects.all import Ask, Launch
+from effects.draft import DraftUnparked, UnparkDraft
+from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.job import Report
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.round import RoundDone, RunRound
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from states.invariants import check
+from states.life import Cancelled, Draining, Event, Prefilling, Submitted, Waiting
+from states.machine import IllegalEvent
+from states.settings import Settings
+from states.slots import Slot
+from states.world import Out, World, advance, begin
+from tests.states.builders import DRAFT, HERE, ONE, PLAIN, PROMPT, THREE, TWO, a_hold, a_job
+
+SMALL = evolve(PLAIN, slots=1, max_queue=1)
+GONE = Cancelled("client_gone")
+
+
+def after(settings: Settings, *events: tuple[RequestId, Event]) -> tuple[World, tuple[Out, ...]]:
+    """The world after these events, and what the last one asked for."""
+    world, outs = begin(settings), tuple[Out, ...]()
+    for request, event in events:
+        world, outs = advance(world, request, event)
+        check(world)
+    return world, outs
+
+
+def submitted(request: RequestId, **changes: Any) -> tuple[RequestId, Event]:
+    return request, Submitted(a_job(**changes))
+
+
+def alone(request: RequestId, effect: Any) -> Launch:
+    return Launch((Ask(request, effect),))
+
+
+def test_a_request_is_admitted_and_launched_in_the_event_that_submits_it() -> None:
+    world, outs = after(PLAIN, submitted(ONE))
+    assert outs == (
+        Ask(ONE, ReportProgress(0, 21, 0)),
+        Ask(ONE, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling)),
+        alone(ONE, RunPrefill(HERE, 0, 8)),
+    )
+    assert world.requests == {ONE: Prefilling(a_hold())}
+    assert world.slots.slots == (Slot(holder=ONE), Slot())
+
+
+def test_a_full_house_lets_wait_and_a_full_queue_refuses() -> None:
+    world, outs = after(SMALL, submitted(ONE), submitted(TWO))
+    assert outs == (Ask(TWO, ReportProgress(0, 21, 0)),)
+    assert world.requests[TWO] == Waiting(a_job())
+    refused, outs = advance(world, THREE, Submitted(a_job()))
+    assert outs == (Ask(THREE, CloseStream("queue_full", Report(0), "1 requests are waiting already")),)
+    assert refused == world
+
+
+def test_without_a_queue_a_free_slot_is_still_given() -> None:
+    world, _ = after(evolve(SMALL, max_queue=0), submitted(ONE))
+    assert isinstance(world.requests[ONE], Prefilling)
+
+
+def test_a_cancelled_place_in_the_queue_is_free_again() -> None:
+    world, outs = after(SMALL, submitted(ONE), submitted(TWO), (TWO, GONE))
+    assert outs == (Ask(TWO, CloseStream("cancelled", Report(21), "client_gone")),)
+    assert (world.slots.waiting, list(world.requests)) == ((), [ONE])
+
+
+def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> None:
+    short = {"prompt": (1,), "max_tokens": 1}
+    world, outs = after(SMALL, submitted(ONE, **short), submitted(TWO), (ONE, RoundDone((7,))))
+    closing = Report(prompt_tokens=1, miss="nothing_shared_on_device", completion_tokens=1, rounds=1)
+    assert outs == (
+        Ask(ONE, EmitTokens((7,))),
+        Ask(ONE, CloseStream("length", closing)),
+        Ask(TWO, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling)),
+        alone(TWO, RunPrefill(HERE, 0, 8)),
+    )
+    assert world.slots.slots == (Slot(holder=TWO, used=1),)
+
+
+def test_a_finished_request_leaves_nothing_but_the_rows_of_its_slot() -> None:
+    short = {"prompt": (1, 2), "max_tokens": 1}
+    world, _ = after(PLAIN, submitted(ONE, **short), (ONE, PrefillAdvanced(1)), (ONE, RoundDone((7,))))
+    fresh = begin(PLAIN)
+    kept = evolve(fresh.slots, slots=(Slot((1, 2), None, 1), Slot()), turn=1)
+    assert world == evolve(fresh, slots=kept, lane=evolve(fresh.lane, rounds_last=True))
+
+
+def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> None:
+    world, _ = after(PLAIN, submitted(ONE))
+    assert advance(world, TWO, GONE) == (world, ())
+
+
+def test_a_cancelled_request_that_only_waits_for_the_device_is_gone_at_once() -> None:
+    world, outs = after(PLAIN, submitted(ONE), submitted(TWO), (TWO, GONE))
+    closing = CloseStream("cancelled", a_hold().report, "client_gone")
+    assert outs == (Ask(TWO, closing), Ask(TWO, Abandon()))
+    assert list(world.requests) == [ONE]
+
+
+def test_a_cancelled_request_whose_work_runs_drains_until_it_answers() -> None:
+    world, _ = after(PLAIN, submitted(ONE), (ONE, GONE))
+    assert world.requests == {ONE: Draining(a_hold(), 1)}
+    again, outs = advance(world, ONE, GONE)
+    assert (again, outs) == (world, ())
+    world, outs = advance(world, ONE, PrefillAdvanced(8))
+    assert outs == ()
+    assert world.requests == {}
+    assert world.slots.slots[0] == Slot(PROMPT[:8], None, 1)
+
+
+def test_two_rounds_that_wait_become_one_launch() -> None:
+    one, two = {"prompt": (1,)}, {"prompt": (2,)}
+    world, outs = after(PLAIN, submitted(ONE, **one), submitted(TWO, **two), (ONE, RoundDone((7,))))
+    first, second = Ask(TWO, RunRound(SlotId(1), 0, 2)), Ask(ONE, RunRound(HERE, 1, 7))
+    assert outs == (Ask(ONE, EmitTokens((7,))), Launch((first, second)))
+    world, outs = advance(world, TWO, RoundDone((8,)))
+    assert outs == (Ask(TWO, EmitTokens((8,))),), "the batch has not come back yet"
+    world, outs = advance(world, ONE, RoundDone((9,)))
+    assert outs[-1] == Launch((Ask(TWO, RunRound(SlotId(1), 1, 8)), Ask(ONE, RunRound(HERE, 2, 9))))
+
+
+def test_a_draft_is_brought_in_once_for_two() -> None:
+    one, two = {"prompt": (1,)}, {"prompt": (2,)}
+    world, outs = after(DRAFT, submitted(ONE, **one), submitted(TWO, **two), (ONE, DraftUnparked()))
+    assert world.models.leases == (ONE, TWO)
+    rounds = Ask(ONE, RunRound(HERE, 0, 1, propose=3)), Ask(TWO, RunRound(SlotId(1), 0, 2, propose=3))
+    assert outs == (Launch(rounds),)
+
+
+def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
+    failed = DeviceFailed("out_of_memory", "")
+    one, two = {"prompt": (1,)}, {"prompt": (2,)}
+    world, outs = after(DRAFT, submitted(ONE, **one), submitted(TWO, **two), (ONE, failed))
+    assert world.models.leases == ()
+    assert outs == (alone(ONE, RunRound(HERE, 0, 1)),)
+    _, outs = advance(world, ONE, RoundDone((7,)))
+    assert outs[-1] == alone(TWO, UnparkDraft())
+
+
+@pytest.mark.parametrize(
+    ("request_id", "event"),
+    [(TWO, RoundDone((1,))), (ONE, RoundDone((1,))), (ONE, Submitted(a_job())), (ONE, DraftUnparked())],
+)
+def test_what_cannot_happen_is_a_bug(request_id: RequestId, event: Event) -> None:
+    world, _ = after(PLAIN, submitted(ONE))
+    with pytest.raises(IllegalEvent):
+        advance(world, request_id, event)
+
+
+def test_the_world_before_an_event_is_untouched_by_it() -> None:
+    world, _ = after(PLAIN, submitted(ONE), submitted(TWO))
+    copy = evolve(world, requests=dict(world.requests))
+    advance(world, ONE, PrefillAdvanced(8))
+    assert world == copy
+
+
+def test_an_invariant_that_breaks_says_which() -> None:
+    world, _ = after(PLAIN, submitted(ONE))
+    with pytest.raises(AssertionError, match="slots and requests disagree"):
+        check(evolve(world, requests={}))
+    with pytest.raises(AssertionError, match="the lane works for a request without a slot"):
+        check(evolve(world, requests={}, slots=begin(PLAIN).slots))
+    with pytest.raises(AssertionError, match="leased and not loaded"):
+        check(evolve(world, models=evolve(world.models, leases=(ONE,))))
+    idle = evolve(world.lane, running=(), waiting=world.lane.running)
+    with pytest.raises(AssertionError, match="the lane idles"):
+        check(evolve(world, lane=idle))
