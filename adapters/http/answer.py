@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from adapters.http.controls import Planned
 from adapters.http.errors import ApiError, failure_of
+from adapters.http.guard import NOTE
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended, Event, Progress, Run, Said, running
 from adapters.http.shape import Shape
@@ -54,6 +55,12 @@ class Answer:
     _start: float = field(factory=time.monotonic, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._run(scope, receive, send)
+        finally:
+            scope[NOTE] = f" {self.shape.id} {self.finish} jobs={len(self.planned)}"
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as tasks:
             async with running(self.door, self.planned, self.tokenizer, self.options) as run:
                 tasks.start_soon(self._watch, receive, run, tasks.cancel_scope)
@@ -64,7 +71,6 @@ class Answer:
                     if ABORT in scope:
                         scope[ABORT]()
             tasks.cancel_scope.cancel()
-        log.info("%s %s jobs=%d %.3fs", self.shape.id, self.finish, len(self.planned), time.monotonic() - self._start)
 
     async def _watch(self, receive: Receive, run: Run, scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import time
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,6 +23,7 @@ from adapters.http.options import EdgeOptions
 from adapters.metrics import Metrics
 
 log = logging.getLogger("rekindle.http")
+NOTE = "rekindle.note"  # in a scope: what the line of a request in the log ends with
 MAX_HEAD_BYTES = 1 << 16
 PUBLIC = ("/health", "/v1/health")
 PREFLIGHT = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "600"}
@@ -39,6 +41,7 @@ class Guard:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         status = 0
+        start = time.monotonic()
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -71,6 +74,10 @@ class Guard:
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.http(path, status)
+            level = logging.DEBUG if scope["method"] != "POST" and status < 400 else logging.INFO
+            spent, note = time.monotonic() - start, scope.get(NOTE, "")
+            # nothing that a client chose is in this line, except a method, which h11 has checked
+            log.log(level, "%s %s %d %.3fs%s", scope["method"], path, status, spent, note)
 
     def check_host(self, headers: Headers) -> None:
         host = hostname(headers.get("host", ""))

@@ -9,7 +9,9 @@ with kind `refused` (the template's own raise_exception) or `failed`.
 Marks: a control token counts only where the template itself writes it. So in the parsed template every constant that
 may reach the output has its control tokens replaced by marks (a nonce that nobody outside can know, between two
 Unicode noncharacters). Constants that are compared with, or split by, are left alone, so that templates which look for
-`</think>` in a message still find it. What a client typed is never touched and can never be a mark.
+`</think>` in a message still find it. What a client typed is never touched and can never be a mark. Where this cannot
+follow a template (a token put together from parts, a text compared with a variable that holds one), the token is plain
+text: it errs on the safe side, and `Text.check` warns at start.
 """
 
 from __future__ import annotations
@@ -189,11 +191,15 @@ def send(sink: BinaryIO, reply: dict[str, str]) -> None:
 
 def confine(max_bytes: int) -> None:
     """No more memory than this, no files, no further processes, no core dump."""
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    limits = {
+        resource.RLIMIT_AS: max_bytes,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: 0,
+    }
+    for limit, most in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # not every system has every limit
+            resource.setrlimit(limit, (most, most))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import define, field
 
 from adapters.models.config import CheckpointError
-from adapters.text.template import ChatTemplate, Rendered, find_template, text_of
+from adapters.text.template import ChatTemplate, Rendered, TemplateFailed, TemplateRefused, find_template, text_of
 from adapters.text.tokenizer import Tokenizer, read_json
 from effects.ids import Tokens
 from effects.job import Sampling
@@ -42,7 +42,10 @@ class Text:
             return ("the checkpoint has no chat template: only completions are served",)
         await self.template.check()
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
-        rendered = await self.template.render([*messages, messages[0]])
+        try:
+            rendered = await self.template.render([*messages, messages[0]])
+        except (TemplateRefused, TemplateFailed) as error:
+            return (f"the chat template does not render a conversation of several turns: {error}",)
         whole = (await self.tokenizer.encode([text_of(rendered)], controls=True))[0]
         if whole != await self.tokenizer.encode_rendered(rendered):
             return ("the chat template puts control tokens together from parts, which are served as plain text",)

@@ -165,7 +165,7 @@ async def test_a_failed_job_is_a_500_that_keeps_the_details_for_the_log(
     async with served(folder, door={"fail_after": 0}) as site:
         with caplog.at_level(logging.INFO, "rekindle.http"):
             response = await site.chat()
-        assert response.status_code == 250
+        assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
         assert "secret" not in response.text
         assert sum("secret detail" in record.getMessage() for record in caplog.records) == 1
@@ -180,7 +180,7 @@ async def test_a_bug_in_the_edge_is_a_500_and_the_server_goes_on(
         submit = site.door.submit
         site.door.submit = lambda _: 1 / 0
         response = await site.chat()
-        assert response.status_code == 250
+        assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
         assert "ZeroDivision" not in response.text
         assert sum("a bug in the HTTP edge" in record.getMessage() for record in caplog.records) == 1
@@ -304,6 +304,25 @@ async def test_a_port_that_is_taken_is_an_os_error(folder: Path) -> None:
     async with served(folder) as site:
         with pytest.raises(OSError, match="in use"):
             await serve(lambda *_: None, "127.0.0.1", site.serving.port, on_listening=lambda _: None)
+
+
+async def test_every_request_is_one_line_in_the_log_without_its_texts(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "rekindle.http"):
+        await site.chat("SECRET prompt", max_tokens=1)
+        await site.chat("SECRET prompt", n=0)
+        await site.client.get("/no%0asuch%1b[31m")
+        await site.client.get("/health")
+    lines = [record.getMessage() for record in caplog.records if record.name == "rekindle.http"]
+    assert [line.split()[:3] for line in lines] == [
+        ["POST", PATH, "200"],
+        ["POST", PATH, "400"],
+        ["GET", "other", "404"],
+    ]
+    assert "chatcmpl-" in lines[0]
+    assert " length jobs=1" in lines[0]
+    assert not any("SECRET" in line or "\x1b" in line for line in lines)
 
 
 async def test_small_answers_are_not_held_up_in_the_socket(shared: Site) -> None:

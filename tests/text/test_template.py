@@ -274,6 +274,7 @@ async def test_a_template_that_builds_control_tokens_from_parts_is_reported(tmp_
     check: Callable[[str], Awaitable[tuple[str, ...]]] = lambda source: checked(tmp_path, source)  # noqa: E731
     assert await check(small.TEMPLATE) == ()
     assert "from parts" in (await check("{{ '<|im_' ~ 'start|>' }}{{ messages[0].content }}"))[0]
+    assert "several turns" in (await check("{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}x"))[0]
 
 
 async def checked(folder: Path, source: str) -> tuple[str, ...]:
