@@ -1,6 +1,6 @@
 """The CUDA forward against the memory-bandwidth limit (decoding) and against transformers (prefill), in one run.
 
-    python -m benchmarks.cuda_model [--json FILE] [--layers 36] [--chunk 2048] [--contexts 8192 32768]
+    python -m benchmarks.cuda_model [--json FILE] [--layers 36] [--chunk 1024] [--contexts 8192 32768]
 
 The model is an 8B-shaped Qwen3 with random bf16 weights, the same ones in both implementations. Decoding: one real row
 at the smallest rung, two graph replays and a greedy argmax a token, every token fetched by the host before the next
@@ -25,7 +25,7 @@ import torch
 
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.qwen3 import LADDER, Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 
@@ -177,7 +177,7 @@ def _difference(shard: Qwen3Shard, theirs: Any, count: int = 100) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    rungs = (4, 8, 16, 32, 64, 128, args.chunk)
+    rungs = (*(rung for rung in LADDER if rung < args.chunk), args.chunk)
     config = config_8b(args.layers, max(args.contexts) + 4096)
     weights = RandomWeights(config, 0, DEVICE, DTYPE)
     speeds = bandwidth()
@@ -243,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the raw figures there")
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
     args = parser.parse_args()
     results = measure(args)

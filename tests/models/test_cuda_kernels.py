@@ -70,6 +70,11 @@ def test_a_weight_whose_rows_cannot_be_copied_in_bulk_is_refused(kernels):
         kernels.pack(torch.zeros(16, 12, dtype=torch.bfloat16, device=DEVICE))
 
 
+def test_a_head_size_without_a_kernel_is_refused(kernels):
+    with pytest.raises(ValueError, match="head_dim 80 is not supported on CUDA"):
+        Sequence(kernels, (4, 2, 80), torch.bfloat16, 4).in_pieces([(4, 4)])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [320, 4096, 5120])
 def test_norms_agree_with_plain_torch_and_do_not_see_the_rung(kernels, width, dtype):

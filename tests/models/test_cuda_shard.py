@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.numerics import probe
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
@@ -91,6 +92,7 @@ def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_o
     assert all(same_bits(other, found[0]) for other in found[1:])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_decoding_step_never_waits_for_the_device():
     shard, tokens = shard_of(DEMO, torch.bfloat16), tokens_of(DEMO).to(DEVICE)
     batch_steps = [Step((Segment(0, at, 1),), 4) for at in range(4)]
@@ -118,3 +120,11 @@ def test_a_middle_shard_captures_and_passes_on_what_one_shard_computes():
         assert same_bits(second.hidden[:300], expected.hidden[:300])
         assert same_bits(first.captures[1][:300], expected.captures[1][:300])
         assert same_bits(second.captures[3][:300], expected.captures[3][:300])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_numerics_probe_proves_the_whole_ladder(dtype):
+    found = probe(DEMO, triton_cuda.TritonKernels(DEVICE), device=DEVICE, dtype=dtype, chunk=512, capacity=2048)
+    assert not found.failures
+    assert found.mode == "ladder"
+    assert found.rungs == (4, 8, 16, 32, 64, 128, 256, 512)

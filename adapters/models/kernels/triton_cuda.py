@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import triton
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -22,6 +22,7 @@ from adapters.models.kernels.triton import attention, linear, rows
 
 T = TypeVar("T")
 
+HEAD_SIZES = (16, 32, 64, 128, 256)
 KV_TILE = 64
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
@@ -56,33 +57,42 @@ class Tile:
 
 
 NARROW = 128
+H200_SHARED = 227 << 10
 
 
-def choose_tile(count: int, columns: int, gated: bool, dtype: torch.dtype, processors: int) -> Tile:
-    """Up to NARROW rows one tile holds them all; above, the largest tile that gives every processor a program."""
+def choose_tile(
+    count: int, columns: int, gated: bool, dtype: torch.dtype, processors: int, shared: int = H200_SHARED
+) -> Tile:
+    """Up to NARROW rows one tile holds them all; above, the largest tile that gives every processor a program.
+
+    shared: bytes of shared memory a program may have, which bounds how many steps are loaded ahead.
+    """
     if dtype == torch.float32:
         return Tile(16, 32, 32, 4, 3) if count <= NARROW else Tile(64, 64, 32, 8, 3)
     if count <= NARROW:
-        rows_ = max(16, count)
-        return Tile(rows_, 64, 128, 4, min(7, 96 * 1024 // (128 * (rows_ + 64))))
-    candidates = (Tile(128, 256, 64, 8, 4) if gated else Tile(256, 128, 64, 8, 4), Tile(128, 128, 64, 4, 3))
-    for tile in candidates:
-        if triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns) >= 0.9 * processors:
-            return tile
-    return Tile(128, 64, 128, 4, 4)
+        tile = Tile(max(16, count), 64, 128, 4, 7)
+    else:
+        largest = Tile(128, 256, 64, 8, 4) if gated else Tile(256, 128, 64, 8, 4)
+        candidates = (largest, Tile(128, 128, 64, 4, 3), Tile(128, 64, 128, 4, 4))
+        enough = (t for t in candidates if triton.cdiv(count, t.rows) * triton.cdiv(columns, t.columns) >= processors)
+        tile = next(enough, candidates[-1])
+    fits = (shared - 4096) // ((tile.rows + tile.columns) * tile.depth * dtype.itemsize)
+    return evolve(tile, stages=max(1, min(tile.stages, fits)))
 
 
 @define(eq=False)
 class TritonKernels:
     """`Kernels` for one CUDA device.
 
-    pdl: let a kernel start while the one before it drains (needs compute capability 9.0); bits are the same.
+    pdl: let a kernel start while the one before it drains; the default is wherever the device can (compute
+    capability 9.0 on). Bits are the same either way.
     """
 
     device: torch.device
-    pdl: bool = True
+    pdl: bool | None = None
     graphs: GraphCache = field(init=False)
     _processors: int = field(init=False, default=4)
+    _shared: int = field(init=False, default=H200_SHARED)
     _running: str = field(init=False, default="")
     _attending: set[str] = field(init=False, factory=set)
     _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
@@ -93,7 +103,11 @@ class TritonKernels:
     def __attrs_post_init__(self) -> None:
         self.graphs = GraphCache(self.device)
         if self.device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            properties = torch.cuda.get_device_properties(self.device)
+            self._processors = properties.multi_processor_count
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            self._shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+            self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
 
     def fresh(self) -> TritonKernels:
         return TritonKernels(self.device, self.pdl)
@@ -120,7 +134,7 @@ class TritonKernels:
         columns = len(w)
         out = x.new_empty(count, columns // 2 if packed.gated else columns)
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        tile = choose_tile(count, columns, packed.gated, x.dtype, self._processors)
+        tile = choose_tile(count, columns, packed.gated, x.dtype, self._processors, self._shared)
         x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
         shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
@@ -166,6 +180,8 @@ class TritonKernels:
         v_cache: Tensor,
     ) -> Tensor:
         _, kv, capacity, head = k_cache.shape
+        if head not in HEAD_SIZES:
+            raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
         heads = qkv.shape[1] // head - 2 * kv
         q = qkv.new_empty(len(qkv), heads, head)
         block = 8
@@ -209,7 +225,9 @@ class TritonKernels:
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "HEAD": head}
         shape |= {"BLOCK_M": block, "BLOCK_N": key_tile, "SPLIT": SPLIT}
         options = self._options(8 if wide or head > 128 else 4) | {"enable_fp_fusion": False}
-        options |= {"PRECISION": "ieee" if wide else "tf32", "STAGES": 1 if wide else 3 if head <= 128 else 2}
+        fits = (self._shared - 4096 - 2 * block * head * q.dtype.itemsize) // (2 * key_tile * head * q.dtype.itemsize)
+        options |= {"PRECISION": "ieee" if wide else "tf32"}
+        options["STAGES"] = 1 if wide else max(1, min(3 if head <= 128 else 2, fits))
         if rung > NARROW or rung * heads * splits * head * 4 > SCRATCH_BYTES:
             attention.attend_chain[(limit * kv,)](
                 q, keys, values, tiles, out, capacity, limit, scale, **shape, **options
@@ -241,7 +259,9 @@ class TritonKernels:
             HEADS=heads,
             HEAD=head,
             SPLIT=SPLIT,
+            AT_ONCE=16 if head <= 128 else 8,
             enable_fp_fusion=False,
+            maxnreg=168,  # one warp, and all its loads in flight: the compiler would trade them for occupancy
             **self._options(1),
         )
         return out.view(rung, -1)

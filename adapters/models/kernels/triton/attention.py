@@ -19,14 +19,27 @@ NOTHING = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _load_q(q_ptr, row0, count, head0, HEADS, GROUP: tl.constexpr, PADDED: tl.constexpr, BLOCK_M, HEAD: tl.constexpr):
-    """A tile of query rows `[BLOCK_M, HEAD]`: PADDED query heads (GROUP real ones) of BLOCK_M / PADDED rows."""
+def _load_q(
+    q_ptr,
+    row0,
+    count,
+    kv_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD: tl.constexpr,
+):
+    """A tile of queries `[BLOCK_M, HEAD]`: PADDED heads (GROUP real ones) of BLOCK_M / PADDED rows.
+
+    Also returns which of them are real, and the number of each in `[rung, HEADS]`.
+    """
     i = tl.arange(0, BLOCK_M)
     row, member = i // PADDED, i % PADDED
     real = (row < count) & (member < GROUP)
-    d = tl.arange(0, HEAD)
-    at = ((row0 + row) * HEADS + head0 + member).to(tl.int64) * HEAD
-    return tl.load(q_ptr + at[:, None] + d[None, :], real[:, None], 0.0)
+    at = ((row0 + row) * HEADS + kv_head * GROUP + member).to(tl.int64)
+    q = tl.load(q_ptr + at[:, None] * HEAD + tl.arange(0, HEAD)[None, :], real[:, None], 0.0)
+    return q, real, at
 
 
 @triton.jit
@@ -55,6 +68,78 @@ def _fold(acc, peak, total, all_acc, all_peak, all_total):
     return all_acc, new_peak, all_total
 
 
+@triton.jit
+def _close_split(at, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD: tl.constexpr):
+    """A split is complete: fold it into the ones before, or leave it in memory as number `at` of its rows."""
+    if FOLD:
+        all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
+    else:
+        d = tl.arange(0, acc.shape[1])
+        tl.store(acc_ptr + (to + at)[:, None] * acc.shape[1] + d[None, :], acc, real[:, None])
+        tl.store(sums_ptr + (to + at) * 2, peak, real)
+        tl.store(sums_ptr + (to + at) * 2 + 1, total, real)
+    return all_acc, all_peak, all_total
+
+
+@triton.jit
+def _walk(
+    q,
+    k_desc,
+    v_desc,
+    base,
+    start,
+    stop,
+    first,
+    last,
+    position,
+    scale,
+    to,
+    real,
+    acc_ptr,
+    sums_ptr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """The keys `[start, stop)` of a tile of rows, from the start of a split on; returns the fold (if FOLD).
+
+    Tiles that every row sees whole come first, without masks and with copies in flight; the few at the end follow.
+    """
+    no_acc = tl.zeros(q.shape, tl.float32)
+    nothing = tl.full((q.shape[0],), NOTHING, tl.float32)
+    no_total = tl.zeros((q.shape[0],), tl.float32)
+    acc, peak, total = no_acc, nothing, no_total
+    all_acc, all_peak, all_total = no_acc, nothing, no_total
+    clear = tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
+    for at in tl.range(start, clear, BLOCK_N, num_stages=STAGES):
+        k = k_desc.load([base + at, 0])
+        v = v_desc.load([base + at, 0])
+        key = at + tl.arange(0, BLOCK_N)
+        acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, False, PRECISION)
+        if (at + BLOCK_N) % SPLIT == 0:
+            all_acc, all_peak, all_total = _close_split(
+                at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
+            )
+            acc, peak, total = no_acc, nothing, no_total
+    for at in tl.range(tl.maximum(clear, start), stop, BLOCK_N, num_stages=1):
+        k = k_desc.load([base + at, 0])
+        v = v_desc.load([base + at, 0])
+        key = at + tl.arange(0, BLOCK_N)
+        acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, True, PRECISION)
+        if (at + BLOCK_N) % SPLIT == 0:
+            all_acc, all_peak, all_total = _close_split(
+                at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
+            )
+            acc, peak, total = no_acc, nothing, no_total
+    if tl.cdiv(stop, BLOCK_N) * BLOCK_N % SPLIT != 0:
+        all_acc, all_peak, all_total = _close_split(
+            (stop - 1) // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
+        )
+    return all_acc, all_total
+
+
 @triton.jit(do_not_specialize=["tile_limit"])
 def attend_chain(
     q_ptr,
@@ -77,73 +162,29 @@ def attend_chain(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one tile of rows, the query heads of one key head, all splits in order."""
+    """One program: one tile of rows, the query heads of one key head, all splits in order. The longest start first."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     tile = tile_limit - 1 - tl.program_id(0) // KV
     kv_head = tl.program_id(0) % KV
     row0 = tl.load(tiles_ptr + tile * 8)
     count = tl.load(tiles_ptr + tile * 8 + 1)
     slot = tl.load(tiles_ptr + tile * 8 + 2)
     first = tl.load(tiles_ptr + tile * 8 + 3)
+    if PDL:
+        gdc_wait()
     if count > 0:
-        q = _load_q(q_ptr, row0, count, kv_head * GROUP, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
-        i = tl.arange(0, BLOCK_M)
+        q, real, at = _load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
         last = tl.where(first < 0, -1, first + count - 1)
-        position = tl.minimum(first + i // PADDED, last)
+        position = tl.minimum(first + tl.arange(0, BLOCK_M) // PADDED, last)
         base = (slot * KV + kv_head) * capacity
-        acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-        all_acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-        peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
-        all_peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        all_total = tl.zeros((BLOCK_M,), tl.float32)
-        clear = (first + 1) // BLOCK_N * BLOCK_N
-        for at in tl.range(0, clear, BLOCK_N, num_stages=STAGES):
-            k = k_desc.load([base + at, 0])
-            v = v_desc.load([base + at, 0])
-            key = at + tl.arange(0, BLOCK_N)
-            acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, False, PRECISION)
-            if (at + BLOCK_N) % SPLIT == 0:
-                all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
-                acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-                peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
-                total = tl.zeros((BLOCK_M,), tl.float32)
-        for at in tl.range(clear, last + 1, BLOCK_N, num_stages=1):
-            k = k_desc.load([base + at, 0])
-            v = v_desc.load([base + at, 0])
-            key = at + tl.arange(0, BLOCK_N)
-            acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, True, PRECISION)
-            if (at + BLOCK_N) % SPLIT == 0:
-                all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
-                acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-                peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
-                total = tl.zeros((BLOCK_M,), tl.float32)
-        all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
-        _store_rows(out_ptr, all_acc, all_total, row0, count, kv_head * GROUP, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
-
-
-@triton.jit
-def _store_rows(
-    out_ptr,
-    acc,
-    total,
-    row0,
-    count,
-    head0,
-    HEADS,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_M,
-    HEAD: tl.constexpr,
-):
-    i = tl.arange(0, BLOCK_M)
-    row, member = i // PADDED, i % PADDED
-    real = (row < count) & (member < GROUP)
-    at = ((row0 + row) * HEADS + head0 + member).to(tl.int64) * HEAD
-    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    tl.store(out_ptr + at[:, None] + tl.arange(0, HEAD)[None, :], out.to(out_ptr.dtype.element_ty), real[:, None])
+        acc, total = _walk(
+            q, k_desc, v_desc, base, 0, last + 1, first, last, position, scale,
+            at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True,
+        )  # fmt: skip
+        out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        to = at[:, None] * HEAD + tl.arange(0, HEAD)[None, :]
+        tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), real[:, None])
 
 
 @triton.jit(do_not_specialize=["tile_limit"])
@@ -184,7 +225,6 @@ def attend_splits(
     run = tl.cdiv(items, tl.num_programs(0))
     item = tl.program_id(0) * run
     stop_item = tl.minimum(item + run, items)
-    i = tl.arange(0, BLOCK_M)
     while item < stop_item:
         tile = tl.sum((ends <= item // KV).to(tl.int32), 0)
         before = tl.max(tl.where(t < tile, ends, 0), 0)
@@ -200,46 +240,14 @@ def attend_splits(
         item += here
         if PDL:
             gdc_wait()
-        q = _load_q(q_ptr, row0, count, kv_head * GROUP, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
-        position = tl.minimum(first + i // PADDED, last)
+        q, real, at = _load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+        position = tl.minimum(first + tl.arange(0, BLOCK_M) // PADDED, last)
         base = (slot * KV + kv_head) * capacity
-        row, member = i // PADDED, i % PADDED
-        real = (row < count) & (member < GROUP)
-        to = ((row0 + row) * HEADS + kv_head * GROUP + member).to(tl.int64) * split_limit
-        acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-        peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
         stop = tl.minimum((split + here) * SPLIT, last + 1)
-        clear = tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
-        for at in tl.range(split * SPLIT, clear, BLOCK_N, num_stages=STAGES):
-            k = k_desc.load([base + at, 0])
-            v = v_desc.load([base + at, 0])
-            key = at + tl.arange(0, BLOCK_N)
-            acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, False, PRECISION)
-            if (at + BLOCK_N) % SPLIT == 0:
-                _leave(acc_ptr, sums_ptr, to + at // SPLIT, real, acc, peak, total, HEAD)
-                acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-                peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
-                total = tl.zeros((BLOCK_M,), tl.float32)
-        for at in tl.range(tl.maximum(clear, split * SPLIT), stop, BLOCK_N, num_stages=1):
-            k = k_desc.load([base + at, 0])
-            v = v_desc.load([base + at, 0])
-            key = at + tl.arange(0, BLOCK_N)
-            acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, True, PRECISION)
-            if (at + BLOCK_N) % SPLIT == 0:
-                _leave(acc_ptr, sums_ptr, to + at // SPLIT, real, acc, peak, total, HEAD)
-                acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-                peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
-                total = tl.zeros((BLOCK_M,), tl.float32)
-        if tl.cdiv(stop, BLOCK_N) * BLOCK_N % SPLIT != 0:
-            _leave(acc_ptr, sums_ptr, to + (stop - 1) // SPLIT, real, acc, peak, total, HEAD)
-
-
-@triton.jit
-def _leave(acc_ptr, sums_ptr, at, real, acc, peak, total, HEAD: tl.constexpr):
-    tl.store(acc_ptr + at[:, None] * HEAD + tl.arange(0, HEAD)[None, :], acc, real[:, None])
-    tl.store(sums_ptr + at * 2, peak, real)
-    tl.store(sums_ptr + at * 2 + 1, total, real)
+        _walk(
+            q, k_desc, v_desc, base, split * SPLIT, stop, first, last, position, scale,
+            at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -252,6 +260,7 @@ def merge(
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Fold the splits of one row's head in order and divide; a padded row becomes zeros."""
@@ -266,14 +275,18 @@ def merge(
     all_acc = tl.zeros((1, HEAD), tl.float32)
     all_peak = tl.full((1,), NOTHING, tl.float32)
     all_total = tl.zeros((1,), tl.float32)
-    for group in range(0, splits, 8):
-        for j in tl.static_range(8):
-            # Past the last split the partial is "nothing", which folds in as exact zeros; so eight loads run at once.
+    for group in range(0, splits, AT_ONCE):
+        # Past the last split the partial is "nothing", which folds in as exact zeros; so many loads can run at once.
+        partials = ()
+        for j in tl.static_range(AT_ONCE):
             s = group + j + tl.arange(0, 1)
             at = head * split_limit + s
+            acc = tl.load(acc_ptr + at[:, None] * HEAD + d, (s < splits)[:, None], 0.0)
             peak = tl.load(sums_ptr + at * 2, s < splits, NOTHING)
             total = tl.load(sums_ptr + at * 2 + 1, s < splits, 0.0)
-            acc = tl.load(acc_ptr + at[:, None] * HEAD + d, (s < splits)[:, None], 0.0)
+            partials = partials + ((acc, peak, total),)  # noqa: RUF005 - Triton knows no other way
+        for j in tl.static_range(AT_ONCE):
+            acc, peak, total = partials[j]
             all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
     out = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
     tl.store(out_ptr + head * HEAD + d, out.to(out_ptr.dtype.element_ty))
