@@ -1,0 +1,121 @@
+"""What one decode event costs in the pure core: `advance`, in microseconds, with a fresh world and after many requests.
+
+`python -m benchmarks.engine_fold [--finished 100000] [--rounds 400] [--check]`; no model and no device are involved.
+`--check` exits with status 1 if a median is above the goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections import deque
+from typing import Any
+
+from attrs import frozen
+
+from benchmarks.report import machine, median, raw, table
+from effects.all import Launch
+from effects.ids import RequestId
+from effects.job import Job
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.round import RoundDone, RunRound
+from states.life import Submitted
+from states.settings import Settings
+from states.world import Out, World, advance, begin
+
+GOAL_US = 50
+
+
+@frozen
+class Case:
+    live: int  # requests that decode at once
+    prompt: int  # tokens of each
+    waiting: int = 0  # requests in the queue behind them
+
+
+CASES = (Case(1, 100), Case(4, 100), Case(1, 8000), Case(4, 8000), Case(4, 8000, waiting=64))
+
+
+def launches(outs: tuple[Out, ...]) -> list[Launch]:
+    return [out for out in outs if isinstance(out, Launch)]
+
+
+def answer(effect: Any) -> RoundDone | PrefillAdvanced:
+    return PrefillAdvanced(effect.stop) if isinstance(effect, RunPrefill) else RoundDone((7,))
+
+
+def aged(world: World, finished: int) -> World:
+    """The world after this many short requests have come and gone."""
+    job = Job(prompt=(1, 2), max_tokens=1)
+    for number in range(finished):
+        request = RequestId(number)
+        world, outs = advance(world, request, Submitted(job))
+        todo = deque(launches(outs))
+        while todo:
+            for ask in todo.popleft().asks:
+                world, outs = advance(world, ask.request, answer(ask.effect))
+                todo.extend(launches(outs))
+    return world
+
+
+def measure(world: World, case: Case, rounds: int) -> list[float]:
+    """Microseconds of each decode event, once every live request decodes."""
+    todo, first = deque[Launch](), 10**9
+    for number in range(case.live + case.waiting):
+        prompt = tuple(range(number, number + case.prompt))
+        world, outs = advance(world, RequestId(first + number), Submitted(Job(prompt, max_tokens=10**6)))
+        todo.extend(launches(outs))
+    took = list[float]()
+    while len(took) < rounds:
+        for ask in todo.popleft().asks:
+            event, decoding = answer(ask.effect), isinstance(ask.effect, RunRound)
+            start = time.perf_counter_ns()
+            world, outs = advance(world, ask.request, event)
+            if decoding:
+                took.append((time.perf_counter_ns() - start) / 1000)
+            todo.extend(launches(outs))
+    return took
+
+
+def run(worlds: dict[int, World], rounds: int) -> list[dict[str, Any]]:
+    """Every case in every world; the worlds take turns, so that a noisy moment meets them alike."""
+    rows = []
+    for case in CASES:
+        took: dict[int, list[float]] = {finished: [] for finished in worlds}
+        for _ in range(4):
+            for finished, world in worlds.items():
+                took[finished] += measure(world, case, rounds // 4)
+        for finished, events in took.items():
+            events.sort()
+            rows.append(
+                {
+                    "live": case.live,
+                    "prompt": case.prompt,
+                    "waiting": case.waiting,
+                    "finished before": finished,
+                    "median_us": median(events),
+                    "p99_us": events[len(events) * 99 // 100],
+                }
+            )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--finished", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=2_000)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    fresh = begin(Settings(slots=4, max_queue=64, max_context=16_384))
+    worlds = {0: fresh, options.finished: aged(fresh, options.finished)}
+    gc.collect()
+    gc.freeze()
+    rows = run(worlds, options.rounds)
+    table(f"advance, one decode event (goal: median <= {GOAL_US} us)", rows)
+    raw("engine_fold", {"goal_us": GOAL_US, "rows": rows, "machine": machine()})
+    return int(options.check and any(row["median_us"] > GOAL_US for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
