@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-from adapters.device.executor import DeviceExecutor
 from attrs import define
 
+from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from effects.ids import RequestId
 from effects.ports import Closed

@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from adapters.device.executor import DeviceExecutor
 from attrs import define, field
 
+from adapters.device.executor import DeviceExecutor
 from effects.all import Ask, Launch, Outcome
 from effects.ids import RequestId
 from effects.prefill import OpenSlot, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.round import RoundDone, RunRound
 from engine.options import Options
+from engine.refusal import Refusal
 from engine.replay import Diverged, Replay, show
 from engine.runner import Envelope
-from engine.target import Refusal, load_target
+from engine.target import load_target
 from engine.trace import Header, read
 from states.world import Out
 

@@ -34,6 +34,7 @@ LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 def run(options: Options) -> int:
     """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         return anyio.run(serve_until_signal, options)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import torch
-from adapters.device.executor import DeviceExecutor
-from adapters.models.numerics import Numerics, probe
 from attrs import asdict, define
+from platformdirs import user_cache_dir
 
 from adapters import demo
+from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
-from adapters.models.config import CheckpointError
+from adapters.models.config import CheckpointError, Qwen3Config
 from adapters.models.kernels import Kernels
+from adapters.models.numerics import Numerics, probe, probe_key
 from adapters.models.qwen3 import Qwen3Shard
 from engine.options import Options
 from engine.refusal import Refusal
@@ -74,8 +77,7 @@ class Target:
         return f"numerics={self.mode} ({self.numerics.mode}, rungs {rungs[0]}..{rungs[-1]})"
 
     async def close(self) -> None:
-        await self.lane.run(self.shard.close)
-        self.lane.close()
+        await anyio.to_thread.run_sync(self.executor.close)
 
 
 async def load_target(options: Options) -> Target:
@@ -107,7 +109,8 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
     chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
     kernels = build_kernels(device, dtype)
-    numerics = probe(config, kernels, device=device, dtype=dtype, chunk=chunk, capacity=context)
+    fast = options.numerics == "fast"
+    numerics = probed(config, kernels, device=device, dtype=dtype, chunk=chunk, capacity=context)
     shard = Qwen3Shard(
         config,
         checkpoint,
@@ -116,7 +119,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         dtype=dtype,
         slots=options.slots,
         capacity=context,
-        rungs=numerics.rungs,
+        rungs=row_counts(numerics.rungs, fast=fast),
     )
     settings = Settings(
         slots=options.slots,
@@ -125,20 +128,32 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         chunk=numerics.chunk,
         grain=numerics.grain,
         keep_decoded=numerics.mode == "ladder",
-        batch_rows=min(BATCH_ROWS, numerics.chunk),
+        batch_rows=min(BATCH_ROWS, numerics.batch_rows),
     )
     return Target(
         folder=folder,
         checkpoint=checkpoint,
         shard=shard,
         lane=lane,
-        executor=DeviceExecutor(shard, numerics.rungs, lane=lane, fast=options.numerics == "fast"),
+        executor=DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast),
         numerics=numerics,
         settings=settings,
         identity=identity(checkpoint, dtype, numerics, options.numerics),
         model_id="demo" if options.model == "demo" else folder.resolve().name,
         mode=options.numerics,
     )
+
+
+def probed(config: Qwen3Config, kernels: Kernels, **how: Any) -> Numerics:
+    """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
+    kept = Path(user_cache_dir("rekindle", appauthor=False)) / "numerics" / f"{probe_key(config, kernels, **how)}.json"
+    with suppress(OSError, ValueError):
+        return Numerics.from_json(kept.read_text(encoding="utf-8"))
+    found = probe(config, kernels, **how)
+    with suppress(OSError):  # a read-only home costs a second at every start
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(found.to_json(), encoding="utf-8")
+    return found
 
 
 def choose_device(name: str) -> torch.device:
