@@ -27,8 +27,8 @@ def test_every_arm_is_a_line_of_the_page() -> None:
     assert lines[-4:] == [
         "| Speculating | RoundDone | Speculating | `EmitTokens`, `RunRound` |",
         "| Speculating | RoundDone | Snapshotting | `EmitTokens`, `CloseStream`, `SaveSnapshot` |",
-        "| Speculating | RoundDone | Done | `EmitTokens`, `CloseStream` |",
         "| Speculating | RoundDone | Parking | `EmitTokens`, `CloseStream`, `ParkDraft` |",
+        "| Speculating | RoundDone | Done | `EmitTokens`, `CloseStream` |",
     ]
 
 
