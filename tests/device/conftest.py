@@ -1,0 +1,33 @@
+"""Each executor test runs on a digest of all its input and, where the arithmetic matters, on a small real model."""
+
+from __future__ import annotations
+
+import pytest
+
+from adapters.device.executor import row_counts
+from tests.device.driver import RUNGS, drive, qwen3
+from tests.device.fake_shard import FakeShard
+
+
+@pytest.fixture(params=["fake", "qwen3"])
+def shard(request):
+    return FakeShard(rungs=row_counts(RUNGS, fast=True)) if request.param == "fake" else qwen3()
+
+
+@pytest.fixture
+def fake():
+    return FakeShard()
+
+
+@pytest.fixture
+def driver(shard):
+    driver = drive(shard)
+    yield driver
+    assert driver.executor.close()
+
+
+@pytest.fixture
+def on_fake(fake):
+    driver = drive(fake)
+    yield driver
+    assert driver.executor.close()

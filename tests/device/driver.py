@@ -1,0 +1,136 @@
+"""The engine's part, played by hand: opens slots, asks for what is due next, and notes what comes back."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from attrs import define, field
+
+from adapters.device.executor import DeviceExecutor, row_counts
+from adapters.device.lane import DeviceLane
+from adapters.device.sampling import Pick, Row, Sampler, pick
+from adapters.models.config import Qwen3Config
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Segment, Step
+from adapters.models.synthetic import RandomWeights
+from effects.all import Ask, Launch
+from effects.ids import RequestId, SlotId
+from effects.job import Sampling
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.round import RoundDone, RunRound
+from tests.device.fake_shard import FakeShard
+
+VOCAB, RUNGS, CHUNK = 97, (4, 8, 16, 32), 32
+TINY = Qwen3Config(VOCAB, 64, 96, 2, 4, 2, 16, 512, 1e6, tie_word_embeddings=True)
+GREEDY = Sampling()
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=3)
+PENALISED = Sampling(repetition_penalty=1.8, presence_penalty=0.6, frequency_penalty=0.4, logprobs=2)
+
+
+def qwen3(slots: int = 4) -> Qwen3Shard:
+    kernels = CpuKernels(torch.float32)
+    weights = RandomWeights(TINY, scale=0.2)
+    return Qwen3Shard(TINY, weights, kernels, slots=slots, capacity=256, rungs=row_counts(RUNGS, fast=True))
+
+
+@define
+class Driver:
+    """Plays the engine's part: asks for what is due next and notes what comes back."""
+
+    executor: DeviceExecutor
+    requests: int = 0
+    launched: list[Launch] = field(factory=list)
+
+    async def open(self, prompt, sampling=GREEDY, slot=0, source=None, keep=0) -> Client:
+        self.requests += 1
+        client = Client(self, RequestId(self.requests), SlotId(slot), list(prompt), len(prompt), keep)
+        opening = OpenSlot(client.slot, SlotId(slot if source is None else source), keep, tuple(prompt), sampling)
+        self.executor.open(client.request, opening)
+        return client
+
+    async def perform(self, *asks: Ask):
+        self.launched.append(Launch(asks))
+        return await self.executor.perform(self.launched[-1])
+
+    async def rounds(self, *clients: Client, propose: int = 0):
+        outcomes = await self.perform(*[client.round(propose) for client in clients])
+        for client, outcome in zip(clients, outcomes, strict=True):
+            if isinstance(outcome, RoundDone):
+                client.take(outcome)
+        return outcomes
+
+    async def answer(self, prompt, sampling=GREEDY, count=8, slot=0, chunks=(CHUNK,), **how) -> list[int]:
+        client = await self.open(prompt, sampling, slot, **how)
+        await client.prefill(chunks)
+        while len(client.answer) < count:
+            await self.rounds(client)
+        return client.answer
+
+
+@define
+class Client:
+    driver: Driver
+    request: RequestId
+    slot: SlotId
+    tokens: list[int]
+    prompt: int
+    valid: int
+    done: list[RoundDone] = field(factory=list)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt :]
+
+    def chunk(self, stop: int) -> Ask:
+        return Ask(self.request, RunPrefill(self.slot, self.valid, stop))
+
+    def round(self, propose: int = 0) -> Ask:
+        return Ask(self.request, RunRound(self.slot, self.valid, self.tokens[-1], propose))
+
+    async def prefill(self, chunks=(CHUNK,)) -> None:
+        index = 0
+        while self.valid < self.prompt - 1:
+            stop = min(self.valid + chunks[min(index, len(chunks) - 1)], self.prompt - 1)
+            assert await self.driver.perform(self.chunk(stop)) == (PrefillAdvanced(stop),)
+            self.valid, index = stop, index + 1
+
+    def take(self, outcome: RoundDone) -> None:
+        self.tokens += outcome.tokens
+        self.valid += len(outcome.tokens)
+        self.done.append(outcome)
+
+
+def drive(shard, **options) -> Driver:
+    return Driver(DeviceExecutor(shard, RUNGS, lane=DeviceLane(), **options))
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def straightforward(kind, prompt, sampling, count) -> list[int]:
+    """Each token from one forward over everything before it: no slots, no chunks kept, no batches, no rounds."""
+    shard = FakeShard() if isinstance(kind, FakeShard) else qwen3(slots=1)
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            for start in range(0, len(tokens), CHUNK):
+                part = tokens[start : start + CHUNK]
+                step = Step((Segment(0, start, len(part)),), CHUNK)
+                logits = shard.logits(step, shard.forward(step, torch.tensor(part)).hidden)[len(part) - 1]
+            sampler = Sampler(sampling, tuple(prompt), VOCAB)
+            if tokens[len(prompt) :]:
+                sampler.append(tokens[len(prompt) :])
+            (found,) = pick(logits.reshape(1, -1), [Row(sampler, len(tokens))])
+            assert isinstance(found, Pick)
+            tokens.append(found.token)
+    return tokens[len(prompt) :]
+
+
+async def ready(driver: Driver, count: int = 3) -> list[Client]:
+    clients = [await driver.open(prompt_of(20 + slot, 10 + slot), slot=slot) for slot in range(count)]
+    for client in clients:
+        await client.prefill()
+    return clients

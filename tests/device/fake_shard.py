@@ -1,0 +1,90 @@
+"""A shard whose logits are a digest of everything before them: a wrong row, slot, copy or order changes them all.
+
+A cached row holds `mix(token, position)`; a row's hidden state is the digest of the sum of all rows up to its own. So
+it is exact at any row count and in any batch, like a proven ladder, and it fills what nobody may rely on with garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.models.shard import Forward, NamedTensors, Step
+
+A, B, C = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def mix(x: Tensor) -> Tensor:
+    x = (x ^ (x >> 29)) * B
+    x = (x ^ (x >> 32)) * C
+    return x ^ (x >> 31)
+
+
+@frozen
+class FakeConfig:
+    vocab_size: int = 97
+
+
+@define(eq=False)
+class FakeShard:
+    config: FakeConfig = FakeConfig()
+    slots: int = 4
+    capacity: int = 256
+    rungs: tuple[int, ...] = (4, 8, 16, 32)
+    layers: range = range(1)
+    steps: list[Step] = field(factory=list)
+    copies: list[tuple[int, int, int]] = field(factory=list)
+    closed: bool = False
+    cache: Tensor = field(init=False)
+    garbage: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        self.cache = torch.randint(-(2**60), 2**60, (self.slots, self.capacity))
+
+    def forward(self, step: Step, inputs: Tensor) -> Forward:
+        assert step.rung in self.rungs, step
+        assert 0 < step.rows <= step.rung, step
+        assert inputs.shape == (step.rows,)
+        assert len({segment.slot for segment in step.segments}) == len(step.segments)
+        self.steps.append(step)
+        hidden = torch.full((step.rung,), self.rubbish())
+        row = 0
+        for segment in step.segments:
+            stop = segment.start + segment.count
+            assert stop <= self.capacity, step
+            positions = torch.arange(segment.start, stop)
+            rows = self.cache[segment.slot]
+            rows[segment.start : stop] = mix(inputs[row : row + segment.count] * A + positions * B + C)
+            rows[stop:] = self.rubbish()
+            hidden[row : row + segment.count] = mix(rows.cumsum(0)[segment.start : stop])
+            row += segment.count
+        return Forward(hidden.unsqueeze(1), {})
+
+    def logits(self, step: Step, hidden: Tensor) -> Tensor:
+        bits = mix(hidden + torch.arange(self.config.vocab_size) * A)
+        return (bits >> 40).float() / 2**21  # in [-4, 4)
+
+    def rubbish(self) -> int:
+        self.garbage = self.garbage * 48271 % (2**31 - 1)
+        return self.garbage * 2**30 + self.garbage
+
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        self.copies.append((source, target, count))
+        self.cache[target, :count] = self.cache[source, :count]
+        self.cache[target, count:] = self.rubbish()
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
+        return {"layers.0.k": self.cache[slot, start:stop].clone()}
+
+    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
+        part = rows["layers.0.k"]
+        self.cache[slot, start : start + len(part)] = part
+
+    def memory(self) -> Mapping[str, int]:
+        return {"weights": 0, "kv": self.cache.nbytes, "buffers": 0}
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,232 @@
+"""What goes wrong for one request goes wrong for that one, with a reason, and the slots stay sound."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+import torch
+from attrs import evolve
+
+from effects.all import Ask
+from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.job import Sampling
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.round import RoundDone
+from tests.device.driver import (
+    GREEDY,
+    VOCAB,
+    prompt_of,
+    ready,
+    straightforward,
+)
+from tests.device.fake_shard import FakeShard
+
+WRONG = {
+    "position": (lambda effect: evolve(effect, position=effect.position + 1), "a round cannot feed"),
+    "token": (lambda effect: evolve(effect, token=(effect.token + 1) % VOCAB), "a round cannot feed"),
+    "slot of another": (lambda effect: evolve(effect, slot=SlotId(0)), "slot 0 serves request 1, not 2"),
+    "closed slot": (lambda effect: evolve(effect, slot=SlotId(3)), "slot 3 was never opened"),
+    "no slot": (lambda effect: evolve(effect, slot=SlotId(99)), "slot 99 was never opened"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+async def test_a_round_out_of_step_with_its_slot_fails_alone(driver, kind):
+    spoil, message = WRONG[kind]
+    expected = [await driver.answer(prompt_of(20 + slot, 10 + slot), count=3, slot=slot) for slot in range(3)]
+    driver.requests = 0
+    clients = await ready(driver)
+    asks = [client.round() for client in clients]
+    asks[1] = evolve(asks[1], effect=spoil(asks[1].effect))
+    first, wrong, last = await driver.perform(*asks)
+    assert isinstance(wrong, DeviceFailed)
+    assert wrong.kind == "broken"
+    assert message in wrong.detail
+    clients[0].take(first)
+    clients[2].take(last)
+    await driver.rounds(*clients)
+    assert clients[0].answer == expected[0][:2]
+    assert clients[1].answer == expected[1][:1]
+    assert clients[2].answer == expected[2][:2]
+
+
+async def test_a_slot_can_be_in_a_batch_once(driver):
+    (client,) = await ready(driver, 1)
+    done, twice = await driver.perform(client.round(), client.round())
+    assert isinstance(done, RoundDone)
+    assert twice == DeviceFailed("broken", "slot 0 is in the batch already")
+
+
+async def test_a_chunk_out_of_step_with_its_slot_fails(on_fake, fake):
+    client = await on_fake.open(prompt_of(21, 80))
+    for start, stop, message in (
+        (1, 5, "slot 0 has 0 rows; a chunk cannot start at 1"),
+        (0, 33, "slot 0: rows 0..33 are not at most 32 of the prompt's 80"),
+        (0, 0, "slot 0: rows 0..0 are not at most 32"),
+    ):
+        (failed,) = await on_fake.perform(Ask(client.request, RunPrefill(client.slot, start, stop)))
+        assert isinstance(failed, DeviceFailed)
+        assert message in failed.detail
+    await client.prefill()
+    (failed,) = await on_fake.perform(Ask(client.request, RunPrefill(client.slot, 79, 81)))
+    assert failed.kind == "broken"
+    assert len(fake.steps) == 3
+
+
+async def test_a_round_before_the_prompt_is_in_place_fails(on_fake):
+    client = await on_fake.open(prompt_of(22, 10))
+    (failed,) = await on_fake.perform(client.round())
+    assert "slot 0 has 0 rows for 10 tokens" in failed.detail
+
+
+async def test_a_full_slot_says_so(on_fake, fake):
+    client = await on_fake.open(prompt_of(23, fake.capacity))
+    await client.prefill()
+    assert isinstance((await on_fake.rounds(client))[0], RoundDone)
+    (failed,) = await on_fake.rounds(client)
+    assert failed == DeviceFailed("broken", "slot 0 is full: it has 256 rows")
+
+
+BAD_OPENINGS = {
+    "no such slot": ({"slot": 9}, "slots 9 and 9 are not both in 0..3"),
+    "no such source": ({"source": -1}, "slots 0 and -1 are not both in 0..3"),
+    "nothing to compute": ({"keep": 12}, "12 rows to keep of a prompt of 12"),
+    "negative rows": ({"keep": -1}, "-1 rows to keep"),
+    "source was never opened": ({"source": 2, "keep": 4}, "slot 2 does not hold the first 4 tokens"),
+    "source holds another prompt": ({"source": 1, "keep": 5}, "slot 1 does not hold the first 5 tokens"),
+    "too long": ({"prompt": (1,) * 257}, "a prompt of 257 tokens does not fit 1..256 rows"),
+    "empty": ({"prompt": ()}, "a prompt of 0 tokens does not fit"),
+    "unknown token": ({"prompt": (1, 97)}, r"the prompt has tokens that are not in 0..96"),
+    "negative token": ({"prompt": (1, -1)}, r"the prompt has tokens that are not in 0..96"),
+    "unknown bias": ({"sampling": Sampling(logit_bias=((97, 1.0),))}, "logit_bias names token 97"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPENINGS)
+async def test_a_slot_that_cannot_be_opened_says_why_when_it_is_used_and_can_be_opened_again(on_fake, fake, case):
+    changes, message = BAD_OPENINGS[case]
+    prompt = prompt_of(24, 12)
+    neighbour = await on_fake.open([*prompt[:4], (prompt[4] + 1) % VOCAB, 7], slot=1)
+    await neighbour.prefill()
+    await on_fake.open(prompt)
+    opening = {"slot": 0, "source": changes.get("slot", 0), "keep": 0, "prompt": tuple(prompt), "sampling": GREEDY}
+    opening |= changes
+    on_fake.executor.open(RequestId(77), OpenSlot(**opening))
+    (failed,) = await on_fake.perform(Ask(RequestId(77), RunPrefill(SlotId(opening["slot"]), 0, 4)))
+    assert isinstance(failed, DeviceFailed)
+    assert failed.kind == "broken"
+    assert message in failed.detail
+    assert fake.copies == []
+    assert isinstance((await on_fake.rounds(neighbour))[0], RoundDone)
+    assert await on_fake.answer(prompt) == straightforward(fake, prompt, GREEDY, 8)
+
+
+async def test_rows_that_were_never_computed_cannot_be_copied(on_fake):
+    prompt = prompt_of(25, 40)
+    client = await on_fake.open(prompt)
+    assert await on_fake.perform(client.chunk(16)) == (PrefillAdvanced(16),)
+    for slot, keep, outcome in ((1, 16, PrefillAdvanced), (2, 17, DeviceFailed)):
+        other = await on_fake.open(prompt, slot=slot, source=0, keep=keep)
+        (found,) = await on_fake.perform(other.chunk(20))
+        assert isinstance(found, outcome)
+
+
+async def test_logits_that_are_not_finite_fail_their_request_only(driver, shard, monkeypatch):
+    clients = await ready(driver)
+    original = shard.logits
+
+    def poisoned(self, step, hidden):
+        logits = original(step, hidden)
+        logits[1, 40] = torch.nan
+        return logits
+
+    monkeypatch.setattr(type(shard), "logits", poisoned)
+    first, wrong, last = await driver.rounds(*clients)
+    assert isinstance(first, RoundDone)
+    assert isinstance(last, RoundDone)
+    assert wrong == DeviceFailed("broken", "slot 1: the logits for position 11 are not finite")
+
+
+async def test_running_out_of_memory_is_an_outcome_and_the_slots_stay_as_they_were(driver, shard, monkeypatch):
+    clients = await ready(driver)
+    expected = await driver.answer(prompt_of(20, 10), slot=3)
+
+    def exhausted(self, step, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(shard), "forward", exhausted)
+        outcomes = await driver.rounds(*clients)
+        assert outcomes == (DeviceFailed("out_of_memory", "CUDA out of memory. Tried to allocate 2 GiB."),) * 3
+        other = await driver.open(prompt_of(20, 10), slot=3)
+        (failed,) = await driver.perform(other.chunk(4))
+        assert failed.kind == "out_of_memory"
+    while len(clients[0].answer) < 8:
+        await driver.rounds(clients[0])
+    assert clients[0].answer == expected
+
+
+async def test_an_exception_that_is_a_bug_comes_through(on_fake, fake, monkeypatch):
+    clients = await ready(on_fake, 2)
+
+    def buggy(self, step, inputs):
+        raise AttributeError("typo")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeShard, "forward", buggy)
+        with pytest.raises(AttributeError, match="typo"):
+            await on_fake.rounds(*clients)
+    assert all(isinstance(outcome, RoundDone) for outcome in await on_fake.rounds(*clients))
+
+
+async def test_a_member_that_is_abandoned_before_the_launch_starts_is_left_out(on_fake, fake):
+    clients = await ready(on_fake)
+    go_on, found = threading.Event(), []
+    on_fake.executor._lane.post(lambda: go_on.wait(10), pytest.fail)  # noqa: SLF001 - keeps the lane busy
+
+    async def launch():
+        found.extend(await on_fake.rounds(*clients))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(launch)
+        await anyio.wait_all_tasks_blocked()
+        on_fake.executor.abandon(clients[1].request)
+        go_on.set()
+    assert [type(outcome) for outcome in found] == [RoundDone, DeviceFailed, RoundDone]
+    assert found[1].kind == "abandoned"
+    assert [segment.slot for segment in fake.steps[-1].segments] == [0, 2]
+    await on_fake.rounds(*clients)
+    assert len(clients[1].answer) == 1
+
+
+async def test_a_chunk_that_runs_already_finishes(on_fake, fake, monkeypatch):
+    client = await on_fake.open(prompt_of(26, 60))
+    begun, go_on, found = threading.Event(), threading.Event(), []
+    original = FakeShard.forward
+
+    def slow(self, step, inputs):
+        begun.set()
+        go_on.wait(10)
+        return original(self, step, inputs)
+
+    monkeypatch.setattr(FakeShard, "forward", slow)
+
+    async def launch():
+        found.extend(await on_fake.perform(client.chunk(32)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(launch)
+        while not begun.is_set():  # noqa: ASYNC110 - the flag is set by a thread
+            await anyio.sleep(0.001)
+        on_fake.executor.abandon(client.request)
+        go_on.set()
+    assert found == [PrefillAdvanced(32)]
+
+
+async def test_abandoning_concerns_what_is_in_flight_and_nothing_later(on_fake):
+    """A cancelled request still snapshots and parks afterwards."""
+    (client,) = await ready(on_fake, 1)
+    on_fake.executor.abandon(client.request)
+    assert isinstance((await on_fake.rounds(client))[0], RoundDone)
