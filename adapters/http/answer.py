@@ -127,9 +127,12 @@ class Answer:
         reports = Reports()
         ended: list[Ended] = []
         while True:
-            with anyio.move_on_after(self.options.keepalive_s) as quiet:
-                event = await events.next()
-            if quiet.cancelled_caught:
+            event, quiet = events.ready(), False
+            if event is None and events.open:
+                with anyio.move_on_after(self.options.keepalive_s) as scope:
+                    event = await events.next()
+                quiet = scope.cancelled_caught
+            if quiet:
                 await self._send(send, self.shape.heartbeat())
             elif event is None:
                 break
@@ -207,10 +210,22 @@ class Events:
                 self.waiting = [event]
                 return
 
+    def ready(self) -> Event | None:
+        """The next event, if it is there already."""
+        if self.waiting:
+            return self._taken(self.waiting.pop(0))
+        try:
+            return self._taken(self.source.receive_nowait()) if self.open else None
+        except anyio.WouldBlock:
+            return None
+
     async def next(self) -> Event | None:
+        """The next event; None after the last."""
         if not self.open:
             return None
-        event = self.waiting.pop(0) if self.waiting else await self.source.receive()
+        return self.ready() or self._taken(await self.source.receive())
+
+    def _taken(self, event: Event) -> Event:
         if isinstance(event, Ended):
             self.open -= 1
         return event

@@ -75,9 +75,10 @@ def new_id(prefix: str) -> str:
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
-    line = f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    line = f"data: {ENCODER.encode(data)}\n\n"
     return (line if name is None else f"event: {name}\n{line}").encode()
 
 
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
