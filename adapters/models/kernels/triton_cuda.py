@@ -26,6 +26,8 @@ HEAD_SIZES = (16, 32, 64, 128, 256)
 KV_TILE = 64
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
+NARROW = 128
+H200_SHARED = 227 << 10
 
 
 @frozen
@@ -56,14 +58,10 @@ class Tile:
     stages: int
 
 
-NARROW = 128
-H200_SHARED = 227 << 10
-
-
 def choose_tile(
     count: int, columns: int, gated: bool, dtype: torch.dtype, processors: int, shared: int = H200_SHARED
 ) -> Tile:
-    """Up to NARROW rows one tile holds them all; above, the largest tile that gives every processor a program.
+    """Up to NARROW rows one tile holds them all; above, the largest tile that gives (nearly) every processor one.
 
     shared: bytes of shared memory a program may have, which bounds how many steps are loaded ahead.
     """
@@ -74,7 +72,8 @@ def choose_tile(
     else:
         largest = Tile(128, 256, 64, 8, 4) if gated else Tile(256, 128, 64, 8, 4)
         candidates = (largest, Tile(128, 128, 64, 4, 3), Tile(128, 64, 128, 4, 4))
-        enough = (t for t in candidates if triton.cdiv(count, t.rows) * triton.cdiv(columns, t.columns) >= processors)
+        programs = [triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns) for tile in candidates]
+        enough = (tile for tile, number in zip(candidates, programs, strict=True) if number >= 0.9 * processors)
         tile = next(enough, candidates[-1])
     fits = (shared - 4096) // ((tile.rows + tile.columns) * tile.depth * dtype.itemsize)
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
