@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,14 +116,26 @@ def configuration(argv: list[str]) -> tuple[Any, ...]:
             path = argv[at + 1]
     sources: list[Any] = [cyclopts.config.Env("REKINDLE_", command=False)]
     if path and argv[:1] == ["serve"]:
+        check_file(path)
         sources.append(cyclopts.config.Toml(path, must_exist=True, use_commands_as_keys=False))
     return tuple(sources)
 
 
+def check_file(path: str) -> None:
+    """A table would be taken for a command's own and passed over."""
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise Refusal(f"{path}: {error}") from error
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            raise Refusal(f"{path}: [{name}]: options stand at the top of the file, without a table")
+
+
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    app.config = configuration(words)
     try:
+        app.config = configuration(words)
         status = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:
         print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attrs import frozen
 
+MOST_SLOTS = 1 << 12
+
 
 @frozen
 class Settings:
@@ -20,3 +22,10 @@ class Settings:
     compress_threshold: int = 0  # prompt tokens still missing from which PFlash pays; 0: never
     keep_permille: int = 100  # of the prompt's tokens, how many a compression keeps
     prefill_ns: int = 0  # measured time to compute one prompt token; 0: not measured
+
+    def __attrs_post_init__(self) -> None:
+        """Settings also come out of traces, which are hostile input: ValueError for what no engine runs with."""
+        positive = (self.slots, self.max_context, self.chunk, self.grain, self.batch_rows)
+        natural = (self.max_queue, self.block, self.compress_threshold, self.keep_permille, self.prefill_ns)
+        if min(positive) < 1 or min(natural) < 0 or self.chunk % self.grain or self.slots > MOST_SLOTS:
+            raise ValueError(f"settings that cannot be: {self}")
