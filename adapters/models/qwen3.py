@@ -75,7 +75,7 @@ class Qwen3Shard:
         self._config, self._kernels = config, kernels
         self._device, self._dtype = torch.device(device), dtype
         self._layers = range(config.num_layers) if layers is None else layers
-        _check_arguments(config, self._layers, slots, capacity, rungs, capture)
+        _check_arguments(config, self._layers, slots, capacity, (rungs, capture))
         self._slots = slots
         self._capacity = -(-capacity // kernels.kv_tile) * kernels.kv_tile
         self._rungs, self._capture = tuple(rungs), tuple(capture)
@@ -98,8 +98,11 @@ class Qwen3Shard:
         self._blocks = [self._load_layer(weights, layer) for layer in self._layers]
         if last:
             self._norm = self._read(weights, "model.norm.weight")
-            tied = config.tie_word_embeddings and table is not None
-            self._head = self._kernels.pack(table if tied else self._read(weights, "lm_head.weight"))
+            head = table if config.tie_word_embeddings else self._read(weights, "lm_head.weight")
+            assert head is not None
+            self._head = self._kernels.pack(head)
+            if config.tie_word_embeddings and self._embedding is not None and self._head is not head:
+                self._weights_bytes += head.nbytes
 
     def _read(self, weights: Weights, *names: str) -> Tensor:
         """The named tensors, stacked along their rows, on the device in the model's dtype."""
@@ -286,8 +289,9 @@ class Qwen3Shard:
 
 
 def _check_arguments(
-    config: Qwen3Config, layers: range, slots: int, capacity: int, rungs: Sequence[int], capture: Sequence[int]
+    config: Qwen3Config, layers: range, slots: int, capacity: int, lists: tuple[Sequence[int], Sequence[int]]
 ) -> None:
+    rungs, capture = lists
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
         raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
     if slots < 1 or not 1 <= capacity <= config.max_positions:

@@ -77,7 +77,7 @@ class Shard(Protocol):
         ...
 
     def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        """KV rows `[start, stop)` as `layers.N.k` and `layers.N.v`, each `[KV, stop - start, hd]`, contiguous, on host."""
+        """KV rows `[start, stop)` as `layers.N.k` and `layers.N.v`, each `[KV, stop - start, hd]`, on the host."""
         ...
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from adapters.models.checkpoint import expected_tensors
@@ -18,7 +18,7 @@ class RandomWeights:
 
     config: Qwen3Config
     seed: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     scale: float = 0.02
 

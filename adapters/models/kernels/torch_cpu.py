@@ -10,7 +10,7 @@ What makes a row's bits its own:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from attrs import define, frozen
@@ -22,10 +22,39 @@ from adapters.models.shard import Segment
 T = TypeVar("T")
 
 _MIN_ROWS = 4
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_reorder = torch.ops.mkldnn._reorder_linear_weight.default
-_linear = torch.ops.mkldnn._linear_pointwise.default
-_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
+_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - no public name
+
+
+def _reorder(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight.default(weight) if _ONEDNN else weight  # noqa: SLF001
+
+
+def _native(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this dtype on this processor; otherwise it is computed in float32."""
+    if dtype is torch.float32:
+        return True
+    if not _ONEDNN:
+        return False
+    half, brain = torch.ops.mkldnn._is_mkldnn_fp16_supported, torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
+    return brain() if dtype is torch.bfloat16 else half()
+
+
+if _ONEDNN:
+    _linear = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
+    _linear_binary = torch.ops.mkldnn._linear_pointwise.binary  # noqa: SLF001
+
+
+def product(x: Tensor, packed: Tensor) -> Tensor:
+    if not _ONEDNN:
+        return torch.nn.functional.linear(x, packed)
+    return _linear(x, packed, None, "none", [], "")
+
+
+def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    if not _ONEDNN:
+        return torch.nn.functional.silu(product(x, gate)).mul_(product(x, up))
+    return _linear_binary(x, _linear(x, gate, None, "swish", [], ""), up, None, "mul")
 
 
 @frozen
@@ -50,10 +79,19 @@ class Span:
 
 @define(eq=False)
 class Plan:
+    """What the layers of one step share."""
+
     spans: list[Span]
     group: int = 0
-    cos: Tensor | None = None
-    sin: Tensor | None = None
+    _angles: tuple[Tensor, Tensor] | None = None
+
+    def angles(self, rope: Rope, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Float32 `[R, 1, hd]` factors of a head and of the head with its halves swapped; gathered once a step."""
+        if self._angles is None:
+            at = batch.positions.clamp(min=0)
+            cos, sin = rope.cos[at], rope.sin[at]
+            self._angles = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+        return self._angles
 
 
 class CpuKernels:
@@ -62,21 +100,15 @@ class CpuKernels:
     kv_tile = 512
 
     def __init__(self, dtype: torch.dtype) -> None:
-        # Processors without half-precision products compute float16 models in float32.
         self._dtype = dtype
-        native = dtype is torch.float32 or (
-            torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            if dtype is torch.bfloat16
-            else torch.ops.mkldnn._is_mkldnn_fp16_supported()
-        )
-        self._compute = dtype if native else torch.float32
+        self._compute = dtype if _native(dtype) else torch.float32
         self._queries: dict[tuple[int, ...], Tensor] = {}
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def name(self) -> str:
-        product = str(self._compute).removeprefix("torch.")
-        return f"onednn-{product}+flash512"
+        library = "onednn" if _ONEDNN else "aten"
+        return f"{library}-{str(self._compute).removeprefix('torch.')}+flash512"
 
     def fresh(self) -> CpuKernels:
         return CpuKernels(self._dtype)
@@ -85,19 +117,14 @@ class CpuKernels:
         return _reorder(weight.to(self._compute))
 
     def linear(self, x: Tensor, packed: Tensor) -> Tensor:
-        if self._compute is not self._dtype:
-            return _linear(x.to(self._compute), packed, None, "none", [], "").to(self._dtype)
-        return _linear(x, packed, None, "none", [], "")
+        return product(x.to(self._compute), packed).to(self._dtype)
 
     def pack_gated(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = weight.chunk(2)
         return self.pack(gate.contiguous()), self.pack(up.contiguous())
 
     def gated(self, x: Tensor, packed: tuple[Tensor, Tensor]) -> Tensor:
-        gate, up = packed
-        wide = x.to(self._compute)
-        activated = _linear(wide, gate, None, "swish", [], "")
-        return _linear_binary(wide, activated, up, None, "mul").to(self._dtype)
+        return gated_product(x.to(self._compute), *packed).to(self._dtype)
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
@@ -120,9 +147,7 @@ class CpuKernels:
         # Rows of the window outside the segment repeat its first position: finite, and never read.
         positions = torch.arange(first - row, first - row + max(window, 1)).clamp(min=0).add_(segment.start)
         mask = torch.zeros(len(positions), keys, dtype=self._dtype)
-        mask[:, segment.start :].masked_fill_(
-            torch.arange(segment.start, keys) > positions.unsqueeze(1), float("-inf")
-        )
+        mask[:, segment.start :].masked_fill_(torch.arange(segment.start, keys) > positions.unsqueeze(1), float("-inf"))
         return Span(segment, row, keys, first, window, mask)
 
     def rotate_store(
@@ -139,19 +164,15 @@ class CpuKernels:
         plan: Plan = batch.plan
         rung, kv, head = batch.rung, k_cache.shape[1], k_cache.shape[3]
         heads = qkv.view(rung, -1, head)
-        if plan.cos is None:
-            at = batch.positions.clamp(min=0)
-            cos, sin = rope.cos[at], rope.sin[at]
-            plan.cos = torch.cat((cos, cos), -1).unsqueeze(1)
-            plan.sin = torch.cat((-sin, sin), -1).unsqueeze(1)
+        cos, sin = plan.angles(rope, batch)
         queries = heads.shape[1] - 2 * kv
         weight = self._head_norms(q_norm, k_norm, queries, kv)
         normed = torch.rms_norm(heads[:, :-kv].float(), (head,), None, eps).mul_(weight)
-        swapped = normed.unflatten(2, (2, -1)).flip(2).flatten(2)
-        rotated = normed.mul_(plan.cos).add_(swapped.mul_(plan.sin))
+        swapped = normed.view(rung, -1, 2, head // 2).flip(2).view_as(normed)
+        rotated = normed.mul_(cos).add_(swapped.mul_(sin))
         plan.group = queries // kv
         q = self._query_buffer(rung, kv, plan.group, head)
-        q[:, :, : plan.group].copy_(rotated[:, :queries].unflatten(1, (kv, -1)))
+        q[:, :, : plan.group].copy_(rotated[:, :queries].view(rung, kv, -1, head))
         for span in plan.spans:
             segment = span.segment
             rows, keys = slice(span.row, span.row + segment.count), slice(segment.start, segment.start + segment.count)

@@ -1,0 +1,330 @@
+"""The numerics probe: proves, on this machine, that a row's bits do not depend on how it was computed.
+
+It runs one decoder layer and the head of the model's own shapes, with random weights and the kernels, thread count
+and device that will serve. Every rung of the width ladder is compared with a chunk of C rows, bit for bit: hidden
+rows, K and V rows, logits; wherever the rows stand in the step, alone and next to other slots, over key spans up to
+the whole context, and across the boundaries of the kernels' key tiles. Rungs that agree are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from attrs import asdict, define, evolve, field, frozen
+from torch import Tensor
+
+from adapters.models.config import Qwen3Config
+from adapters.models.kernels import Kernels
+from adapters.models.qwen3 import LADDER, Qwen3Shard
+from adapters.models.shard import Segment, Step
+from adapters.models.synthetic import RandomWeights
+
+GRAIN = 64
+_VERSION = 1
+_MAX_BOUNDARIES = 16
+_BUDGET = 1.5  # seconds after which the spans in the middle are left out
+_MAX_HEAD = 1 << 22  # elements of the head that are enough to prove its product
+_NARROW = 8  # rungs up to this one decode, so single rows are tried there
+_INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
+_SLOTS = 3
+_FINGERPRINT_ROWS = 64
+
+
+@frozen
+class Numerics:
+    """What the probe found, and so what the engine may do.
+
+    mode: "ladder", any rung gives a row the same bits, so any position that is a multiple of `grain` may be started
+    from and decoded rows are as good as prefilled ones; or "grid", whole chunks of C from position 0 and decoding at
+    the one width `rungs[0]`.
+    rungs: ascending; the last one is C, the chunk of a prefill.
+    numerics_class: within one class the same request gives the same bits. Device kind, instruction set or GPU, torch
+    build, kernels, and a fingerprint of computed bits, which stands for whatever else matters (thread count, vendor).
+    """
+
+    mode: Literal["ladder", "grid"]
+    rungs: tuple[int, ...]
+    grain: int
+    chunk: int
+    kernels: str
+    threads: int
+    numerics_class: str
+    seconds: float
+    checks: int
+    spans: int
+    failures: tuple[str, ...] = ()
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows that one decoding round may hold: any in a ladder, the one width in a grid."""
+        return self.chunk if self.mode == "ladder" else self.rungs[0]
+
+    def shown(self) -> Mapping[str, Any]:
+        """JSON-ready, for people."""
+        return {
+            "shapes": self.mode,
+            "rungs": list(self.rungs),
+            "grain": self.grain,
+            "chunk": self.chunk,
+            "kernels": self.kernels,
+            "threads": self.threads,
+            "class": self.numerics_class,
+            "probe": {"seconds": round(self.seconds, 3), "checks": self.checks, "spans": self.spans},
+            "failures": list(self.failures),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps({"version": _VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Numerics:
+        """What `to_json` wrote; ValueError for anything else."""
+        value = json.loads(text)
+        if not isinstance(value, dict) or value.pop("version", None) != _VERSION:
+            raise ValueError("not the outcome of this version's numerics probe")
+        kinds: dict[str, type | tuple[type, ...]] = {
+            "mode": str, "rungs": list, "grain": int, "chunk": int, "kernels": str, "threads": int,
+            "numerics_class": str, "seconds": (int, float), "checks": int, "spans": int, "failures": list,
+        }  # fmt: skip
+        if set(value) != set(kinds) or not all(isinstance(value[name], kind) for name, kind in kinds.items()):
+            raise ValueError("the numerics probe's outcome has missing or malformed fields")
+        rungs = tuple(value.pop("rungs"))
+        sound = all(isinstance(rung, int) and rung > 0 for rung in rungs) and rungs == tuple(sorted(set(rungs)))
+        if not sound or not rungs or rungs[-1] != value["chunk"] or value["mode"] not in ("ladder", "grid"):
+            raise ValueError("the numerics probe's outcome has impossible rungs or mode")
+        return cls(rungs=rungs, failures=tuple(map(str, value.pop("failures"))), **value)
+
+
+def probe_key(
+    config: Qwen3Config,
+    kernels: Kernels,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    chunk: int,
+    capacity: int,
+    ladder: Sequence[int] = LADDER,
+) -> str:
+    """Under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
+    shapes = evolve(config, dtype=None, num_layers=1)
+    where = (str(device), str(dtype), torch.get_num_threads(), machine(kernels, device))
+    parts = (_VERSION, shapes, chunk, capacity, tuple(ladder), where)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def machine(kernels: Kernels, device: torch.device) -> str:
+    """Device kind, instruction set or GPU, torch build and kernels, in words."""
+    build = f"torch {torch.__version__}"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"cuda sm_{properties.major}{properties.minor} {properties.name}, {build}, {kernels.name}"
+    found = torch.cpu.get_capabilities()
+    sets = [name for name in _INSTRUCTION_SETS if found.get(name)]
+    name = found.get("cpu_name") or platform.processor() or platform.machine()
+    isa = torch.backends.cpu.get_cpu_capability()
+    return f"cpu {platform.machine()} {name} {isa} ({' '.join(sets)}), {build}, {kernels.name}"
+
+
+def probe(
+    config: Qwen3Config,
+    kernels: Kernels,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    chunk: int,
+    capacity: int,
+    ladder: Sequence[int] = LADDER,
+) -> Numerics:
+    """Take the measure of `kernels` on `device`; a second or two. The kernels themselves are left as they were."""
+    start = time.perf_counter()
+    rungs = (*(rung for rung in sorted(ladder) if rung < chunk), chunk)
+    vocab = max(1, min(config.vocab_size, _MAX_HEAD // config.hidden_size))
+    layer = evolve(config, num_layers=1, vocab_size=vocab, tie_word_embeddings=True)
+    weights = RandomWeights(layer, 1, device, torch.float32 if device.type == "cpu" else dtype, layer.hidden_size**-0.5)
+    shard = Qwen3Shard(
+        layer, weights, kernels.fresh(), device=device, dtype=dtype, slots=_SLOTS, capacity=capacity, rungs=rungs
+    )
+    try:
+        bench = Bench(shard, capacity)
+        spans = bench.run(kernels.kv_tile, start + _BUDGET)
+        kept = tuple(rung for rung in rungs if rung not in bench.broken)
+        ladder_holds = chunk not in bench.broken and (len(kept) > 1 or len(rungs) == 1)
+        if not ladder_holds:
+            kept = tuple(sorted({bench.width(), chunk}))
+        return Numerics(
+            mode="ladder" if ladder_holds else "grid",
+            rungs=kept,
+            grain=GRAIN if ladder_holds else chunk,
+            chunk=chunk,
+            kernels=kernels.name,
+            threads=torch.get_num_threads() if device.type == "cpu" else 0,
+            numerics_class=f"{machine(kernels, device)}, {bench.fingerprint}",
+            seconds=time.perf_counter() - start,
+            checks=bench.checks,
+            spans=spans,
+            failures=tuple(bench.broken.values()),
+        )
+    finally:
+        shard.close()
+
+
+@frozen
+class Rows:
+    """What one segment left: hidden `[n, D]`, each KV tensor `[KV, n, hd]`, logits `[n, V]` or None."""
+
+    start: int
+    hidden: Tensor
+    kv: Mapping[str, Tensor]
+    logits: Tensor | None
+
+    def part(self, start: int, stop: int) -> Rows:
+        rows = slice(start - self.start, stop - self.start)
+        kv = {name: tensor[:, rows] for name, tensor in self.kv.items()}
+        return Rows(start, self.hidden[rows], kv, None if self.logits is None else self.logits[rows])
+
+    def tensors(self) -> list[Tensor]:
+        return [self.hidden, *self.kv.values(), *([] if self.logits is None else [self.logits])]
+
+
+def same_bits(ours: Rows, theirs: Rows) -> bool:
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)
+    )
+
+
+@define(eq=False)
+class Bench:
+    """Runs segments of one token sequence, whose earlier K and V rows are random, and compares what comes out."""
+
+    shard: Qwen3Shard
+    capacity: int
+    tokens: Tensor = field(init=False)
+    broken: dict[int, str] = field(init=False, factory=dict)
+    checks: int = field(init=False, default=0)
+    fingerprint: str = field(init=False, default="")
+
+    def __attrs_post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(2)
+        config = self.shard.config
+        self.tokens = torch.randint(0, config.vocab_size, (self.capacity,), generator=generator)
+        generator = torch.Generator(self.shard.device).manual_seed(3)
+        shape = (config.num_kv_heads, self.capacity, config.head_dim)
+        rows = {}
+        for name in ("layers.0.k", "layers.0.v"):
+            rows[name] = torch.empty(shape, device=self.shard.device, dtype=self.shard.dtype)
+            rows[name].normal_(generator=generator)
+        self.shard.import_rows(0, 0, rows)
+        for slot in range(1, _SLOTS):
+            self.shard.copy_rows(0, slot, self.capacity)
+
+    def compute(self, rung: int, *segments: Segment, logits: bool = False) -> list[Rows]:
+        """The rows of every segment; slots all hold the same sequence."""
+        step = Step(segments, rung)
+        inputs = torch.cat([self.tokens[segment.start : segment.start + segment.count] for segment in segments])
+        hidden = self.shard.forward(step, inputs).hidden
+        scores = self.shard.logits(step, hidden) if logits else None
+        found, row = [], 0
+        for segment in segments:
+            rows, stop = slice(row, row + segment.count), segment.start + segment.count
+            kv = self.shard.export_rows(segment.slot, segment.start, stop)
+            head = None if scores is None else scores[rows].clone()
+            found.append(Rows(segment.start, hidden[rows].clone(), kv, head))
+            row += segment.count
+        return found
+
+    def run(self, tile: int, deadline: float) -> int:
+        """Check every rung at every sampled boundary; returns how many key spans were covered."""
+        rows = min(self.shard.rungs[-1], self.capacity)
+        last = self.capacity - rows
+        at = [min(max(0, boundary - rows // 2), last) for boundary in boundaries(tile, self.capacity)]
+        thorough = {0, *at[:1]}
+        done = 0
+        for start in dict.fromkeys([*sorted(thorough), last, *at]):
+            if done > len(thorough) and time.perf_counter() > deadline:
+                break
+            self.check_span(start, rows, tile, thorough=start in thorough)
+            done += 1
+        return done
+
+    def check_span(self, start: int, rows: int, tile: int, *, thorough: bool) -> None:
+        """Compare pieces of `[start, start + rows)` with the whole of it, computed as one chunk of C."""
+        chunk = self.shard.rungs[-1]
+        [whole] = self.compute(chunk, Segment(0, start, rows), logits=start == 0)
+        if not self.fingerprint:
+            self._take_fingerprint(whole.part(start, start + min(rows, _FINGERPRINT_ROWS)))
+        edge = min(max(start + 1, (start // tile + 1) * tile), start + rows - 1)
+        for rung in self.shard.rungs:
+            for at, count in pieces(start, rows, edge, rung, thorough=thorough):
+                if rung in self.broken:
+                    break
+                [part] = self.compute(rung, Segment(0, at, count), logits=start == 0)
+                self._compare(rung, "alone", whole, part)
+            if thorough and rung not in self.broken:
+                self._check_batch(rung, whole, start, rows, edge)
+            if rung in self.broken:
+                self.shard.import_rows(0, start, whole.kv)
+
+    def _check_batch(self, rung: int, whole: Rows, start: int, rows: int, edge: int) -> None:
+        """Neighbours: segments of three slots in one step, each as it came out of the chunk."""
+        count = max(1, min(rung // _SLOTS, rows))
+        ends = {start, min(edge, start + rows - count), start + rows - count}
+        segments = [Segment(slot, at, count) for slot, at in enumerate(sorted(ends))]
+        if sum(segment.count for segment in segments) > rung:
+            return
+        for slot in range(1, _SLOTS):
+            self.shard.import_rows(slot, start, whole.kv)
+        for part in self.compute(rung, *segments, logits=start == 0):
+            self._compare(rung, "batched", whole, part)
+
+    def _compare(self, rung: int, how: str, whole: Rows, part: Rows) -> None:
+        stop = part.start + len(part.hidden)
+        self.checks += 1
+        if rung not in self.broken and not same_bits(whole.part(part.start, stop), part):
+            chunk = self.shard.rungs[-1]
+            self.broken[rung] = f"rung {rung}: rows {part.start}..{stop - 1}, {how}, differ from a chunk of {chunk}"
+
+    def _take_fingerprint(self, rows: Rows) -> None:
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in rows.tensors():
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+        self.fingerprint = digest.hexdigest()
+
+    def width(self) -> int:
+        """The smallest rung at which a row is the same alone, in another place and among others; else C."""
+        at, other = self.capacity // 2, self.capacity // 3
+        for rung in self.shard.rungs[:-1]:
+            [alone] = self.compute(rung, Segment(0, at, 1), logits=True)
+            _, batched, _ = self.compute(rung, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1), logits=True)
+            if same_bits(alone, batched):
+                return rung
+        return self.shard.rungs[-1]
+
+
+def boundaries(tile: int, capacity: int) -> list[int]:
+    """Key tile boundaries up to the capacity, at most 16: all of them, or evenly many with the first and the last."""
+    count = capacity // tile
+    if count <= _MAX_BOUNDARIES:
+        return [tile * index for index in range(1, count + 1)]
+    spread = {round(1 + (count - 1) * index / (_MAX_BOUNDARIES - 1)) for index in range(_MAX_BOUNDARIES)}
+    return [tile * index for index in sorted(spread)]
+
+
+def pieces(start: int, rows: int, edge: int, rung: int, *, thorough: bool) -> list[tuple[int, int]]:
+    """(position, count) of the pieces of `[start, start + rows)` that a rung computes; one straddles `edge`."""
+    end = start + rows
+    full = min(rung, rows)
+    straddling = min(max(start, edge - max(1, full // 2)), end - full)
+    found = [(straddling, full)]
+    if rung <= _NARROW:
+        found += [(edge, 1), (edge - 1, 1), (end - 1, 1)]
+    if thorough:
+        odd, at = max(1, full - 1), min(start + GRAIN, end - 1)
+        found += [(start, full), (end - odd, odd), (at, min(rung, end - at))]
+    return list(dict.fromkeys(found))
