@@ -1,0 +1,108 @@
+"""What the engine costs a round beside the model: fold, runner, hand-off to the lane and back, stream, per request.
+
+The shard here does nothing, so what is left of a round is the engine, its executor and sampling one argmax.
+`python -m benchmarks.engine_overhead [--rounds 3000]`; goal: at most 2 % of a 10 ms round, that is 200 us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import anyio
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.shard import Forward, NamedTensors, Step
+from benchmarks.report import machine, median, raw, table
+from effects.job import Job
+from effects.stream import EmitTokens
+from engine.assemble import engine
+from states.settings import Settings
+
+VOCABULARY = 4096
+
+
+@define
+class Config:
+    vocab_size: int = VOCABULARY
+
+
+@define
+class NoModel:
+    """A shard that computes nothing: the same hidden states and logits for everything."""
+
+    config: Config = field(factory=Config)
+    slots: int = 8
+    capacity: int = 1 << 16
+    layers: range = range(1)
+    _hidden: Tensor = field(factory=lambda: torch.zeros(256, 8))
+    _logits: Tensor = field(factory=lambda: torch.randn(16, VOCABULARY))
+
+    def forward(self, step: Step, inputs: Tensor) -> Forward:
+        assert len(inputs) == step.rows
+        return Forward(self._hidden[: step.rung], {})
+
+    def logits(self, step: Step, hidden: Tensor) -> Tensor:
+        return self._logits[: len(hidden)]
+
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        assert source != target
+        assert count
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
+        return {f"layers.{slot}.k": self._hidden[: stop - start]}
+
+    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
+        assert rows
+
+    def memory(self) -> dict[str, int]:
+        return {"weights": 0}
+
+    def close(self) -> None:
+        self._logits = self._hidden
+
+
+async def rounds(requests: int, count: int) -> list[float]:
+    """Microseconds between the tokens of one stream, while `requests` decode together."""
+    lane = DeviceLane("cpu")
+    executor = DeviceExecutor(NoModel(), (4, 8, 16, 256), lane=lane)
+    gaps = list[float]()
+
+    async def read(number: int) -> None:
+        last = 0.0
+        async for message in running.door.submit(Job(tuple(range(100 + number)), count)):
+            if isinstance(message, EmitTokens):
+                now = time.perf_counter()
+                if last and number == 0:
+                    gaps.append((now - last) * 1e6)
+                last = now
+
+    async with engine(Settings(slots=8), executor, facts={}) as running, anyio.create_task_group() as tasks:
+        for number in range(requests):
+            tasks.start_soon(read, number)
+    await anyio.to_thread.run_sync(executor.close)
+    return gaps
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3000)
+    count = parser.parse_args().rounds
+    rows: list[dict[str, Any]] = []
+    for requests in (1, 4):
+        gaps = sorted(anyio.run(rounds, requests, count))
+        middle = median(gaps)
+        row = {"requests": requests, "us_a_round": middle, "p95_us": gaps[int(len(gaps) * 0.95)]}
+        rows.append({**row, "percent_of_10_ms": middle / 100})
+    table("Engine, runner, hand-off and sampling, without a model (goal: 2 % of a 10 ms round)", rows)
+    raw("engine_overhead", {"rows": rows, "rounds": count, "machine": machine()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
