@@ -104,7 +104,7 @@ class DeviceLane:
 
     def _work(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device.index or 0)
         with torch.inference_mode():
             while (job := self._queue.get()) is not None:
                 job.carry_out()

@@ -9,9 +9,9 @@ from tests.device.driver import RUNGS, drive, qwen3
 from tests.device.fake_shard import FakeShard
 
 
-@pytest.fixture(params=["fake", "qwen3"])
+@pytest.fixture(params=["fake", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def shard(request):
-    return FakeShard(rungs=row_counts(RUNGS, fast=True)) if request.param == "fake" else qwen3()
+    return FakeShard(rungs=row_counts(RUNGS, fast=True)) if request.param == "fake" else qwen3(device=request.param)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
@@ -29,10 +29,16 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=3)
 PENALISED = Sampling(repetition_penalty=1.8, presence_penalty=0.6, frequency_penalty=0.4, logprobs=2)
 
 
-def qwen3(slots: int = 4) -> Qwen3Shard:
-    kernels = CpuKernels(torch.float32)
-    weights = RandomWeights(TINY, scale=0.2)
-    return Qwen3Shard(TINY, weights, kernels, slots=slots, capacity=256, rungs=row_counts(RUNGS, fast=True))
+def qwen3(slots: int = 4, device: str = "cpu") -> Qwen3Shard:
+    rungs = row_counts(RUNGS, fast=True)
+    shape = {"device": device, "slots": slots, "capacity": 256, "rungs": rungs}
+    if device == "cpu":
+        return Qwen3Shard(TINY, RandomWeights(TINY, scale=0.2), CpuKernels(torch.float32), **shape)
+    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
+
+    config = evolve(TINY, hidden_size=128, head_dim=64)
+    kernels = TritonKernels(torch.device(device))
+    return Qwen3Shard(config, RandomWeights(config, scale=0.2), kernels, **shape)
 
 
 @define
@@ -103,7 +109,7 @@ class Client:
 
 
 def drive(shard, **options) -> Driver:
-    return Driver(DeviceExecutor(shard, RUNGS, lane=DeviceLane(), **options))
+    return Driver(DeviceExecutor(shard, RUNGS, lane=DeviceLane(shard.device), **options))
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -112,7 +118,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 def straightforward(kind, prompt, sampling, count) -> list[int]:
     """Each token from one forward over everything before it: no slots, no chunks kept, no batches, no rounds."""
-    shard = FakeShard() if isinstance(kind, FakeShard) else qwen3(slots=1)
+    shard = FakeShard() if isinstance(kind, FakeShard) else qwen3(1, kind.device.type)
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
@@ -120,7 +126,7 @@ def straightforward(kind, prompt, sampling, count) -> list[int]:
                 part = tokens[start : start + CHUNK]
                 step = Step((Segment(0, start, len(part)),), CHUNK)
                 logits = shard.logits(step, shard.forward(step, torch.tensor(part)).hidden)[len(part) - 1]
-            sampler = Sampler(sampling, tuple(prompt), VOCAB)
+            sampler = Sampler(sampling, tuple(prompt), VOCAB, shard.device)
             if tokens[len(prompt) :]:
                 sampler.append(tokens[len(prompt) :])
             (found,) = pick(logits.reshape(1, -1), [Row(sampler, len(tokens))])

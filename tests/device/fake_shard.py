@@ -35,6 +35,7 @@ class FakeShard:
     capacity: int = 256
     rungs: tuple[int, ...] = (4, 8, 16, 32)
     layers: range = range(1)
+    device: str = "cpu"
     steps: list[Step] = field(factory=list)
     copies: list[tuple[int, int, int]] = field(factory=list)
     closed: bool = False

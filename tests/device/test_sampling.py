@@ -256,6 +256,15 @@ def test_equal_logits_at_the_edge_of_top_k_go_to_the_lower_ids():
     logits = torch.zeros(VOCAB)
     tokens = np.flatnonzero(drawn(logits, evolve(SAMPLED, top_k=3), 200))
     assert tokens.tolist() == [0, 1, 2]
+    zeros = torch.tensor([-0.0, 0.0, -0.0, 0.0])
+    assert np.flatnonzero(drawn(zeros, evolve(SAMPLED, top_k=2), 100)).tolist() == [0, 1]
+
+
+def test_a_nucleus_ends_with_the_token_that_reaches_the_mass():
+    logits = torch.tensor([-50.0, 1.0, 1.0, 1.0, 1.0])
+    for mass, tokens in ((0.25, [1]), (0.250001, [1, 2]), (0.75, [1, 2, 3])):
+        found = drawn(logits, evolve(SAMPLED, top_p=mass), 100)
+        assert np.flatnonzero(found).tolist() == tokens
 
 
 def test_extreme_temperatures_hold():
