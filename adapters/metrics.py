@@ -30,6 +30,7 @@ class Metrics:
         self._drafted = Counter("rekindle_draft_tokens", "Drafted tokens", ["outcome"], registry=registry)
         self._queue = Gauge("rekindle_queue_length", "Requests that wait for a slot", registry=registry)
         self._slots = Gauge("rekindle_slots", "Slots by use", ["use"], registry=registry)
+        self._shown = (-1, -1, -1)
         self._http = Counter("rekindle_http_responses", "HTTP responses", ["path", "status"], registry=registry)
 
     def stage(self, state: str, seconds: float) -> None:
@@ -55,6 +56,10 @@ class Metrics:
         self._drafted.labels("rejected").inc(max(0, report.proposed - report.accepted))
 
     def gauges(self, queue: int, slots_busy: int, slots: int) -> None:
+        """Called after every event: says nothing where nothing changed."""
+        if (queue, slots_busy, slots) == self._shown:
+            return
+        self._shown = (queue, slots_busy, slots)
         self._queue.set(queue)
         self._slots.labels("busy").set(slots_busy)
         self._slots.labels("free").set(slots - slots_busy)

@@ -1,6 +1,11 @@
 """The shell: the only place where purity meets clocks, threads and sockets. Imports everything; nothing imports it."""
 
+import os
 from importlib.metadata import PackageNotFoundError, version
+
+# Before torch is imported: its CPU threads spin for milliseconds at every barrier, and where another process wants the
+# cores a decode step then takes half a second instead of 5 ms. Spinning briefly costs nothing when nobody does.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 try:
     __version__ = version("rekindle")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import engine  # noqa: F401 - before torch: how its threads wait
+
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
