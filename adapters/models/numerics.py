@@ -28,9 +28,9 @@ from adapters.models.synthetic import RandomWeights
 GRAIN = 64
 _VERSION = 1
 _MAX_BOUNDARIES = 16
-_BUDGET = 1.5  # seconds after which the spans in the middle are left out
+_BUDGET = 2.0  # seconds after which the spans in the middle are left out
 _MAX_HEAD = 1 << 22  # elements of the head that are enough to prove its product
-_NARROW = 8  # rungs up to this one decode, so single rows are tried there
+_NARROW = 8  # rungs up to this one mostly decode, so single rows are tried over every span
 _INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
 _SLOTS = 3
 _FINGERPRINT_ROWS = 64
@@ -322,7 +322,7 @@ def pieces(start: int, rows: int, edge: int, rung: int, *, thorough: bool) -> li
     full = min(rung, rows)
     straddling = min(max(start, edge - max(1, full // 2)), end - full)
     found = [(straddling, full)]
-    if rung <= _NARROW:
+    if thorough or rung <= _NARROW:
         found += [(edge, 1), (edge - 1, 1), (end - 1, 1)]
     if thorough:
         odd, at = max(1, full - 1), min(start + GRAIN, end - 1)

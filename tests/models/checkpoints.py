@@ -1,0 +1,86 @@
+"""Small Qwen3 checkpoints as transformers writes them, and what the tests do with a shard again and again."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.kernels import Kernels
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Segment, Step
+
+GEOMETRIES = {
+    "mqa": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16},
+    "gqa 2 to 1": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "gqa 4 to 1, wide heads": {"hidden_size": 48, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32},
+    "every head its own": {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24},
+}
+
+
+def save_qwen3(folder: Path, *, seed: int = 0, shard_size: str = "1GB", **overrides: object) -> object:
+    """Writes a random model as transformers does, with a tokenizer.json that is only there; returns the oracle."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 - seconds, and most files need it once
+
+    settings = {
+        "vocab_size": 160,
+        "intermediate_size": 104,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "initializer_range": 0.15,
+        **GEOMETRIES["gqa 2 to 1"],
+        **overrides,
+    }
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**settings)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.add_(torch.randn_like(weight) * 0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder, max_shard_size=shard_size)
+    (folder / "tokenizer.json").write_text("{}")
+    return model
+
+
+def shard_of(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None, **options) -> Qwen3Shard:
+    checkpoint = Checkpoint.open(folder)
+    shape = {"slots": 4, "capacity": 1024} | options
+    return Qwen3Shard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), dtype=dtype, **shape)
+
+
+def tokens_of(count: int, vocab: int = 160, seed: int = 7) -> Tensor:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def run(shard: Qwen3Shard, rung: int, *parts: tuple[int, int, Tensor]) -> Tensor:
+    """Logits of the real rows of one step; parts are (slot, start, token ids)."""
+    step = Step(tuple(Segment(slot, start, len(ids)) for slot, start, ids in parts), rung)
+    forward = shard.forward(step, torch.cat([ids for _, _, ids in parts]))
+    return shard.logits(step, forward.hidden)[: step.rows].clone()
+
+
+def run_in_pieces(shard: Qwen3Shard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
+    """Logits of every row; pieces are (rung, rows), the last one repeated."""
+    found, at, index = [], 0, 0
+    while at < len(tokens):
+        rung, count = pieces[min(index, len(pieces) - 1)]
+        found.append(run(shard, rung, (slot, at, tokens[at : at + count])))
+        at, index = at + count, index + 1
+    return torch.cat(found)
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def same_rows(shard: Qwen3Shard, ours: int, theirs: int, start: int, stop: int) -> bool:
+    first, second = shard.export_rows(ours, start, stop), shard.export_rows(theirs, start, stop)
+    return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)

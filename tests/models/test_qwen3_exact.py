@@ -1,0 +1,159 @@
+"""On CPU a row's bits do not depend on chunks, rungs, neighbours, slots or where its K and V rows came from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adapters.models.config import Qwen3Config
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.synthetic import RandomWeights
+from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
+
+CONFIGS = {
+    "the demo's layer shapes": Qwen3Config(512, 320, 832, 2, 5, 1, 64, 2048, 1e6, tie_word_embeddings=True),
+    "gqa 4 to 1, nothing a multiple of a vector": Qwen3Config(203, 100, 212, 2, 8, 2, 24, 2048, 1e4),
+    "gqa 2 to 1": Qwen3Config(300, 96, 130, 2, 4, 2, 32, 2048, 1e4),
+}
+LENGTH = 700
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[*CONFIGS])
+def whole(request, dtype):
+    """A shard whose slot 0 holds a sequence computed in chunks of C, with its logits."""
+    config = CONFIGS[request.param]
+    weights = RandomWeights(config, scale=config.hidden_size**-0.5)
+    shard = Qwen3Shard(config, weights, CpuKernels(dtype), dtype=dtype, slots=4, capacity=1024)
+    tokens = tokens_of(LENGTH, config.vocab_size)
+    return shard, tokens, run_in_pieces(shard, tokens, [(256, 256)])
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(64, 64)],
+        [(128, 128), (256, 192), (256, 256)],
+        [(256, 64), (256, 256)],
+        [(32, 31), (16, 16), (8, 5), (8, 7), (64, 50), (256, 251)],
+        [(256, 256), (256, 255), (4, 1), (4, 2), (4, 3), (4, 4), (256, 256)],
+        [(64, 17), (64, 17), (128, 100), (128, 127), (256, 256)],
+    ],
+)
+def test_prefill_in_any_pieces_is_prefill_in_chunks_bit_for_bit(whole, pieces):
+    shard, tokens, expected = whole
+    assert same_bits(run_in_pieces(shard, tokens, pieces, slot=1), expected)
+    assert same_rows(shard, 0, 1, 0, LENGTH)
+
+
+def test_decoding_is_prefill_bit_for_bit_across_a_key_tile(whole):
+    shard, tokens, expected = whole
+    shard.copy_rows(0, 1, 500)
+    found = [run(shard, 4, (1, at, tokens[at : at + 1])) for at in range(500, 530)]
+    assert same_bits(torch.cat(found), expected[500:530])
+    assert same_rows(shard, 0, 1, 0, 530)
+
+
+@pytest.mark.parametrize("rung", [4, 8, 16, 32, 64, 128, 256])
+def test_batched_decoding_is_decoding_alone_bit_for_bit(whole, rung):
+    shard, tokens, expected = whole
+    starts = {3: 699, 1: 10, 2: 511}
+    for slot in starts:
+        shard.copy_rows(0, slot, 699)
+    found = run(shard, rung, *((slot, at, tokens[at : at + 1]) for slot, at in starts.items()))
+    assert same_bits(found, expected[list(starts.values())])
+
+
+@pytest.mark.parametrize("counts", [(3, 1, 0), (5, 5, 6), (16, 7, 9), (1, 1, 30), (100, 1, 11)])
+def test_blocks_of_several_slots_in_one_step_are_each_as_if_alone(whole, counts):
+    shard, tokens, expected = whole
+    rung = next(rung for rung in shard.rungs if rung >= sum(counts))
+    starts = (500, 64, 333)
+    parts = [
+        (slot, at, tokens[at : at + count]) for slot, (at, count) in enumerate(zip(starts, counts, strict=True), 1)
+    ]
+    for slot, at, _ in parts:
+        shard.copy_rows(0, slot, at + 1)
+    found = run(shard, rung, *(part for part in parts if len(part[2])))
+    assert same_bits(found, torch.cat([expected[at : at + len(ids)] for _, at, ids in parts]))
+
+
+def test_rows_taken_out_and_put_back_decode_on_as_if_they_had_never_left(whole):
+    shard, tokens, expected = whole
+    rows = shard.export_rows(0, 0, 640)
+    run(shard, 256, (2, 0, tokens[:200].flip(0)))
+    shard.import_rows(2, 0, rows)
+    assert same_rows(shard, 0, 2, 0, 640)
+    found = run_in_pieces_from(shard, tokens, 640)
+    assert same_bits(found, expected[640:])
+
+
+def run_in_pieces_from(shard, tokens, start):
+    return torch.cat([run(shard, 64, (2, start, tokens[start:]))])
+
+
+def test_a_copied_slot_is_the_slot_it_was_copied_from(whole):
+    shard, tokens, expected = whole
+    shard.copy_rows(0, 3, 300)
+    assert same_rows(shard, 0, 3, 0, 300)
+    assert same_bits(run(shard, 16, (3, 300, tokens[300:311])), expected[300:311])
+
+
+def test_rolling_back_is_forgetting(whole):
+    shard, tokens, expected = whole
+    shard.copy_rows(0, 1, 400)
+    run(shard, 16, (1, 400, tokens[:16]))
+    assert same_bits(run(shard, 16, (1, 400, tokens[400:416])), expected[400:416])
+
+
+def test_the_number_of_threads_changes_no_bit(whole):
+    shard, tokens, expected = whole
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(run_in_pieces(shard, tokens[:300], [(256, 256), (4, 4)], slot=1), expected[:300])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_wrong_steps_are_refused_by_name(whole):
+    shard, tokens, _ = whole
+    for message, rung, parts in [
+        ("rung 5 is not one of", 5, [(0, 0, tokens[:2])]),
+        ("slot 4 is not in 0..3", 4, [(4, 0, tokens[:2])]),
+        ("rows 1023..1025", 4, [(0, 1023, tokens[:2])]),
+        ("appears twice", 4, [(0, 0, tokens[:2]), (0, 5, tokens[:1])]),
+        ("5 rows at rung 4", 4, [(0, 0, tokens[:5])]),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(shard, rung, *parts)
+
+
+def test_rows_that_are_not_ours_are_refused_by_name(whole):
+    shard, _, _ = whole
+    rows = dict(shard.export_rows(0, 0, 64))
+    with pytest.raises(ValueError, match=r"layers\.9\.k"):
+        shard.import_rows(1, 0, {**rows, "layers.9.k": rows["layers.0.k"]})
+    with pytest.raises(ValueError, match=r"layers\.1\.v"):
+        shard.import_rows(1, 0, {name: tensor for name, tensor in rows.items() if name != "layers.1.v"})
+    with pytest.raises(ValueError, match=r"layers\.0\.k: torch\.float64"):
+        shard.import_rows(1, 0, {**rows, "layers.0.k": rows["layers.0.k"].double()})
+    with pytest.raises(ValueError, match=r"layers\.0\.k"):
+        shard.import_rows(1, 0, {**rows, "layers.0.k": rows["layers.0.k"][..., :-2]})
+    with pytest.raises(ValueError, match="not a span"):
+        shard.import_rows(1, 1000, rows)
+
+
+def test_memory_is_what_weights_and_caches_take(whole):
+    shard, _, _ = whole
+    config, size = shard.config, shard.dtype.itemsize
+    held = shard.memory()
+    assert held["kv"] == 4 * 1024 * config.kv_bytes_per_token(shard.dtype)
+    assert held["weights"] >= config.vocab_size * config.hidden_size * size
+    assert held["buffers"] > 0
