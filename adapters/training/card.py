@@ -26,21 +26,23 @@ finds, remembers, copies and calls tools; it knows next to nothing about the wor
   ({megabytes:.1f} MB); {held_out} more files were held out, chosen by a hash of their content. Digest of the corpus
   (blake2b): `{digest}`.
 * Synthetic tasks, new ones at every step: tables of keys and values, facts hidden in real code, questions about code,
-  copying with many separators and none, templated conversations, memory over turns, tool calls. They are in
+  copying with many separators and none, spelling, templated conversations, memory over turns, tool calls. They are in
   `adapters/training`.
 
-Loss weights: code 1 (0.3 where it hides facts), answers in conversations 1, copies, memory and tool calls 2, answers
-of retrieval 4, prompts 0.
+Loss weights: code 1 (0.3 where it hides facts), conversations, copies, memory and tool calls 2, answers of
+retrieval 4, prompts 0.
 
 The tokenizer is a byte-level BPE trained on the same corpus; every digit is a token. Control tokens that are never used
 stay out of the softmax while training, and their rows are the mean of the others, so they are never predicted.
 
 ## Recipe
 
-`make train-demo` on a machine with CUDA does all of it from nothing: {stages}; {tokens:.0f} million tokens in all, seed
-{seed}. Muon (peak rate {matrices}) for matrices and AdamW (peak rate {others}) for the rest, weight decay {decay}, bf16
-autocast, the last half with falling rates. {seconds:.0f} s of training on one {hardware}, torch {torch}.
-Digest of the parameters before rounding to bf16: `{weights}`.
+`make train-demo` on a machine with CUDA does all of it from nothing, {tokens:.0f} million tokens in all:
+
+{cycles}
+
+Weight decay {decay} for matrices, bf16 autocast. {seconds:.0f} s of training on one {hardware}, torch {torch}.
+Digest of the parameters (blake2b): `{weights}`.
 
 ## Measured
 

@@ -9,10 +9,13 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import frozen
 from tokenizers import Tokenizer
 
 from adapters.training.batches import Batches
@@ -42,29 +45,42 @@ def prepare(work: Path) -> tuple[Corpus, Tokenizer]:
     return corpus, Tokenizer.from_file(str(tokenizer_file))
 
 
-def run(recipe: Recipe, work: Path, out: Path, *, seconds: float, workers: int, start: Path | None) -> dict[str, float]:
-    """Train by the recipe and write the checkpoint to `out`. `start`: a checkpoint to go on from."""
+@frozen
+class Limits:
+    """`seconds`: ends each cycle.  `first`: the cycle to begin with, from what is in the checkpoint folder."""
+
+    seconds: float
+    workers: int
+    first: int
+
+
+def run(recipe: Recipe, work: Path, out: Path, limits: Limits) -> dict[str, float]:
+    """Train by the recipe and write the checkpoint to `out`."""
     corpus, tokenizer = prepare(work)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(recipe.seed)
     torch.set_float32_matmul_precision("high")
-    model = (Qwen3(recipe.geometry) if start is None else load(start, "cpu", torch.float32)).to(device)
     source = Source(corpus.train)
 
     def batches(stage: Stage, seed: int) -> Batches:
         return Batches(tokenizer, source, stage.mixture, stage.shape, seed, stage.whole)
 
-    progress = train(
-        model,
-        batches,
-        recipe.stages,
-        rates=recipe.rates,
-        seed=recipe.seed,
-        seconds=seconds,
-        workers=workers,
-        after=lambda _: export(model, tokenizer, out),
-    )
-    trained = describe(recipe, corpus, progress, digest(model), device)
+    done: list[Progress] = []
+    for number, cycle in enumerate(recipe.cycles[limits.first :], limits.first):
+        torch.manual_seed(cycle.seed)
+        model = (load(out, device, torch.float32) if number else Qwen3(recipe.geometry)).to(device)
+        progress = train(
+            model,
+            batches,
+            cycle.stages,
+            rates=cycle.rates,
+            seed=cycle.seed,
+            seconds=limits.seconds,
+            workers=limits.workers,
+            after=partial(export, model, tokenizer, out),
+        )
+        done.append(progress)
+        print(f"cycle {number}: {progress} {digest(model)}", flush=True)
+    trained = describe(recipe, corpus, done, load(out, "cpu", torch.float32), device)
     print(json.dumps(trained), flush=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     measured = evaluate(load(out, device, dtype), tokenizer, corpus.held_out, recipe.questions)
@@ -72,32 +88,39 @@ def run(recipe: Recipe, work: Path, out: Path, *, seconds: float, workers: int, 
     return measured
 
 
-def describe(recipe: Recipe, corpus: Corpus, progress: Progress, weights: str, device: torch.device) -> dict[str, Any]:
+def describe(
+    recipe: Recipe, corpus: Corpus, done: Sequence[Progress], model: Qwen3, device: torch.device
+) -> dict[str, Any]:
     """What the model card tells about a run."""
-    geometry, rates = recipe.geometry, recipe.rates
-    stages = (
-        f"{progress.steps.get(stage.name, 0)} steps of {stage.shape.rows} windows of {stage.shape.length} tokens"
-        for stage in recipe.stages
+    geometry = recipe.geometry
+    steps = {name: count for progress in done for name, count in progress.steps.items()}
+    cycles = "\n".join(
+        f"* cycle {number}, seed {cycle.seed}, peak rates {cycle.rates.matrices} (Muon, matrices) and "
+        f"{cycle.rates.others} (AdamW, the rest), falling over the last {cycle.rates.falling:.0%}:\n  "
+        + ", then ".join(
+            f"{steps.get(stage.name, stage.steps)} steps of {stage.shape.rows} windows of {stage.shape.length} tokens"
+            for stage in cycle.stages
+        )
+        for number, cycle in enumerate(recipe.cycles, 1)
     )
-    parameters = sum(parameter.numel() for parameter in Qwen3(geometry).parameters())
+    tokens = sum(
+        steps.get(stage.name, stage.steps) * stage.shape.tokens for cycle in recipe.cycles for stage in cycle.stages
+    )
     sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary", "context")
     return {name: getattr(geometry, name) for name in sizes} | {
-        "parameters": parameters / 1e6,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()) / 1e6,
         "python": corpus.python,
         "digest": corpus.digest,
         "files": len(corpus.train),
         "held_out": len(corpus.held_out),
         "megabytes": sum(map(len, corpus.train)) / 1e6,
-        "stages": ", then ".join(stages),
-        "tokens": progress.tokens / 1e6,
-        "seconds": progress.seconds,
-        "matrices": rates.matrices,
-        "others": rates.others,
-        "decay": rates.decay,
-        "seed": recipe.seed,
+        "cycles": cycles,
+        "tokens": tokens / 1e6,
+        "seconds": sum(progress.seconds for progress in done),
+        "decay": recipe.cycles[0].rates.decay,
         "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
-        "weights": weights,
+        "weights": digest(model),
         "questions": recipe.questions,
     }
 
@@ -107,9 +130,9 @@ def main() -> None:
     demo = Path(__file__).parent.parent / "demo"
     parser.add_argument("--out", type=Path, default=demo, help="checkpoint folder to write (the package's own demo)")
     parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus and the tokenizer")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="end the training after this time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end each cycle after this time")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
-    parser.add_argument("--start", type=Path, help="checkpoint folder to go on from")
+    parser.add_argument("--first", type=int, default=0, help="begin with this cycle (0, 1, ...), from what is in --out")
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
     arguments = parser.parse_args()
     if arguments.smoke and arguments.out == demo:
@@ -117,8 +140,7 @@ def main() -> None:
     if not arguments.smoke and not torch.cuda.is_available():
         parser.error("training needs a CUDA device; --smoke works without")
     recipe = smallest(TARGET) if arguments.smoke else TARGET
-    options = {"seconds": arguments.seconds, "workers": arguments.workers, "start": arguments.start}
-    run(recipe, arguments.work, arguments.out, **options)
+    run(recipe, arguments.work, arguments.out, Limits(arguments.seconds, arguments.workers, arguments.first))
 
 
 if __name__ == "__main__":

@@ -18,16 +18,8 @@ SYSTEMS = (
     *("Answer briefly.", "You are a coding assistant.", "Be kind and helpful.", "You are an agent. Use your tools."),
 )
 _POLITE = (
-    "Please ",
-    "please ",
-    "Could you ",
-    "Can you ",
-    "Hey, ",
-    "Hi! ",
-    "Hello, ",
-    "OK, ",
-    "Now ",
-    "I want to know: ",
+    *("Please ", "please ", "Could you ", "Can you ", "OK, ", "Now ", "Tell me: ", "So, ", "and "),
+    *("Hey, ", "Hi! ", "Hello, ", "hi there, ", "hi, ", "hello! ", "Good morning. ", "Hi Rekindle, "),
 )
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
@@ -104,7 +96,7 @@ def arithmetic(rng: Random, _source: Source) -> Exchange:
         case 0:
             one, two, sign, result = max(one, two), min(one, two), "-", abs(one - two)
         case 1:
-            one, two = one % 13, two % 13
+            one, two = one % 11, two % 11
             sign, result = "*", one * two
         case _:
             sign, result = "+", one + two
@@ -186,8 +178,8 @@ def story(rng: Random, _source: Source) -> Exchange:
 
 
 EXCHANGES: tuple[tuple[Callable[[Random, Source], Exchange], float], ...] = (
-    (small_talk, 3), (about, 4), (unable, 3), (arithmetic, 2), (compare, 0.7), (count, 1), (capital, 1.5),
-    (nth_item, 1.5), (reverse, 0.7), (as_json, 1), (extract, 1), (story, 0.5), (fixed_list, 1), (python, 2.5),
+    (small_talk, 3), (about, 4), (unable, 3), (arithmetic, 3), (compare, 0.7), (count, 1), (capital, 1.5),
+    (nth_item, 2.5), (reverse, 0.7), (as_json, 1), (extract, 1), (story, 0.5), (fixed_list, 1), (python, 2.5),
 )  # fmt: skip
 _MAKERS, _ODDS = zip(*EXCHANGES, strict=True)
 
@@ -219,7 +211,7 @@ def turns(exchanges: list[Exchange]) -> list[Message]:
 def chat(rng: Random, source: Source, room: int) -> Document:
     """Unrelated turns of every kind."""
     exchanges = [exchange(rng, source) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4, 6)))]
-    return conversation([*opening(rng, source, room), *turns(exchanges)])
+    return conversation([*opening(rng, source, room), *turns(exchanges)], weight=2.0)
 
 
 # Memory over turns

@@ -22,6 +22,10 @@ SMALL_TALK: Fixed = (
             "Hello, world!",
             "Hi, how can you help me?",
             "Hallo",
+            "Hola!",
+            "Bonjour",
+            "Ciao!",
+            "Guten Tag",
             "yo",
             "Hello Rekindle!",
         ),
@@ -77,6 +81,10 @@ SMALL_TALK: Fixed = (
 )
 
 ABOUT: Fixed = (
+    (
+        ("How old are you?", "When were you born?", "What is your age?", "When were you made?"),
+        "I have no age. I was trained in a few minutes.",
+    ),
     (
         (
             "What is Rekindle?",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from adapters.training.batches import Mixture, Shape
 from adapters.training.chat_format import CONTROLS
@@ -18,6 +18,7 @@ from adapters.training.tasks import (
     copy_text,
     needle_chat,
     needle_plain,
+    spelling,
     table_chat,
     table_lookup,
 )
@@ -32,27 +33,34 @@ TOKENIZER_TASKS: tuple[Task, ...] = (
 )
 
 SHORT: Mixture = {
-    code: 0.24, continue_code: 0.02, code_questions: 0.05,
-    table_lookup: 0.10, table_chat: 0.08, needle_plain: 0.06, needle_chat: 0.08,
-    copy_tokens: 0.07, copy_text: 0.03, copy_chat: 0.05,
+    code: 0.22, continue_code: 0.02, code_questions: 0.06,
+    table_lookup: 0.09, table_chat: 0.09, needle_plain: 0.05, needle_chat: 0.08,
+    copy_tokens: 0.08, copy_text: 0.03, copy_chat: 0.05, spelling: 0.05,
     chat: 0.12, memory: 0.05, tool_chat: 0.09,
 }  # fmt: skip
 LONG: Mixture = {
-    code: 0.18, continue_code: 0.02, code_questions: 0.08,
-    table_lookup: 0.06, table_chat: 0.09, needle_plain: 0.08, needle_chat: 0.16,
-    copy_tokens: 0.05, copy_text: 0.03, copy_chat: 0.05,
+    code: 0.17, continue_code: 0.02, code_questions: 0.08,
+    table_lookup: 0.06, table_chat: 0.10, needle_plain: 0.07, needle_chat: 0.15,
+    copy_tokens: 0.06, copy_text: 0.03, copy_chat: 0.05, spelling: 0.03,
     chat: 0.10, memory: 0.07, tool_chat: 0.08,
 }  # fmt: skip
 
 
 @frozen
+class Cycle:
+    """Stages under one rise and fall of the learning rate, with batches from `seed`."""
+
+    stages: tuple[Stage, ...]
+    rates: Rates
+    seed: int
+
+
+@frozen
 class Recipe:
-    """One training run of a model of the family."""
+    """A training run of a model of the family: one cycle after the other, each from what the last one exported."""
 
     geometry: Geometry
-    stages: tuple[Stage, ...]
-    rates: Rates = field(factory=Rates)
-    seed: int = 1
+    cycles: tuple[Cycle, ...]
     questions: int = 100
     """Documents an exam in the evaluation."""
 
@@ -60,17 +68,31 @@ class Recipe:
 TARGET = Recipe(
     Geometry(),
     (
-        Stage("2k", Shape(128, 2048), SHORT, steps=6000, share=0.62, whole=0.3),
-        Stage("8k", Shape(32, 8192), LONG, steps=2000, share=0.38, whole=0.6),
+        Cycle(
+            (
+                Stage("2k", Shape(128, 2048), SHORT, steps=2154, share=0.62, whole=0.3),
+                Stage("8k", Shape(32, 8192), LONG, steps=745, share=0.38, whole=0.6),
+            ),
+            Rates(matrices=5e-3, others=3e-3, falling=0.5),
+            seed=1,
+        ),
+        Cycle(
+            (
+                Stage("2k again", Shape(128, 2048), SHORT, steps=6000, share=0.55, whole=0.3),
+                Stage("8k again", Shape(32, 8192), LONG, steps=2000, share=0.45, whole=0.6),
+            ),
+            Rates(matrices=4e-3, others=2e-3, falling=0.9),
+            seed=2,
+        ),
     ),
 )
 
 
 def smallest(recipe: Recipe) -> Recipe:
     """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
-    return evolve(
-        recipe,
-        geometry=evolve(recipe.geometry, hidden=64, inner=96, layers=2, heads=2, head_dim=32, context=256),
-        stages=tuple(evolve(stage, shape=Shape(2, 255), steps=3) for stage in recipe.stages),
-        questions=2,
+    cycles = (
+        evolve(cycle, stages=tuple(evolve(stage, shape=Shape(2, 255), steps=3) for stage in cycle.stages))
+        for cycle in recipe.cycles
     )
+    geometry = evolve(recipe.geometry, hidden=64, inner=96, layers=2, heads=2, head_dim=32, context=256)
+    return Recipe(geometry, tuple(cycles), questions=2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import string
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -302,6 +303,32 @@ def copy_text(rng: Random, source: Source, room: int) -> Document:
     lead = rng.choice(("", "Text:\n", "Input: ", "Original\n"))
     cue = rng.choice((*SEPARATORS, "\n\nThe same text again:\n", "\nThe text is: "))
     return [Piece(lead + text + cue), Piece(text + "\n", COPY_WEIGHT), Piece(END_OF_TEXT, COPY_WEIGHT)]
+
+
+_SPELLINGS = (
+    *(("word: {}\n", "{}"), ("say {}\n", "{}"), ('with {}: ["', "{}"), ("name {} (", "{}"), ("{} / ", "{}")),
+    *(('"{}" ->', " {}"), ("({}) is", " {}"), ("{},", " {}"), ("/{}:", " {}"), ("x={};", " {}")),
+)
+
+
+def spelling(rng: Random, source: Source, room: int) -> Document:
+    """Words, each twice, once after a space and once not: other tokens, which the model must know for the same."""
+    document: Document = []
+    for word in source.words(rng, max(room // 11, 1)):
+        ask, answer = rng.choice(_SPELLINGS)
+        spelt = _misspelt(rng, word)
+        document += [Piece(ask.format(spelt)), Piece(answer.format(spelt), COPY_WEIGHT), Piece("\n")]
+    return [*document, Piece(END_OF_TEXT)]
+
+
+def _misspelt(rng: Random, word: str) -> str:
+    """The word, or something less usual."""
+    kinds = (
+        lambda: "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 8))),
+        lambda: rng.choice((word.upper(), word.capitalize(), word.lower())),
+        lambda: word + rng.choice(("_", "-", "", ".")) + rng.choice((*NOUNS, *NAMES, *ADJECTIVES)),
+    )
+    return rng.choice(kinds)() if rng.random() < 0.5 else word
 
 
 _REPEAT = (

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from adapters.training.batches import Batch, Batches, Mixture, Shape
 
 WARM_UP_STEPS = 100
-DECAY_SHARE = 0.5
 CLIP = 1.0
 
 
@@ -34,8 +33,11 @@ class Stage:
 class Rates:
     """Peak learning rates. Muon's updates are scaled to the root mean square of AdamW's, so both are of one kind."""
 
-    matrices: float = 5e-3
-    others: float = 3e-3
+    matrices: float
+    others: float
+    falling: float
+    """The last part of the progress, in which they fall."""
+
     decay: float = 0.1
 
 
@@ -74,7 +76,7 @@ def train(
     seed: int,
     seconds: float = math.inf,
     workers: int = 0,
-    after: Callable[[Stage], None] = lambda _: None,
+    after: Callable[[], None] = lambda: None,
 ) -> Progress:
     """Train in place. Each stage ends after its steps, or when its share of `seconds` is used up.
 
@@ -95,7 +97,7 @@ def train(
             own = max(step / stage.steps, (time.monotonic() - opened) / (seconds * stage.share))
             if own >= 1:
                 break
-            factor = schedule(total, done + own * stage.share)
+            factor = schedule(total, done + own * stage.share, rates.falling)
             for stepper, lrs in zip(steppers, peaks, strict=True):
                 for group, peak in zip(stepper.param_groups, lrs, strict=True):
                     group["lr"] = peak * factor
@@ -108,7 +110,7 @@ def train(
                 recent = loss.item()
                 report(f"{stage.name} step {step}", recent, factor, tokens, time.monotonic() - began)
         done += stage.share
-        after(stage)
+        after()
     return Progress(steps, tokens, time.monotonic() - began, recent)
 
 
@@ -125,9 +127,9 @@ def one_step(
     return loss.detach()
 
 
-def schedule(step: int, progress: float) -> float:
+def schedule(step: int, progress: float, falling: float) -> float:
     """Up over the first steps, level, then down in a straight line to a hundredth."""
-    down = max(0.01, min(1.0, (1 - progress) / DECAY_SHARE))
+    down = max(0.01, min(1.0, (1 - progress) / falling))
     return min(1.0, (step + 1) / WARM_UP_STEPS) * down
 
 
