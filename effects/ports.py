@@ -16,7 +16,8 @@ CancelReason: TypeAlias = Literal["client_gone", "deadline", "stop_string", "shu
 
 # Executors are tables, symmetrical to the transition table: effect type -> what carries it out.
 Perform: TypeAlias = Callable[[RequestId, Any], Awaitable[Outcome]]
-PerformLaunch: TypeAlias = Callable[[Launch], Awaitable[tuple[Outcome, ...]]]
+Settle: TypeAlias = Callable[["tuple[Outcome, ...] | BaseException"], None]  # one outcome per ask, in order
+Submit: TypeAlias = Callable[[Launch, Settle], None]  # taken at once; settled once, on the event loop
 Notify: TypeAlias = Callable[[RequestId, Any], None]
 
 

@@ -62,7 +62,7 @@ async def engine(
     notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: (abandon,)}
     runner = Runner(
         begin(settings),
-        Executors(executor.perform, {}, notify),
+        Executors(executor.submit, {}, notify),
         time.monotonic_ns,
         settings.slots + settings.max_queue + SPARE,
         None if recorder is None else recorder.record,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -12,7 +13,7 @@ from attrs import define, field, frozen
 
 from effects.all import Ask, Launch, Outcome
 from effects.ids import DeviceFailed, FailureKind, RequestId, StoreFailed
-from effects.ports import Notify, Perform, PerformLaunch
+from effects.ports import Notify, Perform, Submit
 from states.life import Event
 from states.world import Out, World, advance
 
@@ -34,11 +35,11 @@ class Envelope:
 class Executors:
     """The second table: what carries each effect out.
 
-    launch: the device lane. perform: awaited store effects, a task each. notify: effects nobody awaits, done at once,
-    in order, never blocking.
+    submit: the device lane takes a launch. perform: awaited store effects, a task each. notify: effects nobody awaits,
+    done at once, in order, never blocking.
     """
 
-    launch: PerformLaunch
+    submit: Submit
     perform: Mapping[type, Perform]
     notify: Mapping[type, tuple[Notify, ...]]
 
@@ -60,7 +61,11 @@ async def attempt(work: Awaitable[T]) -> T | Broken:
         return await work
     except Exception as error:
         log.exception("an executor failed")
-        return Broken(failure_kind(error), f"{type(error).__name__}: {error}")
+        return Broken(failure_kind(error), describe(error))
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def failure_kind(error: BaseException) -> FailureKind:
@@ -107,7 +112,7 @@ class Runner:
             async for request, event in self._inbox:
                 for out in self.fold(request, event):
                     if isinstance(out, Launch):
-                        tasks.start_soon(self.launch, out)
+                        self.executors.submit(out, partial(self.launched, out))
                     elif out.effect.outcomes:
                         tasks.start_soon(self.perform, out)
                     else:
@@ -125,10 +130,10 @@ class Runner:
             self.observe(envelope, outs, before, self.world)
         return outs
 
-    async def launch(self, launch: Launch) -> None:
-        outcomes = await attempt(self.executors.launch(launch))
-        if isinstance(outcomes, Broken):
-            outcomes = (DeviceFailed(outcomes.kind, outcomes.detail),) * len(launch.asks)
+    def launched(self, launch: Launch, outcomes: tuple[Outcome, ...] | BaseException) -> None:
+        if isinstance(outcomes, BaseException):
+            log.error("a launch failed", exc_info=outcomes)
+            outcomes = (DeviceFailed(failure_kind(outcomes), describe(outcomes)),) * len(launch.asks)
         for ask, outcome in zip(launch.asks, outcomes, strict=True):
             self.settle(ask, outcome)
 
@@ -137,7 +142,7 @@ class Runner:
         self.settle(ask, StoreFailed(outcome.kind, outcome.detail) if isinstance(outcome, Broken) else outcome)
 
     def settle(self, ask: Ask, outcome: Outcome) -> None:
-        assert type(outcome) in ask.effect.outcomes, (ask, outcome)
+        """An outcome that the effect cannot have finds no row: the fold calls it the bug that it is."""
         try:
             self.post(ask.request, outcome)
         except anyio.ClosedResourceError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+import anyio
 import torch
 from attrs import frozen
 
@@ -21,6 +22,7 @@ from adapters.device.slots import SlotState
 from adapters.models.shard import Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
 from effects.ids import DeviceFailed, RequestId, Tokens
+from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.round import RoundDone, RunRound
 
@@ -109,15 +111,34 @@ class DeviceExecutor:
         """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why."""
         self._lane.post(partial(self._open, request, effect), partial(self._not_opened, effect.slot))
 
-    async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
-        """One outcome per ask, in order. A bug raises: an effect without a handler, a batch of anything but rounds."""
+    def submit(self, launch: Launch, done: Settle) -> None:
+        """`done` hears one outcome per ask, in order; or the exception that is a bug: an effect without a handler, a
+        batch of anything but rounds.
+        """
         requests = {ask.request for ask in launch.asks}
         self._flying |= requests
-        try:
-            return await self._lane.run(partial(self._carry_out, launch.asks))
-        finally:
+
+        def landed(outcomes: tuple[Outcome, ...] | None, error: BaseException | None) -> None:
             self._flying -= requests
             self._abandoned -= requests
+            done(outcomes if error is None and outcomes is not None else error or LookupError("no outcomes"))
+
+        self._lane.submit(partial(self._carry_out, launch.asks), landed)
+
+    async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
+        """`submit`, awaited; a cancelled caller waits for it all the same."""
+        finished, outcomes = anyio.Event(), list[tuple[Outcome, ...] | BaseException]()
+
+        def done(result: tuple[Outcome, ...] | BaseException) -> None:
+            outcomes.append(result)
+            finished.set()
+
+        self.submit(launch, done)
+        with anyio.CancelScope(shield=True):
+            await finished.wait()
+        if isinstance(outcomes[0], BaseException):
+            raise outcomes[0]
+        return outcomes[0]
 
     def abandon(self, request: RequestId) -> None:
         """What is in flight for it and has not started will not start; what has started finishes."""

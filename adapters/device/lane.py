@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 import anyio
 import torch
 from anyio.lowlevel import current_token
-from attrs import define, field
+from attrs import define
 
 T = TypeVar("T")
 log = logging.getLogger("rekindle.device")
@@ -23,22 +23,22 @@ class LaneClosed(RuntimeError):
 
 
 @define(eq=False)
-class _Awaited(Generic[T]):
-    """A piece of work, and the event loop that hears when it is done."""
+class _Submitted(Generic[T]):
+    """A piece of work, and who hears on the event loop what came of it."""
 
     work: Callable[[], T]
-    wake: Callable[[Callable[[], object]], object]  # from any thread: runs its argument on the event loop
-    done: anyio.Event = field(factory=anyio.Event)
-    result: T | None = None
-    error: BaseException | None = None
+    wake: Callable[..., object]  # from any thread: calls its first argument with the rest, on the event loop
+    done: Callable[[T | None, BaseException | None], object]
 
     def carry_out(self) -> None:
+        result: T | None = None
+        error: BaseException | None = None
         try:
-            self.result = self.work()
-        except BaseException as error:  # noqa: BLE001 - it is raised again where the work is awaited
-            self.error = error
+            result = self.work()
+        except BaseException as raised:  # noqa: BLE001 - whoever submitted it is told
+            error = raised
         try:
-            self.wake(self.done.set)
+            self.wake(self.done, result, error)
         except RuntimeError:  # the event loop has closed, so nobody waits any more
             log.debug("work on the lane outlived its event loop")
 
@@ -65,21 +65,31 @@ class DeviceLane:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._queue: SimpleQueue[_Awaited[Any] | _Posted | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Submitted[Any] | _Posted | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"lane-{self.device}", daemon=True)
         self._thread.start()
 
+    def submit(self, work: Callable[[], T], done: Callable[[T | None, BaseException | None], object]) -> None:
+        """Do it in its turn; `done` hears on the event loop what it returned or raised. One wake-up, no task."""
+        loop = cast("asyncio.AbstractEventLoop", current_token().native_token)
+        self._put(_Submitted(work, loop.call_soon_threadsafe, done))
+
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises, on the lane's thread. A cancelled caller waits for it all the same."""
-        loop = cast("asyncio.AbstractEventLoop", current_token().native_token)
-        awaited = _Awaited(work, loop.call_soon_threadsafe)
-        self._put(awaited)
+        finished, outcome = anyio.Event(), list[Any]()
+
+        def done(result: T | None, error: BaseException | None) -> None:
+            outcome.extend((result, error))
+            finished.set()
+
+        self.submit(work, done)
         with anyio.CancelScope(shield=True):
-            await awaited.done.wait()
-        if awaited.error is not None:
-            raise awaited.error
-        return awaited.result  # type: ignore[return-value] # set, since there is no error
+            await finished.wait()
+        result, error = outcome
+        if error is not None:
+            raise error
+        return cast("T", result)
 
     def post(self, work: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
         """Do it in its turn; nobody waits. An exception goes to `failed`, on the lane, before anything posted later."""
@@ -97,7 +107,7 @@ class DeviceLane:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _put(self, job: _Awaited[Any] | _Posted) -> None:
+    def _put(self, job: _Submitted[Any] | _Posted) -> None:
         if self._closed:
             raise LaneClosed(f"the lane of {self.device} is closed")
         self._queue.put(job)

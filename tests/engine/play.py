@@ -15,7 +15,7 @@ from attrs import define, field
 from effects.all import Ask, Launch, Outcome
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
-from effects.ports import Closed
+from effects.ports import Closed, Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.round import RoundDone, RunRound
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
@@ -111,7 +111,18 @@ async def engine(
         return clock[0]
 
     notify: dict[type, tuple[Any, ...]] = {OpenSlot: (device.open,), Abandon: (device.abandon,)}
-    runner = Runner(begin(settings), Executors(device.perform, {}, notify), tick, 64)
+
+    def submit(launch: Launch, settle: Settle) -> None:
+        async def carry_out() -> None:
+            try:
+                outcomes: tuple[Outcome, ...] | BaseException = await device.perform(launch)
+            except Exception as error:  # noqa: BLE001 - as the lane tells it
+                outcomes = error
+            settle(outcomes)
+
+        tasks.start_soon(carry_out)
+
+    runner = Runner(begin(settings), Executors(submit, {}, notify), tick, 64)
     door = EngineDoor(runner, meter, {}, dict, closed.append)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 
