@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.device.noise import gumbel
-from adapters.device.truncation import allowed, column, leaders, rank_keys
+from adapters.device.truncation import SCALE, allowed, column, leaders, weights_of
 from effects.ids import Tokens
 from effects.job import Sampling
 from effects.round import Logprob
@@ -132,10 +133,20 @@ def pick(logits: Tensor, rows: Sequence[Row]) -> list[Picked]:
         tokens[at] = draw(
             used[at], [rows[index].sampler.sampling for index in sampled], [rows[index].position for index in sampled]
         )
-    found = [torch.stack((tokens.double(), lowest.double(), highest.double()), -1).flatten()]
-    wanted = [(index, row.sampler.sampling.logprobs) for index, row in enumerate(rows)]
-    found += [_logprobs(raw[index], tokens[index], count) for index, count in wanted if count >= 0]
-    return _read(torch.cat(found).tolist(), rows, logits.shape[-1])
+    found = torch.stack((tokens.double(), lowest.double(), highest.double()), -1)
+    wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
+    if not wanted:
+        return [_read(*each, []) for each in zip(rows, found.tolist(), strict=True)]
+    most = min(max(row.sampler.sampling.logprobs for row in rows), raw.shape[-1])
+    at = torch.tensor(wanted).to(raw.device, non_blocking=True)
+    told = _logprobs(raw[at], tokens[at], most)
+    values = torch.cat((found.flatten(), told.flatten())).tolist()
+    picks, more = values[: found.numel()], iter(values[found.numel() :])
+    width = 1 + 2 * most
+    return [
+        _read(row, picks[3 * index : 3 * index + 3], list(islice(more, width)) if index in wanted else [])
+        for index, row in enumerate(rows)
+    ]
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
@@ -154,26 +165,25 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     return scores.argmax(-1)
 
 
-def _logprobs(logits: Tensor, token: Tensor, count: int) -> Tensor:
-    """Float64 `[1 + 2 min(count, V)]`: the token's, then its alternatives' ids, then theirs."""
-    every = torch.log_softmax(logits.double(), -1)
-    ids = leaders(rank_keys(logits), min(count, len(logits)))
-    return torch.cat((every.gather(0, token.reshape(1)), ids.double(), every[ids]))
+def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """Float64 `[R, 1 + 2 most]`: the token's, then the ids of the `most` likeliest, then theirs."""
+    if logits.device.type == "cpu" and len(logits) > 1:
+        return torch.cat([_logprobs(logits[at : at + 1], tokens[at : at + 1], most) for at in range(len(logits))])
+    scaled = logits.double()
+    scaled = scaled - scaled.amax(-1, keepdim=True)
+    every = scaled - (weights_of(scaled).sum(-1, keepdim=True).double() / SCALE).log()
+    ids = leaders(logits, most)
+    return torch.cat((every.gather(-1, tokens.unsqueeze(-1)), ids.double(), every.gather(-1, ids)), -1)
 
 
-def _read(values: list[float], rows: Sequence[Row], vocab: int) -> list[Picked]:
-    picks: list[Picked] = []
-    after = 3 * len(rows)
-    for index, row in enumerate(rows):
-        token, lowest, highest = values[3 * index : 3 * index + 3]
-        logprob: Logprob | None = None
-        if row.sampler.sampling.logprobs >= 0:
-            count = min(row.sampler.sampling.logprobs, vocab)
-            ids, theirs = values[after + 1 : after + 1 + count], values[after + 1 + count : after + 1 + 2 * count]
-            logprob = values[after], tuple((int(id_), value) for id_, value in zip(ids, theirs, strict=True))
-            after += 1 + 2 * count
-        if math.isfinite(lowest) and math.isfinite(highest):
-            picks.append(Pick(int(token), logprob))
-        else:
-            picks.append(NotFinite(f"the logits for position {row.position} are not finite"))
-    return picks
+def _read(row: Row, picked: list[float], told: list[float]) -> Picked:
+    """picked: token, lowest and highest logit. told: what `_logprobs` found, if it was asked."""
+    token, lowest, highest = picked
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return NotFinite(f"the logits for position {row.position} are not finite")
+    if not told:
+        return Pick(int(token))
+    most, count = len(told) // 2, row.sampler.sampling.logprobs
+    ids, theirs = told[1 : 1 + most], told[1 + most :]
+    alternatives = tuple((int(id_), value) for id_, value in zip(ids, theirs, strict=True))
+    return Pick(int(token), (told[0], alternatives[:count]))

@@ -1,7 +1,6 @@
 """Top-k, top-p and min-p: which tokens may be drawn. Every comparison is exact, so a row's neighbours cannot matter.
 
-Probabilities are summed as integers, whose sums are the same in any order; ties go to the lower token id by
-construction, since every token's rank key is unique.
+Probabilities are summed as integers, whose sums are the same in any order, and ties go to the lower token id.
 """
 
 from __future__ import annotations
@@ -14,21 +13,25 @@ from torch import Tensor
 
 from effects.job import Sampling
 
-SCALE = 2.0**40  # the likeliest token's integer weight; 2**22 tokens of it still sum exactly
+SCALE = 2.0**42  # the likeliest token's weight as an integer; the sum of 2**20 tokens of it still fits
 SHORT = 512  # on a host a nucleus is looked for here first, since sorting a large vocabulary takes longer than a layer
 _LOW = 0xFFFFFFFF
 
 
-def rank_keys(logits: Tensor) -> Tensor:
-    """Float32 `[..., V]` -> int64, unique in a row: larger means likelier, or as likely and of a lower token id."""
-    bits = (logits + 0.0).view(torch.int32).long()  # adding 0 makes -0 equal to 0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered << 32) | (_LOW - torch.arange(logits.shape[-1], device=logits.device))
-
-
-def leaders(keys: Tensor, count: int) -> Tensor:
-    """Token ids of the `count` largest keys, likeliest first: int64 `[..., count]`."""
+def leaders(logits: Tensor, count: int) -> Tensor:
+    """Token ids of the `count` largest logits, likeliest first, lower ids first among equals: int64 `[R, count]`."""
+    logits = logits + 0.0  # makes -0 equal to 0, also for those who compare bits
+    if logits.device.type != "cpu":
+        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    bits = logits.view(torch.int32).long()
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats, and below a tie-break
+    keys = (ordered << 32) | (_LOW - torch.arange(logits.shape[-1]))
     return _LOW - (torch.topk(keys, count).values & _LOW)
+
+
+def weights_of(scaled: Tensor) -> Tensor:
+    """exp of float64 values that are at most 0, as integers that sum alike in any order."""
+    return (scaled.exp() * SCALE).round_().long()
 
 
 def allowed(logits: Tensor, scaled: Tensor, samplings: Sequence[Sampling]) -> Tensor | None:
@@ -51,12 +54,12 @@ def _prefix(logits: Tensor, scaled: Tensor, samplings: Sequence[Sampling]) -> Te
     """Top-k and top-p both keep the first few of the tokens in order of likelihood."""
     vocab = logits.shape[-1]
     limits = [min(sampling.top_k or vocab, vocab) for sampling in samplings]
-    keys, weights = rank_keys(logits), (scaled.exp() * SCALE).long()
+    weights = weights_of(scaled)
     limit, mass = column(limits, weights), column([sampling.top_p for sampling in samplings], scaled)
     unlimited = limit >= vocab
     whole = weights.sum(-1, keepdim=True)
     for width in _widths(limits, vocab, logits.device):
-        ids = leaders(keys, width)
+        ids = leaders(logits, width)
         within = torch.arange(width, device=logits.device) < limit
         ranked = weights.gather(-1, ids).mul_(within)
         before = ranked.cumsum(-1) - ranked
