@@ -38,6 +38,11 @@ class Running:
     def complete(self, prompt: object, **more: object) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": prompt, **more})
 
+    def endless(self) -> dict[str, object]:
+        """The body of a completion that only ends when its context is full."""
+        ends = self.client.get("/props").json()["eos_tokens"]
+        return {"prompt": "x = 1\n", "stream": True, "logit_bias": {str(token): -100 for token in ends}}
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(30)

@@ -93,8 +93,7 @@ def test_four_at_once_give_what_each_gives_alone(server: Running) -> None:
 
 
 def test_a_client_that_leaves_stops_its_work(server: Running) -> None:
-    body = {"prompt": CODE, "max_tokens": 4000, "stream": True}
-    with server.client.stream("POST", "/v1/completions", json=body) as response:
+    with server.client.stream("POST", "/v1/completions", json=server.endless()) as response:
         next(response.iter_lines())
     deadline = time.monotonic() + 5
     while any(slot["request"] for slot in server.client.get("/slots").json()):
@@ -180,18 +179,22 @@ def test_a_session_is_recorded_drained_replayed_and_executed(
 
 
 def test_a_second_signal_stops_at_once() -> None:
-    with serving("--grace", "60") as running:
-        body = {"prompt": CODE, "max_tokens": 4000, "stream": True}
-        with running.client.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_lines())
-            running.process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-            refused = httpx.post(f"{running.url}/v1/completions", json={"prompt": CODE}, timeout=10)
-            assert refused.status_code == 503
-            assert running.process.poll() is None
-            started = time.monotonic()
-            assert running.stop() == 128 + signal.SIGTERM
-            assert time.monotonic() - started < 3
+    with (
+        serving("--grace", "60") as running,
+        running.client.stream("POST", "/v1/completions", json=running.endless()) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        refused = httpx.post(f"{running.url}/v1/completions", json={"prompt": CODE}, timeout=10)
+        assert refused.status_code == 503
+        assert running.process.poll() is None
+        started = time.monotonic()
+        assert running.stop() == 128 + signal.SIGTERM
+        assert time.monotonic() - started < 3
+        with pytest.raises(httpx.TransportError):
+            list(lines)
 
 
 def refused(*words: str) -> str:
