@@ -116,7 +116,6 @@ class DeviceExecutor:
         batch of anything but rounds.
         """
         requests = {ask.request for ask in launch.asks}
-        self._flying |= requests
 
         def landed(outcomes: tuple[Outcome, ...] | None, error: BaseException | None) -> None:
             self._flying -= requests
@@ -124,6 +123,7 @@ class DeviceExecutor:
             done(outcomes if error is None and outcomes is not None else error or LookupError("no outcomes"))
 
         self._lane.submit(partial(self._carry_out, launch.asks), landed)
+        self._flying |= requests
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
         """`submit`, awaited; a cancelled caller waits for it all the same."""

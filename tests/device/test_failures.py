@@ -9,7 +9,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from effects.all import Ask
+from effects.all import Ask, Launch
+from effects.draft import ParkDraft
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -230,3 +231,24 @@ async def test_abandoning_concerns_what_is_in_flight_and_nothing_later(on_fake):
     (client,) = await ready(on_fake, 1)
     on_fake.executor.abandon(client.request)
     assert isinstance((await on_fake.rounds(client))[0], RoundDone)
+
+
+async def test_whoever_submits_hears_the_outcomes_or_the_bug_once(on_fake):
+    clients = await ready(on_fake, 2)
+    heard, all_heard = [], anyio.Event()
+
+    def done(result):
+        heard.append(result)
+        on_fake.executor.abandon(clients[0].request)  # it has landed, so there is nothing left to abandon
+        if len(heard) == 2:
+            all_heard.set()
+
+    on_fake.executor.submit(Launch(tuple(client.round() for client in clients)), done)
+    on_fake.executor.submit(Launch((Ask(clients[0].request, ParkDraft()),)), done)
+    with anyio.fail_after(10):
+        await all_heard.wait()
+    assert [type(outcome) for outcome in heard[0]] == [RoundDone, RoundDone]
+    assert isinstance(heard[1], LookupError)
+    for client, outcome in zip(clients, heard[0], strict=True):
+        client.take(outcome)
+    assert [type(outcome) for outcome in await on_fake.rounds(*clients)] == [RoundDone, RoundDone]

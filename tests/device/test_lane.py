@@ -58,6 +58,22 @@ async def test_the_failure_of_posted_work_is_told_before_anything_later_runs(lan
     assert await lane.run(lambda: list(told)) == ["no room"]
 
 
+async def test_submitted_work_tells_on_the_event_loop_what_it_returned_or_raised(lane):
+    told, all_told = [], anyio.Event()
+
+    def done(result, error):
+        told.append((result, type(error), threading.get_ident()))
+        if len(told) == 2:
+            all_told.set()
+
+    lane.submit(lambda: 3, done)
+    lane.submit(lambda: {}["nothing"], done)
+    assert told == []
+    with anyio.fail_after(10):
+        await all_told.wait()
+    assert told == [(3, type(None), threading.get_ident()), (None, KeyError, threading.get_ident())]
+
+
 async def test_a_cancelled_caller_waits_for_the_work_that_has_begun(lane):
     begun, go_on, finished = threading.Event(), threading.Event(), []
 
@@ -105,6 +121,8 @@ async def test_a_closed_lane_finishes_what_is_in_and_takes_no_more():
         lane.post(lambda: None, pytest.fail)
     with pytest.raises(LaneClosed):
         await lane.run(lambda: None)
+    with pytest.raises(LaneClosed):
+        lane.submit(lambda: None, pytest.fail)
 
 
 async def test_closing_a_busy_lane_gives_up_after_its_bound():
