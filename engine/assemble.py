@@ -12,9 +12,12 @@ from attrs import define
 
 from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
+from adapters.store.executor import StoreExecutor
 from effects.ids import RequestId
-from effects.ports import Closed
+from effects.lookup import FindPrefix, ReleasePrefix
+from effects.ports import Closed, Perform
 from effects.prefill import OpenSlot
+from effects.restore import RestoreBlocks
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from engine.door import EngineDoor
 from engine.meter import Meter
@@ -39,6 +42,7 @@ async def engine(
     settings: Settings,
     executor: DeviceExecutor,
     *,
+    store: StoreExecutor | None = None,
     facts: Mapping[str, Any],
     live: Callable[[], Mapping[str, Any]] = dict,
     recorder: Recorder | None = None,
@@ -58,11 +62,17 @@ async def engine(
 
     def abandon(request: RequestId, _: Abandon) -> None:
         executor.abandon(request)
+        if store is not None:
+            store.abandon(request)
 
     notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: (abandon,)}
+    perform: dict[type, Perform] = {}
+    if store is not None:
+        notify |= {ReleasePrefix: (store.release,)}
+        perform |= {FindPrefix: store.find, RestoreBlocks: store.restore}
     runner = Runner(
         begin(settings),
-        Executors(executor.submit, {}, notify),
+        Executors(executor.submit, perform, notify),
         time.monotonic_ns,
         settings.slots + settings.max_queue + SPARE,
         None if recorder is None else recorder.record,

@@ -104,7 +104,7 @@ def options_of(header: Header, model: str | None) -> Options:
     }
     if model is not None:
         wanted["model"] = model
-    return Options(**wanted)
+    return Options(**wanted, disk_prefix_cache="off", host_cache_budget=0)
 
 
 def execute_file(path: Path, model: str | None) -> tuple[Replay, int]:

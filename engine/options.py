@@ -13,6 +13,7 @@ from cyclopts.validators import Number
 MODEL = "Model"
 SERVER = "Server"
 ENGINE = "Engine"
+CACHE = "Cache"
 TRACE = "Trace"
 
 Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
@@ -97,6 +98,24 @@ class Options(Model):
     grace: Annotated[float, flag(SERVER, validator=Number(gte=0, lte=3600))] = 10
     """Seconds that running requests get to finish on SIGTERM; a second signal stops at once."""
 
+    disk_prefix_cache: Annotated[Literal["off", "full"], flag(CACHE)] = "full"
+    """full: prompts and answers are kept on disk, and restored after a restart. off: the disk is not used."""
+
+    kv_cache_dir: Annotated[Path | None, flag(CACHE)] = None
+    """Folder that the cache is kept in, for one process at a time; the default is in your user cache directory."""
+
+    kv_cache_budget: Annotated[int, flag(CACHE, validator=Number(gte=0, lte=1 << 30))] = 8192
+    """MiB that it may take on disk."""
+
+    host_cache_budget: Annotated[int, flag(CACHE, validator=Number(gte=0, lte=1 << 30))] = 512
+    """MiB of memory for prompts that have left the device."""
+
+    kv_cache_codec: Annotated[Literal["auto", "zstd", "store"], flag(CACHE)] = "auto"
+    """zstd: smaller files. store: quicker ones. auto: whichever is restored sooner, by what was measured."""
+
+    kv_cache_min_tokens: Annotated[int, flag(CACHE, validator=Number(gte=0, lte=1 << 21))] = 512
+    """Prompt and answer together must have this many tokens to be kept."""
+
     trace: Annotated[Path | None, flag(TRACE)] = None
     """Record everything that happens to FILE (JSON Lines; zstd if it ends in .zst). Holds prompts: see --redact."""
 
@@ -110,6 +129,7 @@ class Options(Model):
         """For the trace's header and /props: everything but secrets."""
         raw = attrs.asdict(self)
         raw["api_key"] = len(self.api_key)
+        raw["kv_cache_dir"] = None if self.kv_cache_dir is None else self.kv_cache_dir.name
         raw["trace"] = None if self.trace is None else self.trace.name
         raw["model"] = Path(self.model).name
         return raw

@@ -98,6 +98,7 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
         async with engine(
             target.settings,
             target.executor,
+            store=target.store,
             facts=target.facts,
             live=target.live,
             recorder=recorder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -22,9 +23,17 @@ from adapters.models.config import CheckpointError, Qwen3Config
 from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics, probe, probe_key
 from adapters.models.qwen3 import Qwen3Shard
+from adapters.store.executor import StoreExecutor
+from adapters.store.folder import FolderUnusable
+from adapters.store.format import Layout
+from adapters.store.opening import open_store
+from adapters.store.store import Store
+from effects.snapshot import SaveSnapshot
 from engine.options import Options
 from engine.refusal import Refusal
 from states.settings import Settings
+
+log = logging.getLogger("rekindle")
 
 GRAPH_CHUNK = 1024  # C on a CUDA device: within 1 % of 2048, and a cancelled prefill stops sooner
 CPU_CHUNK = 256
@@ -45,6 +54,7 @@ class Target:
     identity: str
     model_id: str
     mode: str  # exact or fast
+    store: StoreExecutor | None  # None: neither host memory nor disk keep anything
 
     @property
     def numerics_shown(self) -> Mapping[str, Any]:
@@ -69,7 +79,8 @@ class Target:
         }
 
     def live(self) -> Mapping[str, Any]:
-        return {"memory": dict(self.shard.memory())}
+        cache = {"disk_policy": "off"} if self.store is None else dict(self.store.store.figures())
+        return {"memory": dict(self.shard.memory()), "full_cache": cache}
 
     @property
     def numerics_line(self) -> str:
@@ -77,7 +88,10 @@ class Target:
         return f"numerics={self.mode} ({self.numerics.mode}, rungs {rungs[0]}..{rungs[-1]})"
 
     async def close(self) -> None:
+        """The lane first, then the files that it handed over."""
         await anyio.to_thread.run_sync(self.executor.close)
+        if self.store is not None:
+            await anyio.to_thread.run_sync(self.store.store.close)
 
 
 async def load_target(options: Options) -> Target:
@@ -121,6 +135,12 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         capacity=context,
         rungs=row_counts(numerics.rungs, fast=fast),
     )
+    named = identity(checkpoint, dtype, numerics, options.numerics)
+    executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
+    store = build_store(options, kv_layout(shard, named, numerics.grain))
+    stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving)
+    if stored is not None:
+        executor.handle(SaveSnapshot, stored.save)
     settings = Settings(
         slots=options.slots,
         max_context=context,
@@ -129,19 +149,46 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         grain=numerics.grain,
         keep_decoded=numerics.mode == "ladder",
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
+        store=stored is not None,
     )
     return Target(
         folder=folder,
         checkpoint=checkpoint,
         shard=shard,
         lane=lane,
-        executor=DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast),
+        executor=executor,
         numerics=numerics,
         settings=settings,
-        identity=identity(checkpoint, dtype, numerics, options.numerics),
+        identity=named,
         model_id="demo" if options.model == "demo" else folder.resolve().name,
         mode=options.numerics,
+        store=stored,
     )
+
+
+def kv_layout(shard: Qwen3Shard, named: str, grain: int) -> Layout:
+    names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
+    return Layout(named, grain, names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype)
+
+
+def build_store(options: Options, layout: Layout) -> Store | None:
+    """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
+    folder: Path | None = None
+    if options.disk_prefix_cache != "off" and options.kv_cache_budget:
+        folder = options.kv_cache_dir or Path(user_cache_dir("rekindle", appauthor=False)) / "kv"
+    limits: dict[str, Any] = {
+        "host_bytes": options.host_cache_budget << 20,
+        "disk_bytes": options.kv_cache_budget << 20,
+        "codec": options.kv_cache_codec,
+        "min_tokens": options.kv_cache_min_tokens,
+    }
+    try:
+        return open_store(layout, folder, **limits)
+    except FolderUnusable as error:
+        if options.kv_cache_dir is not None:
+            raise Refusal(f"--kv-cache-dir {error}") from error
+        log.warning("prompts are not kept on disk: %s", error)
+        return open_store(layout, None, **limits)
 
 
 def probed(config: Qwen3Config, kernels: Kernels, **how: Any) -> Numerics:

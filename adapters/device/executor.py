@@ -107,6 +107,10 @@ class DeviceExecutor:
 
     # --- called on the event loop ---
 
+    def handle(self, effect: type, handler: Handler) -> None:
+        """From now on, this carries out effects of that type; before the first launch."""
+        self._handlers[effect] = handler
+
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why."""
         self._lane.post(partial(self._open, request, effect), partial(self._not_opened, effect.slot))
@@ -228,7 +232,7 @@ class DeviceExecutor:
         self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
         if self._lane.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # or the host would run ahead of what it acknowledges
-        state.valid = stop
+        state.advance(stop)
         return PrefillAdvanced(stop)
 
     def _rounds(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:

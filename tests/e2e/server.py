@@ -54,7 +54,9 @@ def command(*words: str) -> list[str]:
 
 @contextmanager
 def serving(*words: str, cwd: Path | None = None) -> Iterator[Running]:
-    """Ready inside the block; killed at its end if it still runs."""
+    """Ready inside the block; killed at its end if it still runs. Keeps nothing on disk unless it is told where."""
+    if "--kv-cache-dir" not in words:
+        words += ("--disk-prefix-cache", "off")
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()

@@ -1,0 +1,33 @@
+"""What blocks are called: keys chained over everything before them, so that one key stands for a whole prefix."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+KEY = 16  # bytes of a key
+WIDTH = 4  # bytes of a packed token id
+
+
+def root(identity: str, grain: int) -> bytes:
+    """The parent of every first block: two identities, or two grains, share no key."""
+    return blake2b(f"rekindle kv\0{identity}\0{grain}".encode(), digest_size=KEY).digest()
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """int32, little-endian."""
+    packed = array("i", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def chain(parent: bytes, packed: bytes, grain: int) -> tuple[bytes, ...]:
+    """The key of each whole block of `packed`, the first one's parent being `parent`."""
+    keys, step = list[bytes](), grain * WIDTH
+    for start in range(0, len(packed) // step * step, step):
+        parent = blake2b(packed[start : start + step], digest_size=KEY, key=parent).digest()
+        keys.append(parent)
+    return tuple(keys)

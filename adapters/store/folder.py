@@ -1,0 +1,145 @@
+"""One folder of files that are ours alone: created private, opened without following links, written all or nothing.
+
+Every call goes through the folder's own descriptor: if the path is removed, or replaced by a link, calls fail or stay
+where they were, and nothing is written elsewhere.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+LOCK = "LOCK"
+TEMPORARY = ".new-"
+
+
+class FolderUnusable(Exception):
+    """The folder cannot be used by us; the message is one line that says why."""
+
+
+class FolderInUse(FolderUnusable):
+    """Another process owns it."""
+
+
+class Folder:
+    """Owned from `open` to `close`, by one process at a time."""
+
+    def __init__(self, path: Path, descriptor: int, lock: int) -> None:
+        self.path = path
+        self._descriptor, self._lock = descriptor, lock
+
+    @classmethod
+    def open(cls, path: Path) -> Folder:
+        """Raises FolderUnusable."""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise FolderUnusable(f"{path}: {error.strerror}") from error
+        try:
+            check_private(path, os.fstat(descriptor))
+            return cls(path, descriptor, lock(path, descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def close(self) -> None:
+        os.close(self._lock)
+        os.close(self._descriptor)
+
+    def names(self) -> list[tuple[str, int]]:
+        """(name, bytes) of the regular files. A name may be anything."""
+        with os.scandir(self._descriptor) as found:
+            return [
+                (entry.name, entry.stat(follow_symlinks=False).st_size)
+                for entry in found
+                if entry.is_file(follow_symlinks=False)
+            ]
+
+    def opener(self, name: str, _: int = 0) -> int:
+        """For reading. Raises OSError; a file that is not regular is an OSError too, and never blocks."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=self._descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(f"{name} is not a regular file")
+        return descriptor
+
+    def write(self, name: str, parts: Iterable[bytes]) -> int:
+        """The bytes written, when the file is under its name and will be after a power cut. Raises OSError.
+
+        Whatever fails, there is no file under the name, or the one that was there before.
+        """
+        temporary = TEMPORARY + name
+        descriptor = self.create(temporary)
+        written = 0
+        try:
+            try:
+                for part in parts:
+                    written += self.append(descriptor, part)
+                self.sync(descriptor)
+            finally:
+                self.shut(descriptor)
+            self.rename(temporary, name)
+        except BaseException:
+            with suppress(OSError):
+                self.remove(temporary)
+            raise
+        self.sync_folder()
+        return written
+
+    # --- one system call each, so that a test can make any of them fail ---
+
+    def create(self, name: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._descriptor)
+
+    def open_append(self, name: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._descriptor)
+
+    def append(self, descriptor: int, data: bytes) -> int:
+        """All of it: one write may take less than it is given."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        return len(data)
+
+    def sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def shut(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def sync_folder(self) -> None:
+        os.fsync(self._descriptor)
+
+    def remove(self, name: str) -> None:
+        os.unlink(name, dir_fd=self._descriptor)
+
+
+def check_private(path: Path, about: os.stat_result) -> None:
+    if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        raise FolderUnusable(f"{path}: others may write there; accepted: a folder of yours alone (0700)")
+
+
+def lock(path: Path, folder: int) -> int:
+    """The kernel lets go of it however the process ends."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(LOCK, flags, 0o600, dir_fd=folder)
+    except OSError as error:
+        raise FolderUnusable(f"{path}/{LOCK}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise FolderInUse(f"{path}: another process is using this cache folder") from error
+    return descriptor

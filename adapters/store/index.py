@@ -1,0 +1,142 @@
+"""Which blocks a tier keeps, in runs that were saved together, and which run has to go when there is no room.
+
+No clock: age counts turns, one for each run that came or was found, so it survives a clock that jumps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+
+from attrs import define, field
+
+from adapters.store.blocks import WIDTH
+
+
+@define(eq=False)
+class Entry:
+    """A run of consecutive blocks. `parent` is the key of the block before it; `tokens` are packed.
+
+    handle: never used twice in a tier, so what follows under the same keys is not mistaken for this.
+    """
+
+    handle: int
+    start: int  # tokens before the run
+    parent: bytes
+    keys: tuple[bytes, ...]
+    tokens: bytes = field(repr=False)
+    size: int  # bytes that it costs the tier
+    origin: bytes = b""  # the root of its identity; those of other identities go first
+    hits: int = 0
+    used: int = 0  # turn
+    leases: int = 0
+    children: int = 0  # runs that continue one of our blocks
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // WIDTH
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+@define
+class Index:
+    """One tier's entries within `budget` bytes. Not thread-safe: the store has one lock for all of it."""
+
+    budget: int
+    grain: int
+    origin: bytes = b""  # of what is being served
+    entries: dict[int, Entry] = field(factory=dict[int, Entry])
+    held: int = 0  # bytes
+    turn: int = 0
+    evictions: int = 0
+    _blocks: dict[bytes, tuple[Entry, int]] = field(factory=dict[bytes, "tuple[Entry, int]"])
+    _continued: Counter[bytes] = field(factory=Counter[bytes])  # block key -> runs whose parent it is
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def get(self, key: bytes, tokens: bytes) -> Entry | None:
+        """The entry that keeps the block `key`, if the block stands for exactly these (packed) tokens."""
+        found = self._blocks.get(key)
+        if found is None:
+            return None
+        entry, block = found
+        step = self.grain * WIDTH
+        return entry if entry.tokens[block * step : (block + 1) * step] == tokens else None
+
+    def next_handle(self) -> int:
+        self.turn += 1
+        return self.turn
+
+    def add(self, entry: Entry) -> bool:
+        """False, and nothing changes, if one of its blocks is kept already."""
+        if not entry.keys or entry.handle in self.entries or any(key in self._blocks for key in entry.keys):
+            return False
+        self.turn = max(self.turn, entry.handle, entry.used)
+        entry.children = sum(self._continued[key] for key in entry.keys)
+        self._continued[entry.parent] += 1
+        if (before := self._blocks.get(entry.parent)) is not None:
+            before[0].children += 1
+        self._blocks.update((key, (entry, number)) for number, key in enumerate(entry.keys))
+        self.entries[entry.handle] = entry
+        self.held += entry.size
+        return True
+
+    def remove(self, entry: Entry) -> bool:
+        """False if it has left already."""
+        if self.entries.get(entry.handle) is not entry:
+            return False
+        del self.entries[entry.handle]
+        self.held -= entry.size
+        for key in entry.keys:
+            del self._blocks[key]
+        self._continued[entry.parent] -= 1
+        if not self._continued[entry.parent]:
+            del self._continued[entry.parent]
+        if (before := self._blocks.get(entry.parent)) is not None:
+            before[0].children -= 1
+        return True
+
+    def touch(self, entry: Entry) -> None:
+        self.turn += 1
+        entry.used, entry.hits = self.turn, entry.hits + 1
+
+    def score(self, entry: Entry) -> tuple[bool, float]:
+        """What it is worth: saved tokens a byte, more for hits, less for age. The least goes first."""
+        age = self.turn - entry.used
+        return entry.origin == self.origin, (1 + entry.hits) * entry.length / (entry.size * (1 + age))
+
+    def make_room(self, size: int, parent: bytes = b"") -> list[Entry]:
+        """Evict until `size` more bytes fit: leaves first, nothing leased, not the run that `parent` is in.
+
+        Whether they fit then is another question: `fits`.
+        """
+        gone = list[Entry]()
+        heap = [(*self.score(entry), entry.handle) for entry in self._leaves(parent)]
+        heapq.heapify(heap)
+        while not self.fits(size) and heap:
+            entry = self.entries[heapq.heappop(heap)[-1]]
+            self.remove(entry)
+            gone.append(entry)
+            before = self._blocks.get(entry.parent)
+            if before is not None and self._may_go(before[0], parent):
+                heapq.heappush(heap, (*self.score(before[0]), before[0].handle))
+        self.evictions += len(gone)
+        return gone
+
+    def fits(self, size: int) -> bool:
+        return self.held + size <= self.budget
+
+    def _leaves(self, parent: bytes) -> Iterator[Entry]:
+        return (entry for entry in self.entries.values() if self._may_go(entry, parent))
+
+    @staticmethod
+    def _may_go(entry: Entry, parent: bytes) -> bool:
+        return not entry.children and not entry.leases and parent not in entry.keys
