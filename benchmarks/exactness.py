@@ -170,7 +170,9 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()
-    options = Options(model=given.model, device=given.device, dtype=given.dtype, slots=4)
+    options = Options(
+        model=given.model, device=given.device, dtype=given.dtype, slots=4, disk_prefix_cache="off", host_cache_budget=0
+    )
     return 1 if anyio.run(measure, options, given.prompts) else 0
 
 

@@ -84,7 +84,7 @@ class Disk:
             name = self.name(entry)
             if listing.get(name) == entry.size and self.index.add(entry):
                 del listing[name]
-        self._unknown = sorted(name for name in listing if parse_name(name) is not None)
+        self._unknown = [name for name in listing if parse_name(name) is not None]
         self._records = kept.records
         if not kept.whole or len(kept.entries) != len(self.index):
             self._compact()
@@ -156,14 +156,17 @@ class Disk:
             "codec": self.chooser.chosen or self.chooser.codec,
         }
 
+    @property
+    def scanning(self) -> bool:
+        """Are there files that have not been looked at yet?"""
+        return bool(self._unknown)
+
     # --- the writer's thread ---
 
     def _work(self) -> None:
-        for name in self._unknown:
-            if self._closing:
-                break
-            self._adopt(name)
-        self._unknown = []
+        while self._unknown and not self._closing:
+            self._adopt(self._unknown[-1])
+            self._unknown.pop()
         self._evict(0)
         while (write := self._queue.get()) is not None:
             try:

@@ -24,7 +24,9 @@ SAMPLINGS = [
 
 @pytest.fixture(params=["bfloat16", "float32"], scope="module")
 async def target(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
-    loaded = await load_target(Options(dtype=request.param, max_ctx=2048, device="cpu"))
+    loaded = await load_target(
+        Options(dtype=request.param, max_ctx=2048, device="cpu", disk_prefix_cache="off", host_cache_budget=0)
+    )
     yield loaded
     await loaded.close()
 

@@ -1,0 +1,241 @@
+"""Files: other programs can read them, and nothing but the very file that we would write is taken for it."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from pathlib import Path
+
+import anyio
+import pytest
+import safetensors.torch
+import torch
+import zstandard
+from attrs import evolve
+
+from adapters.store import seekable
+from adapters.store.blocks import chain, pack, root
+from adapters.store.codec import Mean, Trial, quicker, trial
+from adapters.store.disk import read_head
+from adapters.store.folder import Folder
+from adapters.store.format import FRAME, Newer, Run, encode, file_name, head, parse_head, parse_name
+from adapters.store.reading import read_rows
+from adapters.store.seekable import Damaged
+from tests.store.kit import GRAIN, LAYOUT, OTHER, rows_of, same
+
+TOKENS = tuple(range(100, 140))
+KEYS = chain(root(LAYOUT.identity, GRAIN), pack(TOKENS), GRAIN)
+RUN = Run(8, KEYS[1], KEYS[2:], pack(TOKENS[8:]))
+WIDE = evolve(LAYOUT, heads=8, width=1280)  # several frames
+
+
+def blob(layout=LAYOUT, level: int = -5, run: Run = RUN) -> bytes:
+    data = layout.flat(rows_of(TOKENS, 8, layout)).numpy().data
+    return b"".join(encode(head(run, layout), data, seekable.compressor(level)))
+
+
+def read(path: Path, raw: bytes, layout=LAYOUT, run: Run = RUN) -> dict[str, torch.Tensor]:
+    (path / "file").write_bytes(raw)
+    folder = Folder.open(path)
+    try:
+        data = anyio.run(read_rows, folder, "file", len(raw), run, layout)
+    finally:
+        folder.close()
+    return layout.views(data, run.length)
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.mark.parametrize("level", [-5, 1])
+@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one frame", "several frames"])
+def test_what_is_written_is_read_back_bit_for_bit(private: Path, layout, level: int) -> None:
+    assert same(read(private, blob(layout, level), layout), rows_of(TOKENS, 8, layout))
+
+
+@pytest.mark.parametrize("level", [-5, 1])
+def test_zstandard_and_safetensors_alone_open_a_file(level: int) -> None:
+    """The recipe of docs/CACHE_FORMAT.md."""
+    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(blob(WIDE, level)), read_across_frames=True) as reader:
+        content = reader.read()
+    tensors = safetensors.torch.load(content)
+    assert tensors.pop("tokens").tolist() == list(TOKENS[8:])
+    assert same(tensors, rows_of(TOKENS, 8, WIDE))
+    about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    assert about == {
+        "rekindle_kv": "1",
+        "identity": WIDE.identity,
+        "grain": "4",
+        "start": "8",
+        "parent": KEYS[1].hex(),
+        "key": KEYS[-1].hex(),
+    }
+
+
+def test_the_seek_table_finds_every_frame_by_itself() -> None:
+    raw = blob(WIDE)
+    length = seekable.table_size(seekable.frame_count(raw[-9:]))
+    frames = seekable.parse_table(raw[-length:], len(raw))
+    assert len(frames) > 3
+    assert [content for _, content in frames[1:-1]] == [FRAME] * (len(frames) - 2)
+    at = 0
+    for packed, content in frames:
+        assert len(zstandard.ZstdDecompressor().decompress(raw[at : at + packed])) == content
+        at += packed
+
+
+def test_a_file_says_what_it_is() -> None:
+    run, identity, grain = parse_head(head(RUN, LAYOUT))
+    assert (run, identity, grain) == (RUN, LAYOUT.identity, GRAIN)
+    assert parse_name(file_name(KEYS[-1], 77)) == (KEYS[-1], 77)
+    for odd in (
+        "journal",
+        "LOCK",
+        "x.safetensors.zst",
+        file_name(KEYS[-1], 1) + "x",
+        "damaged-" + file_name(KEYS[0], 1),
+    ):
+        assert parse_name(odd) is None
+
+
+@pytest.mark.parametrize("level", [-5, 1])
+def test_no_flipped_bit_gives_other_rows(private: Path, level: int) -> None:
+    """Every byte of the head and the table, and bytes all over the rows."""
+    raw = blob(level=level)
+    first = seekable.parse_table(raw[-seekable.table_size(2) :], len(raw))[0][0]
+    places = {*range(first + 24), *range(len(raw) - 40, len(raw)), *range(0, len(raw), 37)}
+    truth, refused = rows_of(TOKENS, 8), 0
+    for place in sorted(places):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << (place % 8)
+        try:
+            assert same(read(private, bytes(flipped)), truth), f"byte {place}"
+        except Damaged:
+            refused += 1
+    assert refused >= len(places) - 4, "a frame's header has a byte that says nothing"
+
+
+def test_no_truncated_padded_or_zeroed_file_is_taken(private: Path) -> None:
+    raw = blob(WIDE)
+    odd = [raw[:cut] for cut in range(0, len(raw), 1 << 16)]
+    odd += [raw[:-1], raw + b"x", raw + bytes(4096), bytes(len(raw)), raw[:-4096] + bytes(4096), raw + raw, b""]
+    for broken in odd:
+        with pytest.raises(Damaged):
+            read(private, broken, WIDE)
+
+
+def test_a_whole_file_of_something_else_is_not_taken(private: Path) -> None:
+    other_tokens = evolve(RUN, tokens=pack(tuple(range(300, 332))))
+    others = [blob(OTHER), blob(run=other_tokens), blob(evolve(LAYOUT, dtype=torch.bfloat16))]
+    others += [blob(evolve(LAYOUT, names=LAYOUT.names[::-1])), blob(evolve(LAYOUT, heads=1, width=16))]
+    for other in others:
+        with pytest.raises(Damaged):
+            read(private, other)
+
+
+def forged(table: bytes) -> bytes:
+    raw = blob()
+    return raw[: -seekable.table_size(2)] + table
+
+
+def test_forged_sizes_are_refused_before_anything_is_allocated(private: Path) -> None:
+    raw = blob()
+    (a, b), (c, d) = seekable.parse_table(raw[-seekable.table_size(2) :], len(raw))
+    huge = 2**32 - 1
+    tables = [
+        seekable.table([(a, huge), (c, d)]),
+        seekable.table([(a, b), (c, huge)]),
+        seekable.table([(huge, b), (c, d)]),
+        seekable.table([(a, b), (c, d), (0, 0)]),
+        seekable.table([(a + 1, b), (c - 1, d)]),
+        seekable.FOOT.pack(huge, 0, seekable.SEEKABLE),
+        struct.pack("<II", 0, 0),
+    ]
+    for table in tables:
+        with pytest.raises(Damaged):
+            read(private, forged(table))
+
+
+@pytest.mark.parametrize("content", [1 << 30, 1 << 42])
+def test_a_frame_that_says_it_is_huge_is_refused_by_its_header(content: int) -> None:
+    frame = bytearray(zstandard.ZstdCompressor().compress(bytes(1 << 20)))
+    lying = frame[:4] + bytes([0xE0 | 0x04]) + content.to_bytes(8, "little") + frame[9:]
+    with pytest.raises(Damaged):
+        seekable.decompress(bytes(lying), memoryview(bytearray(16)))
+
+
+@pytest.mark.parametrize(
+    ("change", "raised"),
+    [
+        ({"rekindle_kv": "2"}, Newer),
+        ({"rekindle_kv": "one"}, Damaged),
+        ({"grain": "0"}, Damaged),
+        ({"grain": "-4"}, Damaged),
+        ({"grain": "5"}, Damaged),
+        ({"start": str(1 << 40)}, Damaged),
+        ({"start": "3"}, Damaged),
+        ({"parent": "00"}, Damaged),
+        ({"key": "11" * 16}, Damaged),
+        ({"identity": None}, Damaged),
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(change: dict, raised: type[Exception]) -> None:
+    raw = head(RUN, LAYOUT)
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    header["__metadata__"] |= change
+    if change == {"identity": None}:
+        del header["__metadata__"]["identity"]
+    text = json.dumps(header).encode()
+    with pytest.raises(raised):
+        parse_head(len(text).to_bytes(8, "little") + text + RUN.tokens)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x04" + bytes(7) + b"null", bytes(64)])
+def test_a_header_that_is_none_is_refused(raw: bytes) -> None:
+    with pytest.raises(Damaged):
+        parse_head(raw)
+
+
+def test_a_header_nested_beyond_measure_is_refused() -> None:
+    text = b"[" * 100_000
+    with pytest.raises(Damaged):
+        parse_head(len(text).to_bytes(8, "little") + text)
+
+
+def test_the_first_frame_is_enough_to_know_a_file(private: Path) -> None:
+    path = private / "file"
+    path.write_bytes(blob(WIDE))
+    with path.open("rb") as file:
+        assert read_head(file.fileno(), path.stat().st_size) == (RUN, WIDE.identity, GRAIN)
+
+
+def test_links_and_pipes_are_not_read(private: Path) -> None:
+    import os  # noqa: PLC0415
+
+    (private / "real").write_bytes(blob())
+    (private / "link").symlink_to("real")
+    os.mkfifo(private / "pipe")
+    folder = Folder.open(private)
+    for name in ("link", "pipe"):
+        with pytest.raises(OSError):  # noqa: PT011 - which one depends
+            anyio.run(read_rows, folder, name, 1, RUN, LAYOUT)
+    folder.close()
+
+
+def test_the_codec_is_what_restores_sooner() -> None:
+    store, zstd = Trial(1.0, 9e9), Trial(1.3, 1e9)
+    assert quicker(store, zstd, 0) == "store", "nothing is known"
+    assert quicker(store, zstd, 0.2e9) == "zstd", "a slow disk"
+    assert quicker(store, zstd, 6e9) == "store", "a fast one"
+    compressible = bytes(range(64)) * 4096
+    assert trial(compressible, 1).ratio > 10
+    assert trial(compressible, 1).decode > 0
+    mean = Mean()
+    mean.add(10)
+    mean.add(20)
+    assert 10 < mean.value < 20

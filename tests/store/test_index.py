@@ -1,0 +1,175 @@
+"""The index: what is found, what may be evicted, and that it agrees with a simple model after any history."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from adapters.store.blocks import WIDTH, chain, pack, root
+from adapters.store.index import Entry, Index
+from effects.ids import Tokens
+
+GRAIN = 2
+ROOT = root("model", GRAIN)
+
+
+def entry(index: Index, tokens: Tokens, start: int = 0, size: int = 10, origin: bytes = b"") -> Entry:
+    keys = chain(ROOT, pack(tokens), GRAIN)
+    block, handle = start // GRAIN, index.next_handle()
+    parent = keys[block - 1] if block else ROOT
+    return Entry(handle, start, parent, keys[block:], pack(tokens[start:]), size, origin, used=handle)
+
+
+def test_a_key_stands_for_everything_before_it() -> None:
+    one, other = chain(ROOT, pack((1, 2, 3, 4)), GRAIN), chain(ROOT, pack((9, 2, 3, 4)), GRAIN)
+    assert one[0] != other[0]
+    assert one[1] != other[1]
+    assert chain(one[0], pack((3, 4)), GRAIN) == one[1:]
+    assert chain(root("other model", GRAIN), pack((1, 2)), GRAIN)[0] != one[0]
+    assert chain(ROOT, pack((1, 2, 3)), GRAIN) == one[:1], "half a block has no key"
+
+
+def test_token_ids_keep_every_bit() -> None:
+    assert pack((0, 1, 2**31 - 1)) == bytes.fromhex("00000000 01000000 ffffff7f")
+
+
+def test_a_hit_compares_the_tokens_and_not_only_the_key() -> None:
+    index = Index(100, GRAIN)
+    kept = entry(index, (1, 2, 3, 4))
+    assert index.add(kept)
+    assert index.get(kept.keys[1], pack((3, 4))) is kept
+    assert index.get(kept.keys[1], pack((3, 5))) is None
+    assert index.get(kept.keys[1], pack((1, 2))) is None
+
+
+def test_leaves_go_first_and_a_parent_only_after_its_children() -> None:
+    index = Index(30, GRAIN)
+    trunk, leaf = entry(index, (1, 2)), entry(index, (1, 2, 3, 4), 2)
+    assert index.add(trunk)
+    assert index.add(leaf)
+    assert index.make_room(20) == [leaf]
+    assert index.make_room(30) == [trunk]
+
+
+def test_what_is_leased_stays_and_so_does_what_it_continues() -> None:
+    index = Index(20, GRAIN)
+    trunk, leaf = entry(index, (1, 2)), entry(index, (1, 2, 3, 4), 2)
+    index.add(trunk)
+    index.add(leaf)
+    leaf.leases = 1
+    assert index.make_room(1) == []
+    assert not index.fits(1)
+
+
+def test_the_run_that_is_continued_is_not_evicted_for_its_continuation() -> None:
+    index = Index(20, GRAIN)
+    trunk, other = entry(index, (1, 2)), entry(index, (7, 8))
+    index.add(trunk)
+    index.add(other)
+    assert index.make_room(10, trunk.keys[-1]) == [other]
+
+
+def test_hits_outlive_newcomers_and_other_identities_go_first() -> None:
+    index = Index(40, GRAIN, origin=ROOT)
+    foreign, cold, hot, young = (entry(index, (n, n), origin=b"other" if n == 1 else ROOT) for n in range(1, 5))
+    for one in (foreign, cold, hot, young):
+        assert index.add(one)
+    for _ in range(20):
+        index.touch(foreign)
+        index.touch(hot)
+    assert [index.make_room(size) for size in (10, 20, 30)] == [[foreign], [cold], [young]]
+
+
+def test_a_run_that_saves_more_tokens_a_byte_is_worth_more() -> None:
+    index = Index(100, GRAIN)
+    small, large = entry(index, (1, 2), size=10), entry(index, (3, 4), size=60)
+    index.add(small)
+    index.add(large)
+    small.used = large.used
+    assert index.make_room(50) == [large]
+
+
+def test_a_block_is_kept_once() -> None:
+    index = Index(100, GRAIN)
+    assert index.add(entry(index, (1, 2, 3, 4)))
+    assert not index.add(entry(index, (1, 2)))
+    assert (len(index), index.held) == (1, 10)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> Tokens:
+    return tuple(draw(st.lists(st.integers(0, 1), min_size=GRAIN, max_size=12).map(lambda t: t[: len(t) // 2 * 2])))
+
+
+class AgainstAModel(RuleBasedStateMachine):
+    """The model: a list of runs, asked the slow way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = Index(100, GRAIN, origin=b"")
+        self.runs = list[Entry]()
+
+    def has(self, key: bytes) -> bool:
+        return any(key in run.keys for run in self.runs)
+
+    def children(self, run: Entry) -> list[Entry]:
+        return [other for other in self.runs if other.parent in run.keys]
+
+    @rule(tokens=sequences(), blocks=st.integers(0, 5), size=st.integers(1, 30))
+    def add(self, tokens: Tokens, blocks: int, size: int) -> None:
+        start = min(blocks * GRAIN, len(tokens) - GRAIN)
+        new = entry(self.index, tokens, start, size)
+        gone = self.index.make_room(size, new.parent)
+        self.left(gone)
+        if not self.index.fits(size):
+            assert all(run.leases or self.children(run) or new.parent in run.keys for run in self.runs)
+            return
+        expected = not any(map(self.has, new.keys))
+        assert self.index.add(new) == expected
+        if expected:
+            self.runs.append(new)
+
+    def left(self, gone: list[Entry]) -> None:
+        for run in gone:
+            self.runs.remove(run)
+            assert not run.leases
+            assert not self.children(run), "a parent left before its child"
+
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data())
+    def change(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.runs))
+        match data.draw(st.sampled_from(["touch", "lease", "release", "remove"])):
+            case "touch":
+                self.index.touch(run)
+            case "lease":
+                run.leases += 1
+            case "release":
+                run.leases = max(0, run.leases - 1)
+            case _:
+                assert self.index.remove(run)
+                assert not self.index.remove(run)
+                self.runs.remove(run)
+
+    @rule(tokens=sequences())
+    def look(self, tokens: Tokens) -> None:
+        packed = pack(tokens)
+        for number, key in enumerate(chain(ROOT, packed, GRAIN)):
+            block = packed[number * GRAIN * WIDTH : (number + 1) * GRAIN * WIDTH]
+            assert (self.index.get(key, block) is not None) == self.has(key)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.index.held == sum(run.size for run in self.runs)
+        assert self.index.held <= self.index.budget
+        assert set(self.index.entries.values()) == set(self.runs)
+        assert [run.children for run in self.runs] == [len(self.children(run)) for run in self.runs]
+
+
+TestAgainstAModel = AgainstAModel.TestCase
+TestAgainstAModel.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestAgainstAModel.pytestmark = [pytest.mark.timeout(120)]
