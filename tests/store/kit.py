@@ -98,11 +98,11 @@ class Fault(Folder):
     at = 0
     action: Callable[[], None] = staticmethod(lambda: None)  # type: ignore[assignment]
     calls = 0
-    seen: list[str]
+    seen: list[str] = []  # noqa: RUF012 - never changed in place
 
     def point(self, name: str) -> None:
         self.calls += 1
-        self.__dict__.setdefault("seen", []).append(name)
+        self.seen = [*self.seen, name]
         if self.calls == self.at:
             self.action()
 
@@ -162,4 +162,4 @@ class Opening:
 
     def arm(self, at: int) -> None:
         assert self.folder is not None
-        self.folder.calls, self.folder.at = 0, at
+        self.folder.calls, self.folder.at, self.folder.seen = 0, at, []

@@ -1,0 +1,126 @@
+"""Prompts survive the process: killed, restarted, and answered with the same tokens from what was kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Running, serving
+
+PROMPT = [10 + 37 * n % 4000 for n in range(1500)]
+ASKED = {"max_tokens": 16, "temperature": 0.8, "seed": 5, "logprobs": 2}
+
+
+def ask(server: Running, prompt: list[int] = PROMPT) -> tuple[dict, dict]:
+    answer = server.complete(prompt, **ASKED).json()
+    return answer["choices"][0], answer["rekindle"]
+
+
+def cache(server: Running) -> dict:
+    return server.client.get("/props").json()["full_cache"]
+
+
+def written(server: Running, least: int = 1) -> dict:
+    deadline = time.monotonic() + 10
+    while (now := cache(server))["entries"] < least or now["queued_bytes"]:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.02)
+    return now
+
+
+def kill(server: Running) -> None:
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait(10)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    words = ("--kv-cache-dir", str(folder), "--paranoid")
+    with serving(*words) as server:
+        cold, how = ask(server)
+        assert (how["restored_tokens"], how["tier"], how["miss"]) == (0, "none", "empty_store")
+        written(server)
+        kill(server)
+    with serving(*words) as server:
+        assert cache(server)["entries"] == 1
+        warm, how = ask(server)
+        assert warm == cold
+        assert how["restored_tokens"] >= len(PROMPT) - 64
+        assert how["tier"] == "disk"
+        assert cache(server)["hits"] == {"disk": 1}
+        again, how = ask(server)
+        assert (again, how["tier"]) == (cold, "device")
+        file = next(folder.glob("*.safetensors.zst"))
+        assert server.stop() == 0
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    with serving(*words) as server:
+        damaged, how = ask(server)
+        assert damaged == cold
+        assert (how["restored_tokens"], how["miss"]) == (0, "restore_broken")
+        assert cache(server)["quarantined"] == 1
+
+
+@pytest.mark.timeout(120)
+def test_host_memory_gives_back_what_a_slot_lost(tmp_path: Path) -> None:
+    with serving("--slots", "1", "--paranoid") as server:
+        assert cache(server)["disk_policy"] == "off"
+        cold, _ = ask(server)
+        ask(server, PROMPT[::-1])
+        warm, how = ask(server)
+        assert warm == cold
+        assert how["tier"] == "host"
+        assert how["restored_tokens"] >= len(PROMPT) - 64
+        assert cache(server)["hits"] == {"host": 1}
+
+
+@pytest.mark.timeout(120)
+def test_a_folder_in_use_is_told_in_one_line(tmp_path: Path) -> None:
+    with serving("--kv-cache-dir", str(tmp_path / "kv")):
+        import subprocess  # noqa: PLC0415
+
+        from tests.e2e.server import command  # noqa: PLC0415
+
+        words = command("serve", "--port", "0", "--kv-cache-dir", str(tmp_path / "kv"))
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            words, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--kv-cache-dir" in line
+    assert "another process" in line
+
+
+@pytest.mark.timeout(120)
+def test_a_full_disk_costs_no_request(tmp_path: Path) -> None:
+    """The limit on a file's size stands for the disk: the server may write, but not enough."""
+    import resource  # noqa: PLC0415
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        context = serving("--kv-cache-dir", str(tmp_path / "kv"), "--host-cache-budget", "0")
+        server = context.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    try:
+        cold, _ = ask(server)
+        deadline = time.monotonic() + 10
+        while not cache(server)["write_errors"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert ask(server)[0] == cold
+        assert cache(server)["entries"] == 0
+        assert not list((tmp_path / "kv").glob("*.zst"))
+        assert sum("cannot be written" in line for line in server.errors) == 1
+    finally:
+        context.__exit__(None, None, None)

@@ -1,0 +1,473 @@
+"""The disk tier over restarts, and with everything that can go wrong: a miss at worst, never other rows."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from adapters.store import journal
+from adapters.store.disk import MOST_QUARANTINED, QUARANTINE
+from adapters.store.folder import Folder, FolderInUse, FolderUnusable
+from adapters.store.seekable import Damaged
+from adapters.store.store import Store
+from tests.store.kit import LAYOUT, OTHER, Opening, disk_store, fetch, files, save, settled
+
+ROOT = Path(__file__).parents[2]
+ONE, TWO = tuple(range(1, 41)), (*range(1, 21), *range(200, 240))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def kept(store: Store, tokens=ONE) -> int:
+    """How much of it is found, everything of it compared with the truth."""
+    import anyio  # noqa: PLC0415
+
+    found = store.find((*tokens, 0), 0)
+    return 0 if isinstance(found, str) else anyio.run(fetch, store, tokens, found[0])
+
+
+def filled(path: Path, *sequences, **options) -> None:
+    store = disk_store(path, **options)
+    for tokens in sequences:
+        save(store, tokens)
+        settled(store)
+    assert store.close()
+
+
+def reopened(path: Path, **options) -> Store:
+    store = disk_store(path, **options)
+    settled(store)
+    return store
+
+
+@pytest.mark.parametrize("codec", ["auto", "store", "zstd"])
+def test_what_was_kept_is_there_after_a_restart(path: Path, codec: str) -> None:
+    filled(path, ONE, TWO, codec=codec)
+    store = reopened(path)
+    assert (kept(store, ONE), kept(store, TWO)) == (40, 60)
+    assert store.figures()["quarantined"] == 0
+    store.close()
+
+
+def test_only_new_blocks_are_written(path: Path) -> None:
+    filled(path, ONE, ONE, TWO, (*ONE, 7, 7, 7, 7))
+    sizes = [len(entry.keys) for entry in reopened(path).disk.index.entries.values()]
+    assert sum(sizes) == 10 + 10 + 1
+
+
+def test_nobody_else_may_read_it(path: Path) -> None:
+    filled(path, ONE)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("spoil", ["remove", "empty", "tear", "flip", "other"])
+def test_the_journal_may_be_lost(path: Path, spoil: str) -> None:
+    filled(path, ONE, TWO)
+    file = path / journal.NAME
+    raw = file.read_bytes()
+    match spoil:
+        case "remove":
+            file.unlink()
+        case "empty":
+            file.write_bytes(b"")
+        case "tear":
+            file.write_bytes(raw[:-7])
+        case "flip":
+            file.write_bytes(raw[:60] + bytes([raw[60] ^ 1]) + raw[61:])
+        case _:
+            file.write_bytes(os.urandom(len(raw)))
+    store = reopened(path)
+    assert (kept(store, ONE), kept(store, TWO)) == (40, 60)
+    store.close()
+    again = journal.read(file.read_bytes())
+    assert again.whole
+    assert len(again.entries) == 2, "it is made whole again"
+
+
+def test_hits_are_remembered_over_a_restart(path: Path) -> None:
+    filled(path, ONE)
+    store = reopened(path)
+    for _ in range(3):
+        kept(store)
+    store.close()
+    (entry,) = reopened(path).disk.index.entries.values()
+    assert entry.hits == 3
+
+
+def test_a_journal_does_not_grow_for_ever(path: Path) -> None:
+    store = disk_store(path, disk=30_000)
+    for number in range(6000):
+        store.disk._journal(journal.left(kit_entry(number)))  # noqa: SLF001
+    assert (path / journal.NAME).stat().st_size < 200_000
+    store.close()
+
+
+def kit_entry(handle: int):
+    from adapters.store.index import Entry  # noqa: PLC0415
+
+    return Entry(handle, 0, bytes(16), (bytes(16),), bytes(16), 1)
+
+
+@pytest.mark.parametrize("with_journal", [True, False])
+@pytest.mark.parametrize(
+    "harm", ["truncate", "flip_head", "flip_rows", "flip_end", "swap", "rename", "foreign", "empty"]
+)
+def test_a_damaged_file_is_put_aside_and_the_rest_is_served(path: Path, harm: str, with_journal: bool) -> None:
+    filled(path, ONE, (9, *ONE))
+    one, two = files(path)
+    raw = one.read_bytes()
+    match harm:
+        case "truncate":
+            one.write_bytes(raw[:-1])
+        case "flip_head":
+            one.write_bytes(raw[:40] + bytes([raw[40] ^ 255]) + raw[41:])
+        case "flip_rows":
+            one.write_bytes(raw[:-200] + bytes([raw[-200] ^ 255]) + raw[-199:])
+        case "flip_end":
+            one.write_bytes(raw[:-12] + bytes([raw[-12] ^ 255]) + raw[-11:])
+        case "swap":
+            one.write_bytes(two.read_bytes())
+            two.write_bytes(raw)
+        case "rename":
+            two.rename(one)
+        case "foreign":
+            filled(path.with_name("foreign"), ONE, layout=OTHER)
+            shutil.copy(files(path.with_name("foreign"))[0], one)
+        case _:
+            one.write_bytes(b"")
+    if not with_journal:
+        (path / journal.NAME).unlink()
+    store = reopened(path)
+    for _ in range(2):
+        for tokens in (ONE, (9, *ONE)):
+            try:
+                assert kept(store, tokens) in (0, 40)
+            except (Damaged, FileNotFoundError):
+                continue
+    found = kept(store, ONE) + kept(store, (9, *ONE))
+    aside = store.figures()["quarantined"]
+    assert (found, aside) == {"swap": (0, 2), "rename": (0, 1)}.get(harm, (40, 1))
+    assert len(list(path.glob(QUARANTINE + "*"))) == aside
+    save(store, ONE)
+    save(store, (9, *ONE))
+    settled(store)
+    assert (kept(store, ONE), kept(store, (9, *ONE))) == (40, 40), "it is written again"
+    store.close()
+
+
+def test_what_is_put_aside_is_bounded(path: Path) -> None:
+    filled(path, *(((number, *ONE)) for number in range(100, 120)))
+    for file in files(path):
+        file.write_bytes(b"not a cache file at all")
+    store = reopened(path)
+    assert store.figures()["quarantined"] == 20
+    assert len(list(path.glob(QUARANTINE + "*"))) == MOST_QUARANTINED
+    store.close()
+
+
+def test_a_newer_format_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.store.format.VERSION", 2)
+    filled(path, ONE)
+    monkeypatch.undo()
+    (path / journal.NAME).unlink()
+    store = reopened(path)
+    assert kept(store) == 0
+    assert len(files(path)) == 1
+    assert store.figures()["quarantined"] == 0
+    store.close()
+
+
+def test_another_identity_shares_the_folder_and_nothing_else(path: Path) -> None:
+    filled(path, ONE)
+    filled(path, ONE, layout=OTHER)
+    for layout in (LAYOUT, OTHER):
+        store = reopened(path, layout=layout)
+        assert kept(store) == 40
+        assert len(store.disk.index) == 2
+        store.close()
+
+
+def test_another_identity_is_evicted_first(path: Path) -> None:
+    filled(path, ONE, layout=OTHER)
+    size = files(path)[0].stat().st_size
+    filled(path, ONE, TWO, disk=2 * size + size // 2 + 400)
+    store = reopened(path)
+    assert kept(store, ONE) == 40
+    assert len(store.disk.index) == 2
+    store.close()
+    assert kept(reopened(path, layout=OTHER)) == 0
+
+
+def test_what_a_crash_left_behind_is_removed(path: Path) -> None:
+    filled(path, ONE)
+    (path / (".new-" + "0" * 32)).write_bytes(b"half a file")
+    store = reopened(path)
+    assert kept(store) == 40
+    assert not list(path.glob(".new-*"))
+    store.close()
+
+
+def test_files_that_are_not_ours_are_left_alone(path: Path) -> None:
+    filled(path, ONE)
+    (path / "notes.txt").write_text("mine")
+    (path / "folder").mkdir()
+    store = reopened(path, disk=1)
+    assert kept(store) == 0
+    store.close()
+    assert (path / "notes.txt").read_text() == "mine"
+
+
+def test_a_budget_holds_from_the_start_and_while_running(path: Path) -> None:
+    sequences = [(number, *range(39)) for number in range(50, 62)]
+    filled(path, *sequences)
+    size = files(path)[0].stat().st_size
+    budget = 5 * size + size // 2
+    store = reopened(path, disk=budget)
+    assert store.disk.index.held <= budget
+    for number in range(80, 90):
+        save(store, (number, *range(39)))
+        settled(store)
+        on_disk = sum(file.stat().st_size for file in files(path))
+        assert on_disk == store.disk.index.held <= budget
+    assert store.figures()["evictions"] == 12 - 5 + 10
+    store.close()
+
+
+def test_a_budget_smaller_than_a_run_keeps_nothing(path: Path) -> None:
+    store = disk_store(path, disk=100)
+    save(store, ONE)
+    settled(store)
+    assert store.figures()["dropped_writes"] == 1
+    assert not files(path)
+    assert store.rows == {}
+    store.close()
+
+
+def test_two_processes_do_not_share_a_folder(path: Path) -> None:
+    store = disk_store(path)
+    with pytest.raises(FolderInUse, match="another process"):
+        disk_store(path)
+    store.close()
+    disk_store(path).close()
+
+
+def test_a_lock_does_not_outlive_its_process(path: Path) -> None:
+    child = (
+        "import sys; from pathlib import Path; from adapters.store.folder import Folder;"
+        "folder = Folder.open(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", child, str(path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout.readline() == b"owned\n"
+        with pytest.raises(FolderInUse):
+            Folder.open(path)
+        process.kill()
+        process.wait(10)
+    Folder.open(path).close()
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "open to all", "not there to make"])
+def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "kv"
+    match kind:
+        case "file":
+            path.write_text("")
+        case "link":
+            (tmp_path / "real").mkdir()
+            path.symlink_to(tmp_path / "real")
+        case "open to all":
+            path.mkdir()
+            path.chmod(0o777)
+        case _:
+            path = Path("/proc/no/such")
+    with pytest.raises(FolderUnusable, match=str(path)):
+        Folder.open(path)
+
+
+def steps(tmp_path: Path) -> list[str]:
+    """The system calls of one run's way to disk."""
+    opening = Opening(lambda: None)
+    store = disk_store(tmp_path / "count", folder=opening)
+    opening.arm(0)
+    save(store, ONE)
+    settled(store)
+    store.close()
+    return opening.folder.seen[:]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EMFILE], ids=errno.errorcode.get)
+def test_whatever_write_step_fails_is_counted_and_the_next_one_works(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    names = steps(tmp_path)
+    assert Counter(names)["append"] >= 3
+    caplog.set_level(logging.WARNING)
+    for at, name in enumerate(names, 1):
+        path = tmp_path / f"{at}"
+        opening = Opening(fail)
+        store = disk_store(path, folder=opening)
+        opening.arm(at)
+        caplog.clear()
+        save(store, ONE)
+        settled(store)
+        harmless = name == "open_append" or names.index("sync_folder") < at - 1
+        assert store.figures()["write_errors"] == (0 if harmless else 1), (at, name)
+        assert len(caplog.records) == store.figures()["write_errors"]
+        assert kept(store) in (0, 40)
+        save(store, ONE)
+        settled(store)
+        assert kept(store) == 40, "it works again"
+        assert store.close()
+        store = reopened(path)
+        assert kept(store) == 40
+        assert not list(path.glob(".new-*"))
+        store.close()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tests.store.kit import Opening, die, disk_store, save, settled
+from tests.store.test_disk import ONE, TWO
+
+def child(path, at):
+    opening = Opening(die)
+    store = disk_store(path, folder=opening)
+    save(store, ONE)
+    settled(store)
+    opening.arm(at)
+    save(store, TWO)
+    settled(store)
+
+for at in range(1, int(sys.argv[2]) + 1):
+    if not (pid := os.fork()):
+        child(Path(sys.argv[1]) / str(at), at)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_kill_at_any_step_leaves_whole_runs(tmp_path: Path) -> None:
+    """Each step in a process of its own, killed there: what was whole stays, what was not is gone."""
+    names = steps(tmp_path)
+    words = [sys.executable, "-c", KILLED, str(tmp_path), str(len(names))]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(-signal.SIGKILL)] * len(names)
+    for at, name in enumerate(names, 1):
+        store = reopened(tmp_path / str(at))
+        assert kept(store, ONE) == 40, name
+        assert kept(store, TWO) == (60 if at > names.index("rename") + 1 else 20), name
+        assert store.figures()["quarantined"] == 0
+        assert not list((tmp_path / str(at)).glob(".new-*"))
+        store.close()
+
+
+def test_a_folder_that_disappears_costs_hits_only(path: Path) -> None:
+    store = disk_store(path)
+    save(store, ONE)
+    settled(store)
+    shutil.rmtree(path)
+    with pytest.raises(FileNotFoundError):
+        kept(store)
+    assert kept(store) == 0
+    save(store, TWO)
+    settled(store)
+    assert store.figures()["write_errors"] == 1
+    assert not path.exists()
+    assert store.close()
+
+
+def test_a_folder_that_becomes_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
+    store = disk_store(path)
+    path.rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    path.symlink_to(tmp_path / "elsewhere")
+    save(store, ONE)
+    settled(store)
+    assert kept(store) == 40
+    assert not list((tmp_path / "elsewhere").iterdir())
+    store.close()
+
+
+def test_a_read_error_deletes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(path, ONE)
+    store = reopened(path)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "opener", fail)
+        with pytest.raises(OSError, match="input/output"):
+            kept(store)
+    assert store.figures()["read_errors"] == 1
+    assert kept(store) == 40, "it was better the next time"
+    store.close()
+
+
+def test_what_is_read_is_not_evicted(path: Path) -> None:
+    filled(path, ONE)
+    size = files(path)[0].stat().st_size
+    store = reopened(path, disk=size + size // 2)
+    name, _ = store.find((*ONE, 0), 0)
+    save(store, (5, *ONE))
+    settled(store)
+    assert len(files(path)) == 1
+    store.release(name)
+    save(store, (6, *ONE))
+    settled(store)
+    assert kept(store, (6, *ONE)) == 40
+    assert kept(store, ONE) == 0
+    store.close()
+
+
+def test_a_full_queue_drops_and_what_was_dropped_is_written_later(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_store(path, host=1 << 20)
+    monkeypatch.setattr("adapters.store.disk.MOST_QUEUED", 0)
+    save(store, ONE)
+    assert store.figures()["dropped_writes"] == 1
+    assert kept(store) == 40, "host memory has it"
+    monkeypatch.undo()
+    save(store, ONE)
+    settled(store)
+    store.close()
+    assert kept(reopened(path)) == 40
+
+
+def test_ten_thousand_entries_are_there_at_once(path: Path) -> None:
+    from adapters.store.blocks import chain, pack  # noqa: PLC0415
+    from adapters.store.format import file_name  # noqa: PLC0415
+    from adapters.store.index import Entry  # noqa: PLC0415
+
+    path.mkdir(mode=0o700)
+    tokens = [pack(range(number, number + 32)) for number in range(10_000)]
+    entries = [
+        Entry(number + 1, 0, bytes(16), chain(bytes(16), packed, 4), packed, 1, bytes(16))
+        for number, packed in enumerate(tokens)
+    ]
+    for entry in entries:
+        (path / file_name(entry.keys[-1], entry.handle)).write_bytes(b"x")
+    (path / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
+    start = time.perf_counter()
+    store = disk_store(path)
+    taken = time.perf_counter() - start
+    assert len(store.disk.index) == 10_000
+    assert taken < 2, "a gross check; the benchmark measures it"
+    store.close()

@@ -1,0 +1,212 @@
+"""Rows leave a slot and come back into another through the lane, and the next tokens are the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import define
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.device.slots import SlotState
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.store.executor import StoreExecutor
+from adapters.store.folder import Folder
+from adapters.store.format import Layout
+from adapters.store.opening import index, open_disk
+from adapters.store.store import Store
+from effects.all import Ask, Launch
+from effects.ids import LeaseId, RequestId, SlotId, StoreFailed
+from effects.job import Sampling
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored, RestoreBlocks
+from effects.round import RunRound
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from tests.device.driver import CHUNK, RUNGS, qwen3
+from tests.store.kit import files, settled
+
+GRAIN = 16
+PROMPT = tuple((7 * n + n // 5) % 97 for n in range(101))
+
+
+@define
+class Bench:
+    executor: DeviceExecutor
+    stored: StoreExecutor
+    shard: Qwen3Shard
+
+    async def one(self, request: int, effect: object):
+        (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))
+        return outcome
+
+    def open(self, request: int, slot: int, prompt=PROMPT) -> None:
+        self.executor.open(RequestId(request), OpenSlot(SlotId(slot), SlotId(slot), 0, prompt, Sampling(logprobs=3)))
+
+    async def prefill(self, request: int, slot: int, start: int = 0, stop: int = 100) -> None:
+        for at in range(start, stop, CHUNK):
+            end = min(at + CHUNK, stop)
+            assert await self.one(request, RunPrefill(SlotId(slot), at, end)) == PrefillAdvanced(end)
+
+    async def answer(self, request: int, slot: int, count: int = 6) -> list:
+        token, rounds = PROMPT[-1], []
+        for position in range(100, 100 + count):
+            rounds.append(await self.one(request, RunRound(SlotId(slot), position, token)))
+            token = rounds[-1].tokens[-1]
+        return rounds
+
+    async def kept(self) -> list:
+        """Computes the prompt in slot 0 as request 1 and keeps it; the answer that followed."""
+        self.open(1, 0)
+        await self.prefill(1, 0)
+        answer = await self.answer(1, 0)
+        saved = await self.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
+        assert saved == SnapshotSaved(96, 96 * self.stored.store.layout.token_bytes)
+        settled(self.stored.store)
+        return answer
+
+    async def found(self, request: int, prompt=PROMPT, beyond: int = 0) -> PrefixFound:
+        found = await self.stored.find(RequestId(request), FindPrefix(prompt, beyond))
+        assert isinstance(found, PrefixFound)
+        return found
+
+    async def restore(self, request: int, found: PrefixFound, slot: int, start: int = 0, stop: int = 96):
+        return await self.stored.restore(RequestId(request), RestoreBlocks(found.lease, SlotId(slot), start, stop))
+
+    def leases(self) -> int:
+        return self.stored.store.figures()["leases"]
+
+
+@pytest.fixture(params=["host", "disk"])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    lane, shard, lock = DeviceLane(), qwen3(), threading.RLock()
+    executor = DeviceExecutor(shard, RUNGS, lane=lane)
+    names = tuple(f"layers.{n}.{part}" for n in shard.layers for part in "kv")
+    layout = Layout("ef" * 16, GRAIN, names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype)
+    disk = open_disk(layout, Folder.open(tmp_path / "kv"), lock, budget=1 << 30)
+    store = Store(layout, index(layout, 1 << 30 if request.param == "host" else 0), disk, lock)
+    stored = StoreExecutor(store, shard, lane, executor.serving)
+    executor.handle(SaveSnapshot, stored.save)
+    yield Bench(executor, stored, shard)
+    assert executor.close()
+    assert store.close()
+
+
+async def test_a_restored_prompt_is_answered_with_the_same_bits(bench: Bench) -> None:
+    cold = await bench.kept()
+    bench.open(2, 3)
+    found = await bench.found(2)
+    assert found.length == 96
+    restored = await bench.restore(2, found, 3)
+    assert restored == BlocksRestored(0, 96, 96 * bench.stored.store.layout.token_bytes)
+    await bench.prefill(2, 3, 96)
+    assert await bench.answer(2, 3) == cold
+    assert bench.leases() == 0
+    assert (await bench.found(2)).load_ns > 0, "how long it takes is known from now on"
+
+
+async def test_the_front_is_computed_while_the_rest_is_loaded(bench: Bench) -> None:
+    cold = await bench.kept()
+    bench.open(2, 1)
+    found = await bench.found(2)
+    restored = await bench.restore(2, found, 1, 48, 96)
+    assert (restored.start, restored.stop) == (48, 96)
+    await bench.prefill(2, 1, 0, 48)
+    await bench.prefill(2, 1, 96)
+    assert await bench.answer(2, 1) == cold
+
+
+async def test_only_what_is_new_is_copied_out(bench: Bench) -> None:
+    await bench.kept()
+    bench.open(2, 0, (*PROMPT[:64], *PROMPT))
+    await bench.prefill(2, 0, 0, 164)
+    saved = await bench.one(2, SaveSnapshot(SlotId(0), (*PROMPT[:64], *PROMPT)[:160]))
+    assert saved == SnapshotSaved(160, 96 * bench.stored.store.layout.token_bytes)
+
+
+async def test_a_snapshot_of_what_the_slot_does_not_hold_is_refused(bench: Bench) -> None:
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    for tokens in ((9, *PROMPT[1:96]), (*PROMPT, *PROMPT[:11])):
+        assert (await bench.one(1, SaveSnapshot(SlotId(0), tokens))).kind == "broken"
+    assert (await bench.one(2, SaveSnapshot(SlotId(0), PROMPT[:96]))).kind == "broken", "another request's slot"
+    assert bench.stored.store.host.entries == {}
+
+
+async def test_a_damaged_file_fails_the_restore_and_the_request_computes(bench: Bench, tmp_path: Path) -> None:
+    cold = await bench.kept()
+    (file,) = files(tmp_path / "kv")
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    file.write_bytes(raw)
+    bench.open(2, 2)
+    found = await bench.found(2)
+    outcome = await bench.restore(2, found, 2)
+    if found.tier == "host":
+        assert isinstance(outcome, BlocksRestored), "memory is not asked what the disk did"
+        await bench.prefill(2, 2, 96)
+    else:
+        assert isinstance(outcome, StoreFailed)
+        assert outcome.kind == "broken"
+        assert await bench.stored.find(RequestId(2), FindPrefix(PROMPT, 0)) == PrefixMissed("empty_store")
+        await bench.prefill(2, 2)
+    assert await bench.answer(2, 2) == cold
+    assert bench.leases() == 0
+
+
+async def test_a_slot_that_serves_somebody_else_gets_nothing(bench: Bench) -> None:
+    await bench.kept()
+    before = bench.shard.export_rows(3, 0, 96)
+    bench.open(7, 3)
+    outcome = await bench.restore(2, await bench.found(2), 3)
+    assert isinstance(outcome, StoreFailed)
+    after = bench.shard.export_rows(3, 0, 96)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert bench.leases() == 0
+
+
+async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.store.store.RUN_BYTES", 16 * bench.stored.store.layout.token_bytes)
+    await bench.kept()
+    bench.open(2, 1)
+    rows = StoreExecutor._rows  # noqa: SLF001
+
+    async def leave(stored: StoreExecutor, part):
+        if part.start == 32:
+            bench.stored.abandon(RequestId(2))
+        return await rows(stored, part)
+
+    monkeypatch.setattr(StoreExecutor, "_rows", leave)
+    restored = await bench.restore(2, await bench.found(2), 1)
+    assert restored == BlocksRestored(0, 48, 48 * bench.stored.store.layout.token_bytes)
+    monkeypatch.undo()
+    await bench.prefill(2, 1, 48)
+    assert bench.leases() == 0
+
+
+async def test_a_lease_that_is_not_used_is_given_back(bench: Bench) -> None:
+    await bench.kept()
+    found = await bench.found(2)
+    bench.stored.release(RequestId(2), ReleasePrefix(found.lease))
+    assert bench.leases() == 0
+    with pytest.raises(KeyError):
+        bench.stored.store.lease(LeaseId(found.lease))
+
+
+def test_loaded_rows_count_when_those_before_them_do() -> None:
+    state = SlotState(RequestId(1), list(range(100)), 10, sampler=None)  # type: ignore[arg-type]
+    state.load(30, 40)
+    state.load(40, 60)
+    assert state.valid == 10
+    state.advance(20)
+    assert state.valid == 20
+    state.advance(30)
+    assert state.valid == 60
+    state.advance(64)
+    assert state.valid == 64
