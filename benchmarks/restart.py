@@ -1,0 +1,170 @@
+"""Prompts over a `kill -9`: the prefill stage cold and from a cold disk, and the restore against raw reads of its bytes.
+
+`python -m benchmarks.restart [--runs 3] [--tokens 2048,4096,8160]`. Each run starts two servers on one cache folder:
+the first computes the prompts and is killed once they are written; then the page cache forgets the files, and the
+second one is asked for the same. A short prompt before warms up what is only done once in a process, in both. The
+device's raw rate is measured in the same run: the same files, forgotten again, read with preadv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.report import machine, median, raw, table
+
+ROOT = Path(__file__).parents[1]
+STAGES = ("LookingUp", "Restoring", "Prefilling")
+PIECE = 4 << 20
+
+
+@contextmanager
+def server(*words: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine", "serve", "--port", "0", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, line
+        with httpx.Client(base_url=found[0], timeout=600) as client:
+            yield client, process
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stdout.close()
+
+
+def ask(client: httpx.Client, prompt: Sequence[int]) -> dict[str, Any]:
+    body = {"prompt": list(prompt), "max_tokens": 8, "logprobs": 5}
+    return client.post("/v1/completions", json=body).raise_for_status().json()
+
+
+def prefill_ms(answer: dict[str, Any]) -> float:
+    return sum(answer["rekindle"]["stages_ms"].get(stage, 0) for stage in STAGES)
+
+
+def wait_until_written(client: httpx.Client, runs: int) -> dict[str, Any]:
+    while True:
+        cache = client.get("/props").json()["full_cache"]
+        if cache["entries"] >= runs and not cache["queued_bytes"]:
+            return cache
+        time.sleep(0.05)
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Out of the page cache, where the kernel agrees."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def read_raw(files: Sequence[Path]) -> tuple[int, float]:
+    """(bytes, seconds) of reading them one after the other."""
+    buffer, total, start = bytearray(PIECE), 0, time.perf_counter()
+    for file in files:
+        descriptor, at = os.open(file, os.O_RDONLY), 0
+        while count := os.preadv(descriptor, [buffer], at):
+            at += count
+        os.close(descriptor)
+        total += at
+    return total, time.perf_counter() - start
+
+
+def prompts(sizes: Sequence[int], seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(16, 4000) for _ in range(size)] for size in sizes]
+
+
+def one_run(folder: Path, codec: str, sizes: Sequence[int], seed: int, threads: str) -> list[dict[str, Any]]:
+    words = ("--kv-cache-dir", str(folder), "--kv-cache-codec", codec, "--host-cache-budget", "0", "--threads", threads)
+    asked, warm_up = prompts(sizes, seed), prompts([100], seed + 1)[0]
+    cold, groups = [], []
+    with server(*words) as (client, process):
+        ask(client, warm_up)
+        for prompt in asked:
+            before = set(folder.glob("*.zst"))
+            cold.append(ask(client, prompt))
+            wait_until_written(client, len(before) + 1)
+            groups.append(sorted(set(folder.glob("*.zst")) - before))
+        process.kill()
+        process.wait(30)
+    forget([file for files in groups for file in files])
+    rows = []
+    with server(*words) as (client, _):
+        ask(client, warm_up)
+        for size, prompt, files, first in zip(sizes, asked, groups, cold, strict=True):
+            hit = ask(client, prompt)
+            assert hit["rekindle"]["tier"] == "disk", hit["rekindle"]
+            assert hit["choices"] == first["choices"], "not the same tokens and log-probabilities"
+            forget(files)
+            read, seconds = read_raw(files)
+            restoring = hit["rekindle"]["stages_ms"]["Restoring"]
+            rows.append(
+                {
+                    "codec": codec,
+                    "tokens": size,
+                    "restored": hit["rekindle"]["restored_tokens"],
+                    "cold_ms": prefill_ms(first),
+                    "hit_ms": prefill_ms(hit),
+                    "ratio": prefill_ms(first) / prefill_ms(hit),
+                    "restoring_ms": restoring,
+                    "MB": read / 1e6,
+                    "restore_MB/s": read / restoring / 1e3,
+                    "raw_MB/s": read / seconds / 1e6,
+                    "of_raw": read / restoring / 1e3 / (read / seconds / 1e6),
+                }
+            )
+    return rows
+
+
+def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["codec"], row["tokens"]), []).append(row)
+    return [
+        {name: one if isinstance(one, str) else median([row[name] for row in group]) for name, one in group[0].items()}
+        for group in groups.values()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tokens", default="2048,4096,8160")
+    parser.add_argument("--codecs", default="store,zstd")
+    parser.add_argument("--threads", default="0")
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk that is to be measured")
+    given = parser.parse_args()
+    sizes, rows = [int(size) for size in given.tokens.split(",")], list[dict[str, Any]]()
+    for run in range(given.runs):
+        for codec in given.codecs.split(","):
+            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+                rows += one_run(Path(folder) / "kv", codec, sizes, 100 * run, given.threads)
+    found = medians(rows)
+    table("Prefill stage cold and after kill -9 with a cold page cache; medians, answers identical", found)
+    raw("restart", {"medians": found, "runs": rows, "machine": machine()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
