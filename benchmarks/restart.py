@@ -1,4 +1,4 @@
-"""Prompts over a `kill -9`: the prefill stage cold and from a cold disk, and the restore against raw reads of its bytes.
+"""Prompts over a `kill -9`: the prefill stage cold and from a cold disk, the restore against raw reads of its bytes.
 
 `python -m benchmarks.restart [--runs 3] [--tokens 2048,4096,8160]`. Each run starts two servers on one cache folder:
 the first computes the prompts and is killed once they are written; then the page cache forgets the files, and the
@@ -61,12 +61,15 @@ def prefill_ms(answer: dict[str, Any]) -> float:
     return sum(answer["rekindle"]["stages_ms"].get(stage, 0) for stage in STAGES)
 
 
-def wait_until_written(client: httpx.Client, runs: int) -> dict[str, Any]:
+def wait_until_written(client: httpx.Client, more_than: int) -> None:
+    """Until there are more entries than that, and no more come."""
+    entries = -1
     while True:
         cache = client.get("/props").json()["full_cache"]
-        if cache["entries"] >= runs and not cache["queued_bytes"]:
-            return cache
-        time.sleep(0.05)
+        if cache["entries"] == entries > more_than and not cache["queued_bytes"]:
+            return
+        entries = cache["entries"]
+        time.sleep(0.3)
 
 
 def forget(files: Sequence[Path]) -> None:
@@ -104,7 +107,7 @@ def one_run(folder: Path, codec: str, sizes: Sequence[int], seed: int, threads: 
         for prompt in asked:
             before = set(folder.glob("*.zst"))
             cold.append(ask(client, prompt))
-            wait_until_written(client, len(before) + 1)
+            wait_until_written(client, len(before))
             groups.append(sorted(set(folder.glob("*.zst")) - before))
         process.kill()
         process.wait(30)

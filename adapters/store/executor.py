@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import zip_longest
 from typing import TypeAlias
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
 from attrs import define, field
 from torch import Tensor
 
@@ -27,6 +26,8 @@ from effects.snapshot import SaveSnapshot, SnapshotSaved
 log = logging.getLogger("rekindle.store")
 
 Rows: TypeAlias = Mapping[str, Tensor]
+AHEAD = 3  # runs that are read at once: one reader alone leaves a disk idle between its reads
+GIVEN_UP = StoreFailed("abandoned", "the request was abandoned")
 # The state of a slot, if it was opened for this request; asked on the lane.
 Serving: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
 
@@ -38,6 +39,16 @@ class Restoring:
     stop: int  # rows up to here are on the device
     bytes: int = 0
     abandoned: bool = False
+    failure: StoreFailed | None = None
+
+
+@define(eq=False)
+class Fetch:
+    """One run on its way into memory."""
+
+    part: Part
+    ready: anyio.Event = field(factory=anyio.Event)
+    rows: Rows = field(factory=dict[str, Tensor])
     failure: StoreFailed | None = None
 
 
@@ -91,48 +102,44 @@ class StoreExecutor:
         return BlocksRestored(effect.start, now.stop, now.bytes)
 
     async def _restore(self, request: RequestId, effect: RestoreBlocks, lease: Lease, now: Restoring) -> None:
-        """One run is put into the slot while the next one is read."""
+        """Runs are put into the slot in order, while the next ones are read side by side."""
         wanted = [part for part in lease.parts if part.start < effect.stop and part.stop > effect.start]
-        send, receive = anyio.create_memory_object_stream[tuple[Part, Rows]](0)
-        async with anyio.create_task_group() as tasks, receive:
-            tasks.start_soon(self._load, wanted, send, now)
-            async for part, rows in receive:
-                start, stop = max(part.start, effect.start), min(part.stop, effect.stop)
-                first = part.entry.start
-                piece = {name: tensor[:, start - first : stop - first] for name, tensor in rows.items()}
-                failure = await self.lane.run(partial(self._put, request, effect.slot, start, stop, piece))
-                if failure is not None:
-                    now.failure = now.failure or failure
+        fetches = [Fetch(part) for part in wanted]
+        async with anyio.create_task_group() as tasks:
+            for fetch in fetches[:AHEAD]:
+                tasks.start_soon(self._fetch, fetch)
+            for fetch, later in zip_longest(fetches, fetches[AHEAD:]):
+                await fetch.ready.wait()
+                now.failure = GIVEN_UP if now.abandoned else fetch.failure
+                if now.failure is None:
+                    now.failure = await self._place(request, effect, fetch, now)
+                if now.failure is not None:
                     return
-                now.stop = stop
-                now.bytes += sum(tensor.nbytes for tensor in piece.values())
+                if later is not None:
+                    tasks.start_soon(self._fetch, later)
 
-    async def _load(self, parts: list[Part], send: MemoryObjectSendStream[tuple[Part, Rows]], now: Restoring) -> None:
-        """Sends what it reads until something is wrong, and says what."""
-        with send:
-            async with aclosing(self._read(parts, now)) as loaded:
-                async for one in loaded:
-                    try:
-                        await send.send(one)
-                    except anyio.BrokenResourceError:
-                        return
+    async def _fetch(self, fetch: Fetch) -> None:
+        try:
+            fetch.rows = await self._rows(fetch.part)
+        except Damaged as error:
+            fetch.failure = StoreFailed("broken", str(error))
+        except OSError as error:
+            fetch.failure = StoreFailed("io", error.strerror or str(error))
+        except MemoryError:
+            fetch.failure = StoreFailed("out_of_memory", "no memory to read into")
+        fetch.ready.set()
 
-    async def _read(self, parts: list[Part], now: Restoring) -> AsyncGenerator[tuple[Part, Rows]]:
-        for part in parts:
-            if now.abandoned:
-                now.failure = StoreFailed("abandoned", "the request was abandoned")
-                return
-            try:
-                yield part, await self._rows(part)
-            except Damaged as error:
-                now.failure = StoreFailed("broken", str(error))
-                return
-            except OSError as error:
-                now.failure = StoreFailed("io", error.strerror or str(error))
-                return
-            except MemoryError:
-                now.failure = StoreFailed("out_of_memory", "no memory to read into")
-                return
+    async def _place(
+        self, request: RequestId, effect: RestoreBlocks, fetch: Fetch, now: Restoring
+    ) -> StoreFailed | None:
+        part, rows, fetch.rows = fetch.part, fetch.rows, {}
+        start, stop, first = max(part.start, effect.start), min(part.stop, effect.stop), part.entry.start
+        piece = {name: tensor[:, start - first : stop - first] for name, tensor in rows.items()}
+        failure = await self.lane.run(partial(self._put, request, effect.slot, start, stop, piece))
+        if failure is None:
+            now.stop = stop
+            now.bytes += sum(tensor.nbytes for tensor in piece.values())
+        return failure
 
     async def _rows(self, part: Part) -> Rows:
         entry, disk = part.entry, self.store.disk

@@ -21,7 +21,7 @@ from effects.ids import LeaseId, Span, Tokens
 
 log = logging.getLogger("rekindle.store")
 
-RUN_BYTES = 16 << 20  # of rows that are saved together: one file, one entry
+RUN_BYTES = 8 << 20  # of rows that are saved together: one file, one entry
 Place = Literal["host", "disk"]
 
 

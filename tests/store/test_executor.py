@@ -175,14 +175,14 @@ async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
     monkeypatch.setattr("adapters.store.store.RUN_BYTES", 16 * bench.stored.store.layout.token_bytes)
     await bench.kept()
     bench.open(2, 1)
-    rows = StoreExecutor._rows  # noqa: SLF001
+    put = StoreExecutor._put  # noqa: SLF001
 
-    async def leave(stored: StoreExecutor, part):
-        if part.start == 32:
-            bench.stored.abandon(RequestId(2))
-        return await rows(stored, part)
+    def leave(stored: StoreExecutor, *about):
+        if about[2] == 32:
+            stored.abandon(RequestId(2))
+        return put(stored, *about)
 
-    monkeypatch.setattr(StoreExecutor, "_rows", leave)
+    monkeypatch.setattr(StoreExecutor, "_put", leave)
     restored = await bench.restore(2, await bench.found(2), 1)
     assert restored == BlocksRestored(0, 48, 48 * bench.stored.store.layout.token_bytes)
     monkeypatch.undo()
