@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
+import subprocess
 from pathlib import Path
 
 import anyio
@@ -16,7 +18,7 @@ from attrs import evolve
 
 from adapters.store import seekable
 from adapters.store.blocks import chain, pack, root
-from adapters.store.codec import Mean, Trial, quicker, trial
+from adapters.store.codec import Chooser, Mean, Trial, quicker, trial
 from adapters.store.disk import read_head
 from adapters.store.folder import Folder
 from adapters.store.format import FRAME, Newer, Run, encode, file_name, head, parse_head, parse_name
@@ -239,3 +241,23 @@ def test_the_codec_is_what_restores_sooner() -> None:
     mean.add(10)
     mean.add(20)
     assert 10 < mean.value < 20
+
+
+def test_auto_measures_before_it_compresses() -> None:
+    sample = bytes(range(64)) * 4096
+    unknown, slow = Chooser("auto", Mean()), Chooser("auto", Mean(1e6))
+    assert len(unknown.pick(sample).compress(sample))
+    assert (unknown.chosen, slow.chosen) == ("store", "")
+    slow.pick(sample)
+    assert slow.chosen == "zstd"
+
+
+def test_the_command_line_of_zstd_opens_a_file(tmp_path: Path) -> None:
+    if shutil.which("zstd") is None:
+        pytest.skip("no zstd here")
+    file = tmp_path / "rows.safetensors.zst"
+    file.write_bytes(blob(WIDE))
+    subprocess.run(["zstd", "-d", "-q", str(file)], check=True)
+    tensors = safetensors.torch.load_file(tmp_path / "rows.safetensors")
+    assert tensors.pop("tokens").tolist() == list(TOKENS[8:])
+    assert same(tensors, rows_of(TOKENS, 8, WIDE))
