@@ -53,7 +53,7 @@ class Index:
     held: int = 0  # bytes
     turn: int = 0
     evictions: int = 0
-    _blocks: dict[bytes, tuple[Entry, int]] = field(factory=dict[bytes, "tuple[Entry, int]"])
+    _blocks: dict[bytes, Entry] = field(factory=dict[bytes, Entry])
     _continued: Counter[bytes] = field(factory=Counter[bytes])  # block key -> runs whose parent it is
 
     def __len__(self) -> int:
@@ -64,11 +64,10 @@ class Index:
 
     def get(self, key: bytes, tokens: bytes) -> Entry | None:
         """The entry that keeps the block `key`, if the block stands for exactly these (packed) tokens."""
-        found = self._blocks.get(key)
-        if found is None:
+        entry = self._blocks.get(key)
+        if entry is None:
             return None
-        entry, block = found
-        step = self.grain * WIDTH
+        block, step = entry.keys.index(key), self.grain * WIDTH
         return entry if entry.tokens[block * step : (block + 1) * step] == tokens else None
 
     def next_handle(self) -> int:
@@ -77,14 +76,14 @@ class Index:
 
     def add(self, entry: Entry) -> bool:
         """False, and nothing changes, if one of its blocks is kept already."""
-        if not entry.keys or entry.handle in self.entries or any(key in self._blocks for key in entry.keys):
+        if not entry.keys or entry.handle in self.entries or not self._blocks.keys().isdisjoint(entry.keys):
             return False
         self.turn = max(self.turn, entry.handle, entry.used)
-        entry.children = sum(self._continued[key] for key in entry.keys)
+        entry.children = sum(self._continued.get(key, 0) for key in entry.keys)
         self._continued[entry.parent] += 1
         if (before := self._blocks.get(entry.parent)) is not None:
-            before[0].children += 1
-        self._blocks.update((key, (entry, number)) for number, key in enumerate(entry.keys))
+            before.children += 1
+        self._blocks.update(dict.fromkeys(entry.keys, entry))
         self.entries[entry.handle] = entry
         self.held += entry.size
         return True
@@ -101,7 +100,7 @@ class Index:
         if not self._continued[entry.parent]:
             del self._continued[entry.parent]
         if (before := self._blocks.get(entry.parent)) is not None:
-            before[0].children -= 1
+            before.children -= 1
         return True
 
     def touch(self, entry: Entry) -> None:
@@ -126,8 +125,8 @@ class Index:
             self.remove(entry)
             gone.append(entry)
             before = self._blocks.get(entry.parent)
-            if before is not None and self._may_go(before[0], parent):
-                heapq.heappush(heap, (*self.score(before[0]), before[0].handle))
+            if before is not None and self._may_go(before, parent):
+                heapq.heappush(heap, (*self.score(before), before.handle))
         self.evictions += len(gone)
         return gone
 
