@@ -38,6 +38,13 @@ def known_host(_: Any, value: str) -> None:
         raise ValueError("Must be a host name or an address to listen on, such as 127.0.0.1 or ::1.")
 
 
+def known_names(_: Any, value: tuple[str, ...]) -> None:
+    for name in value:
+        known_host(_, name)
+        if name.count(":") == 1:
+            raise ValueError("Must be a name without a port.")
+
+
 def known_key(_: Any, value: tuple[str, ...]) -> None:
     if any(not key or not key.isascii() or not key.isprintable() for key in value):
         raise ValueError("Must be printable ASCII, and not empty.")
@@ -78,6 +85,9 @@ class Options(Model):
 
     host: Annotated[str, flag(SERVER, validator=known_host)] = "127.0.0.1"
     """Address to listen on. Anything but loopback should come with --api-key."""
+
+    allow_host: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_names)] = ()
+    """A further name that clients may call this server by, * for any. May be given several times."""
 
     port: Annotated[int, flag(SERVER, validator=Number(gte=0, lte=65535))] = 8000
     """Port to listen on; 0 takes a free one."""
