@@ -141,10 +141,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except Refusal as error:
-        print(f"rekindle: {error}", file=sys.stderr)
+        print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except FileNotFoundError as error:
-        print(f"rekindle: {error.filename}: no such file", file=sys.stderr)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
+        print(f"rekindle: {error.filename}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

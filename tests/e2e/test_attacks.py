@@ -1,0 +1,54 @@
+"""What a hostile checkpoint, client or trace has once done to the real command, and must not do again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters import demo
+from tests.e2e.server import command
+
+
+def checkpoint(folder: Path, **files: Any) -> Path:
+    """The demo's, with values of its JSON files replaced: `tokenizer={"model": "x"}`."""
+    shutil.copytree(demo.FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for name, changes in files.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+def refusal(*words: str) -> str:
+    """What the command says before it exits with 2, in one line."""
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("rekindle: ")
+    return line
+
+
+ADDED = json.loads((demo.FOLDER / "tokenizer.json").read_text())["added_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"tokenizer_config": {"chat_template": "{{ raise_exception('first\nsecond') }}"}}, "first second"),
+        ({"tokenizer": {"added_tokens": [5]}}, "tokenizer.json"),
+        ({"tokenizer": {"added_tokens": [*ADDED, {**ADDED[0], "id": 9999, "content": "<|far|>"}]}}, "vocab_size"),
+    ],
+    ids=["a template that fails", "a tokenizer of the wrong shape", "ids that the model does not have"],
+)
+def test_a_checkpoint_whose_text_cannot_be_served_is_one_line(tmp_path: Path, files: dict[str, Any], said: str) -> None:
+    folder = checkpoint(tmp_path / "broken", **files)
+    assert said in refusal("serve", "--port", "0", str(folder))
+
+
+def test_a_configuration_that_is_a_folder_and_a_host_that_is_no_name_are_one_line(tmp_path: Path) -> None:
+    assert "is a directory" in refusal("serve", "--config", str(tmp_path))
+    assert "cannot listen" in refusal("serve", "--port", "0", "--host", "a" * 300)
