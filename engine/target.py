@@ -22,6 +22,7 @@ from adapters.models.config import CheckpointError, Qwen3Config
 from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics, probe, probe_key
 from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Segment, Step
 from engine.options import Options
 from engine.refusal import Refusal
 from states.settings import Settings
@@ -121,6 +122,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         capacity=context,
         rungs=row_counts(numerics.rungs, fast=fast),
     )
+    warm_up(shard, numerics.rungs)
     settings = Settings(
         slots=options.slots,
         max_context=context,
@@ -175,6 +177,16 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     from adapters.models.kernels.torch_cpu import CpuKernels  # noqa: PLC0415
 
     return CpuKernels(dtype)
+
+
+def warm_up(shard: Qwen3Shard, rungs: tuple[int, ...]) -> None:
+    """Every rung three times: kernels are compiled, graphs recorded and buffers made before anybody waits for them."""
+    for rung in rungs:
+        step = Step((Segment(0, 0, 1),), rung)
+        for _ in range(3):
+            hidden = shard.forward(step, torch.zeros(1, dtype=torch.int64)).hidden
+            if rung <= BATCH_ROWS:
+                shard.logits(step, hidden)
 
 
 def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str) -> str:
