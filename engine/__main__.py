@@ -75,7 +75,7 @@ def replay(
         if execute:
             from engine.execute import execute_file  # noqa: PLC0415
 
-            done, tokens = execute_file(file, model)
+            done, tokens = execute_file(file, model, until)
         else:
             done, tokens = replay_file(file, until), None
     except BadTrace as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import attrs
 from attrs import frozen
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 MODEL = "Model"
@@ -123,3 +124,16 @@ class Options(Model):
         raw["trace"] = None if self.trace is None else self.trace.name
         raw["model"] = Path(self.model).name
         return raw
+
+
+def checked(values: Mapping[str, Any]) -> Options:
+    """Options by name, validated as flags are. Raises cyclopts.CycloptsError."""
+    parser = App(config=(), result_action="return_value")
+
+    @parser.default
+    def options(options: Annotated[Options, Parameter(name="*")] = Options()) -> Options:
+        return options
+
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    found: Options = parser(words, exit_on_error=False, print_error=False)
+    return found

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from adapters import demo
-from tests.e2e.server import command
+from engine.__main__ import main
+from tests.e2e.server import command, serving
 
 
 def checkpoint(folder: Path, **files: Any) -> Path:
@@ -52,3 +53,37 @@ def test_a_checkpoint_whose_text_cannot_be_served_is_one_line(tmp_path: Path, fi
 def test_a_configuration_that_is_a_folder_and_a_host_that_is_no_name_are_one_line(tmp_path: Path) -> None:
     assert "is a directory" in refusal("serve", "--config", str(tmp_path))
     assert "cannot listen" in refusal("serve", "--port", "0", "--host", "a" * 300)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("trace") / "session.jsonl"
+    with serving("--trace", str(file), "--slots", "2") as running:
+        assert running.complete("def f(x):\n", max_tokens=5).status_code == 200
+        assert running.stop() == 0
+    return file
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"slots": "x"}, {"device": "abc"}, {"dtype": "int8"}, {"chunk": 7}, {"threads": -4}, {"model": 5}],
+    ids=lambda wanted: next(iter(wanted)),
+)
+def test_a_hostile_header_is_not_executed(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wanted: dict[str, Any]
+) -> None:
+    header, *records = trace.read_text().splitlines(keepends=True)
+    raw = json.loads(header)
+    file = tmp_path / "hostile.jsonl"
+    file.write_text(json.dumps({**raw, "config": {**raw["config"], **wanted}}) + "\n" + "".join(records))
+    assert main(["replay", str(file), "--execute"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(next(iter(wanted.values()))) in line
+
+
+def test_an_executed_replay_also_stops_where_it_is_told(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(trace), "--until", "0"]) == 0
+    replayed = capsys.readouterr().out
+    assert main(["replay", str(trace), "--until", "0", "--execute"]) == 0
+    assert capsys.readouterr().out == replayed
+    assert json.loads(replayed)["requests"]
