@@ -165,6 +165,12 @@ def plan(prompts: list[Tokens], paths: list[str], controls: Controls, options: E
 
     Choice i draws with seed + i. Raises ApiError for a prompt that is empty or leaves no room.
     """
+    jobs = len(prompts) * controls.choices
+    if jobs > options.max_jobs:
+        message = (
+            f"asks for {jobs} answers at once; this server takes at most {options.max_jobs} (--slots, --max-queue)"
+        )
+        raise invalid("$.n" if controls.choices > 1 else "$.prompt", message)
     planned = []
     for number, (prompt, path) in enumerate(zip(prompts, paths, strict=True)):
         room = options.max_ctx - len(prompt)

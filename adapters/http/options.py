@@ -36,6 +36,7 @@ class EdgeOptions:
     max_body: int = 32 << 20
     max_choices: int = 8
     max_prompts: int = 64
+    max_jobs: int = 512  # that one request makes, prompts times choices: no more than slots and queue hold
     body_timeout_s: float = 30
     request_timeout_s: float | None = 600
     write_timeout_s: float = 60
