@@ -167,7 +167,10 @@ class Qwen3Shard:
                 buffers.hidden.copy_(inputs)
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare(buffers.batch)
-            self._kernels.launch("layers", buffers.batch, lambda: self._run_layers(buffers))
+            # Only the model's last layer may stop early, and only if nobody captures what it leaves.
+            early = step.rows_only and self._norm is not None and self._layers.stop - 1 not in self._capture
+            name = "rows" if early else "layers"
+            self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
         return buffers.forward
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
@@ -181,7 +184,7 @@ class Qwen3Shard:
             self._kernels.launch("logits", buffers.batch, lambda: self._run_head(buffers))
         return buffers.logits
 
-    def _run_layers(self, buffers: Buffers) -> None:
+    def _run_layers(self, buffers: Buffers, *, early: bool) -> None:
         kernels, batch, rope, eps = self._kernels, buffers.batch, self._rope, self._config.rms_norm_eps
         residual, captures = buffers.hidden, buffers.forward.captures
         if self._embedding is not None:
@@ -194,6 +197,8 @@ class Qwen3Shard:
             qkv = kernels.linear(x, layer.qkv)
             k_cache, v_cache = layer.k_cache, layer.v_cache
             q = kernels.rotate_store(qkv, layer.q_norm, layer.k_norm, eps, rope, batch, k_cache, v_cache)
+            if early and index == self._layers.stop - 1:
+                return
             delta = kernels.linear(kernels.attend(q, k_cache, v_cache, batch), layer.out)
             x = kernels.add_norm(residual, delta, layer.post_norm, eps)
             delta = kernels.linear(kernels.gated(x, layer.gate_up), layer.down)
