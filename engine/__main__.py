@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -41,8 +42,10 @@ def serve(
     config
         TOML file with the same names: `port = 8080`, `api-key = ["..."]`.
     """
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import can swallow a KeyboardInterrupt
     from engine.serve import run  # noqa: PLC0415 - torch takes a second to import
 
+    signal.signal(signal.SIGINT, interrupt)
     del config  # read before the command line was
     return run(options)
 

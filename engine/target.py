@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -108,6 +109,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
     context = options.max_ctx or config.max_positions
     if context > config.max_positions:
         raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
+    check_memory(config, dtype, device, options.slots, context)
     chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
     kernels = build_kernels(device, dtype)
     fast = options.numerics == "fast"
@@ -144,6 +146,17 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         model_id="demo" if options.model == "demo" else folder.resolve().name,
         mode=options.numerics,
     )
+
+
+def check_memory(config: Qwen3Config, dtype: torch.dtype, device: torch.device, slots: int, context: int) -> None:
+    """A host is killed where a GPU says no. Raises Refusal for a KV cache that is larger than the whole machine."""
+    if device.type != "cpu":
+        return
+    needed = slots * context * config.kv_bytes_per_token(dtype)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        size = f"{slots} slots of {context} tokens take {needed / 1e9:.0f} GB"
+        raise Refusal(f"{size}, this machine has {there / 1e9:.0f} GB: fewer --slots or a smaller --max-ctx may help")
 
 
 def probed(config: Qwen3Config, kernels: Kernels, **how: Any) -> Numerics:

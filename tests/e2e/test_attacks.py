@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,11 @@ def test_a_configuration_that_is_a_folder_and_a_host_that_is_no_name_are_one_lin
     assert "cannot listen" in refusal("serve", "--port", "0", "--host", "a" * 300)
 
 
+def test_a_context_that_no_memory_holds_is_one_line(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "endless", config={"max_position_embeddings": 1 << 24})
+    assert "--max-ctx" in refusal("serve", "--port", "0", "--device", "cpu", "--slots", "64", str(folder))
+
+
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("trace") / "session.jsonl"
@@ -87,3 +94,13 @@ def test_an_executed_replay_also_stops_where_it_is_told(trace: Path, capsys: pyt
     assert main(["replay", str(trace), "--until", "0", "--execute"]) == 0
     assert capsys.readouterr().out == replayed
     assert json.loads(replayed)["requests"]
+
+
+@pytest.mark.parametrize("seconds", [0.4, 0.9, 1.4])
+def test_an_interrupt_ends_a_server_that_is_only_starting(seconds: float) -> None:
+    process = subprocess.Popen(command("serve", "--port", "0"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode in {130, -signal.SIGINT}
+    assert b"Traceback" not in errors
