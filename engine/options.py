@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import attrs
 from attrs import frozen
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 from cyclopts.validators import Number
 
 MODEL = "Model"
@@ -21,6 +21,14 @@ Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
 
 def flag(group: str, **more: Any) -> Parameter:
     return Parameter(group=group, **more)
+
+
+def whole(_: Any, tokens: Sequence[Token]) -> int:
+    """cyclopts would round 1.5."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{tokens[0].value[:40]!r} is not an integer") from None
 
 
 def known_device(_: Any, value: str) -> None:
@@ -69,19 +77,19 @@ class Options(Model):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
     """What weights and KV are kept and computed in; auto is the checkpoint's own."""
 
-    max_ctx: Annotated[int, flag(MODEL, validator=Number(gte=0, lte=1 << 21))] = 0
+    max_ctx: Annotated[int, flag(MODEL, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
     """Tokens of prompt and answer together; 0 is the model's own limit."""
 
     numerics: Annotated[Literal["exact", "fast"], flag(ENGINE)] = "exact"
     """exact: the same tokens cold, warm, alone and batched, bit for bit. fast: gives that up where it is quicker."""
 
-    slots: Annotated[int, flag(ENGINE, validator=Number(gte=1, lte=64))] = 4
+    slots: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=1, lte=64))] = 4
     """Sequences that are on the device at once: requests that run together, and prompts that stay warm."""
 
-    chunk: Annotated[int, flag(ENGINE, validator=known_chunk)] = 0
+    chunk: Annotated[int, flag(ENGINE, converter=whole, validator=known_chunk)] = 0
     """Rows of a prefill chunk, the largest rung of the width ladder; 0 is the device's default."""
 
-    threads: Annotated[int, flag(ENGINE, validator=Number(gte=0, lte=1024))] = 0
+    threads: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=1024))] = 0
     """CPU threads for the model; 0 is one per core. Part of the numerics class."""
 
     host: Annotated[str, flag(SERVER, validator=known_host)] = "127.0.0.1"
@@ -90,19 +98,19 @@ class Options(Model):
     allow_host: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_names)] = ()
     """A further name that clients may call this server by, * for any. May be given several times."""
 
-    port: Annotated[int, flag(SERVER, validator=Number(gte=0, lte=65535))] = 8000
+    port: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=0, lte=65535))] = 8000
     """Port to listen on; 0 takes a free one."""
 
     api_key: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_key)] = ()
     """A key that clients must send (Authorization: Bearer, or X-Api-Key). May be given several times."""
 
-    max_queue: Annotated[int, flag(SERVER, validator=Number(gte=0, lte=100_000))] = 64
+    max_queue: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=0, lte=100_000))] = 64
     """Requests that may wait for a slot; more are answered 429."""
 
     request_timeout: Annotated[float, flag(SERVER, validator=Number(gt=0, lte=86_400))] = 3600
     """Seconds until a request is given up with 504, waiting included."""
 
-    max_body: Annotated[int, flag(SERVER, validator=Number(gte=1, lte=1024))] = 32
+    max_body: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=1, lte=1024))] = 32
     """MiB of a request's body; more is answered 413."""
 
     grace: Annotated[float, flag(SERVER, validator=Number(gte=0, lte=3600))] = 10
