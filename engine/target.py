@@ -194,12 +194,12 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 def warm_up(shard: Qwen3Shard, rungs: tuple[int, ...]) -> None:
     """Every rung three times: kernels are compiled, graphs recorded and buffers made before anybody waits for them."""
-    for rung in rungs:
-        step = Step((Segment(0, 0, 1),), rung)
-        for _ in range(3):
-            hidden = shard.forward(step, torch.zeros(1, dtype=torch.int64)).hidden
-            if rung <= BATCH_ROWS:
-                shard.logits(step, hidden)
+    token = torch.zeros(1, dtype=torch.int64)
+    for rung in rungs * 3:
+        shard.forward(Step((Segment(0, 0, 1),), rung, rows_only=True), token)
+        if rung <= BATCH_ROWS:
+            step = Step((Segment(0, 0, 1),), rung)
+            shard.logits(step, shard.forward(step, token).hidden)
 
 
 def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str) -> str:

@@ -176,8 +176,10 @@ class Qwen3Shard:
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         """Float32 `[rung, V]`, a static buffer; padded rows hold finite garbage."""
         buffers = self._at(step.rung)
-        if buffers.logits is None:
+        if self._norm is None:
             raise ValueError(f"logits: layers {self._layers.start}..{self._layers.stop - 1} have no head")
+        if buffers.logits is None:  # a prefill's rung never needs them, and they are large
+            buffers.logits = torch.zeros(step.rung, self._config.vocab_size, device=self._device)
         with torch.inference_mode():
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
@@ -217,15 +219,12 @@ class Qwen3Shard:
         if rung not in self._buffers:
             shape = (rung, self._config.hidden_size)
             hidden = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            logits = None
-            if self._norm is not None:
-                logits = torch.zeros(rung, self._config.vocab_size, device=self._device)
             captures = {
                 layer: torch.zeros(shape, dtype=self._dtype, device=self._device)
                 for layer in self._capture
                 if layer in self._layers
             }
-            self._buffers[rung] = Buffers(Batch(rung, self._device), hidden, logits, Forward(hidden, captures))
+            self._buffers[rung] = Buffers(Batch(rung, self._device), hidden, None, Forward(hidden, captures))
         return self._buffers[rung]
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
