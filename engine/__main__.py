@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -41,8 +42,10 @@ def serve(
     config
         TOML file with the same names: `port = 8080`, `api-key = ["..."]`.
     """
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import can swallow a KeyboardInterrupt
     from engine.serve import run  # noqa: PLC0415 - torch takes a second to import
 
+    signal.signal(signal.SIGINT, interrupt)
     del config  # read before the command line was
     return run(options)
 
@@ -75,7 +78,7 @@ def replay(
         if execute:
             from engine.execute import execute_file  # noqa: PLC0415
 
-            done, tokens = execute_file(file, model)
+            done, tokens = execute_file(file, model, until)
         else:
             done, tokens = replay_file(file, until), None
     except BadTrace as error:
@@ -141,10 +144,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except Refusal as error:
-        print(f"rekindle: {error}", file=sys.stderr)
+        print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except FileNotFoundError as error:
-        print(f"rekindle: {error.filename}: no such file", file=sys.stderr)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
+        print(f"rekindle: {error.filename}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

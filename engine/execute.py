@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 from attrs import define, field
+from cyclopts import CycloptsError
 
 from adapters.device.executor import DeviceExecutor
 from effects.all import Ask, Launch, Outcome
@@ -14,7 +15,7 @@ from effects.ids import RequestId
 from effects.prefill import OpenSlot, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.round import RoundDone, RunRound
-from engine.options import Options
+from engine.options import Options, checked
 from engine.refusal import Refusal
 from engine.replay import Diverged, Replay, show
 from engine.runner import Envelope
@@ -70,8 +71,11 @@ class Execution:
             await self.executor.perform(Launch((Ask(request, chunk),)))
 
 
-async def execute(path: Path, model: str | None) -> tuple[Replay, int]:
-    """The finished replay and how many tokens were compared. Raises BadTrace, Diverged or Refusal."""
+async def execute(path: Path, model: str | None, until: int | None = None) -> tuple[Replay, int]:
+    """The replay, up to and including event `until`, and how many tokens were compared.
+
+    Raises BadTrace, Diverged or Refusal.
+    """
     header, records = read(path)
     if header.redacted:
         raise Refusal(f"{path} is redacted: it replays, but its tokens are gone and cannot be executed")
@@ -84,6 +88,8 @@ async def execute(path: Path, model: str | None) -> tuple[Replay, int]:
             )
         run, execution = Replay.of(header), Execution(target.executor, header.settings.chunk)
         for number, record in records:
+            if until is not None and isinstance(record, Envelope) and record.seq > until:
+                return run, execution.tokens
             outs = run.feed(number, record)
             if isinstance(record, Envelope):
                 await execution.compare(number, record)
@@ -96,7 +102,7 @@ async def execute(path: Path, model: str | None) -> tuple[Replay, int]:
 
 
 def options_of(header: Header, model: str | None) -> Options:
-    """What the trace was served with, as far as it decides the numbers."""
+    """What the trace was served with, as far as it decides the numbers. Raises Refusal: traces are hostile input."""
     wanted: dict[str, Any] = {
         name: header.config[name]
         for name in ("model", "device", "dtype", "max_ctx", "numerics", "slots", "chunk", "threads")
@@ -104,8 +110,12 @@ def options_of(header: Header, model: str | None) -> Options:
     }
     if model is not None:
         wanted["model"] = model
-    return Options(**wanted, disk_prefix_cache="off", host_cache_budget=0)
+    wanted |= {"disk_prefix_cache": "off", "host_cache_budget": 0}
+    try:
+        return checked(wanted)
+    except CycloptsError as error:
+        raise Refusal(f"the trace's header: {error}") from error
 
 
-def execute_file(path: Path, model: str | None) -> tuple[Replay, int]:
-    return anyio.run(execute, path, model)
+def execute_file(path: Path, model: str | None, until: int | None = None) -> tuple[Replay, int]:
+    return anyio.run(execute, path, model, until)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import attrs
 from attrs import frozen
-from cyclopts import Parameter
+from cyclopts import App, Parameter, Token
 from cyclopts.validators import Number
 
 MODEL = "Model"
@@ -21,6 +22,14 @@ Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
 
 def flag(group: str, **more: Any) -> Parameter:
     return Parameter(group=group, **more)
+
+
+def whole(_: Any, tokens: Sequence[Token]) -> int:
+    """cyclopts would round 1.5."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{tokens[0].value[:40]!r} is not an integer") from None
 
 
 def known_device(_: Any, value: str) -> None:
@@ -37,6 +46,13 @@ def known_chunk(_: Any, value: int) -> None:
 def known_host(_: Any, value: str) -> None:
     if not value or any(letter.isspace() or letter == "/" for letter in value):
         raise ValueError("Must be a host name or an address to listen on, such as 127.0.0.1 or ::1.")
+
+
+def known_names(_: Any, value: tuple[str, ...]) -> None:
+    for name in value:
+        known_host(_, name)
+        if name.count(":") == 1:
+            raise ValueError("Must be a name without a port.")
 
 
 def known_key(_: Any, value: tuple[str, ...]) -> None:
@@ -62,37 +78,40 @@ class Options(Model):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
     """What weights and KV are kept and computed in; auto is the checkpoint's own."""
 
-    max_ctx: Annotated[int, flag(MODEL, validator=Number(gte=0, lte=1 << 21))] = 0
+    max_ctx: Annotated[int, flag(MODEL, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
     """Tokens of prompt and answer together; 0 is the model's own limit."""
 
     numerics: Annotated[Literal["exact", "fast"], flag(ENGINE)] = "exact"
     """exact: the same tokens cold, warm, alone and batched, bit for bit. fast: gives that up where it is quicker."""
 
-    slots: Annotated[int, flag(ENGINE, validator=Number(gte=1, lte=64))] = 4
+    slots: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=1, lte=64))] = 4
     """Sequences that are on the device at once: requests that run together, and prompts that stay warm."""
 
-    chunk: Annotated[int, flag(ENGINE, validator=known_chunk)] = 0
+    chunk: Annotated[int, flag(ENGINE, converter=whole, validator=known_chunk)] = 0
     """Rows of a prefill chunk, the largest rung of the width ladder; 0 is the device's default."""
 
-    threads: Annotated[int, flag(ENGINE, validator=Number(gte=0, lte=1024))] = 0
+    threads: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=1024))] = 0
     """CPU threads for the model; 0 is one per core. Part of the numerics class."""
 
     host: Annotated[str, flag(SERVER, validator=known_host)] = "127.0.0.1"
     """Address to listen on. Anything but loopback should come with --api-key."""
 
-    port: Annotated[int, flag(SERVER, validator=Number(gte=0, lte=65535))] = 8000
+    allow_host: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_names)] = ()
+    """A further name that clients may call this server by, * for any. May be given several times."""
+
+    port: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=0, lte=65535))] = 8000
     """Port to listen on; 0 takes a free one."""
 
     api_key: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_key)] = ()
     """A key that clients must send (Authorization: Bearer, or X-Api-Key). May be given several times."""
 
-    max_queue: Annotated[int, flag(SERVER, validator=Number(gte=0, lte=100_000))] = 64
+    max_queue: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=0, lte=100_000))] = 64
     """Requests that may wait for a slot; more are answered 429."""
 
     request_timeout: Annotated[float, flag(SERVER, validator=Number(gt=0, lte=86_400))] = 3600
     """Seconds until a request is given up with 504, waiting included."""
 
-    max_body: Annotated[int, flag(SERVER, validator=Number(gte=1, lte=1024))] = 32
+    max_body: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=1, lte=1024))] = 32
     """MiB of a request's body; more is answered 413."""
 
     grace: Annotated[float, flag(SERVER, validator=Number(gte=0, lte=3600))] = 10
@@ -133,3 +152,16 @@ class Options(Model):
         raw["trace"] = None if self.trace is None else self.trace.name
         raw["model"] = Path(self.model).name
         return raw
+
+
+def checked(values: Mapping[str, Any]) -> Options:
+    """Options by name, validated as flags are. Raises cyclopts.CycloptsError."""
+    parser = App(config=(), result_action="return_value")
+
+    @parser.default
+    def options(options: Annotated[Options, Parameter(name="*")] = Options()) -> Options:
+        return options
+
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    found: Options = parser(words, exit_on_error=False, print_error=False)
+    return found

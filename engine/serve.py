@@ -20,6 +20,7 @@ from adapters.http.app import build_app
 from adapters.http.errors import openai_response, unavailable
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
+from adapters.models.config import CheckpointError
 from adapters.text.text import Text
 from engine import __version__
 from engine.assemble import Engine, engine
@@ -73,9 +74,9 @@ async def serve_until_signal(options: Options) -> int:
 async def listen(options: Options, gate: Gate, *, task_status: TaskStatus[Serving] = TASK_STATUS_IGNORED) -> None:
     try:
         await serve(gate, options.host, options.port, on_listening=task_status.started)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be looked up
         where = f"{options.host}:{options.port} (--host, --port)"
-        raise Refusal(f"cannot listen on {where}: {error.strerror or error}") from error
+        raise Refusal(f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}") from error
 
 
 async def watch(signals: AsyncIterable[signal.Signals], gate: Gate, stop: anyio.Event) -> None:
@@ -91,9 +92,7 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
     """From loading to the end of the drain. True if nobody was cut short."""
     target = await load_target(options)
     try:
-        text = Text.load(target.folder)
-        for warning in await text.check():
-            log.warning(warning)
+        text = await load_text(target)
         recorder = build_recorder(options, target)
         async with engine(
             target.settings,
@@ -114,6 +113,23 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
         return clean
     finally:
         await target.close()
+
+
+async def load_text(target: Target) -> Text:
+    """Raises Refusal with one line for a tokenizer or a chat template that cannot be used."""
+    try:
+        text = Text.load(target.folder)
+        warnings = await text.check()
+    except CheckpointError as error:
+        raise Refusal(f"{target.folder}: {error}") from error
+    size, vocab = text.tokenizer.size, target.checkpoint.config.vocab_size
+    if size > vocab:
+        raise Refusal(
+            f"{target.folder}: tokenizer.json has ids up to {size - 1}, but the model's vocab_size is {vocab}"
+        )
+    for warning in warnings:
+        log.warning(warning)
+    return text
 
 
 async def close_connections(serving: Serving, _: Engine) -> None:
@@ -141,12 +157,13 @@ def edge_options(options: Options, target: Target) -> EdgeOptions:
         max_ctx=target.settings.max_context,
         vocab=target.checkpoint.config.vocab_size,
         api_keys=options.api_key,
-        allowed_hosts=(options.host,),
+        allowed_hosts=(options.host.lower(), *map(str.lower, options.allow_host)),
         numerics=target.numerics_shown,
         model_info=target.model_info,
         created=int(time.time()),
         version=__version__,
         max_body=options.max_body << 20,
+        max_jobs=options.slots + options.max_queue,
         request_timeout_s=options.request_timeout,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,7 @@ from adapters.models.config import CheckpointError, Qwen3Config
 from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics, probe, probe_key
 from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Segment, Step
 from adapters.store.executor import StoreExecutor
 from adapters.store.folder import FolderUnusable
 from adapters.store.format import Layout
@@ -121,6 +123,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
     context = options.max_ctx or config.max_positions
     if context > config.max_positions:
         raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
+    check_memory(config, dtype, device, options.slots, context)
     chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
     kernels = build_kernels(device, dtype)
     fast = options.numerics == "fast"
@@ -135,6 +138,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         capacity=context,
         rungs=row_counts(numerics.rungs, fast=fast),
     )
+    warm_up(shard, numerics.rungs)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
     store = build_store(options, kv_layout(shard, named, numerics.grain))
@@ -191,6 +195,17 @@ def build_store(options: Options, layout: Layout) -> Store | None:
         return open_store(layout, None, **limits)
 
 
+def check_memory(config: Qwen3Config, dtype: torch.dtype, device: torch.device, slots: int, context: int) -> None:
+    """A host is killed where a GPU says no. Raises Refusal for a KV cache that is larger than the whole machine."""
+    if device.type != "cpu":
+        return
+    needed = slots * context * config.kv_bytes_per_token(dtype)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        size = f"{slots} slots of {context} tokens take {needed / 1e9:.0f} GB"
+        raise Refusal(f"{size}, this machine has {there / 1e9:.0f} GB: fewer --slots or a smaller --max-ctx may help")
+
+
 def probed(config: Qwen3Config, kernels: Kernels, **how: Any) -> Numerics:
     """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
     kept = Path(user_cache_dir("rekindle", appauthor=False)) / "numerics" / f"{probe_key(config, kernels, **how)}.json"
@@ -222,6 +237,16 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     from adapters.models.kernels.torch_cpu import CpuKernels  # noqa: PLC0415
 
     return CpuKernels(dtype)
+
+
+def warm_up(shard: Qwen3Shard, rungs: tuple[int, ...]) -> None:
+    """Every rung three times: kernels are compiled, graphs recorded and buffers made before anybody waits for them."""
+    token = torch.zeros(1, dtype=torch.int64)
+    for rung in rungs * 3:
+        shard.forward(Step((Segment(0, 0, 1),), rung, rows_only=True), token)
+        if rung <= BATCH_ROWS:
+            step = Step((Segment(0, 0, 1),), rung)
+            shard.logits(step, shard.forward(step, token).hidden)
 
 
 def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str) -> str:

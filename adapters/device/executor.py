@@ -228,7 +228,7 @@ class DeviceExecutor:
         if not 0 < stop - start <= self._chunk or stop > len(state.tokens):
             limits = f"at most {self._chunk} of the prompt's {len(state.tokens)}"
             return DeviceFailed("broken", f"slot {effect.slot}: rows {start}..{stop} are not {limits}")
-        step = Step((Segment(effect.slot, start, stop - start),), self._rung(stop - start))
+        step = Step((Segment(effect.slot, start, stop - start),), self._rung(stop - start), rows_only=True)
         self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
         if self._lane.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # or the host would run ahead of what it acknowledges

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from adapters.http.controls import Controls, check_tokens, read_controls
-from adapters.http.errors import invalid
+from adapters.http.errors import context_exceeded, invalid
 from adapters.http.fields import Fields, shown
 from adapters.http.options import EdgeOptions
 from adapters.text.text import Text
@@ -44,5 +44,8 @@ async def read_prompts(fields: Fields, options: EdgeOptions, text: Text) -> tupl
     if kinds == {str}:
         return await text.tokenizer.encode(listed, controls=special, start=True), paths
     if kinds == {list}:
+        for item, where in zip(listed, paths, strict=True):
+            if len(item) >= options.max_ctx:  # before millions of them are looked at
+                raise context_exceeded(len(item), options.max_ctx, where)
         return [check_tokens(item, where, options) for item, where in zip(listed, paths, strict=True)], paths
     raise invalid(path, f"must be {KINDS}, not {shown(prompt)}")

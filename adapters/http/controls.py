@@ -18,6 +18,7 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_BIASES = 1024
 MAX_WINDOW = 1_000_000
+MIN_PENALTY = 1e-3  # logits are divided by it, and float32 ends at 3e38
 SCOPES = '"off", "full", "auto", "auto:N" or N, with N from 1 to 1000000'
 
 
@@ -83,7 +84,7 @@ def read_sampling(fields: Fields, options: EdgeOptions) -> Sampling:
         "top_p": fields.number("top_p", 0, 1, above=True),
         "top_k": fields.integer("top_k", 0, 1 << 31),
         "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": fields.number("repetition_penalty", 0, 10, above=True),
+        "repetition_penalty": fields.number("repetition_penalty", MIN_PENALTY, 10),
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
     }
@@ -164,6 +165,12 @@ def plan(prompts: list[Tokens], paths: list[str], controls: Controls, options: E
 
     Choice i draws with seed + i. Raises ApiError for a prompt that is empty or leaves no room.
     """
+    jobs = len(prompts) * controls.choices
+    if jobs > options.max_jobs:
+        message = (
+            f"asks for {jobs} answers at once; this server takes at most {options.max_jobs} (--slots, --max-queue)"
+        )
+        raise invalid("$.n" if controls.choices > 1 else "$.prompt", message)
     planned = []
     for number, (prompt, path) in enumerate(zip(prompts, paths, strict=True)):
         room = options.max_ctx - len(prompt)

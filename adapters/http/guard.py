@@ -1,7 +1,8 @@
 """Who may call: the outermost layer, before any body is read. Also the last resort for bugs.
 
 Everything is decided on `scope["path"]`, and what is not named public needs a key where keys are set.
-* Host: a page that rebinds its DNS name to this address still sends its own name, so only known names are answered.
+* Host: a page that rebinds its DNS name to this address still sends its own name, so only known names are answered,
+  and addresses where every interface is listened on.
 * Origin: a page of another origin is refused, whatever it sends; there is no wildcard.
 """
 
@@ -33,6 +34,7 @@ class Guard:
     def __init__(self, app: ASGIApp, options: EdgeOptions, metrics: Metrics, paths: frozenset[str]) -> None:
         self.app, self.options, self.metrics, self.paths = app, options, metrics, paths
         self.keys = tuple(digest(key.encode()) for key in options.api_keys)
+        self.everywhere = any(is_address(host, "is_unspecified") for host in options.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,7 +54,7 @@ class Guard:
             await send(message)
 
         try:
-            check_size(scope)
+            check_head(scope, headers)
             self.check_host(headers)
             self.check_origin(headers)
             if scope["method"] == "OPTIONS" and origin is not None:
@@ -81,15 +83,21 @@ class Guard:
 
     def check_host(self, headers: Headers) -> None:
         host = hostname(headers.get("host", ""))
-        if host is None or not (is_loopback(host) or {host, "*"} & set(self.options.allowed_hosts)):
-            message = "This server does not answer to that Host name. Start it with the name as --host, or allow it."
+        known = host is not None and (is_loopback(host) or {host, "*"} & set(self.options.allowed_hosts))
+        # a page can rebind a name, never an address
+        if not known and not (self.everywhere and host is not None and is_address(host)):
+            message = "This server does not answer to that Host name. Allow it with --allow-host."
             raise ApiError(421, message, code="misdirected_request")
 
     def check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
         if origin is None or origin in self.options.allowed_origins:
             return
-        if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+        try:
+            same = urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        except ValueError:  # no URL at all
+            same = False
+        if not same:
             raise ApiError(403, "Pages of other origins may not call this server.", "permission_error", code="origin")
 
     def check_key(self, path: str, headers: Headers) -> None:
@@ -106,8 +114,11 @@ class Guard:
             raise ApiError(401, message, "authentication_error", code="invalid_api_key")
 
 
-def check_size(scope: Scope) -> None:
-    """h11 only bounds a head that comes in several pieces."""
+def check_head(scope: Scope, headers: Headers) -> None:
+    """h11 only bounds a head that comes in several pieces, and takes a body of two lengths."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        message = "Send either Content-Length or Transfer-Encoding, not both."
+        raise ApiError(400, message, code="bad_http")  # who believes the other one sees another next request
     size = len(scope["raw_path"]) + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size > MAX_HEAD_BYTES:
@@ -131,9 +142,13 @@ def hostname(host: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
+    return host == "localhost" or host.endswith(".localhost") or is_address(host, "is_loopback")
+
+
+def is_address(host: str, kind: str | None = None) -> bool:
+    """An IP address, of this kind if one is named."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    return kind is None or bool(getattr(address, kind))

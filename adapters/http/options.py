@@ -17,7 +17,8 @@ class EdgeOptions:
     model_id: what `model` in requests must say.  max_ctx: tokens of prompt and answer together.
     vocab: token ids are below it.  sampling: for requests that do not say (its seed and logprobs are not used).
     numerics: shown as `rekindle.numerics`; `mode` is `exact` or `fast`.
-    allowed_hosts: names besides the loopback ones that a Host header may have; `*` accepts any.
+    allowed_hosts: names besides the loopback ones that a Host header may have; `*` accepts any, `0.0.0.0` or `::` any
+    IP address.
     allowed_origins: `scheme://host[:port]` of pages that may call from a browser.
     """
 
@@ -35,6 +36,7 @@ class EdgeOptions:
     max_body: int = 32 << 20
     max_choices: int = 8
     max_prompts: int = 64
+    max_jobs: int = 512  # that one request makes, prompts times choices: no more than slots and queue hold
     body_timeout_s: float = 30
     request_timeout_s: float | None = 600
     write_timeout_s: float = 60

@@ -25,6 +25,7 @@ _LIMITS = {
     "head_dim": 512,
     "max_position_embeddings": 1 << 24,
 }
+_GREATEST = 1e30  # of any number in config.json that is no count
 
 
 class CheckpointError(Exception):
@@ -99,7 +100,7 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen3Config:
 def _refuse_other_models(raw: Mapping[str, Any]) -> None:
     kind = raw.get("model_type")
     if kind != "qwen3":
-        raise CheckpointError(f"config.json: model_type {kind!r} is not supported; accepted: 'qwen3'")
+        raise CheckpointError(f"config.json: model_type {repr(kind)[:80]} is not supported; accepted: 'qwen3'")
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported; accepted: 'silu'")
     if raw.get("quantization_config") is not None:
@@ -141,8 +142,8 @@ def _size(raw: Mapping[str, Any], name: str) -> int:
 
 
 def _positive(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise CheckpointError(f"config.json: {name} {value!r} is not a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _GREATEST:
+        raise CheckpointError(f"config.json: {name} {repr(value)[:40]} is not a positive number up to {_GREATEST:g}")
     return float(value)
 
 

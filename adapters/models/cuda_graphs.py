@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -32,11 +34,28 @@ class GraphCache:
             self._seen.add(key)
             return body()
         if key not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize(self.device)
-            with torch.cuda.device(self.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                result = body()
-            self._graphs[key] = graph, result
+            self._graphs[key] = self._record(body)
         graph, result = self._graphs[key]
         graph.replay()
         return result
+
+    def _record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        recording = torch.cuda.graph(graph, capture_error_mode="thread_local")
+        with no_collection(), torch.cuda.device(self.device), recording:
+            result = body()
+        return graph, result
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Freeing an event or a graph meanwhile, on whatever thread, would spoil the recording."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

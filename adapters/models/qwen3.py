@@ -167,21 +167,26 @@ class Qwen3Shard:
                 buffers.hidden.copy_(inputs)
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare(buffers.batch)
-            self._kernels.launch("layers", buffers.batch, lambda: self._run_layers(buffers))
+            # Only the model's last layer may stop early, and only if nobody captures what it leaves.
+            early = step.rows_only and self._norm is not None and self._layers.stop - 1 not in self._capture
+            name = "rows" if early else "layers"
+            self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
         return buffers.forward
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         """Float32 `[rung, V]`, a static buffer; padded rows hold finite garbage."""
         buffers = self._at(step.rung)
-        if buffers.logits is None:
+        if self._norm is None:
             raise ValueError(f"logits: layers {self._layers.start}..{self._layers.stop - 1} have no head")
+        if buffers.logits is None:  # a prefill's rung never needs them, and they are large
+            buffers.logits = torch.zeros(step.rung, self._config.vocab_size, device=self._device)
         with torch.inference_mode():
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
             self._kernels.launch("logits", buffers.batch, lambda: self._run_head(buffers))
         return buffers.logits
 
-    def _run_layers(self, buffers: Buffers) -> None:
+    def _run_layers(self, buffers: Buffers, *, early: bool) -> None:
         kernels, batch, rope, eps = self._kernels, buffers.batch, self._rope, self._config.rms_norm_eps
         residual, captures = buffers.hidden, buffers.forward.captures
         if self._embedding is not None:
@@ -194,6 +199,8 @@ class Qwen3Shard:
             qkv = kernels.linear(x, layer.qkv)
             k_cache, v_cache = layer.k_cache, layer.v_cache
             q = kernels.rotate_store(qkv, layer.q_norm, layer.k_norm, eps, rope, batch, k_cache, v_cache)
+            if early and index == self._layers.stop - 1:
+                return
             delta = kernels.linear(kernels.attend(q, k_cache, v_cache, batch), layer.out)
             x = kernels.add_norm(residual, delta, layer.post_norm, eps)
             delta = kernels.linear(kernels.gated(x, layer.gate_up), layer.down)
@@ -212,15 +219,12 @@ class Qwen3Shard:
         if rung not in self._buffers:
             shape = (rung, self._config.hidden_size)
             hidden = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            logits = None
-            if self._norm is not None:
-                logits = torch.zeros(rung, self._config.vocab_size, device=self._device)
             captures = {
                 layer: torch.zeros(shape, dtype=self._dtype, device=self._device)
                 for layer in self._capture
                 if layer in self._layers
             }
-            self._buffers[rung] = Buffers(Batch(rung, self._device), hidden, logits, Forward(hidden, captures))
+            self._buffers[rung] = Buffers(Batch(rung, self._device), hidden, None, Forward(hidden, captures))
         return self._buffers[rung]
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:

@@ -31,10 +31,14 @@ class Step:
 
     A prefill chunk is one segment; a batched decode has one segment of one row per request; a verification has one
     segment of block-size rows per request. No slot appears twice.
+
+    rows_only: nobody will ask for logits or hidden states, as in prefill: the target's last layer stops once its keys
+    and values are written. Captures of the layers before it are as always.
     """
 
     segments: tuple[Segment, ...]
     rung: int
+    rows_only: bool = False
 
     @property
     def rows(self) -> int:
@@ -45,7 +49,8 @@ class Step:
 class Forward:
     """What one forward leaves behind. The tensors are the shard's static buffers: read them before the next forward.
 
-    hidden: `[rung, D]` in the model's dtype, the residual stream after the shard's last layer (no final norm).
+    hidden: `[rung, D]` in the model's dtype, the residual stream after the shard's last layer (no final norm); of
+        no use on the last shard after a step of `rows_only`.
     captures: layer index -> `[rung, D]`, the residual stream after that decoder layer (the DFlash taps).
     """
 

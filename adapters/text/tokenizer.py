@@ -51,7 +51,10 @@ class Tokenizer:
         if not file.is_file():
             raise CheckpointError(f"no tokenizer: {folder.name}/tokenizer.json is missing")
         settings = read_json(folder / "tokenizer_config.json")
-        return build(read_json(file), settings, find_end_tokens(folder))
+        try:
+            return build(read_json(file), settings, find_end_tokens(folder))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"tokenizer.json is not made as one: {type(error).__name__}: {error}") from error
 
     async def encode(self, texts: Sequence[str], *, controls: bool = False, start: bool = False) -> list[Tokens]:
         """Encode each text, in a worker thread.

@@ -54,6 +54,9 @@ Greedy answers that are exactly right to the last token, the end of the turn inc
 |---|---|
 {rows}
 
+The corpus is small and is read many times over: the model knows much of it by heart and says little about code that
+it has not seen, which is what the loss on held-out code shows.
+
 ## Licence
 
 The weights are under the Apache License 2.0, as the rest of Rekindle. The code that they were trained on is that of

@@ -78,8 +78,8 @@ TARGET = Recipe(
         ),
         Cycle(
             (
-                Stage("2k again", Shape(128, 2048), SHORT, steps=6000, share=0.55, whole=0.3),
-                Stage("8k again", Shape(32, 8192), LONG, steps=2000, share=0.45, whole=0.6),
+                Stage("2k again", Shape(128, 2048), SHORT, steps=1879, share=0.55, whole=0.3),
+                Stage("8k again", Shape(32, 8192), LONG, steps=907, share=0.45, whole=0.6),
             ),
             Rates(matrices=4e-3, others=2e-3, falling=0.9),
             seed=2,

@@ -120,8 +120,8 @@ async def test_rounds_and_chunks_are_padded_to_the_smallest_rung_that_holds_them
     await client.prefill((32, 5))
     await on_fake.rounds(client)
     assert fake.steps == [
-        Step((Segment(0, 0, 32),), 32),
-        Step((Segment(0, 32, 5),), 8),
+        Step((Segment(0, 0, 32),), 32, rows_only=True),
+        Step((Segment(0, 32, 5),), 8, rows_only=True),
         Step((Segment(0, 37, 1),), 4),
     ]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.http.conftest import Site
+from tests.http.conftest import Site, served
 from tests.http.sse import chunks, text_of
 
 PATH = "/v1/completions"
@@ -115,3 +117,16 @@ async def test_what_is_not_supported_is_refused_by_name(shared: Site, fields: di
     assert response.json()["error"]["param"] == param
     harmless = {"echo": False, "suffix": "", "best_of": 1, "max_tokens": 1}
     assert (await shared.complete("x", **harmless)).status_code == 200
+
+
+async def test_more_answers_than_slots_and_queue_hold_are_a_400_since_trying_again_cannot_help(folder: Path) -> None:
+    async with served(folder, max_jobs=4) as site:
+        for fields, param in (({"prompt": ["a"] * 5}, "$.prompt"), ({"prompt": ["a", "b"], "n": 3}, "$.n")):
+            response = await site.post("/v1/completions", {**fields, "max_tokens": 1})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert (await site.post("/v1/completions", {"prompt": ["a"] * 4, "max_tokens": 1})).status_code == 200
+
+
+async def test_token_ids_beyond_the_context_are_counted_before_they_are_looked_at(shared: Site) -> None:
+    response = await shared.post("/v1/completions", {"prompt": [-1] * 4096})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")

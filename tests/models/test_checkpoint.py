@@ -240,3 +240,12 @@ def test_a_part_of_the_layers_reads_only_its_own_tensors(folder):
     Qwen3Shard(checkpoint.config, Watched(), CpuKernels(torch.float32), layers=range(1, 3), capacity=64)
     assert sorted(read) == sorted(expected_tensors(checkpoint.config, range(1, 3)))
     assert "model.embed_tokens.weight" not in read
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), 0, -1.0, True, "1e6"])
+def test_absurd_numbers_in_a_configuration_are_one_line(folder, value):
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("rope_parameters", None)
+    with pytest.raises(CheckpointError, match="rope_theta") as told:
+        parse_config({**raw, "rope_theta": value})
+    assert len(str(told.value)) < 120

@@ -8,6 +8,7 @@ import torch
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
 
@@ -157,3 +158,27 @@ def test_memory_is_what_weights_and_caches_take(whole):
     assert held["kv"] == 4 * 1024 * config.kv_bytes_per_token(shard.dtype)
     assert held["weights"] >= config.vocab_size * config.hidden_size * size
     assert held["buffers"] > 0
+
+
+def test_a_step_that_only_writes_rows_writes_the_rows_of_a_whole_step(whole):
+    shard, tokens, expected = whole
+    for start in range(0, 640, 128):
+        part = tokens[start : start + 128]
+        shard.forward(Step((Segment(1, start, 128),), 128, rows_only=True), part)
+    assert same_rows(shard, 0, 1, 0, 640)
+    assert same_bits(run(shard, 64, (1, 640, tokens[640:])), expected[640:])
+
+
+def test_a_captured_last_layer_is_finished_even_if_only_rows_are_wanted():
+    config = CONFIGS["gqa 2 to 1"]
+    shards = [
+        Qwen3Shard(config, RandomWeights(config), CpuKernels(torch.float32), slots=1, capacity=64, capture=(1,))
+        for _ in range(2)
+    ]
+    tokens = tokens_of(9)
+    found = [
+        shard.forward(Step((Segment(0, 0, 9),), 16, rows_only=rows_only), tokens).captures[1]
+        for shard, rows_only in zip(shards, (False, True), strict=True)
+    ]
+    assert same_bits(found[0], found[1])
+    assert found[0].abs().sum() > 0

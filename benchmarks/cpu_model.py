@@ -1,0 +1,179 @@
+"""Prefill and decoding on the CPU against transformers with a static cache: same weights, same run, interleaved.
+
+    python -m benchmarks.cpu_model [FOLDER] [--dtypes float32 bfloat16] [--prompts 512 2048 8000] [--tokens 48]
+                                   [--repeat 3] [--chunk 256] [--json FILE]
+
+FOLDER is a checkpoint; without one the demo, or random weights of its geometry if it is not there. Prefill: rows
+[0, n) of a prompt in chunks of C, against one transformers forward (sdpa, logits_to_keep=1). Decoding: greedy, one
+token a step at the smallest rung, logits fetched, against one transformers forward a token; blocks of 8 tokens
+alternate. Figures are medians, ratios are transformers' time over ours (above 1 we are faster); raw seconds go to
+--json, one line a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor
+from transformers import Qwen3Config as OracleConfig
+from transformers import Qwen3ForCausalLM, StaticCache
+
+from adapters.models.checkpoint import Checkpoint, Weights
+from adapters.models.config import DTYPES, CheckpointError, Qwen3Config
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.numerics import Numerics, probe
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Segment, Step
+from adapters.models.synthetic import RandomWeights
+
+DEMO = Path(__file__).parents[1] / "adapters" / "demo"
+GEOMETRY = Qwen3Config(4096, 320, 832, 10, 5, 1, 64, 8192, 1e6, tie_word_embeddings=True)
+CPU = torch.device("cpu")
+BLOCK = 8  # tokens that one side decodes before the other goes on, as a cache warms up in use
+
+
+def weights_of(folder: Path | None) -> tuple[str, Qwen3Config, Weights]:
+    try:
+        checkpoint = Checkpoint.open(folder or DEMO)
+    except CheckpointError:
+        if folder is not None:
+            raise
+        return "random weights", GEOMETRY, RandomWeights(GEOMETRY, scale=GEOMETRY.hidden_size**-0.5)
+    return str(checkpoint.folder.name), checkpoint.config, checkpoint
+
+
+def oracle_of(config: Qwen3Config, weights: Weights, dtype: torch.dtype) -> Any:
+    model = Qwen3ForCausalLM(
+        OracleConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions,
+            rms_norm_eps=config.rms_norm_eps,
+            tie_word_embeddings=config.tie_word_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        )
+    )
+    for name, parameter in model.named_parameters():
+        parameter.data = weights.read(name).to(dtype)
+    model.tie_weights()
+    return model.to(dtype).eval()
+
+
+@define
+class Ours:
+    shard: Qwen3Shard
+    numerics: Numerics
+
+    def prefill(self, tokens: Tensor) -> None:
+        chunk = self.numerics.chunk
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
+            rung = next(rung for rung in self.numerics.rungs if rung >= len(part))
+            self.shard.forward(Step((Segment(0, start, len(part)),), rung, rows_only=True), part)
+
+    def decode(self, token: int, position: int) -> int:
+        step = Step((Segment(0, position, 1),), self.numerics.rungs[0])
+        hidden = self.shard.forward(step, torch.tensor([token])).hidden
+        return int(self.shard.logits(step, hidden)[0].argmax())
+
+
+@define
+class Theirs:
+    model: Any
+    cache: StaticCache
+
+    def prefill(self, tokens: Tensor) -> None:
+        self.cache.reset()
+        self.model(tokens[None], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def decode(self, token: int, position: int) -> int:
+        at = torch.tensor([[position]])
+        found = self.model(torch.tensor([[token]]), position_ids=at, past_key_values=self.cache, use_cache=True)
+        return int(found.logits[0, -1].argmax())
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def compare(ours: Ours, theirs: Theirs, prompt: Tensor, tokens: int, repeat: int) -> list[dict[str, Any]]:
+    """The prompt's last token is fed by the first decoding step, as the engine does."""
+    head, last = prompt[:-1], int(prompt[-1])
+    prefill: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for _ in range(repeat):
+        prefill["theirs"].append(seconds(lambda: theirs.prefill(head)))
+        prefill["ours"].append(seconds(lambda: ours.prefill(head)))
+    decode: dict[str, list[float]] = {"ours": [], "theirs": []}
+    said: dict[str, list[int]] = {"ours": [last], "theirs": [last]}
+    for start in range(0, tokens, BLOCK):
+        for name, model in (("theirs", theirs), ("ours", ours)):
+            for position in range(len(head) + start, len(head) + min(start + BLOCK, tokens)):
+                began = time.perf_counter()
+                said[name].append(model.decode(said[name][-1], position))
+                decode[name].append(time.perf_counter() - began)
+    agree = sum(mine == his for mine, his in zip(said["ours"][1:], said["theirs"][1:], strict=True))
+    return [
+        {"stage": "prefill", "prompt": len(prompt), "unit_tokens": len(head), **prefill},
+        {"stage": "decode", "prompt": len(prompt), "unit_tokens": 1, "agree": agree / tokens, **decode},
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=[*DTYPES])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[512, 2048, 8000])
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    name, config, weights = weights_of(options.folder)
+    capacity = min(config.max_positions, max(options.prompts) + options.tokens)
+    rows = []
+    for dtype_name in options.dtypes:
+        dtype = DTYPES[dtype_name]
+        kernels = CpuKernels(dtype)
+        numerics = probe(config, kernels, device=CPU, dtype=dtype, chunk=options.chunk, capacity=capacity)
+        shard = Qwen3Shard(config, weights, kernels, dtype=dtype, slots=1, capacity=capacity, rungs=numerics.rungs)
+        model = oracle_of(config, weights, dtype)
+        print(f"{name}, {dtype_name}: {numerics.mode}, rungs {numerics.rungs}, decoding at {numerics.rungs[0]}")
+        print(f"  {numerics.numerics_class}, {torch.get_num_threads()} threads, probe {numerics.seconds:.2f} s")
+        with torch.inference_mode():
+            for length in options.prompts:
+                prompt = torch.randint(5, config.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
+                theirs = Theirs(model, StaticCache(config=model.config, max_cache_len=length + options.tokens))
+                Ours(shard, numerics).prefill(prompt[:64])
+                for row in compare(Ours(shard, numerics), theirs, prompt, options.tokens, options.repeat):
+                    rows.append({"model": name, "dtype": dtype_name, "kernels": numerics.kernels, **row})
+                    print_row(rows[-1])
+    if options.json:
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def print_row(row: dict[str, Any]) -> None:
+    ours, theirs = statistics.median(row["ours"]), statistics.median(row["theirs"])
+    speed = f"{row['unit_tokens'] / ours:8.0f} tok/s ours {row['unit_tokens'] / theirs:8.0f} transformers"
+    agree = f"  same token {row['agree']:.0%}" if "agree" in row else ""
+    times = f"{ours * 1e3:9.2f} ms ours {theirs * 1e3:9.2f} ms transformers"
+    ratio = theirs / ours
+    print(f"  {row['stage']:8} {row['prompt']:6}  {times}  {speed}  ratio {ratio:.2f}{agree}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
