@@ -56,7 +56,7 @@ class Target:
     identity: str
     model_id: str
     mode: str  # exact or fast
-    store: StoreExecutor | None  # None: neither host memory nor disk keep anything
+    store: StoreExecutor | None = None  # None: neither host memory nor disk keep anything
 
     @property
     def numerics_shown(self) -> Mapping[str, Any]:

@@ -49,14 +49,15 @@ class Running:
 
 
 def command(*words: str) -> list[str]:
+    """A server keeps nothing on disk unless it is told where: nobody's own cache is touched."""
+    if "serve" in words and "--kv-cache-dir" not in words:
+        words += ("--disk-prefix-cache", "off")
     return [sys.executable, "-m", "engine", *words]
 
 
 @contextmanager
 def serving(*words: str, cwd: Path | None = None) -> Iterator[Running]:
-    """Ready inside the block; killed at its end if it still runs. Keeps nothing on disk unless it is told where."""
-    if "--kv-cache-dir" not in words:
-        words += ("--disk-prefix-cache", "off")
+    """Ready inside the block; killed at its end if it still runs."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
