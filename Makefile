@@ -40,6 +40,8 @@ bench: install  ## the figures of docs/BENCHMARKS.md that need no GPU; takes a w
 	$(BIN)/python -m benchmarks.cpu_model
 	$(BIN)/python -m benchmarks.exactness
 	$(BIN)/python -m benchmarks.startup
+	$(BIN)/python -m benchmarks.restart
+	$(BIN)/python -m benchmarks.store_index
 
 train-demo: install  ## train the demo model again, from nothing; needs a CUDA device
 	$(BIN)/python -m adapters.training.demo $(ARGS)
