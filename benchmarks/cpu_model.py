@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from attrs import define
 from torch import Tensor
-from transformers import Qwen3Config as OracleConfig
 from transformers import Qwen3ForCausalLM, StaticCache
 
 from adapters.models.checkpoint import Checkpoint, Weights
@@ -33,6 +32,7 @@ from adapters.models.numerics import Numerics, probe
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
+from benchmarks.oracle import oracle_config
 
 DEMO = Path(__file__).parents[1] / "adapters" / "demo"
 GEOMETRY = Qwen3Config(4096, 320, 832, 10, 5, 1, 64, 8192, 1e6, tie_word_embeddings=True)
@@ -51,21 +51,7 @@ def weights_of(folder: Path | None) -> tuple[str, Qwen3Config, Weights]:
 
 
 def oracle_of(config: Qwen3Config, weights: Weights, dtype: torch.dtype) -> Any:
-    model = Qwen3ForCausalLM(
-        OracleConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_positions,
-            rms_norm_eps=config.rms_norm_eps,
-            tie_word_embeddings=config.tie_word_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        )
-    )
+    model = Qwen3ForCausalLM(oracle_config(config))
     for name, parameter in model.named_parameters():
         parameter.data = weights.read(name).to(dtype)
     model.tie_weights()

@@ -113,22 +113,11 @@ def ladder_is_exact(shard: Qwen3Shard, rungs: tuple[int, ...], start: int = 1000
 
 @contextmanager
 def transformers_model(config: Qwen3Config, weights: RandomWeights) -> Iterator[Any]:
-    from transformers import Qwen3Config as TheirConfig  # noqa: PLC0415 - heavy, and only this half needs it
-    from transformers import Qwen3ForCausalLM  # noqa: PLC0415
+    from transformers import Qwen3ForCausalLM  # noqa: PLC0415 - heavy, and only this half needs it
 
-    theirs = TheirConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
+    from benchmarks.oracle import oracle_config  # noqa: PLC0415
+
+    theirs = oracle_config(config, attn_implementation="sdpa")
     with torch.device("meta"):
         model = Qwen3ForCausalLM(theirs).to(DTYPE)
     model = model.to_empty(device=DEVICE).eval()
