@@ -4,7 +4,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 # Before torch is imported: its CPU threads spin for milliseconds at every barrier, and where another process wants the
-# cores a decode step then takes half a second instead of 5 ms. Spinning briefly costs nothing when nobody does.
+# cores a decode step then took 200 ms instead of 5. Spinning briefly costs a little on idle cores (docs/BENCHMARKS.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 try:

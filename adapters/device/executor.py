@@ -7,7 +7,6 @@ failure; a launch that makes no sense is a bug and raises.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -103,7 +102,6 @@ class DeviceExecutor:
         self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._flying: set[RequestId] = set()
         self._abandoned: set[RequestId] = set()
-        self.last_launch_ms = 0.0
 
     # --- called on the event loop ---
 
@@ -195,15 +193,11 @@ class DeviceExecutor:
         self._slots[slot] = DeviceFailed("broken", f"slot {slot} could not be opened: {error}")
 
     def _carry_out(self, asks: tuple[Ask, ...]) -> tuple[Outcome, ...]:
-        started = time.perf_counter_ns()
-        try:
-            if all(isinstance(ask.effect, RunRound) for ask in asks):
-                return self._rounds(asks)
-            if len(asks) != 1:
-                raise ValueError("only rounds are batched")
-            return (self._one(*asks),)
-        finally:
-            self.last_launch_ms = (time.perf_counter_ns() - started) / 1e6
+        if all(isinstance(ask.effect, RunRound) for ask in asks):
+            return self._rounds(asks)
+        if len(asks) != 1:
+            raise ValueError("only rounds are batched")
+        return (self._one(*asks),)
 
     def _one(self, ask: Ask) -> Outcome:
         handler = self._handlers.get(type(ask.effect))

@@ -50,6 +50,12 @@ Greedy answers that are exactly right to the last token, the end of the turn inc
 (some with several answers; twice or half as many in a few), made of held-out files, on the shipped bf16 weights.
 `python -m adapters.training.evaluate` measures them again.
 
+An exam is scored in one forward pass: an answer counts if each of its tokens is the likeliest after the right
+ones before it, which is greedy decoding up to arithmetic. Only the fixed and the strange prompts are really
+decoded. Exams are made from the templates that training uses, with other words and other files. The fixed
+questions are training questions, and two of the 24 strange prompts were added to training after the first
+cycle had failed them: read those two rows as a check, not as generalisation.
+
 | exam | result |
 |---|---|
 {rows}

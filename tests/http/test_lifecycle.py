@@ -73,7 +73,8 @@ async def test_a_client_that_half_closes_its_connection_has_left(folder: Path) -
             await connection.send(request)
             await until(lambda: site.door.tickets)
             await connection.send_eof()
-            await until(lambda: site.door.tickets[0].reason == "client_gone")
+            await until(lambda: site.door.tickets[0].reason)
+        assert site.door.tickets[0].reason == "client_gone"
 
 
 async def test_all_choices_of_a_request_are_cancelled_together(folder: Path) -> None:
