@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from attrs import field, frozen
 
 from effects.ids import Tokens
+from effects.scope import Scope
 
 
 def biases(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
@@ -43,7 +44,8 @@ class Job:
     max_tokens: int  # at least 1; prompt + max_tokens fit the context
     sampling: Sampling = Sampling()
     stop_tokens: Tokens = ()  # generation ends with any of these, which is counted but has no text
-    lookup: bool = True  # may host memory and disk be asked (prefix_cache.scope is not `off`)
+    scope: Scope = field(factory=Scope)  # of the prefix cache; `off` also asks neither host memory nor disk
+    boundaries: Tokens = ()  # ascending: prompt positions just past the opening marker of a message
     compress: bool = True  # may the prompt be compressed, where the gate says so
     speculate: bool = True  # may a draft propose
 

@@ -18,12 +18,14 @@ class PrefixFound:
     tier: Tier
     load_ns: int = 0  # predicted time to load one token's rows; 0: not yet measured
     served: Tokens | None = None  # what an earlier compression made of this prompt, when there was one
+    shared: int = 0  # tokens that the prompt begins with as the likest of the recent prompts does, when it was asked
 
 
 @frozen
 class PrefixMissed:
     reason: str  # machine-readable: empty_store, diverged_at:N, too_short ...
     served: Tokens | None = None
+    shared: int = 0
 
 
 @frozen
@@ -35,6 +37,7 @@ class FindPrefix:
     prompt: Tokens
     beyond: int
     memo: bool = False  # may what an earlier compression made of this prompt be found, and served, instead
+    window: int = 0  # compare with so many recent prompts (the prompt then joins them); 0: neither
 
 
 @frozen

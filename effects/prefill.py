@@ -25,6 +25,7 @@ class OpenSlot:
     keep: int
     prompt: Tokens
     sampling: Sampling
+    stop_tokens: Tokens = ()  # a round keeps nothing past the first of them
 
 
 @frozen
@@ -32,14 +33,19 @@ class PrefillAdvanced:
     """Rows `[start, stop)` as asked for are computed."""
 
     stop: int
+    ns: int = 0  # what that took on the lane; 0: not measured
 
 
 @frozen
 class RunPrefill:
-    """Compute rows `[start, stop)` of the slot's prompt: one chunk, at most C rows."""
+    """Compute rows `[start, stop)` of the slot's prompt: one chunk, at most C rows.
+
+    checkpoint: the model's positional state at `stop` is copied out to be kept, too. A failure to keep it is none here.
+    """
 
     outcomes: ClassVar = (PrefillAdvanced, DeviceFailed)
     lane: ClassVar = Lane.DEVICE
     slot: SlotId
     start: int
     stop: int
+    checkpoint: bool = False

@@ -16,6 +16,7 @@ class BlocksRestored:
     start: int
     stop: int
     bytes: int
+    ns: int = 0  # what that took; 0: not measured
 
 
 @frozen

@@ -19,6 +19,7 @@ class RoundDone:
     tokens: Tokens  # at least one
     proposed: int = 0
     logprobs: tuple[Logprob, ...] = ()  # one per token, when the job asked for them
+    ns: int = 0  # what the launch took on the lane, its draft included; 0: not measured
 
 
 @frozen

@@ -33,7 +33,7 @@ from states.world import Out, World, begin
 
 log = logging.getLogger("rekindle.trace")
 
-VERSION = 1
+VERSION = 2
 DIGEST_EVERY = 64  # events
 LINE_LIMIT = 64 << 20  # bytes of one line; a prompt of 2**20 tokens takes about 8 MiB
 BACKLOG = 1 << 16  # events that may wait to be written; a disk slower than that ends the trace

@@ -39,7 +39,7 @@ def lookup(hold: Hold) -> Decision:
     """Is there anything to gain from asking the stores?"""
     if not hold.settings.store:
         return Decision(False, "no_store")
-    if not hold.job.lookup:
+    if hold.job.scope.kind == "off":
         return Decision(False, "scope_off")
     if grained(hold.settings, hold.target) <= hold.valid:
         return Decision(False, "on_device")
@@ -58,7 +58,7 @@ def snapshot(hold: Hold) -> Decision:
     """Are there rows that the stores do not have?"""
     if not hold.settings.store:
         return Decision(False, "no_store")
-    if not hold.job.lookup:
+    if hold.job.scope.kind == "off":
         return Decision(False, "scope_off")
     if grained(hold.settings, kept(hold)) <= hold.restored:
         return Decision(False, "nothing_new")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import field, frozen
+
+from states.rates import Rates
 
 MOST_SLOTS = 1 << 12
 
@@ -17,15 +19,24 @@ class Settings:
     keep_decoded: bool = True  # decoded rows equal prefilled ones (the ladder is proven), so they stay cached
     batch_rows: int = 16  # rows of one batched round, proposals included
     store: bool = False  # host memory or disk keep blocks
+    min_tokens: int = 0  # sequences shorter than this are not kept beyond the device
+    stateful: bool = False  # the model has positional state that blocks do not hold: a hit needs a checkpoint too
+    interval: int = 0  # `full` keeps a checkpoint every so many tokens; 0: only where it ends
+    cold_max: int = 0  # `full` keeps one at the last safe boundary up to here, for what other sessions share; 0: none
     block: int = 0  # tokens that a draft proposes a round at most; 0: there is no draft
+    tree: int = 0  # nodes of a proposed tree; 0: proposals are a chain
     keep_draft: bool = True  # residency: the draft stays loaded between requests
     compress_threshold: int = 0  # prompt tokens still missing from which PFlash pays; 0: never
     keep_permille: int = 100  # of the prompt's tokens, how many a compression keeps
     prefill_ns: int = 0  # measured time to compute one prompt token; 0: not measured
+    rates: Rates = field(factory=Rates)  # as measured at start
 
     def __attrs_post_init__(self) -> None:
         """Settings also come out of traces, which are hostile input: ValueError for what no engine runs with."""
         positive = (self.slots, self.max_context, self.chunk, self.grain, self.batch_rows)
-        natural = (self.max_queue, self.block, self.compress_threshold, self.keep_permille, self.prefill_ns)
+        natural = (
+            *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
+            *(self.compress_threshold, self.keep_permille, self.prefill_ns),
+        )
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.grain or self.slots > MOST_SLOTS:
             raise ValueError(f"settings that cannot be: {self}")

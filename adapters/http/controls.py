@@ -12,14 +12,13 @@ from adapters.http.fields import Fields, shown
 from adapters.http.options import EdgeOptions
 from effects.ids import Tokens
 from effects.job import Job, Sampling
+from effects.scope import ACCEPTED, MOST, Scope, count, parse
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_BIASES = 1024
-MAX_WINDOW = 1_000_000
 MIN_PENALTY = 1e-3  # logits are divided by it, and float32 ends at 3e38
-SCOPES = '"off", "full", "auto", "auto:N" or N, with N from 1 to 1000000'
 
 
 @frozen
@@ -31,7 +30,7 @@ class Controls:
     stops: tuple[str, ...]
     stop_tokens: Tokens
     max_tokens: int | None  # None: until the context is full
-    lookup: bool
+    scope: Scope
     speculate: bool
     stream: bool
     include_usage: bool
@@ -63,7 +62,7 @@ def read_controls(fields: Fields, options: EdgeOptions, end_tokens: Tokens, logp
             dict.fromkeys((*extra_ends, *read_tokens(fields, "stop_token_ids", MAX_STOP_TOKENS, options)))
         ),
         max_tokens=next((count for count in asked if count is not None), None),
-        lookup=read_scope(fields) and fields.flag("cache_prompt", True),
+        scope=read_scope(fields, options.scope) if fields.flag("cache_prompt", True) else Scope("off"),
         speculate=fields.choice("speculation", ("auto", "off")) != "off",
         stream=fields.flag("stream"),
         include_usage=stream_options is not None and stream_options.flag("include_usage"),
@@ -138,26 +137,23 @@ def check_tokens(tokens: list[Any], path: str, options: EdgeOptions) -> Tokens:
     return tuple(tokens)
 
 
-def read_scope(fields: Fields) -> bool:
-    """prefix_cache: checked whole; so far it only decides whether the cache is asked at all."""
+def read_scope(fields: Fields, default: Scope) -> Scope:
+    """prefix_cache: its scope, or the server's; its window goes with `auto`, and is checked in any case."""
     cache = fields.within("prefix_cache")
     if cache is None:
-        return True
-    scope, window = cache.data.get("scope"), cache.data.get("window")
-    if scope is not None and scope not in ("off", "full", "auto"):
-        count = scope.removeprefix("auto:") if isinstance(scope, str) else scope
-        if as_count(count) is None:
-            raise cache.wrong("scope", SCOPES)
-    if window is not None and as_count(window) is None:
-        raise cache.wrong("window", f"a positive integer up to {MAX_WINDOW}")
-    return scope != "off"
-
-
-def as_count(value: Any) -> int | None:
-    """An integer from 1 to a million, or a string of one."""
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 12:
-        value = int(value)
-    return value if type(value) is int and 1 <= value <= MAX_WINDOW else None
+        return default
+    scope, asked, window = default, cache.data.get("scope"), cache.data.get("window")
+    if asked is not None:
+        try:
+            scope = parse(asked)
+        except ValueError:
+            raise cache.wrong("scope", ACCEPTED) from None
+    if window is None:
+        return scope
+    recent = count(window)
+    if recent is None:
+        raise cache.wrong("window", f"a positive integer up to {MOST}")
+    return Scope("auto", recent) if scope.kind == "auto" else scope
 
 
 def plan(prompts: list[Tokens], paths: list[str], controls: Controls, options: EdgeOptions) -> tuple[Planned, ...]:
@@ -185,7 +181,7 @@ def plan(prompts: list[Tokens], paths: list[str], controls: Controls, options: E
                 max_tokens=room if controls.max_tokens is None else min(room, controls.max_tokens),
                 sampling=sampling,
                 stop_tokens=controls.stop_tokens,
-                lookup=controls.lookup,
+                scope=controls.scope,
                 speculate=controls.speculate,
             )
             planned.append(Planned(number * controls.choices + choice, number, job, controls.stops))

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from effects.job import Sampling
+from effects.scope import Scope
 
 
 @frozen
@@ -16,6 +17,7 @@ class EdgeOptions:
 
     model_id: what `model` in requests must say.  max_ctx: tokens of prompt and answer together.
     vocab: token ids are below it.  sampling: for requests that do not say (its seed and logprobs are not used).
+    scope: of the prefix cache, for requests that do not say.
     numerics: shown as `rekindle.numerics`; `mode` is `exact` or `fast`.
     allowed_hosts: names besides the loopback ones that a Host header may have; `*` accepts any, `0.0.0.0` or `::` any
     IP address.
@@ -26,6 +28,7 @@ class EdgeOptions:
     max_ctx: int
     vocab: int
     sampling: Sampling = field(factory=Sampling)
+    scope: Scope = field(factory=Scope)
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

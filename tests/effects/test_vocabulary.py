@@ -18,7 +18,15 @@ from effects.lookup import FindPrefix
 from effects.round import RunRound
 
 EFFECTS, OUTCOMES = get_args(Effect), get_args(Outcome)
-NOT_SPOKEN = {"Ask", "Launch", "Job", "Sampling", "Report", "Closed"}  # data that is neither asked nor answered
+NOT_SPOKEN = {
+    "Ask",
+    "Launch",
+    "Job",
+    "Sampling",
+    "Report",
+    "Closed",
+    "Scope",
+}  # data that is neither asked nor answered
 
 
 def classes() -> Iterator[type]:

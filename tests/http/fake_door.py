@@ -200,7 +200,7 @@ class FakeDoor:
     def common(self, job: Job) -> int:
         """Rows of an earlier prompt that this one shares, in steps of 4; the last token is always computed."""
         best = 0
-        for kept in self.kept if job.lookup else ():
+        for kept in self.kept if job.scope.kind != "off" else ():
             shared = next((n for n, (a, b) in enumerate(zip(kept, job.prompt, strict=False)) if a != b), None)
             best = max(best, min(len(kept), len(job.prompt)) if shared is None else shared)
         return min(best, len(job.prompt) - 1) // 4 * 4

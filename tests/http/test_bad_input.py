@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from effects.scope import Scope
 from tests.http.conftest import Site, chat, served
 
 PATH = "/v1/chat/completions"
@@ -167,17 +168,23 @@ async def test_a_wrong_field_is_named(shared: Site, fields: dict[str, Any], para
     assert len(shared.door.tickets) == before
 
 
+def expected(scope: object, window: object) -> Scope:
+    if scope in {"auto", "auto:30"}:
+        return Scope("auto", 30 if window is None else int(str(window)))
+    return {"off": Scope("off"), "full": Scope(), None: Scope()}.get(scope, Scope("fixed", 500))
+
+
 @pytest.mark.parametrize("scope", ["off", "full", "auto", "auto:30", "500", 500, None])
 @pytest.mark.parametrize("window", [1, "1", 1_000_000, None])
 async def test_every_good_scope_and_window_is_accepted(shared: Site, scope: object, window: object) -> None:
     response = await shared.chat(max_tokens=1, prefix_cache={"scope": scope, "window": window})
     assert response.status_code == 200
-    assert shared.door.tickets[-1].job.lookup == (scope != "off")
+    assert shared.door.tickets[-1].job.scope == expected(scope, window)
 
 
 async def test_the_cache_can_also_be_declined_as_llama_cpp_does(shared: Site) -> None:
     await shared.chat(max_tokens=1, cache_prompt=False)
-    assert not shared.door.tickets[-1].job.lookup
+    assert shared.door.tickets[-1].job.scope == Scope("off")
 
 
 async def test_a_single_stop_string_is_not_taken_for_a_list_of_letters(shared: Site) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from adapters.http.errors import ApiError
+from effects.scope import Scope
 from tests.http.conftest import Site, chat
 from tests.http.sse import chunks, stream, text_of
 
@@ -208,7 +209,7 @@ async def test_every_sampling_field_reaches_the_engine(site: Site) -> None:
     assert job.sampling.logit_bias == ((3, 1.5), (5, -100))
     assert job.sampling.logprobs == -1
     assert not job.speculate
-    assert job.lookup
+    assert job.scope == Scope("full")
 
 
 async def test_typed_control_tokens_are_text_in_the_prompt(site: Site) -> None:

@@ -12,6 +12,7 @@ from effects.ids import RequestId, Tokens
 from effects.job import Job, Sampling
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.prefill import OpenSlot
+from effects.scope import Scope
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.invariants import check
 from states.life import Cancelled, Event, Submitted
@@ -126,9 +127,10 @@ class Simulator:
                 said = answer_of(earlier.prompt, earlier.sampling.seed, rng.randint(0, 8))
                 stem = (*earlier.prompt, *said)[: rng.choice((8, 16, 30))]
             prompt = (*stem, *(rng.randint(1, 10) for _ in range(rng.randint(1, 14))))
-            chances = (rng.random() < 0.9 for _ in range(3))
+            kept, compress, speculate = (rng.random() < 0.9 for _ in range(3))
             sampling = Sampling(seed=rng.randint(0, 1))
-            jobs.append(Job(prompt, rng.randint(1, 9), sampling, rng.choice(((), (0,), (0, 3))), *chances))
+            scope, stops = Scope("full" if kept else "off"), rng.choice(((), (0,), (0, 3)))
+            jobs.append(Job(prompt, rng.randint(1, 9), sampling, stops, scope, (), compress, speculate))
         return jobs
 
     def remember(self, jobs: list[Job]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from effects.scope import Scope
 from states import policy
 from states.life import common, grained, serve, usable
 from states.policy import Decision
@@ -47,7 +48,7 @@ def test_shorten(settings: Settings, changes: dict[str, Any], decision: Decision
     ("settings", "changes", "decision"),
     [
         (PLAIN, {}, Decision(NO, "no_store")),
-        (STORE, {"job": a_job(lookup=False)}, Decision(NO, "scope_off")),
+        (STORE, {"job": a_job(scope=Scope("off"))}, Decision(NO, "scope_off")),
         (STORE, {"valid": 20}, Decision(NO, "on_device")),
         (STORE, {"valid": 16}, Decision(YES, "ask")),
         (STORE, {"valid": 16, "prompt": PROMPT[:20]}, Decision(NO, "on_device")),  # the last token is always computed
@@ -78,7 +79,7 @@ ANSWERED = {"valid": 24, "answer": (1, 2, 3, 4)}
     ("settings", "changes", "decision"),
     [
         (PLAIN, {"valid": 20}, Decision(NO, "no_store")),
-        (STORE, {"valid": 20, "job": a_job(lookup=False)}, Decision(NO, "scope_off")),
+        (STORE, {"valid": 20, "job": a_job(scope=Scope("off"))}, Decision(NO, "scope_off")),
         (STORE, {"valid": 3}, Decision(NO, "nothing_new")),
         (STORE, {"valid": 4}, Decision(YES, "new_rows")),
         (STORE, {"valid": 19, "restored": 16}, Decision(NO, "nothing_new")),
