@@ -65,11 +65,11 @@ class SeesItsNeighbours(Mutant):
 class ForgetsFarKeys(Mutant):
     """Wrong only where a key tile ends: one key of the tile before is lost to small rungs."""
 
-    def _span(self, segment, row, rung):
-        span = super()._span(segment, row, rung)
-        if rung < 64 and segment.start >= 512:
-            span.mask[:, 511] = float("-inf")
-        return span
+    def prepare(self, batch):
+        super().prepare(batch)
+        for span in batch.plan.spans:
+            if batch.rung < 64 and span.segment.start >= 512:
+                batch.plan.mask(span, self._dtype)[:, 511] = float("-inf")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

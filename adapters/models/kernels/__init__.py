@@ -7,7 +7,7 @@ row stands and whoever its neighbours are. What cannot be promised is caught by 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from attrs import define, field, frozen
@@ -48,6 +48,7 @@ class Batch:
 
     rung: int
     device: torch.device
+    _columns: ClassVar[int] = 4
     table: Tensor = field(init=False)
     tokens: Tensor = field(init=False)
     slots: Tensor = field(init=False)
@@ -60,10 +61,10 @@ class Batch:
 
     def __attrs_post_init__(self) -> None:
         on_cuda = self.device.type == "cuda"
-        self._staging = torch.zeros(4, self.rung, dtype=torch.int64, pin_memory=on_cuda)
+        self._staging = torch.zeros(self._columns, self.rung, dtype=torch.int64, pin_memory=on_cuda)
         self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self.table = self._staging if self.device.type == "cpu" else self._staging.to(self.device)
-        self.tokens, self.slots, self.positions, self.lengths = self.table.unbind(0)
+        self.tokens, self.slots, self.positions, self.lengths = self.table[:4].unbind(0)
 
     def load(self, step: Step, tokens: Tensor | None) -> None:
         """Fill the buffers from `step`; tokens: int64 `[rows]` on any device, or None on a later shard."""
@@ -77,7 +78,7 @@ class Batch:
             staging[1, row:end] = segment.slot
             torch.arange(segment.start, segment.start + segment.count, out=staging[2, row:end])
             row = end
-        torch.add(staging[2], 1, out=staging[3])
+        self._measure(step, staging)
         on_host = tokens is not None and tokens.device.type == "cpu"
         if tokens is not None and on_host:
             staging[0, :row] = tokens
@@ -88,6 +89,52 @@ class Batch:
         if tokens is not None and not on_host:
             self.tokens[:row].copy_(tokens)
         self.segments = step.segments
+
+    def _measure(self, step: Step, staging: Tensor) -> None:  # noqa: ARG002 - a batch of blocks needs the step
+        torch.add(staging[2], 1, out=staging[3])
+
+
+@define(eq=False)
+class BlockBatch(Batch):
+    """A batch whose segments are blocks of a draft: positions `[start, stop)` behind context rows `[first, start)`.
+
+    lengths are the blocks' stops here: the keys that the block as a whole may see. Two more views tell
+    starts the position of the block's first row; 0 in padded rows
+    firsts the block's first valid context row; 0 in padded rows
+    before is firsts on the host, one a segment; to be set before `load`.
+    """
+
+    _columns: ClassVar[int] = 6
+    starts: Tensor = field(init=False)
+    firsts: Tensor = field(init=False)
+    before: tuple[int, ...] = field(init=False, default=())
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self.starts, self.firsts = self.table[4:].unbind(0)
+
+    def _measure(self, step: Step, staging: Tensor) -> None:
+        row = 0
+        for segment, first in zip(step.segments, self.before, strict=True):
+            rows = slice(row, row + segment.count)
+            staging[3, rows], staging[4, rows], staging[5, rows] = segment.start + segment.count, segment.start, first
+            row += segment.count
+
+
+@frozen
+class Sight:
+    """What a row of a block sees of the keys `[first, stop)` of its block.
+
+    causal: nothing behind itself; else the block to its end. window: of the keys up to itself (which counts) only
+    the last so many; 0: all.
+    """
+
+    causal: bool = False
+    window: int = 0
+
+    def lowest(self, first: int, position: int) -> int:
+        """The first key that the row at `position` sees."""
+        return max(first, position - self.window + 1) if self.window else first
 
 
 class Kernels(Protocol):
@@ -145,11 +192,28 @@ class Kernels(Protocol):
         """
         ...
 
+    def store(
+        self, kv: Tensor, k_norm: Tensor, eps: float, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        """kv `[R, 2 KV hd]`, rows laid out `k heads | v heads`: `rotate_store` for rows that ask nothing.
+
+        A draft's context rows are written so.
+        """
+        ...
+
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         """Causal attention, scale hd ** -0.5: the row at position p of slot s sees keys `[0, p]` of s. -> `[R, H hd]`.
 
         Query head h reads key/value head `h // (H / KV)`. A row's bits may depend on its own keys only, so tiles
         start at absolute positions and what lies past the row's length contributes exact zeros.
+        """
+        ...
+
+    def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
+        """Attention of a draft's blocks over their context and themselves, as `sight` tells. -> `[R, H hd]`.
+
+        The blocks' own keys and values are in the caches, at their positions. Of a cache's other rows only those that
+        the block may see have a say; a block's bits depend on what it sees, its positions and its size.
         """
         ...
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from adapters.models.kernels import Batch, Rope
+from adapters.models.kernels import Batch, BlockBatch, Rope, Sight
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class ReferenceKernels:
         v_cache: Tensor,
     ) -> Tensor:
         kv, head = k_cache.shape[1], k_cache.shape[3]
-        heads = qkv.view(len(qkv), -1, head)
+        heads = qkv.view(len(qkv), qkv.shape[1] // head, head)
         at = batch.positions.clamp(min=0)
         cos, sin = rope.cos[at].unsqueeze(1), rope.sin[at].unsqueeze(1)
         q = rotate(rms_norm(heads[:, : -2 * kv], q_norm, eps), cos, sin)
@@ -70,17 +70,44 @@ class ReferenceKernels:
             row += segment.count
         return q
 
+    def store(
+        self, kv: Tensor, k_norm: Tensor, eps: float, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        self.rotate_store(kv, k_norm, k_norm, eps, rope, batch, k_cache, v_cache)
+
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        def hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG001
+            return keys > positions
+
+        return self._attend(q, k_cache, v_cache, batch, hidden)
+
+    def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
+        def hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:
+            past = keys > positions if sight.causal else torch.zeros_like(keys > positions)
+            early = keys <= positions - sight.window if sight.window else past
+            return past | early | (keys < batch.before[segment])
+
+        return self._attend(q, k_cache, v_cache, batch, hidden)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        hidden: Callable[[int, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """hidden(segment, keys `[n]`, positions `[rows, 1]`) -> bool `[rows, n]`: what a row must not see."""
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         group = q.shape[1] // k_cache.shape[1]
         row = 0
-        for segment in batch.segments:
+        for index, segment in enumerate(batch.segments):
             rows, stop = slice(row, row + segment.count), segment.start + segment.count
             k = k_cache[segment.slot, :, :stop].float().repeat_interleave(group, dim=0)
             v = v_cache[segment.slot, :, :stop].float().repeat_interleave(group, dim=0)
             scores = q[rows].transpose(0, 1).float() @ k.transpose(1, 2) * q.shape[2] ** -0.5
-            future = torch.arange(stop, device=q.device) > batch.positions[rows].unsqueeze(1)
-            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            unseen = hidden(index, torch.arange(stop, device=q.device), batch.positions[rows].unsqueeze(1))
+            weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
             out[rows] = (weights @ v).transpose(0, 1).to(q.dtype)
             row += segment.count
         return out.flatten(1)

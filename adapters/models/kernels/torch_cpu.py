@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.kernels import Batch, Rope
+from adapters.models.kernels import Batch, BlockBatch, Rope, Sight
 from adapters.models.shard import Segment
 
 T = TypeVar("T")
@@ -74,11 +74,15 @@ class Span:
     keys: int
     first: int
     window: int
-    mask: Tensor
 
     @property
     def fold(self) -> bool:
         return self.window == 0
+
+    def positions(self) -> Tensor:
+        """Of the window's rows; those outside the segment repeat its first: finite, and never read."""
+        rows = torch.arange(self.first - self.row, self.first - self.row + max(self.window, 1))
+        return rows.clamp_(0, self.segment.count - 1).add_(self.segment.start)
 
 
 @define(eq=False)
@@ -88,6 +92,25 @@ class Plan:
     spans: list[Span]
     group: int = 0
     _angles: tuple[Tensor, Tensor] | None = None
+    _masks: dict[tuple[Span, Sight | None], Tensor] = field(init=False, factory=dict)
+
+    def mask(self, span: Span, dtype: torch.dtype, sight: Sight | None = None, before: int = 0) -> Tensor:
+        """`[window, keys]`, added to the scores; built once a step. before: the first key of a block's context."""
+        key = (span, sight)
+        if key not in self._masks:
+            seen = sight or Sight(causal=True)
+            start, stop = span.segment.start, span.segment.start + span.segment.count
+            positions = span.positions().unsqueeze(1)
+            mask = self._masks[key] = torch.zeros(len(positions), span.keys, dtype=dtype)
+            if seen.causal:
+                mask[:, start:].masked_fill_(torch.arange(start, span.keys) > positions, float("-inf"))
+            else:
+                mask[:, stop:] = float("-inf")
+            low = seen.lowest(before, start)
+            mask[:, :low] = float("-inf")
+            if seen.window:
+                mask[:, low:stop].masked_fill_(torch.arange(low, stop) <= positions - seen.window, float("-inf"))
+        return self._masks[key]
 
     def angles(self, rope: Rope, batch: Batch) -> tuple[Tensor, Tensor]:
         """Float32 `[R, 1, hd]` factors of a head and of the head with its halves swapped; gathered once a step."""
@@ -96,6 +119,14 @@ class Plan:
             cos, sin = rope.cos[at], rope.sin[at]
             self._angles = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
         return self._angles
+
+    def write(self, keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Put keys and values, each `[R, KV, hd]`, at the rows' slots and positions."""
+        k, v = keys.transpose(0, 1), values.transpose(0, 1)
+        for span in self.spans:
+            slot, start, count = span.segment.slot, span.segment.start, span.segment.count
+            k_cache.select(0, slot).narrow(1, start, count).copy_(k.narrow(1, span.row, count))
+            v_cache.select(0, slot).narrow(1, start, count).copy_(v.narrow(1, span.row, count))
 
 
 class CpuKernels:
@@ -156,11 +187,7 @@ class CpuKernels:
         fold = segment.count == 1
         window = 0 if fold else _window(segment.count, rung)
         first = row if fold else min(row, rung - window)
-        # Rows of the window outside the segment repeat its first position: finite, and never read.
-        positions = torch.arange(first - row, first - row + max(window, 1)).clamp(min=0).add_(segment.start)
-        mask = torch.zeros(len(positions), keys, dtype=self._dtype)
-        mask[:, segment.start :].masked_fill_(torch.arange(segment.start, keys) > positions.unsqueeze(1), float("-inf"))
-        return Span(segment, row, keys, first, window, mask)
+        return Span(segment, row, keys, first, window)
 
     def rotate_store(
         self,
@@ -176,21 +203,31 @@ class CpuKernels:
         plan: Plan = batch.plan
         rung, kv, head = batch.rung, k_cache.shape[1], k_cache.shape[3]
         heads = qkv.view(rung, -1, head)
-        cos, sin = plan.angles(rope, batch)
         queries = heads.shape[1] - 2 * kv
-        weight = self._head_norms(q_norm, k_norm, queries, kv)
-        normed = torch.rms_norm(heads[:, :-kv].float(), (head,), None, eps).mul_(weight)
-        swapped = normed.view(rung, -1, 2, head // 2).flip(2).view_as(normed)
-        rotated = normed.mul_(cos).add_(swapped.mul_(sin))
+        rotated = self._rotated(heads[:, :-kv], self._head_norms(q_norm, k_norm, queries, kv), eps, rope, batch)
         plan.group = queries // kv
         q = self._query_buffer(rung, kv, plan.group, head)
         q[:, :, : plan.group].copy_(rotated[:, :queries].view(rung, kv, -1, head))
-        k, v = rotated[:, queries:].transpose(0, 1), heads[:, -kv:].transpose(0, 1)
-        for span in plan.spans:
-            slot, start, count = span.segment.slot, span.segment.start, span.segment.count
-            k_cache.select(0, slot).narrow(1, start, count).copy_(k.narrow(1, span.row, count))
-            v_cache.select(0, slot).narrow(1, start, count).copy_(v.narrow(1, span.row, count))
+        plan.write(rotated[:, queries:], heads[:, -kv:], k_cache, v_cache)
         return q
+
+    def store(
+        self, kv: Tensor, k_norm: Tensor, eps: float, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        plan: Plan = batch.plan
+        heads = kv.view(batch.rung, 2 * k_cache.shape[1], k_cache.shape[3])
+        keys, values = heads.chunk(2, dim=1)
+        weight = self._head_norms(k_norm, k_norm, 0, k_cache.shape[1])
+        plan.write(self._rotated(keys, weight, eps, rope, batch), values, k_cache, v_cache)
+
+    @staticmethod
+    def _rotated(heads: Tensor, weight: Tensor, eps: float, rope: Rope, batch: Batch) -> Tensor:
+        """Float32 `[R, heads, hd]`: normed with weight `[heads, hd]`, then rotated to the rows' positions."""
+        rung, _, head = heads.shape
+        cos, sin = batch.plan.angles(rope, batch)
+        normed = torch.rms_norm(heads.float(), (head,), None, eps).mul_(weight)
+        swapped = normed.view(rung, -1, 2, head // 2).flip(2).view_as(normed)
+        return normed.mul_(cos).add_(swapped.mul_(sin))
 
     def _head_norms(self, q_norm: Tensor, k_norm: Tensor, queries: int, kv: int) -> Tensor:
         """Float32 `[H + KV, hd]`, kept with the tensor it was made from, so that the identity stays taken."""
@@ -211,33 +248,57 @@ class CpuKernels:
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         plan: Plan = batch.plan
         if len(plan.spans) == 1 and plan.spans[0].window == batch.rung:
-            return self._attend_window(q, k_cache, v_cache, plan.spans[0], plan.group)
-        out = self._outputs.get(batch.rung)
-        if out is None:
-            width = k_cache.shape[1] * plan.group * k_cache.shape[3]
-            out = self._outputs[batch.rung] = torch.zeros(batch.rung, width, dtype=self._dtype)
+            return self._attend_window(q, k_cache, v_cache, plan.spans[0], plan)
+        out = self._output(k_cache, batch)
         for span in plan.spans:
             count = span.segment.count
             if span.fold:
-                rows = self._attend_row(q, k_cache, v_cache, span, plan.group)
+                rows = self._attend_row(q, k_cache, v_cache, span, plan)
             else:
-                window = self._attend_window(q, k_cache, v_cache, span, plan.group)
+                window = self._attend_window(q, k_cache, v_cache, span, plan)
                 rows = window.narrow(0, span.row - span.first, count)
             out.narrow(0, span.row, count).copy_(rows)
         return out
 
-    def _attend_row(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, group: int) -> Tensor:
+    def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
+        plan: Plan = batch.plan
+        out = self._output(k_cache, batch)
+        for span, before in zip(plan.spans, batch.before, strict=True):
+            # A sliding window is read from the key tile on in which it starts.
+            start = sight.lowest(before, span.segment.start) // self.kv_tile * self.kv_tile
+            mask = plan.mask(span, self._dtype, sight, before)[:, start:]
+            window = self._window_of(q, k_cache, v_cache, span, plan.group, mask, start)
+            out.narrow(0, span.row, span.segment.count).copy_(
+                window.narrow(0, span.row - span.first, span.segment.count)
+            )
+        return out
+
+    def _output(self, k_cache: Tensor, batch: Batch) -> Tensor:
+        out = self._outputs.get(batch.rung)
+        if out is None:
+            width = k_cache.shape[1] * batch.plan.group * k_cache.shape[3]
+            out = self._outputs[batch.rung] = torch.zeros(batch.rung, width, dtype=self._dtype)
+        return out
+
+    def _attend_row(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, plan: Plan) -> Tensor:
         slot, keys = span.segment.slot, span.keys
         k, v = k_cache.narrow(0, slot, 1).narrow(2, 0, keys), v_cache.narrow(0, slot, 1).narrow(2, 0, keys)
-        heads = _flash(q.narrow(0, span.row, 1), k, v, attn_mask=span.mask)[0]
-        return heads.narrow(2, 0, group).reshape(1, -1)
+        heads = _flash(q.narrow(0, span.row, 1), k, v, attn_mask=plan.mask(span, self._dtype))[0]
+        return heads.narrow(2, 0, plan.group).reshape(1, -1)
 
-    def _attend_window(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, group: int) -> Tensor:
+    def _attend_window(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, plan: Plan) -> Tensor:
+        return self._window_of(q, k_cache, v_cache, span, plan.group, plan.mask(span, self._dtype), 0)
+
+    @staticmethod
+    def _window_of(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, group: int, mask: Tensor, start: int
+    ) -> Tensor:
+        """Keys `[start, span.keys)`, for which mask is; -> `[span.window, H hd]`."""
         slot, keys = span.segment.slot, span.keys
         rows = q[span.first : span.first + span.window, :, :group].permute(1, 2, 0, 3)
-        k = k_cache[slot, :, None, :keys].expand(-1, group, -1, -1)
-        v = v_cache[slot, :, None, :keys].expand(-1, group, -1, -1)
-        return _flash(rows, k, v, attn_mask=span.mask)[0].permute(2, 0, 1, 3).reshape(span.window, -1)
+        k = k_cache[slot, :, None, start:keys].expand(-1, group, -1, -1)
+        v = v_cache[slot, :, None, start:keys].expand(-1, group, -1, -1)
+        return _flash(rows, k, v, attn_mask=mask)[0].permute(2, 0, 1, 3).reshape(span.window, -1)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:  # noqa: ARG002
         if batch.rung > _NARROW or self._packed_bytes > _SMALL:
