@@ -22,9 +22,11 @@ finds, remembers, copies and calls tools; it knows next to nothing about the wor
 
 ## Data
 
-* Source code of the Python {python} standard library with its tests, deduplicated by content, {files} files
-  ({megabytes:.1f} MB); {held_out} more files were held out, chosen by a hash of their content. Digest of the corpus
-  (blake2b): `{digest}`.
+* Source code of the Python {python} standard library with its tests, and of the packages listed below: {files} files,
+  {megabytes:.0f} MB. Generated files and tables of data are left out, and files most of which stands in others.
+* {held_out} more files of the standard library and {held_out_packages} of the packages were held out, chosen by a hash
+  of their content; files that share a tenth of their lines with one of them are not in the training either.
+  `adapters.training.corpus.held_out` gives them. Digest of the corpus (blake2b): `{digest}`.
 * Synthetic tasks, new ones at every step: tables of keys and values, facts hidden in real code, questions about code,
   copying with many separators and none, spelling, templated conversations, memory over turns, tool calls. They are in
   `adapters/training`.
@@ -60,13 +62,13 @@ cycle had failed them: read those two rows as a check, not as generalisation.
 |---|---|
 {rows}
 
-The corpus is small and is read many times over: the model knows much of it by heart and says little about code that
-it has not seen, which is what the loss on held-out code shows.
-
 ## Licence
 
-The weights are under the Apache License 2.0, as the rest of Rekindle. The code that they were trained on is that of
-CPython (Python Software Foundation License Version 2), which is not part of this package.
+The weights are under the Apache License 2.0, as the rest of Rekindle. The code that they were trained on is not part
+of this package. It is that of CPython (Python Software Foundation License Version 2) and of these packages, each under
+its own licence, here the main one:
+
+{packages}
 """
 
 

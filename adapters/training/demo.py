@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 
 from adapters.training.batches import Batches
 from adapters.training.card import write_card
-from adapters.training.corpus import Corpus, read_stdlib
+from adapters.training.corpus import PACKAGES, Corpus, read_corpus
 from adapters.training.evaluate import evaluate
 from adapters.training.export import export, load
 from adapters.training.model import Qwen3
@@ -33,12 +34,13 @@ from adapters.training.words import Source
 def prepare(work: Path) -> tuple[Corpus, Tokenizer]:
     """The corpus and the tokenizer, made now or taken from `work` as an earlier call left them there."""
     work.mkdir(parents=True, exist_ok=True)
-    corpus_file, tokenizer_file = work / "corpus.json.gz", work / "tokenizer.json"
+    corpus_file, tokenizer_file = work / "corpus.json.xz", work / "tokenizer.json"
     if not corpus_file.exists():
-        read_stdlib().save(corpus_file)
+        read_corpus().save(corpus_file)
     corpus = Corpus.load(corpus_file)
     print(
-        f"corpus: Python {corpus.python}, {len(corpus.train)} files, {len(corpus.held_out)} held out, {corpus.digest}"
+        f"corpus: Python {corpus.python}, {len(corpus.train)} files, {len(corpus.held_out)} of the library and "
+        f"{len(corpus.held_out_packages)} of packages held out, {corpus.digest}"
     )
     if not tokenizer_file.exists():
         train_tokenizer(corpus, TOKENIZER_TASKS).save(str(tokenizer_file), pretty=False)
@@ -83,7 +85,9 @@ def run(recipe: Recipe, work: Path, out: Path, limits: Limits) -> dict[str, floa
     trained = describe(recipe, corpus, done, load(out, "cpu", torch.float32), device)
     print(json.dumps(trained), flush=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    measured = evaluate(load(out, device, dtype), tokenizer, corpus.held_out, recipe.questions)
+    measured = evaluate(
+        load(out, device, dtype), tokenizer, corpus.held_out, corpus.held_out_packages, recipe.questions
+    )
     (out / "README.md").write_text(write_card(trained, measured), encoding="utf-8")
     return measured
 
@@ -113,6 +117,8 @@ def describe(
         "digest": corpus.digest,
         "files": len(corpus.train),
         "held_out": len(corpus.held_out),
+        "held_out_packages": len(corpus.held_out_packages),
+        "packages": fill("; ".join(f"{package} ({PACKAGES[package.split()[0]]})" for package in corpus.packages), 120),
         "megabytes": sum(map(len, corpus.train)) / 1e6,
         "cycles": cycles,
         "tokens": tokens / 1e6,

@@ -24,7 +24,7 @@ from torch.nn import functional
 from adapters.training import tasks
 from adapters.training.batches import PAD_ID, flatten, row_random
 from adapters.training.chat_format import CONTROLS, END_OF_TEXT, END_OF_TURN, Document, Piece, render, user
-from adapters.training.corpus import read_stdlib
+from adapters.training.corpus import held_out
 from adapters.training.dialogues import chat, memory
 from adapters.training.export import load
 from adapters.training.facts import ABOUT, SMALL_TALK
@@ -188,8 +188,8 @@ def greedy_picks(model: Qwen3, documents: Sequence[Sequence[int]]) -> list[list[
 
 
 @torch.inference_mode()
-def code_loss(model: Qwen3, tokenizer: Tokenizer, texts: Sequence[str], length: int) -> float:
-    """Mean loss on held-out files in nats a token, each file cut into windows of `length`."""
+def code_loss(model: Qwen3, tokenizer: Tokenizer, texts: Sequence[str], length: int) -> tuple[float, float]:
+    """Mean loss on files in nats a token and in bits a character, each file cut into windows of `length`."""
     total = count = 0.0
     for ids in encode(tokenizer, texts):
         for start in range(0, len(ids) - 1, length):
@@ -199,7 +199,7 @@ def code_loss(model: Qwen3, tokenizer: Tokenizer, texts: Sequence[str], length: 
             scores = model.logits(model.hidden(window[None, :-1])[0]).float()
             total += functional.cross_entropy(scores, window[1:], reduction="sum").item()
             count += len(window) - 1
-    return total / max(count, 1)
+    return total / max(count, 1), total / math.log(2) / max(sum(map(len, texts)), 1)
 
 
 @torch.inference_mode()
@@ -234,9 +234,11 @@ def fixed_answers(model: Qwen3, tokenizer: Tokenizer) -> float:
     return sum(got == answer + END_OF_TURN for got, (_, answer) in zip(said, pairs, strict=True)) / len(pairs)
 
 
-def evaluate(model: Qwen3, tokenizer: Tokenizer, held_out: Sequence[str], questions: int) -> dict[str, float]:
-    """Every figure of the model card, printed as it comes."""
-    source = Source(tuple(held_out))
+def evaluate(
+    model: Qwen3, tokenizer: Tokenizer, library: Sequence[str], packages: Sequence[str], questions: int
+) -> dict[str, float]:
+    """Every figure of the model card, printed as it comes. library, packages: held-out files; exams use the first."""
+    source = Source(tuple(library))
     context = model.geometry.context
     found: dict[str, float] = {}
     for exam in exams(context, questions):
@@ -252,8 +254,11 @@ def evaluate(model: Qwen3, tokenizer: Tokenizer, held_out: Sequence[str], questi
     found["fixed answers, decoded freely"] = fixed_answers(model, tokenizer)
     said = talk(model, tokenizer, STRANGE_PROMPTS, 160)
     found["strange prompts whose answer ends by itself"] = sum(END_OF_TURN in answer for answer in said) / len(said)
-    found["held-out code, nats a token"] = code_loss(model, tokenizer, held_out, min(2048, context))
-    for name in list(found)[-4:]:
+    for part, texts in (("standard library", library), ("packages", packages)):
+        nats, bits = code_loss(model, tokenizer, texts, min(2048, context))
+        found[f"held-out code, {part}, nats a token"] = nats
+        found[f"held-out code, {part}, bits a character"] = bits
+    for name in list(found)[-7:]:
         print(f"{name}: {found[name]:.4f}", flush=True)
     for prompt, answer in zip(STRANGE_PROMPTS, said, strict=True):
         print(f"> {prompt}\n{answer}", flush=True)
@@ -268,7 +273,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     model = load(arguments.model, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    found: Mapping[str, float] = evaluate(model, tokenizer, read_stdlib().held_out, arguments.questions)
+    found: Mapping[str, float] = evaluate(model, tokenizer, *held_out(), arguments.questions)
     print(json.dumps({name: round(value, 4) for name, value in found.items() if not math.isnan(value)}))
 
 

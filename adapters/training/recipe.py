@@ -33,16 +33,16 @@ TOKENIZER_TASKS: tuple[Task, ...] = (
 )
 
 SHORT: Mixture = {
-    code: 0.22, continue_code: 0.02, code_questions: 0.06,
-    table_lookup: 0.09, table_chat: 0.09, needle_plain: 0.05, needle_chat: 0.08,
-    copy_tokens: 0.08, copy_text: 0.03, copy_chat: 0.05, spelling: 0.05,
-    chat: 0.12, memory: 0.05, tool_chat: 0.09,
+    code: 0.38, continue_code: 0.02, code_questions: 0.05,
+    table_lookup: 0.06, table_chat: 0.06, needle_plain: 0.04, needle_chat: 0.06,
+    copy_tokens: 0.05, copy_text: 0.02, copy_chat: 0.04, spelling: 0.03,
+    chat: 0.09, memory: 0.04, tool_chat: 0.06,
 }  # fmt: skip
 LONG: Mixture = {
-    code: 0.17, continue_code: 0.02, code_questions: 0.08,
-    table_lookup: 0.06, table_chat: 0.10, needle_plain: 0.07, needle_chat: 0.15,
-    copy_tokens: 0.06, copy_text: 0.03, copy_chat: 0.05, spelling: 0.03,
-    chat: 0.10, memory: 0.07, tool_chat: 0.08,
+    code: 0.30, continue_code: 0.02, code_questions: 0.07,
+    table_lookup: 0.05, table_chat: 0.09, needle_plain: 0.06, needle_chat: 0.12,
+    copy_tokens: 0.04, copy_text: 0.02, copy_chat: 0.04, spelling: 0.02,
+    chat: 0.07, memory: 0.05, tool_chat: 0.05,
 }  # fmt: skip
 
 
@@ -70,19 +70,11 @@ TARGET = Recipe(
     (
         Cycle(
             (
-                Stage("2k", Shape(128, 2048), SHORT, steps=2154, share=0.62, whole=0.3),
-                Stage("8k", Shape(32, 8192), LONG, steps=745, share=0.38, whole=0.6),
+                Stage("2k", Shape(128, 2048), SHORT, steps=6000, share=0.63, whole=0.3),
+                Stage("8k", Shape(32, 8192), LONG, steps=3000, share=0.37, whole=0.6),
             ),
-            Rates(matrices=5e-3, others=3e-3, falling=0.5),
+            Rates(matrices=5e-3, others=3e-3, falling=0.6),
             seed=1,
-        ),
-        Cycle(
-            (
-                Stage("2k again", Shape(128, 2048), SHORT, steps=1879, share=0.55, whole=0.3),
-                Stage("8k again", Shape(32, 8192), LONG, steps=907, share=0.45, whole=0.6),
-            ),
-            Rates(matrices=4e-3, others=2e-3, falling=0.9),
-            seed=2,
         ),
     ),
 )

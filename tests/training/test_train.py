@@ -97,10 +97,10 @@ def test_the_rate_rises_stays_and_falls():
 
 
 def test_a_corpus_comes_back_from_its_file_with_its_digest(tmp_path):
-    corpus = assemble(["a = 1\n"], ["b = 2\n"], "3.11")
+    corpus = assemble(["a = 1\n"], ["b = 2\n"], ["c = 3\n"], "3.11", ["attrs 26"])
     corpus.save(tmp_path / "corpus")
     assert Corpus.load(tmp_path / "corpus") == corpus
-    assert assemble(["a = 1\n", "b = 2\n"], [], "3.11").digest != corpus.digest
+    assert assemble(["a = 1\n", "b = 2\n"], [], ["c = 3\n"], "3.11", ["attrs 26"]).digest != corpus.digest
 
 
 def test_the_smallest_recipe_keeps_every_cycle_and_stage():
