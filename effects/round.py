@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, TypeAlias
 
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 from effects.ids import DeviceFailed, Lane, SlotId, Tokens
 
@@ -12,21 +12,31 @@ from effects.ids import DeviceFailed, Lane, SlotId, Tokens
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
 
+def all_but_one(done: RoundDone) -> int:
+    """What was accepted, unless a proposal ended the answer: then it is every one."""
+    return len(done.tokens) - 1 if done.proposed else 0
+
+
 @frozen
 class RoundDone:
-    """The target picked `tokens`: the accepted proposals, then one of its own."""
+    """The target picked `tokens`: the accepted proposals, then one of its own.
+
+    A stop token is the last of them, whichever it was: nothing is kept past it.
+    """
 
     tokens: Tokens  # at least one
     proposed: int = 0
     logprobs: tuple[Logprob, ...] = ()  # one per token, when the job asked for them
     ns: int = 0  # what the launch took on the lane, its draft included; 0: not measured
+    accepted: int = field(default=Factory(all_but_one, takes_self=True))  # how many of `tokens` were proposed
 
 
 @frozen
 class RunRound:
     """Feed `token` at row `position` and up to `propose` drafted tokens after it.
 
-    The token comes along so that an executor can refuse to run on a slot that went out of step.
+    They are a chain; where an executor proposes trees, as many more than a chain can hold branch off from it. The token
+    comes along so that an executor can refuse to run on a slot that went out of step.
     """
 
     outcomes: ClassVar = (RoundDone, DeviceFailed)

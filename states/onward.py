@@ -53,7 +53,7 @@ Failing: TypeAlias = FailEarly | Then[Parking, CloseStream, ParkDraft]
 
 def open_slot(hold: Hold, source: SlotId) -> Opened:
     """The slot serves this prompt from now on; then look for more of it elsewhere, or get to work."""
-    opening = OpenSlot(hold.slot, source, hold.valid, hold.prompt, hold.job.sampling)
+    opening = OpenSlot(hold.slot, source, hold.valid, hold.prompt, hold.job.sampling, hold.job.stop_tokens)
     if policy.lookup(hold).go:
         return Then(LookingUp(hold), opening, FindPrefix(hold.prompt, hold.valid, policy.shorten(hold).go))
     then = onward(hold)
