@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import define
 
 from adapters.device.sampling import Sampler
-from effects.ids import RequestId, Span
+from effects.ids import RequestId, Span, Tokens
 
 
 @define(eq=False)
@@ -16,7 +16,8 @@ class SlotState:
 
     tokens: the prompt, then the answer. valid: rows `[0, valid)` are those of `tokens[:valid]`; rows past it are
     garbage, but for those that were loaded, and taking rows back is lowering it. loaded: rows that came from a store,
-    perhaps while those before them are still computed. Read and changed on the lane only.
+    perhaps while those before them are still computed. stops: a round keeps nothing past the first of these. context:
+    the rows that a draft has its own for, ascending, none touching the next. Read and changed on the lane only.
     """
 
     request: RequestId
@@ -24,6 +25,20 @@ class SlotState:
     valid: int
     sampler: Sampler
     loaded: Span = (0, 0)
+    stops: frozenset[int] = frozenset()
+    context: tuple[Span, ...] = ()
+
+    @property
+    def drafted(self) -> Span:
+        """The draft's context: its rows right before `valid`, without a gap; empty if the last one is missing."""
+        for start, stop in self.context:
+            if start < self.valid <= stop:
+                return start, self.valid
+        return self.valid, self.valid
+
+    def draft(self, start: int, stop: int) -> None:
+        """The draft has rows `[start, stop)` now."""
+        self.context = joined(self.context, start, stop)
 
     def holds(self, tokens: Sequence[int]) -> bool:
         """Do the first rows stand for exactly these?"""
@@ -41,8 +56,23 @@ class SlotState:
         start, stop = self.loaded
         self.valid = stop if start <= valid < stop else valid
 
-    def commit(self, picked: Sequence[int]) -> None:
+    def commit(self, picked: Tokens) -> None:
         """A round fed the last token and kept `picked`: all of them but the last have rows now, as has what was fed."""
         self.valid += len(picked)
         self.tokens += picked
         self.sampler.append(picked)
+
+
+def joined(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
+    """The union of disjoint ascending spans and one more."""
+    if start >= stop:
+        return spans
+    apart = [span for span in spans if span[1] < start or span[0] > stop]
+    touching = [span for span in spans if span not in apart]
+    whole = (min((start, *(span[0] for span in touching))), max((stop, *(span[1] for span in touching))))
+    return tuple(sorted([*apart, whole]))
+
+
+def clipped(spans: tuple[Span, ...], stop: int) -> tuple[Span, ...]:
+    """What of the spans lies before `stop`."""
+    return tuple((first, min(last, stop)) for first, last in spans if first < stop)

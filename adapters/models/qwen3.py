@@ -9,10 +9,11 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from adapters.models.branches import Branches, check_tree
 from adapters.models.checkpoint import Weights
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Batch, Kernels, Rope
-from adapters.models.shard import Forward, NamedTensors, Step
+from adapters.models.shard import Forward, Kept, NamedTensors, Step, TargetHead
 
 LADDER = (4, 8, 16, 32, 64, 128, 256)
 
@@ -41,6 +42,7 @@ class Buffers:
     hidden: Tensor
     logits: Tensor | None
     forward: Forward
+    branches: Branches | None = None
 
 
 def rope_tables(config: Qwen3Config, capacity: int, device: torch.device) -> Rope:
@@ -159,6 +161,13 @@ class Qwen3Shard:
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def head(self) -> TargetHead:
+        """Embedding and head, for a draft; ValueError if the shard does not have both."""
+        if self._embedding is None or self._head is None:
+            raise ValueError(f"layers {self._layers.start}..{self._layers.stop - 1} lack the embedding or the head")
+        return TargetHead(self._embedding, self._head)
+
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         self._check_step(step, inputs)
         buffers = self._at(step.rung)
@@ -167,11 +176,34 @@ class Qwen3Shard:
                 buffers.hidden.copy_(inputs)
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare(buffers.batch)
+            if step.branches:
+                self._run_branches(buffers, step)
+                return buffers.forward
             # Only the model's last layer may stop early, and only if nobody captures what it leaves.
             early = step.rows_only and self._norm is not None and self._layers.stop - 1 not in self._capture
             name = "rows" if early else "layers"
             self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
         return buffers.forward
+
+    def _run_branches(self, buffers: Buffers, step: Step) -> None:
+        """Its shape changes from step to step, so no graph is recorded of it."""
+        if buffers.branches is None:
+            caches = [(layer.k_cache, layer.v_cache) for layer in self._blocks]
+            width = self._config.num_heads * self._config.head_dim
+            buffers.branches = Branches(self._kernels, step.rung, self._rungs, self._rope, caches, width)
+        buffers.branches.load(step)
+        if self._device.type == "cuda":
+            self._run_layers(buffers, buffers.branches)
+        else:
+            self._kernels.launch("tree", buffers.batch, lambda: self._run_layers(buffers, buffers.branches))
+
+    def commit(self, step: Step, kept: Sequence[Kept]) -> None:
+        if len(kept) != len(step.parts):
+            raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
+        branches = self._at(step.rung).branches
+        if step.branches and branches is not None:
+            with torch.inference_mode():
+                branches.settle(step, kept)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         """Float32 `[rung, V]`, a static buffer; padded rows hold finite garbage."""
@@ -186,7 +218,7 @@ class Qwen3Shard:
             self._kernels.launch("logits", buffers.batch, lambda: self._run_head(buffers))
         return buffers.logits
 
-    def _run_layers(self, buffers: Buffers, *, early: bool) -> None:
+    def _run_layers(self, buffers: Buffers, branches: Branches | None = None, *, early: bool = False) -> None:
         kernels, batch, rope, eps = self._kernels, buffers.batch, self._rope, self._config.rms_norm_eps
         residual, captures = buffers.hidden, buffers.forward.captures
         if self._embedding is not None:
@@ -197,11 +229,16 @@ class Qwen3Shard:
             if index - 1 in captures and index != self._layers.start:
                 captures[index - 1].copy_(residual)
             qkv = kernels.linear(x, layer.qkv)
-            k_cache, v_cache = layer.k_cache, layer.v_cache
-            q = kernels.rotate_store(qkv, layer.q_norm, layer.k_norm, eps, rope, batch, k_cache, v_cache)
-            if early and index == self._layers.stop - 1:
-                return
-            delta = kernels.linear(kernels.attend(q, k_cache, v_cache, batch), layer.out)
+            if branches is None:
+                k_cache, v_cache = layer.k_cache, layer.v_cache
+                q = kernels.rotate_store(qkv, layer.q_norm, layer.k_norm, eps, rope, batch, k_cache, v_cache)
+                if early and index == self._layers.stop - 1:
+                    return
+                attended = kernels.attend(q, k_cache, v_cache, batch)
+            else:
+                number = index - self._layers.start
+                attended = branches.attend(number, qkv, layer.q_norm, layer.k_norm, eps)
+            delta = kernels.linear(attended, layer.out)
             x = kernels.add_norm(residual, delta, layer.post_norm, eps)
             delta = kernels.linear(kernels.gated(x, layer.gate_up), layer.down)
         if delta is not None:
@@ -234,8 +271,10 @@ class Qwen3Shard:
         expected = (rows,) if self._embedding is not None else (step.rung, self._config.hidden_size)
         if not 0 < rows <= step.rung or inputs.shape != expected:
             raise ValueError(f"{rows} rows at rung {step.rung} do not go with inputs of shape {tuple(inputs.shape)}")
-        if len({segment.slot for segment in step.segments}) != len(step.segments):
+        if len({part[0].slot for part in step.parts}) != len(step.parts):
             raise ValueError("a slot appears twice in one step")
+        for part in step.parts:
+            check_tree(part)
         for segment in step.segments:
             self._check_span(segment.slot, segment.start, segment.start + segment.count)
 
@@ -283,6 +322,7 @@ class Qwen3Shard:
             buffers += held.batch.table.nbytes + held.hidden.nbytes
             buffers += 0 if held.logits is None else held.logits.nbytes
             buffers += sum(capture.nbytes for capture in held.forward.captures.values())
+            buffers += 0 if held.branches is None else held.branches.nbytes
         return {"weights": self._weights_bytes, "kv": kv, "buffers": buffers}
 
     def close(self) -> None:

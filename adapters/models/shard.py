@@ -7,13 +7,17 @@ shared: slots are numbers, rows are half-open spans of positions, tensors are na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, Protocol, TypeAlias
 
 from attrs import frozen
 from torch import Tensor
 
 NamedTensors: TypeAlias = Mapping[str, Tensor]
+# What stays of one slot's rows in a step: the first so many, or, of a tree, those of one path from its root on,
+# numbered from the slot's first row.
+Kept: TypeAlias = int | tuple[int, ...]
 
 
 @frozen
@@ -30,7 +34,9 @@ class Step:
     """What one forward computes: the segments' rows in order, padded up to `rung` rows.
 
     A prefill chunk is one segment; a batched decode has one segment of one row per request; a verification has one
-    segment of block-size rows per request. No slot appears twice.
+    segment of block-size rows per request, or a tree: several segments of one slot, one after the other. They are the
+    chain pieces of the tree in depth-first order, so the row before a piece's first one is the last row so far at the
+    position before it. The root alone is at the first position.
 
     rows_only: nobody will ask for logits or hidden states, as in prefill: the target's last layer stops once its keys
     and values are written. Captures of the layers before it are as always.
@@ -43,6 +49,16 @@ class Step:
     @property
     def rows(self) -> int:
         return sum(segment.count for segment in self.segments)
+
+    @property
+    def parts(self) -> tuple[tuple[Segment, ...], ...]:
+        """The segments of each slot, in order."""
+        return tuple(tuple(part) for _, part in groupby(self.segments, lambda segment: segment.slot))
+
+    @property
+    def branches(self) -> bool:
+        """Is there a tree in it?"""
+        return len(self.parts) < len(self.segments)
 
 
 @frozen
@@ -58,6 +74,18 @@ class Forward:
     captures: Mapping[int, Tensor]
 
 
+@frozen(eq=False)
+class TargetHead:
+    """What a draft shares with its target, by reference: it has neither embedding nor head of its own.
+
+    embedding: `[V, D]` on the target's device, in its dtype. packed: the head `[V, D]` as the target's kernels packed
+    it, so a draft on the same kind of kernels multiplies with it as it is.
+    """
+
+    embedding: Tensor
+    packed: Any
+
+
 class Shard(Protocol):
     """Layers `[first, last)` of one target on one device. Every call runs on the lane's thread."""
 
@@ -69,7 +97,18 @@ class Shard(Protocol):
 
         inputs: int64 `[rows]` token ids on the first shard (the shard pads to the rung), otherwise hidden states
         `[rung, D]`. Rows below `start` must be valid. Rows past `start + count` become garbage: attention never
-        reads beyond a row's own position, so rolling back is forgetting.
+        reads beyond a row's own position.
+
+        A step of `rows_only` is settled at once. Any other one is settled by `commit`; without it, none of its rows
+        have happened.
+        """
+        ...
+
+    def commit(self, step: Step, kept: Sequence[Kept]) -> None:
+        """What stays of the step that ran last, for each of its slots in order; the rest is rolled back.
+
+        Attention rolls a chain back by forgetting its length, and puts a tree's path at its positions. A recurrent
+        layer runs its rule again over the kept rows, from what it set aside of each.
         """
         ...
 

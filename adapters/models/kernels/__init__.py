@@ -205,7 +205,8 @@ class Kernels(Protocol):
         """Causal attention, scale hd ** -0.5: the row at position p of slot s sees keys `[0, p]` of s. -> `[R, H hd]`.
 
         Query head h reads key/value head `h // (H / KV)`. A row's bits may depend on its own keys only, so tiles
-        start at absolute positions and what lies past the row's length contributes exact zeros.
+        start at absolute positions and what lies past the row's length contributes exact zeros. The rows of q may be
+        some of those that `rotate_store` returned, in a batch of their own.
         """
         ...
 

@@ -90,7 +90,6 @@ class Plan:
     """What the layers of one step share."""
 
     spans: list[Span]
-    group: int = 0
     _angles: tuple[Tensor, Tensor] | None = None
     _masks: dict[tuple[Span, Sight | None], Tensor] = field(init=False, factory=dict)
 
@@ -141,6 +140,7 @@ class CpuKernels:
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
         self._outputs: dict[int, Tensor] = {}
         self._packed_bytes = 0
+        self._group = 0  # query heads of a key/value head
 
     @property
     def name(self) -> str:
@@ -205,9 +205,9 @@ class CpuKernels:
         heads = qkv.view(rung, -1, head)
         queries = heads.shape[1] - 2 * kv
         rotated = self._rotated(heads[:, :-kv], self._head_norms(q_norm, k_norm, queries, kv), eps, rope, batch)
-        plan.group = queries // kv
-        q = self._query_buffer(rung, kv, plan.group, head)
-        q[:, :, : plan.group].copy_(rotated[:, :queries].view(rung, kv, -1, head))
+        group = self._group = queries // kv
+        q = self._query_buffer(rung, kv, group, head)
+        q[:, :, :group].copy_(rotated[:, :queries].view(rung, kv, -1, head))
         plan.write(rotated[:, queries:], heads[:, -kv:], k_cache, v_cache)
         return q
 
@@ -267,7 +267,7 @@ class CpuKernels:
             # A sliding window is read from the key tile on in which it starts.
             start = sight.lowest(before, span.segment.start) // self.kv_tile * self.kv_tile
             mask = plan.mask(span, self._dtype, sight, before)[:, start:]
-            window = self._window_of(q, k_cache, v_cache, span, plan.group, mask, start)
+            window = self._window_of(q, k_cache, v_cache, span, self._group, mask, start)
             out.narrow(0, span.row, span.segment.count).copy_(
                 window.narrow(0, span.row - span.first, span.segment.count)
             )
@@ -276,7 +276,7 @@ class CpuKernels:
     def _output(self, k_cache: Tensor, batch: Batch) -> Tensor:
         out = self._outputs.get(batch.rung)
         if out is None:
-            width = k_cache.shape[1] * batch.plan.group * k_cache.shape[3]
+            width = k_cache.shape[1] * self._group * k_cache.shape[3]
             out = self._outputs[batch.rung] = torch.zeros(batch.rung, width, dtype=self._dtype)
         return out
 
@@ -284,10 +284,10 @@ class CpuKernels:
         slot, keys = span.segment.slot, span.keys
         k, v = k_cache.narrow(0, slot, 1).narrow(2, 0, keys), v_cache.narrow(0, slot, 1).narrow(2, 0, keys)
         heads = _flash(q.narrow(0, span.row, 1), k, v, attn_mask=plan.mask(span, self._dtype))[0]
-        return heads.narrow(2, 0, plan.group).reshape(1, -1)
+        return heads.narrow(2, 0, self._group).reshape(1, -1)
 
     def _attend_window(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, plan: Plan) -> Tensor:
-        return self._window_of(q, k_cache, v_cache, span, plan.group, plan.mask(span, self._dtype), 0)
+        return self._window_of(q, k_cache, v_cache, span, self._group, plan.mask(span, self._dtype), 0)
 
     @staticmethod
     def _window_of(

@@ -1,0 +1,157 @@
+"""Trees of proposals in one forward: every node gets the bits that it would get at the end of its chain.
+
+All products run once, at one rung, for all nodes. Keys and values of all nodes are set aside; then, piece by piece in
+depth-first order, a chain piece's are put at their positions in the cache and its rows attend. What a row sees there
+are its ancestors: of every earlier piece only the part that is on its path has not been overwritten. The pieces of
+several slots go together, the first of each, then the second of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.models.kernels import Batch, Kernels, Rope
+from adapters.models.shard import Kept, Segment, Step
+
+
+@frozen
+class Piece:
+    """A segment and where its rows start in the step."""
+
+    segment: Segment
+    row: int
+
+
+@frozen(eq=False)
+class Wave:
+    """Pieces of different slots that attend together; rows int64 `[rung]`: theirs in the step, padded with 0."""
+
+    pieces: tuple[Piece, ...]
+    rows: Tensor
+    count: int
+    batch: Batch
+
+
+@define(eq=False)
+class Branches:
+    """The static tensors of one rung's trees, and the step that was loaded last.
+
+    caches: keys and values of every layer, `[slots, KV, capacity, hd]`. rungs: the row counts that waves may have.
+    """
+
+    kernels: Kernels
+    rung: int
+    rungs: Sequence[int]
+    tables: Rope
+    caches: Sequence[tuple[Tensor, Tensor]]
+    width: int  # of what attention returns, H * hd
+    flat: Batch = field(init=False)
+    rope: Rope = field(init=False)
+    aside: list[tuple[Tensor, Tensor]] = field(init=False)
+    out: Tensor = field(init=False)
+    waves: list[Wave] = field(init=False, factory=list)
+    _spare: dict[tuple[int, int], Batch] = field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        k, _ = self.caches[0]
+        shape = (1, k.shape[1], self.rung, k.shape[3])
+        self.flat = Batch(self.rung, k.device)
+        self.rope = Rope(*(table.new_zeros(self.rung, table.shape[1]) for table in (self.tables.cos, self.tables.sin)))
+        self.aside = [(k.new_zeros(shape), k.new_zeros(shape)) for _ in self.caches]
+        self.out = k.new_zeros(self.rung, self.width)
+
+    @property
+    def nbytes(self) -> int:
+        return self.out.nbytes + sum(k.nbytes + v.nbytes for k, v in self.aside)
+
+    def load(self, step: Step) -> None:
+        self.flat.load(Step((Segment(0, 0, step.rows),), self.rung), None)
+        self.kernels.prepare(self.flat)
+        spans = [torch.arange(one.start, one.start + one.count) for one in step.segments]
+        positions = torch.cat(spans).to(self.tables.cos.device)
+        for table, rows in ((self.tables.cos, self.rope.cos), (self.tables.sin, self.rope.sin)):
+            torch.index_select(table, 0, positions, out=rows[: step.rows])
+        self.waves = [self._wave(number, pieces) for number, pieces in enumerate(waves_of(step))]
+
+    def _wave(self, number: int, pieces: tuple[Piece, ...]) -> Wave:
+        count = sum(piece.segment.count for piece in pieces)
+        rung = next(rung for rung in self.rungs if rung >= count)
+        batch = self._spare.get((number, rung))
+        if batch is None:
+            batch = self._spare[number, rung] = Batch(rung, self.flat.device)
+        batch.load(Step(tuple(piece.segment for piece in pieces), rung), None)
+        self.kernels.prepare(batch)
+        rows = torch.zeros(rung, dtype=torch.int64)
+        torch.cat([torch.arange(one.row, one.row + one.segment.count) for one in pieces], out=rows[:count])
+        return Wave(pieces, rows.to(self.flat.device), count, batch)
+
+    def attend(self, number: int, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+        """`rotate_store` and `attend` of layer `number`, as if every path were a chain of its own. -> `[rung, H hd]`"""
+        (k_cache, v_cache), (k, v) = self.caches[number], self.aside[number]
+        q = self.kernels.rotate_store(qkv, q_norm, k_norm, eps, self.rope, self.flat, k, v)
+        for wave in self.waves:
+            for piece in wave.pieces:
+                put(piece.segment, slice(piece.row, piece.row + piece.segment.count), (k, v), (k_cache, v_cache))
+            found = self.kernels.attend(q.index_select(0, wave.rows), k_cache, v_cache, wave.batch)
+            self.out.index_copy_(0, wave.rows[: wave.count], found[: wave.count])
+        return self.out
+
+    def settle(self, step: Step, kept: Sequence[Kept]) -> None:
+        """Put the accepted path of every tree at its positions."""
+        first = 0
+        for part, keep in zip(step.parts, kept, strict=True):
+            count = sum(segment.count for segment in part)
+            path = check_path(part, tuple(range(keep)) if isinstance(keep, int) else keep)
+            rows = torch.tensor([first + row for row in path]).to(self.flat.device)
+            for aside, caches in zip(self.aside, self.caches, strict=True):
+                put(Segment(part[0].slot, part[0].start, len(path)), rows, aside, caches)
+            first += count
+
+
+def put(segment: Segment, rows: Any, aside: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor]) -> None:
+    """Copy rows that were set aside, a slice or int64 `[segment.count]`, to where the segment says."""
+    for kept, cache in zip(aside, caches, strict=True):
+        cache[segment.slot, :, segment.start : segment.start + segment.count] = kept[0, :, rows]
+
+
+def waves_of(step: Step) -> list[tuple[Piece, ...]]:
+    """The first piece of every slot, the second of every slot that has one, and so on."""
+    firsts = accumulate((segment.count for segment in step.segments), initial=0)
+    pieces = iter(Piece(segment, row) for segment, row in zip(step.segments, firsts, strict=False))
+    by_slot = [[next(pieces) for _ in part] for part in step.parts]
+    return [tuple(piece for piece in wave if piece is not None) for wave in zip_longest(*by_slot)]
+
+
+def check_tree(part: tuple[Segment, ...]) -> None:
+    """Raises ValueError for segments of one slot that are not the pieces of a tree in depth-first order."""
+    root = part[0].start
+    for before, piece in pairwise(part):
+        if not root < piece.start <= before.start + before.count:
+            span = f"rows {piece.start}..{piece.start + piece.count}"
+            raise ValueError(f"slot {piece.slot} appears twice in one step, and {span} do not branch off those before")
+
+
+def check_path(part: tuple[Segment, ...], path: tuple[int, ...]) -> tuple[int, ...]:
+    """The path, if it leads down from the root. Raises ValueError."""
+    parents = parents_of(part)
+    inside = all(0 <= row < len(parents) for row in path)
+    if not path or path[0] or not inside or [parents[row] for row in path[1:]] != list(path[:-1]):
+        raise ValueError(f"rows {path} of slot {part[0].slot} are not a path from the root of its tree")
+    return path
+
+
+def parents_of(part: tuple[Segment, ...]) -> list[int]:
+    """Of every row of a tree the row that it follows; the root, row 0, has itself."""
+    latest, parents = dict[int, int](), list[int]()  # latest: position -> the last row so far that is there
+    for piece in part:
+        for position in range(piece.start, piece.start + piece.count):
+            row = len(parents)
+            parents.append(latest.get(position - 1, row))
+            latest[position] = row
+    return parents
