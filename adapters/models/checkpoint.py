@@ -18,7 +18,18 @@ from torch import Tensor
 
 from adapters.models.config import DTYPES, CheckpointError, Qwen3Config, parse_config
 
-__all__ = ["Checkpoint", "CheckpointError", "TensorEntry", "Weights", "expected_tensors", "resolve_dtype"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "TensorEntry",
+    "Weights",
+    "digest_of",
+    "expected_tensors",
+    "read_header",
+    "read_json",
+    "resolve_dtype",
+    "scan_tensors",
+]
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_JSON = 64 << 20
@@ -45,6 +56,15 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, as stored, on the host; it is called `name` if that fails."""
+        data = bytearray(self.stop - self.start)
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            if file.readinto(data) != len(data):
+                raise CheckpointError(f"{self.file}: truncated: {name} ends past the end of the file")
+        return torch.frombuffer(data, dtype=self.dtype).view(self.shape)
 
 
 def layer_tensors(config: Qwen3Config, layer: int) -> dict[str, tuple[int, ...]]:
@@ -111,7 +131,7 @@ class Checkpoint:
         path = Path(folder)
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder")
-        raw = _read_json(path / "config.json")
+        raw = read_json(path / "config.json")
         try:
             config = parse_config(raw)
         except CheckpointError as error:
@@ -119,7 +139,7 @@ class Checkpoint:
         tokenizer = path / "tokenizer.json"
         if not tokenizer.is_file():
             raise CheckpointError(f"{path}: tokenizer.json is missing")
-        tensors = _scan(path)
+        tensors = scan_tensors(path)
         _check(path, config, tensors)
         tokenizer_config = _read_optional(path / "tokenizer_config.json")
         return cls(
@@ -134,34 +154,32 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """One tensor, as stored, on the host."""
-        entry = self.tensors[name]
-        data = bytearray(entry.stop - entry.start)
-        with entry.file.open("rb") as file:
-            file.seek(entry.start)
-            if file.readinto(data) != len(data):
-                raise CheckpointError(f"{entry.file}: truncated: {name} ends past the end of the file")
-        return torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
+        return self.tensors[name].read(name)
 
     def digest(self) -> str:
-        """Identifies the weights: 32 hex digits of blake2b over every file's header, size and content.
+        return digest_of(self.tensors)
 
-        Up to 256 MiB in all the whole content is hashed. Above, 64 pieces of 1 MiB a file, evenly spread with both
-        ends included, stand for it: that tells apart models and training steps, not a forgery.
-        """
-        files = sorted({entry.file for entry in self.tensors.values()})
-        sizes = {file: file.stat().st_size for file in files}
-        whole = sum(sizes.values()) <= _WHOLE
-        digest = hashlib.blake2b(digest_size=16, person=b"rekindle-weights")
-        for file in files:
-            size = sizes[file]
-            digest.update(f"{size}:".encode())
-            with file.open("rb") as source:
-                digest.update(source.read(8 + _header_length(file, source)))
-                starts = range(0, size, _PIECE) if whole else _spread(size)
-                for start in starts:
-                    source.seek(start)
-                    digest.update(source.read(_PIECE))
-        return digest.hexdigest()
+
+def digest_of(tensors: Mapping[str, TensorEntry]) -> str:
+    """Identifies weights: 32 hex digits of blake2b over every file's header, size and content.
+
+    Up to 256 MiB in all the whole content is hashed. Above, 64 pieces of 1 MiB a file, evenly spread with both ends
+    included, stand for it: that tells apart models and training steps, not a forgery.
+    """
+    files = sorted({entry.file for entry in tensors.values()})
+    sizes = {file: file.stat().st_size for file in files}
+    whole = sum(sizes.values()) <= _WHOLE
+    digest = hashlib.blake2b(digest_size=16, person=b"rekindle-weights")
+    for file in files:
+        size = sizes[file]
+        digest.update(f"{size}:".encode())
+        with file.open("rb") as source:
+            digest.update(source.read(8 + _header_length(file, source)))
+            starts = range(0, size, _PIECE) if whole else _spread(size)
+            for start in starts:
+                source.seek(start)
+                digest.update(source.read(_PIECE))
+    return digest.hexdigest()
 
 
 def _spread(size: int) -> list[int]:
@@ -169,7 +187,8 @@ def _spread(size: int) -> list[int]:
     return sorted({last * piece // (_PIECES - 1) for piece in range(_PIECES)})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object, of at most 64 MiB."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_JSON + 1)
@@ -189,25 +208,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
-def _scan(folder: Path) -> dict[str, TensorEntry]:
+def scan_tensors(folder: Path) -> dict[str, TensorEntry]:
     """Every tensor of the folder, by its name with the `model.` prefix."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if single.is_file():
-        return _read_header(single)
+        return read_header(single)
     if not index.is_file():
         raise CheckpointError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(f"{index}: weight_map is not an object of tensor names to file names")
     found: dict[str, TensorEntry] = {}
     for name in sorted(set(names.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index}: {name!r} is not the name of a .safetensors file in the folder")
-        found.update(_read_header(folder / name))
+        found.update(read_header(folder / name))
     for name in names:
         if _canonical(name) not in found:
             raise CheckpointError(f"{index}: tensor {name} is not in {names[name]}")
@@ -231,7 +250,8 @@ def _header_length(path: Path, file: BinaryIO) -> int:
     return length
 
 
-def _read_header(path: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of one safetensors file, by its name with the `model.` prefix; nothing but the header is read."""
     try:
         with path.open("rb") as file:
             length = _header_length(path, file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,10 +71,10 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen3Config:
     wrong one is not noticed at once.
     """
     _refuse_other_models(raw)
-    sizes = {name: _size(raw, name) for name in _LIMITS if name not in ("num_key_value_heads", "head_dim")}
+    sizes = {name: read_size(raw, name) for name in _LIMITS if name not in ("num_key_value_heads", "head_dim")}
     heads = sizes["num_attention_heads"]
-    kv_heads = _size(raw, "num_key_value_heads") if raw.get("num_key_value_heads") is not None else heads
-    head_dim = _size(raw, "head_dim") if raw.get("head_dim") is not None else 128
+    kv_heads = read_size(raw, "num_key_value_heads") if raw.get("num_key_value_heads") is not None else heads
+    head_dim = read_size(raw, "head_dim") if raw.get("head_dim") is not None else 128
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
@@ -91,8 +91,8 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen3Config:
         head_dim=head_dim,
         max_positions=sizes["max_position_embeddings"],
         rope_theta=_rope_theta(raw),
-        rms_norm_eps=_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
-        tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
+        rms_norm_eps=read_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        tie_word_embeddings=read_flag(raw, "tie_word_embeddings"),
         dtype=_dtype(raw),
     )
 
@@ -105,16 +105,23 @@ def _refuse_other_models(raw: Mapping[str, Any]) -> None:
         raise CheckpointError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported; accepted: 'silu'")
     if raw.get("quantization_config") is not None:
         raise CheckpointError("config.json: quantization_config is not supported; accepted: unquantised weights")
-    if _flag(raw, "attention_bias"):
+    if read_flag(raw, "attention_bias"):
         raise CheckpointError("config.json: attention_bias true is not supported; accepted: false")
     kinds = raw.get("layer_types") or []
     sliding = isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds)
-    if _flag(raw, "use_sliding_window") or sliding or not isinstance(kinds, list):
+    if read_flag(raw, "use_sliding_window") or sliding or not isinstance(kinds, list):
         raise CheckpointError("config.json: sliding window attention is not supported; accepted: full attention")
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
-    """Legacy files hold rope_theta and rope_scaling; transformers 5 writes rope_parameters."""
+    return read_positive(read_rope(raw, ("default",))["rope_theta"], "rope_theta")
+
+
+def read_rope(raw: Mapping[str, Any], accepted: Sequence[str]) -> dict[str, Any]:
+    """The rotary settings, of one of the accepted types: `rope_type`, `rope_theta` and whatever else is told.
+
+    Legacy files hold rope_theta and rope_scaling; transformers 5 writes rope_parameters.
+    """
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = raw.get(name)
@@ -122,17 +129,19 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
             raise CheckpointError(f"config.json: {name} is not an object")
         rope.update(value or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise CheckpointError(f"config.json: rope type {kind!r} is not supported; accepted: 'default'")
+    if kind not in accepted:
+        options = ", ".join(map(repr, accepted))
+        raise CheckpointError(f"config.json: rope type {repr(kind)[:80]} is not supported; accepted: {options}")
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError("config.json: partial_rotary_factor is not supported; accepted: 1.0")
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise CheckpointError("config.json: rope_theta is missing")
-    return _positive(theta, "rope_theta")
+    return {**rope, "rope_type": kind, "rope_theta": theta}
 
 
-def _size(raw: Mapping[str, Any], name: str) -> int:
+def read_size(raw: Mapping[str, Any], name: str) -> int:
+    """One of the counts of config.json; bounded, since memory is allocated by it."""
     value = raw.get(name)
     if value is None:
         raise CheckpointError(f"config.json: {name} is missing")
@@ -141,13 +150,13 @@ def _size(raw: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _positive(value: object, name: str) -> float:
+def read_positive(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _GREATEST:
         raise CheckpointError(f"config.json: {name} {repr(value)[:40]} is not a positive number up to {_GREATEST:g}")
     return float(value)
 
 
-def _flag(raw: Mapping[str, Any], name: str) -> bool:
+def read_flag(raw: Mapping[str, Any], name: str) -> bool:
     value = raw.get(name) or False
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name} {value!r} is not true or false")

@@ -1,4 +1,4 @@
-"""Random weights of any Qwen3 geometry, made on the device one tensor at a time: for benchmarks and tests."""
+"""Random weights of any geometry, made on the device one tensor at a time: for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from adapters.models.checkpoint import expected_tensors
 from adapters.models.config import Qwen3Config
+from adapters.models.dflash_checkpoint import draft_tensors
+from adapters.models.dflash_config import DFlashConfig
 
 
 @frozen
@@ -23,9 +25,33 @@ class RandomWeights:
     scale: float = 0.02
 
     def read(self, name: str) -> Tensor:
-        shape = expected_tensors(self.config)[name]
-        key = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=7).digest()
-        generator = torch.Generator(self.device).manual_seed(int.from_bytes(key, "little"))
-        tensor = torch.empty(shape, device=self.device, dtype=self.dtype)
-        tensor.normal_(0.0, self.scale, generator=generator)
-        return tensor.add_(1.0) if len(shape) == 1 else tensor
+        return _normal(expected_tensors(self.config)[name], f"{self.seed}:{name}", self.device, self.dtype, self.scale)
+
+
+@frozen
+class RandomDraft:
+    """The same for a DFlash draft."""
+
+    config: DFlashConfig
+    seed: int = 0
+    device: torch.device = field(factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    scale: float = 0.02
+
+    def has(self, name: str) -> bool:
+        return name in draft_tensors(self.config, len(self.config.taps))
+
+    def read(self, name: str) -> Tensor:
+        shape = draft_tensors(self.config, len(self.config.taps))[name]
+        return _normal(shape, f"{self.seed}:{name}", self.device, self.dtype, self.scale)
+
+    def digest(self) -> str:
+        return f"random {self.seed} {self.scale}"
+
+
+def _normal(shape: tuple[int, ...], name: str, device: torch.device, dtype: torch.dtype, scale: float) -> Tensor:
+    key = hashlib.blake2b(name.encode(), digest_size=7).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(key, "little"))
+    tensor = torch.empty(shape, device=device, dtype=dtype)
+    tensor.normal_(0.0, scale, generator=generator)
+    return tensor.add_(1.0) if len(shape) == 1 else tensor

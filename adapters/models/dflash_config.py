@@ -1,0 +1,318 @@
+"""A DFlash draft's configuration: config.json against the tensors' shapes and the target, or one clear refusal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters.models.config import CheckpointError, Qwen3Config, read_flag, read_positive, read_rope, read_size
+from adapters.models.kernels import Rope, Sight
+
+DEFAULT_BLOCK = 16
+LARGEST_BLOCK = 128
+NATIVE = "muse_glimmer_assistant"  # what transformers calls its own DFlash draft
+_KINDS = ("full_attention", "sliding_attention")
+
+
+@frozen
+class Yarn:
+    """Frequencies of many turns within `original` positions stay, those of few are divided by `factor`.
+
+    fast, slow: the turns where the ramp between the two ends. attention: what cosines and sines are multiplied with.
+    truncate: the ramp starts and ends at whole pairs.
+    """
+
+    factor: float
+    original: float
+    fast: float
+    slow: float
+    attention: float
+    truncate: bool
+
+
+@frozen
+class Rotary:
+    """Half-split rotary embedding over the whole head, at absolute positions."""
+
+    head_dim: int
+    theta: float
+    yarn: Yarn | None = None
+
+    def tables(self, positions: int, device: torch.device) -> Rope:
+        """Computed on the host in float32, in the order of transformers, so that every device rotates alike."""
+        frequencies, scale = self.frequencies()
+        angles = torch.outer(torch.arange(positions).float(), frequencies)
+        return Rope((angles.cos() * scale).to(device), (angles.sin() * scale).to(device))
+
+    def frequencies(self) -> tuple[Tensor, float]:
+        """Float32 `[hd / 2]`, and the factor of cosines and sines."""
+        head, yarn = self.head_dim, self.yarn
+        powers = self.theta ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head)
+        if yarn is None:
+            return 1.0 / powers, 1.0
+        low, high = (
+            head * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            for turns in (yarn.fast, yarn.slow)
+        )
+        if yarn.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head - 1)
+        width = high - low or 0.001
+        kept = 1 - ((torch.arange(head // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+        return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept, yarn.attention
+
+
+@frozen
+class DraftShapes:
+    """What the tensors say: D, I, layers, H, KV, hd and K, the number of target layers that feed the context."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_taps: int
+
+
+@frozen
+class DFlashConfig:
+    """A DFlash draft: Qwen3 layers over a block `[seed, MASK, ...]` behind context rows that the target's layers give.
+
+    taps: the target's layers whose outputs are fused into the context, in the order of `fc`. block: B, the seed and at
+    most B - 1 proposals. sights: for each layer, what a row of the block sees.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    sights: tuple[Sight, ...]
+    taps: tuple[int, ...]
+    block: int
+    mask_token_id: int
+    rms_norm_eps: float = 1e-6
+
+    def row_facts(self) -> tuple[object, ...]:
+        """Besides weights, all that the numbers of a context row depend on."""
+        return (self.taps, self.rotary, self.rms_norm_eps, self.num_kv_heads)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: Qwen3Config) -> DFlashConfig:
+    """config.json of a draft whose tensors have these shapes, for this target. Raises CheckpointError.
+
+    A field of DFlash's own is looked for in `dflash_config`, then at top level. A size that config.json leaves out is
+    what the tensors say; one that it has must agree.
+    """
+    refuse_other_formats(raw)
+    own = raw.get("dflash_config", {})
+    if not isinstance(own, Mapping):
+        raise CheckpointError("config.json: dflash_config is not an object")
+    fields = {**raw, **{name: value for name, value in own.items() if value is not None}}
+    _compare_sizes(raw, shapes)
+    _compare_target(fields, shapes, target)
+    block = _integer(fields.get("block_size", DEFAULT_BLOCK), "block_size", 2, LARGEST_BLOCK)
+    return DFlashConfig(
+        hidden_size=shapes.hidden_size,
+        intermediate_size=shapes.intermediate_size,
+        num_layers=shapes.num_layers,
+        num_heads=shapes.num_heads,
+        num_kv_heads=shapes.num_kv_heads,
+        head_dim=shapes.head_dim,
+        rotary=_rotary(raw, shapes.head_dim),
+        sights=_sights(fields, shapes.num_layers, block),
+        taps=_taps(fields, shapes.num_taps, target.num_layers),
+        block=block,
+        mask_token_id=_mask_token_id(fields, target.vocab_size),
+        rms_norm_eps=read_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+    )
+
+
+def refuse_other_formats(raw: Mapping[str, Any]) -> None:
+    """Drafts that are told by their config.json to be something else."""
+    for name in ("speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size"):
+        if raw.get(name) is not None:
+            raise CheckpointError(
+                f"config.json: {name} {repr(raw[name])[:40]}: drafts in Speculators format are not supported; "
+                "accepted: flat DFlash checkpoints (fc, hidden_norm, norm, layers.N.*)"
+            )
+    kind = raw.get("model_type", "qwen3")
+    if kind not in ("qwen3", NATIVE):
+        raise CheckpointError(
+            f"config.json: model_type {repr(kind)[:80]} is not a supported draft; accepted: 'qwen3', {NATIVE!r}"
+        )
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(
+            f"config.json: hidden_act {repr(raw['hidden_act'])[:80]} is not supported; accepted: 'silu'"
+        )
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError("config.json: quantization_config is not supported; accepted: unquantised weights")
+    if read_flag(raw, "attention_bias"):
+        raise CheckpointError("config.json: attention_bias true is not supported; accepted: false")
+
+
+def formula_taps(layers: int, count: int) -> tuple[int, ...]:
+    """The taps of a draft whose config.json names none: evenly spread from layer 1 to the last but two."""
+    if count == 1:
+        return (layers // 2,)
+    return tuple(round(1 + index * (layers - 4) / (count - 1)) for index in range(count))
+
+
+def _compare_sizes(raw: Mapping[str, Any], shapes: DraftShapes) -> None:
+    told = {
+        "hidden_size": shapes.hidden_size,
+        "intermediate_size": shapes.intermediate_size,
+        "num_hidden_layers": shapes.num_layers,
+        "num_attention_heads": shapes.num_heads,
+        "num_key_value_heads": shapes.num_kv_heads,
+        "head_dim": shapes.head_dim,
+    }
+    for name, found in told.items():
+        if raw.get(name) is not None and read_size(raw, name) != found:
+            raise CheckpointError(f"config.json: {name} is {raw[name]}, but the tensors' shapes say {found}")
+
+
+def _compare_target(fields: Mapping[str, Any], shapes: DraftShapes, target: Qwen3Config) -> None:
+    facts = (
+        ("hidden_size", shapes.hidden_size, target.hidden_size),
+        ("num_target_layers", fields.get("num_target_layers"), target.num_layers),
+        ("vocab_size", fields.get("vocab_size"), target.vocab_size),
+        ("target_hidden_size", fields.get("target_hidden_size"), target.hidden_size),
+    )
+    for name, ours, theirs in facts:
+        if ours is not None and ours != theirs:
+            raise CheckpointError(
+                f"config.json: {name} is {repr(ours)[:40]}, but the target has {theirs}: a draft of another target"
+            )
+
+
+def _taps(fields: Mapping[str, Any], count: int, layers: int) -> tuple[int, ...]:
+    ids = fields.get("target_layer_ids")
+    named = ids is not None
+    taps = ids if named else list(formula_taps(layers, count))
+    if not isinstance(taps, list) or not all(isinstance(tap, int) and not isinstance(tap, bool) for tap in taps):
+        raise CheckpointError(f"config.json: target_layer_ids {repr(taps)[:80]} is not a list of layer numbers")
+    if len(taps) != count:
+        raise CheckpointError(
+            f"config.json: target_layer_ids names {len(taps)} layers, but fc.weight is as wide as {count} of them"
+        )
+    if len(set(taps)) != count or not all(0 <= tap < layers for tap in taps):
+        how = "are" if named else "are missing, and those derived from the number of layers are"
+        raise CheckpointError(
+            f"config.json: target_layer_ids {how} {repr(taps)[:80]}; accepted: different ones of 0..{layers - 1}"
+        )
+    return tuple(taps)
+
+
+def _sights(fields: Mapping[str, Any], layers: int, block: int) -> tuple[Sight, ...]:
+    """Sliding layers are causal within the block and full ones see all of it, unless config.json says `causal`.
+
+    Transformers' own drafts see both ways in either kind, and their windows do not count the row itself.
+    """
+    native = fields.get("model_type") == NATIVE
+    kinds = _layer_kinds(fields, layers)
+    causal = False if native else fields.get("causal")
+    if causal is not None and not isinstance(causal, bool):
+        raise CheckpointError(f"config.json: causal {repr(causal)[:40]} is not true or false")
+    window = 0
+    if "sliding_attention" in kinds:
+        if fields.get("use_sliding_window") is False:
+            raise CheckpointError("config.json: layer_types has sliding_attention, but use_sliding_window is false")
+        window = _integer(fields.get("sliding_window"), "sliding_window", 1, 1 << 24) + native
+    sights = []
+    for kind in kinds:
+        sliding = kind == "sliding_attention"
+        sight = Sight(causal=sliding if causal is None else causal, window=window if sliding else 0)
+        if sliding and not sight.causal and window < block:
+            raise CheckpointError(
+                f"config.json: sliding_window {window} is smaller than block_size {block} in a layer that is not causal"
+            )
+        sights.append(sight)
+    return tuple(sights)
+
+
+def _layer_kinds(fields: Mapping[str, Any], layers: int) -> Sequence[str]:
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        if not read_flag(fields, "use_sliding_window"):
+            return ["full_attention"] * layers
+        first = _integer(fields.get("max_window_layers", 28), "max_window_layers", 0, 1 << 16)
+        return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
+        raise CheckpointError(
+            f"config.json: layer_types {repr(kinds)[:80]} is not {layers} times one of {', '.join(_KINDS)}"
+        )
+    return kinds
+
+
+def _mask_token_id(fields: Mapping[str, Any], vocab: int) -> int:
+    if fields.get("mask_token_id") is None:
+        raise CheckpointError("config.json: mask_token_id is missing")
+    return _integer(fields["mask_token_id"], "mask_token_id", 0, vocab - 1)
+
+
+def _rotary(raw: Mapping[str, Any], head_dim: int) -> Rotary:
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs an even one")
+    rope = read_rope(raw, ("default", "yarn"))
+    theta = read_positive(rope["rope_theta"], "rope_theta")
+    if rope["rope_type"] == "default":
+        return Rotary(head_dim, theta)
+    if theta <= 1:
+        raise CheckpointError(f"config.json: rope_theta {theta:g} is not above 1")
+    longest = raw.get("max_position_embeddings")
+    original = read_positive(
+        _either(rope.get("original_max_position_embeddings"), longest), "original_max_position_embeddings"
+    )
+    factor = rope.get("factor")
+    if factor is None and longest is not None:
+        factor = read_positive(longest, "max_position_embeddings") / original
+    factor = read_positive(factor, "factor")
+    truncate = _either(rope.get("truncate"), True)
+    if not isinstance(truncate, bool):
+        raise CheckpointError(f"config.json: truncate {repr(truncate)[:40]} is not true or false")
+    yarn = Yarn(
+        factor=factor,
+        original=original,
+        fast=read_positive(rope.get("beta_fast") or 32, "beta_fast"),
+        slow=read_positive(rope.get("beta_slow") or 1, "beta_slow"),
+        attention=_attention_factor(rope, factor),
+        truncate=truncate,
+    )
+    return Rotary(head_dim, theta, yarn)
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    told = rope.get("attention_factor")
+    if told is not None:
+        return read_positive(told, "attention_factor")
+
+    def grown(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(read_positive(rope["mscale"], "mscale")) / grown(
+            read_positive(rope["mscale_all_dim"], "mscale_all_dim")
+        )
+    return grown(1.0)
+
+
+def _either(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _integer(value: object, name: str, lowest: int, highest: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+        raise CheckpointError(f"config.json: {name} {repr(value)[:40]} is not an integer in {lowest}..{highest}")
+    return value

@@ -1,0 +1,216 @@
+"""Random DFlash drafts and their folders, and a slow forward written straight from the formulas."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from attrs import evolve
+from safetensors.torch import save_file
+from torch import Tensor
+
+from adapters.models.config import Qwen3Config
+from adapters.models.dflash import DFlashDraft
+from adapters.models.dflash_checkpoint import draft_tensors
+from adapters.models.dflash_config import DFlashConfig, Rotary, Yarn
+from adapters.models.kernels import Sight
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.shard import Segment, Step, TargetHead
+
+FULL, CAUSAL = Sight(), Sight(causal=True)
+TARGET = Qwen3Config(211, 64, 104, 9, 4, 2, 16, 4096, 1e4)
+
+
+def slides(window: int, *, causal: bool = True) -> Sight:
+    return Sight(causal=causal, window=window)
+
+
+def config_of(**changes: object) -> DFlashConfig:
+    plain = DFlashConfig(64, 104, 3, 4, 2, 16, Rotary(16, 1e4), (FULL,) * 3, (1, 4, 6), 16, 210)
+    config = evolve(plain, **changes)
+    return evolve(config, rotary=evolve(config.rotary, head_dim=config.head_dim))
+
+
+GEOMETRIES = {
+    "gqa 2 to 1, full": config_of(),
+    "one tap, mqa, one layer, causal": config_of(
+        num_layers=1, num_heads=5, num_kv_heads=1, sights=(CAUSAL,), taps=(4,), intermediate_size=72
+    ),
+    "sliding and full": config_of(sights=(slides(40), slides(40), FULL), num_heads=8, head_dim=24, block=10),
+    "sliding both ways": config_of(sights=(slides(33, causal=False), FULL, slides(700)), num_kv_heads=4, head_dim=32),
+    "yarn": config_of(
+        num_layers=2,
+        sights=(FULL, slides(600)),
+        taps=(0, 8),
+        rotary=Rotary(16, 1e4, Yarn(4.0, 256.0, 32.0, 1.0, 0.1 * math.log(4) + 1, truncate=True)),
+        block=8,
+        rms_norm_eps=1e-5,
+    ),
+}
+
+
+class Tensors(dict[str, Tensor]):
+    """Weights by their published names, as a draft reads them."""
+
+    def read(self, name: str) -> Tensor:
+        return self[name]
+
+    def has(self, name: str) -> bool:
+        return name in self
+
+    def digest(self) -> str:
+        return "for tests"
+
+
+def random_tensors(config: DFlashConfig, seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    made = Tensors()
+    for name, shape in draft_tensors(config, len(config.taps)).items():
+        tensor = torch.randn(shape, generator=generator)
+        made[name] = tensor * 0.2 + 1 if len(shape) == 1 else tensor * 1.5 * shape[1] ** -0.5
+    return made
+
+
+def save_draft(folder: Path, config: DFlashConfig, tensors: dict[str, Tensor], **changes: object) -> None:
+    """A folder as drafts are published; a change to "absent" leaves the field out."""
+    raw: dict[str, object] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rotary.theta,
+        "vocab_size": TARGET.vocab_size,
+        "num_target_layers": TARGET.num_layers,
+        "max_position_embeddings": 4096,
+        "block_size": config.block,
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.taps)},
+        "layer_types": ["sliding_attention" if sight.window else "full_attention" for sight in config.sights],
+        **changes,
+    }
+    folder.mkdir(exist_ok=True)
+    kept = {name: value for name, value in raw.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(kept))
+    save_file(dict(tensors), folder / "model.safetensors")
+
+
+def head_of(config: DFlashConfig, kernels, dtype: torch.dtype = torch.float32, vocab: int = 211) -> TargetHead:
+    generator = torch.Generator().manual_seed(99)
+    table = torch.randn(vocab, config.hidden_size, generator=generator).to(dtype)
+    return TargetHead(table, kernels.pack(table.clone()))
+
+
+def draft_of(config: DFlashConfig, tensors: Tensors | None = None, dtype: torch.dtype = torch.float32, **options):
+    kernels = options.pop("kernels", None) or CpuKernels(dtype)
+    shape = {"slots": 4, "capacity": 1200} | options
+    weights = tensors or random_tensors(config)
+    return DFlashDraft(config, weights, kernels, head_of(config, kernels.fresh(), dtype), dtype=dtype, **shape)
+
+
+def captures_of(config: DFlashConfig, count: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
+    """What the target left for `count` rows: `[K, count, D]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(len(config.taps), count, config.hidden_size, generator=generator).to(dtype)
+
+
+def extend(draft: DFlashDraft, rung: int, *parts: tuple[int, int, Tensor]) -> None:
+    """Parts are (slot, start, captures `[K, rows, D]`); what the captures hold for padded rows is garbage."""
+    step = Step(tuple(Segment(slot, start, rows.shape[1]) for slot, start, rows in parts), rung)
+    every = torch.cat([rows for _, _, rows in parts], 1)
+    captures = {}
+    for index, tap in enumerate(draft.taps):
+        captures[tap] = torch.full((rung, every.shape[2]), 3e4, dtype=every.dtype)
+        captures[tap][: every.shape[1]] = every[index]
+    draft.extend(step, captures)
+
+
+def extend_in_pieces(draft: DFlashDraft, rows: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> None:
+    """Pieces are (rung, rows), the last one repeated."""
+    at, index = 0, 0
+    while at < rows.shape[1]:
+        rung, count = pieces[min(index, len(pieces) - 1)]
+        extend(draft, rung, (slot, at, rows[:, at : at + count]))
+        at, index = at + count, index + 1
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turned(x: Tensor, positions: list[int], rotary: Rotary) -> Tensor:
+    """x `[rows, heads, hd]`, pair (i, i + hd / 2) turned by position times frequency i, one pair at a time."""
+    head = rotary.head_dim
+    out = x.clone()
+    for i in range(head // 2):
+        frequency, scale = slow_frequency(rotary, i)
+        for row, position in enumerate(positions):
+            cos, sin = math.cos(position * frequency) * scale, math.sin(position * frequency) * scale
+            a, b = x[row, :, i], x[row, :, i + head // 2]
+            out[row, :, i] = a * cos - b * sin
+            out[row, :, i + head // 2] = b * cos + a * sin
+    return out
+
+
+def slow_frequency(rotary: Rotary, i: int) -> tuple[float, float]:
+    plain = rotary.theta ** (-2 * i / rotary.head_dim)
+    yarn = rotary.yarn
+    if yarn is None:
+        return plain, 1.0
+
+    def pair_that_turns(turns: float) -> float:
+        return rotary.head_dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
+
+    low = max(math.floor(pair_that_turns(yarn.fast)), 0)
+    high = min(math.ceil(pair_that_turns(yarn.slow)), rotary.head_dim - 1)
+    divided = min(max((i - low) / (high - low), 0), 1)
+    return plain * (1 - divided) + plain / yarn.factor * divided, yarn.attention
+
+
+def slow_logits(
+    config: DFlashConfig, tensors: Tensors, table: Tensor, *, captures: Tensor, first: int, tokens: list[int]
+) -> Tensor:
+    """Float64 logits `[rows, V]` of a block `tokens` behind context rows `[first, n)` that captures `[K, n, D]` give."""
+    weights = {name: tensor.double() for name, tensor in tensors.items()}
+    eps, head, group = config.rms_norm_eps, config.head_dim, config.num_heads // config.num_kv_heads
+    count, size = captures.shape[1], len(tokens)
+    fused = captures.double().permute(1, 0, 2).reshape(count, -1) @ weights["fc.weight"].T
+    context = norm(fused, weights["hidden_norm.weight"], eps)[first:]
+    x = table.double()[tokens]
+    here = list(range(count, count + size))
+    for layer, sight in enumerate(config.sights):
+        name = f"layers.{layer}."
+
+        def of(part: str, rows: Tensor, name: str = name) -> Tensor:
+            return rows @ weights[name + part].T
+
+        h = norm(x, weights[name + "input_layernorm.weight"], eps)
+        q = norm(of("self_attn.q_proj.weight", h).view(size, -1, head), weights[name + "self_attn.q_norm.weight"], eps)
+        both = torch.cat((context, h))
+        k = of("self_attn.k_proj.weight", both).view(len(both), -1, head)
+        k = turned(
+            norm(k, weights[name + "self_attn.k_norm.weight"], eps), [*range(first, count), *here], config.rotary
+        )
+        v = of("self_attn.v_proj.weight", both).view(len(both), -1, head)
+        q = turned(q, here, config.rotary)
+        attended = torch.zeros(size, config.num_heads, head, dtype=torch.float64)
+        for row, position in enumerate(here):
+            seen = [
+                key - first
+                for key in range(first, count + size)
+                if not (sight.causal and key > position) and not (sight.window and key <= position - sight.window)
+            ]
+            for number in range(config.num_heads):
+                keys, values = k[seen, number // group], v[seen, number // group]
+                attended[row, number] = (keys @ q[row, number] / head**0.5).softmax(0) @ values
+        x = x + of("self_attn.o_proj.weight", attended.flatten(1))
+        h = norm(x, weights[name + "post_attention_layernorm.weight"], eps)
+        gate, up = of("mlp.gate_proj.weight", h), of("mlp.up_proj.weight", h)
+        x = x + of("mlp.down_proj.weight", gate * gate.sigmoid() * up)
+    return norm(x, weights["norm.weight"], eps) @ table.double().T
