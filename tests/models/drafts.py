@@ -176,7 +176,7 @@ def slow_frequency(rotary: Rotary, i: int) -> tuple[float, float]:
 def slow_logits(
     config: DFlashConfig, tensors: Tensors, table: Tensor, *, captures: Tensor, first: int, tokens: list[int]
 ) -> Tensor:
-    """Float64 logits `[rows, V]` of a block `tokens` behind context rows `[first, n)` that captures `[K, n, D]` give."""
+    """Float64 logits `[rows, V]` of a block `tokens` behind context rows `[first, n)` that captures give."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     eps, head, group = config.rms_norm_eps, config.head_dim, config.num_heads // config.num_kv_heads
     count, size = captures.shape[1], len(tokens)

@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.cuda_graphs import GraphCache
-from adapters.models.kernels import Batch, Rope
-from adapters.models.kernels.triton import attention, linear, rows
+from adapters.models.kernels import Batch, BlockBatch, Rope, Sight
+from adapters.models.kernels.triton import attention, block, linear, rows
 
 T = TypeVar("T")
 
@@ -27,7 +27,9 @@ KV_TILE = 64
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 NARROW = 128
+BLOCK_SPLITS = 64  # of a block's keys at most, so that one tile holds a head's partials
 H200_SHARED = 227 << 10
+LOG2_E = 1.4426950408889634
 
 
 @frozen
@@ -181,10 +183,10 @@ class TritonKernels:
         _, kv, capacity, head = k_cache.shape
         if head not in HEAD_SIZES:
             raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
-        heads = qkv.shape[1] // head - 2 * kv
+        heads = qkv.shape[1] // head - 2 * kv  # none, if rows are only stored
         q = qkv.new_empty(len(qkv), heads, head)
-        block = 8
-        grid = (len(qkv), triton.cdiv(heads + 2 * kv, block))
+        at_once = 8
+        grid = (len(qkv), triton.cdiv(heads + 2 * kv, at_once))
         rows.rotate_store[grid](
             qkv,
             q_norm,
@@ -201,10 +203,15 @@ class TritonKernels:
             HEADS=heads,
             KV=kv,
             HALF=head // 2,
-            BLOCK=block,
+            BLOCK=at_once,
             **self._options(4),
         )
         return q
+
+    def store(
+        self, kv: Tensor, k_norm: Tensor, eps: float, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        self.rotate_store(kv, k_norm, k_norm, eps, rope, batch, k_cache, v_cache)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         rung, heads, head = q.shape
@@ -212,21 +219,16 @@ class TritonKernels:
         group = heads // kv
         padded = triton.next_power_of_2(group)
         splits = triton.cdiv(capacity, SPLIT)
-        wide = q.dtype == torch.float32
-        block = 32 if wide else 64
-        key_tile = 32 if wide else KV_TILE
-        tiles = self._tiles(batch, block // padded, slots)
+        query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
+        tiles = self._tiles(batch, query_tile // padded, slots)
         limit = len(tiles)
         out = torch.empty_like(q)
         keys = TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head])
         values = TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head])
-        scale = head**-0.5 * 1.4426950408889634
+        scale = head**-0.5 * LOG2_E
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "HEAD": head}
-        shape |= {"BLOCK_M": block, "BLOCK_N": key_tile, "SPLIT": SPLIT}
-        options = self._options(8 if wide or head > 128 else 4) | {"enable_fp_fusion": False}
-        fits = (self._shared - 4096 - 2 * block * head * q.dtype.itemsize) // (2 * key_tile * head * q.dtype.itemsize)
-        options |= {"PRECISION": "ieee" if wide else "tf32"}
-        options["STAGES"] = 1 if wide else max(1, min(3 if head <= 128 else 2, fits))
+        shape |= {"BLOCK_M": query_tile, "BLOCK_N": key_tile, "SPLIT": SPLIT}
+        options = self._attention_options(q, query_tile, key_tile)
         if rung > NARROW or rung * heads * splits * head * 4 > SCRATCH_BYTES:
             attention.attend_chain[(limit * kv,)](
                 q, keys, values, tiles, out, capacity, limit, scale, **shape, **options
@@ -264,6 +266,80 @@ class TritonKernels:
             **self._options(1),
         )
         return out.view(rung, -1)
+
+    def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
+        rung, heads, head = q.shape
+        _, kv, capacity, _ = k_cache.shape
+        split = SPLIT
+        while split * BLOCK_SPLITS < capacity:
+            split *= 2
+        splits = triton.cdiv(capacity, split)
+        query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
+        padded = triton.next_power_of_2(heads // kv)
+        acc, sums = self._block_scratch(rung, heads, splits, head)
+        out = torch.empty_like(q)
+        block.attend_splits[(2 * self._processors,)](
+            q,
+            TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head]),
+            TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head]),
+            batch.slots,
+            batch.positions,
+            batch.starts,
+            batch.lengths,
+            batch.firsts,
+            acc,
+            sums,
+            rung,
+            capacity,
+            splits,
+            head**-0.5 * LOG2_E,
+            HEADS=heads,
+            KV=kv,
+            GROUP=heads // kv,
+            PADDED=padded,
+            HEAD=head,
+            BLOCK_M=query_tile,
+            BLOCK_N=key_tile,
+            SPLIT=split,
+            TILE=query_tile // padded,
+            ROWS=triton.next_power_of_2(rung),
+            CAUSAL=sight.causal,
+            WINDOW=sight.window,
+            **self._attention_options(q, query_tile, key_tile),
+        )
+        block.merge[(rung, heads)](
+            acc,
+            sums,
+            batch.starts,
+            batch.lengths,
+            batch.firsts,
+            out,
+            splits,
+            HEADS=heads,
+            HEAD=head,
+            SPLIT=split,
+            LIMIT=triton.next_power_of_2(splits),
+            WINDOW=sight.window,
+            **self._options(4),
+        )
+        return out.view(rung, -1)
+
+    def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> dict[str, Any]:
+        head, size, wide = q.shape[2], q.dtype.itemsize, q.dtype == torch.float32
+        fits = (self._shared - 4096 - 2 * query_tile * head * size) // (2 * key_tile * head * size)
+        stages = 1 if wide else max(1, min(3 if head <= 128 else 2, fits))
+        own = {"enable_fp_fusion": False, "PRECISION": "ieee" if wide else "tf32", "STAGES": stages}
+        return self._options(8 if wide or head > 128 else 4) | own
+
+    def _block_scratch(self, rung: int, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
+        """The same for blocks, whose splits are few enough for every rung to have its own."""
+        key = (rung, heads, splits, head)
+        if key not in self._partials:
+            self._partials[key] = (
+                torch.empty(key, dtype=torch.float32, device=self.device),
+                torch.empty(rung, heads, splits, 2, dtype=torch.float32, device=self.device),
+            )
+        return self._partials[key]
 
     def _scratch(self, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
         """Where splits leave their partials; kept for good, since recorded graphs hold its address."""
