@@ -61,5 +61,6 @@ class Report:
     completion_tokens: int = 0
     rounds: int = 0
     proposed: int = 0
-    accepted: int = 0
+    accepted: int = 0  # proposals that became tokens of the answer
+    speculation: str = ""  # why nothing (more) was proposed, machine-readable; empty: it was to the end
     compressed_from: int = 0  # length of the prompt before compression; 0: not compressed

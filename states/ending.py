@@ -31,7 +31,7 @@ from states.life import (
     Unparking,
 )
 from states.machine import Then
-from states.onward import Leave, LeaveEarly, leave, leave_early, let_go, trusted
+from states.onward import Leave, LeaveEarly, leave, leave_early, let_go, park, trusted
 
 Settled: TypeAlias = Then[Draining] | Leave
 SettledEarly: TypeAlias = Then[Draining] | LeaveEarly  # no draft yet
@@ -69,7 +69,7 @@ def settle_found(state: Draining, event: PrefixFound) -> Then[Done, ReleasePrefi
 
 def settle_draft(state: Draining, _: DraftUnparked) -> Then[Parking, ParkDraft]:
     """The draft came after all: give it back."""
-    return Then(Parking(evolve(state.hold, draft=True)), ParkDraft())
+    return Then(Parking(evolve(state.hold, draft=True)), park(state.hold))
 
 
 def settle_rows(state: Draining, event: PrefillAdvanced) -> Settled:

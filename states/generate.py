@@ -19,9 +19,9 @@ def unparked(state: Unparking, _: DraftUnparked) -> Work:
     return work(evolve(state.hold, draft=True))
 
 
-def plain(state: Unparking, _: DeviceFailed) -> Work:
+def plain(state: Unparking, event: DeviceFailed) -> Work:
     """A failed unpark decodes without a draft: the same answer, token by token."""
-    return work(state.hold)
+    return work(evolve(state.hold, speculation=f"unpark_{event.kind}"))
 
 
 def prefilled(
@@ -34,7 +34,10 @@ def prefilled(
 
 
 def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens, RunRound] | Finished:
-    """Take what the target agreed to, up to a stop token or the limit."""
+    """Take what the target agreed to, up to a stop token or the limit.
+
+    The executor is told of both and keeps nothing past them; here it is made sure, for what a client gets.
+    """
     hold, job = state.hold, state.hold.job
     tokens = event.tokens[: job.max_tokens - len(hold.answer)]
     stops = [at for at, token in enumerate(tokens) if token in job.stop_tokens]
@@ -46,6 +49,7 @@ def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens
         answer=hold.answer + tokens,
         rounds=hold.rounds + 1,
         proposed=hold.proposed + event.proposed,
+        accepted=hold.accepted + min(event.accepted, len(tokens)),
     )
     emit = EmitTokens(tokens, event.logprobs[: len(tokens)])
     if stops or len(hold.answer) == job.max_tokens:

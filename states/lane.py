@@ -57,7 +57,7 @@ def choose(lane: Lane, models: Residency, settings: Settings) -> tuple[Lane, Res
     if lane.running or not lane.waiting:
         return lane, models, None
     for ask in lane.waiting:
-        models, outcome = residency.at_once(models, ask, settings)
+        models, outcome = residency.at_once(models, ask, settings.residency)
         if outcome is not None:
             return drop(lane, ask), models, Answer(ask.request, outcome)
     rounds = [ask for ask in lane.waiting if isinstance(ask.effect, RunRound)]

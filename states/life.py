@@ -71,6 +71,8 @@ class Hold:
     answer: Tokens = ()
     rounds: int = 0
     proposed: int = 0
+    accepted: int = 0  # proposals that became tokens of the answer
+    speculation: str = ""  # why nothing (more) is proposed; empty while something is
 
     @property
     def target(self) -> int:
@@ -93,7 +95,8 @@ class Hold:
             completion_tokens=len(self.answer),
             rounds=self.rounds,
             proposed=self.proposed,
-            accepted=len(self.answer) - self.rounds if self.proposed else 0,
+            accepted=self.accepted,
+            speculation=self.speculation,
             compressed_from=raw if raw != len(self.prompt) else 0,
         )
 

@@ -62,7 +62,8 @@ def admit(state: Waiting, event: Admitted) -> Opened:
         tier="device" if event.keep else "none",
         miss="" if event.keep else "nothing_shared_on_device",
     )
-    return open_slot(hold, event.source)
+    wanted = policy.speculate(hold)
+    return open_slot(hold if wanted.go else evolve(hold, speculation=wanted.reason), event.source)
 
 
 Found: TypeAlias = (
@@ -78,7 +79,7 @@ Found: TypeAlias = (
 def found(state: LookingUp, event: PrefixFound) -> Found:
     """Load what is there, computing its front meanwhile; or let go of it, where computing is better."""
     hold = remembered(state.hold, event.served)
-    opening = OpenSlot(hold.slot, hold.slot, hold.valid, hold.prompt, hold.job.sampling)
+    opening = OpenSlot(hold.slot, hold.slot, hold.valid, hold.prompt, hold.job.sampling, hold.job.stop_tokens)
     stop = max(usable(hold, event.length), hold.valid)
     front = policy.front(hold.settings, hold.valid, stop, event.load_ns)
     compress = policy.compress(hold, hold.target - stop).go

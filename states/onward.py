@@ -94,10 +94,14 @@ def next_round(hold: Hold) -> RunRound:
     return RunRound(hold.slot, hold.valid, last, min(hold.settings.block, room) if hold.draft else 0)
 
 
+def park(hold: Hold) -> ParkDraft:
+    return ParkDraft(release=hold.settings.residency.draft == "release")
+
+
 def leave(hold: Hold) -> Leave:
     """The stream is closed: keep what is worth keeping, then give back what is held."""
     if hold.draft and not policy.snapshot(hold).go:
-        return Then(Parking(hold), ParkDraft())
+        return Then(Parking(hold), park(hold))
     return leave_early(hold)
 
 
@@ -110,7 +114,7 @@ def leave_early(hold: Hold) -> LeaveEarly:
 
 def let_go(hold: Hold) -> Then[Parking, ParkDraft] | Then[Done]:
     if hold.draft:
-        return Then(Parking(hold), ParkDraft())
+        return Then(Parking(hold), park(hold))
     return Then(Done(hold))
 
 

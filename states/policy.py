@@ -47,10 +47,13 @@ def lookup(hold: Hold) -> Decision:
 
 
 def speculate(hold: Hold) -> Decision:
+    """Is the draft worth being brought in for this request?"""
     if hold.settings.block == 0:
         return Decision(False, "no_draft")
     if not hold.job.speculate:
         return Decision(False, "declined")
+    if hold.job.max_tokens == 1:
+        return Decision(False, "one_token")
     return Decision(True, "draft")
 
 

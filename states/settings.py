@@ -5,6 +5,7 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from states.rates import Rates
+from states.residency import Resolved
 
 MOST_SLOTS = 1 << 12
 
@@ -25,7 +26,7 @@ class Settings:
     cold_max: int = 0  # `full` keeps one at the last safe boundary up to here, for what other sessions share; 0: none
     block: int = 0  # tokens that a draft proposes a round at most; 0: there is no draft
     tree: int = 0  # nodes of a proposed tree; 0: proposals are a chain
-    keep_draft: bool = True  # residency: the draft stays loaded between requests
+    residency: Resolved = field(factory=Resolved)  # what becomes of the draft's weights between requests
     compress_threshold: int = 0  # prompt tokens still missing from which PFlash pays; 0: never
     keep_permille: int = 100  # of the prompt's tokens, how many a compression keeps
     prefill_ns: int = 0  # measured time to compute one prompt token; 0: not measured

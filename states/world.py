@@ -38,7 +38,7 @@ class World:
 
 
 def begin(settings: Settings) -> World:
-    return World(settings, Slots((Slot(),) * settings.slots))
+    return World(settings, Slots((Slot(),) * settings.slots), models=residency.boot(settings.residency))
 
 
 def advance(world: World, request: RequestId, event: Event) -> tuple[World, tuple[Out, ...]]:

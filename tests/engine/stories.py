@@ -21,12 +21,21 @@ from effects.snapshot import SnapshotSaved
 from engine.runner import Envelope
 from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
 from states.life import Cancelled, Event, Submitted
+from states.residency import Resolved
 from states.settings import Settings
 from states.world import Out, World, advance, begin
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLAIN = Settings(slots=2, max_context=256, max_queue=1, chunk=32, grain=16, batch_rows=8)
-RICH = evolve(PLAIN, store=True, block=4, keep_draft=False, compress_threshold=100, keep_permille=300, prefill_ns=100)
+RICH = evolve(
+    PLAIN,
+    store=True,
+    block=4,
+    residency=Resolved("request-scoped", "park"),
+    compress_threshold=100,
+    keep_permille=300,
+    prefill_ns=100,
+)
 A, B, C, D = map(RequestId, range(1, 5))
 
 

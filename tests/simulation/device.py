@@ -21,6 +21,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.round import RoundDone, RunRound
 from effects.snapshot import SaveSnapshot, SnapshotSaved
+from states.residency import IDLE, Place
 from states.settings import Settings
 
 Answer: TypeAlias = tuple[RequestId, Any]
@@ -61,6 +62,7 @@ class DeviceSlot:
     rows: list[int]
     tokens: list[int] = field(factory=list)  # what is served: the prompt, then what was picked
     seed: int = 0
+    stops: Tokens = ()
     owner: RequestId | None = None
     broken: bool = False  # refuses all work until it is opened again
 
@@ -84,9 +86,10 @@ class Device:
     slots: list[DeviceSlot] = field(init=False)
     lane: deque[Ask | Launch | Transfer] = field(factory=deque)
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
-    draft: bool = False
+    draft: Place = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.draft = IDLE[self.settings.residency.draft]
         self.slots = [DeviceSlot([NOTHING] * self.settings.max_context) for _ in range(self.settings.slots)]
 
     def step(self) -> list[Answer]:
@@ -116,6 +119,7 @@ class Device:
         assert slot.broken or source.rows[: opening.keep] == wanted, "a slot is opened on rows that are not there"
         slot.rows[: opening.keep] = wanted
         slot.tokens, slot.seed, slot.owner = list(opening.prompt), opening.sampling.seed, request
+        slot.stops = opening.stop_tokens
 
     def perform(self, ask: Ask) -> Any:
         failed = self.failure(ask.request)
@@ -131,13 +135,14 @@ class Device:
                     self.store.memo[prompt] = shortened(prompt)
                 return failed or PromptCompressed(shortened(prompt), ((0, 4),))
             case UnparkDraft():
-                assert not self.draft, "the draft is here already"
-                self.draft = failed is None
-                return failed or DraftUnparked()
-            case ParkDraft():
-                assert self.draft, "the draft is not here"
-                self.draft = failed is not None
-                return failed or DraftParked()
+                assert self.draft != "loaded", "the draft is here already"
+                self.draft = self.draft if failed else "loaded"
+                return failed or DraftUnparked(1000, 10)
+            case ParkDraft(release):
+                assert self.draft == "loaded", "the draft is not here"
+                if failed is None:
+                    self.draft = "released" if release else "parked"
+                return failed or DraftParked(1000, 10)
             case other:
                 raise AssertionError(other)
 
@@ -175,7 +180,7 @@ class Device:
 
     def round(self, slot: DeviceSlot, one: RunRound, failed: DeviceFailed | None) -> Any:
         at = one.position
-        assert self.draft or not one.propose, "proposals without a draft"
+        assert self.draft == "loaded" or not one.propose, "proposals without a draft"
         assert one.propose <= self.settings.block
         assert len(slot.tokens) == at + 1, "a round out of step"
         assert slot.tokens[at] == one.token, "a round that feeds another token"
@@ -184,13 +189,22 @@ class Device:
         if failed is not None:
             self.spoil(slot, at, failed)
             return failed
+        proposed, right = self.drafted(one.propose)
+        cuts = self.rng.random() < 0.9  # or leaves that to the core
         picked: list[int] = []
-        for position in range(at, at + 1 + self.rng.randint(0, one.propose)):
+        for position in range(at, at + 1 + right):
             slot.rows[position] = rows_of((slot.tokens[position],), slot.rows[position - 1] if position else 0)[0]
             picked.append(pick(slot.rows[position], slot.seed, position))
             slot.tokens.append(picked[-1])
+            if cuts and picked[-1] in slot.stops:
+                break
         self.forget(slot, at + len(picked))
-        return RoundDone(tuple(picked), one.propose)
+        return RoundDone(tuple(picked), proposed, ns=self.rng.choice((0, 5, 90)), accepted=min(len(picked), right))
+
+    def drafted(self, most: int) -> tuple[int, int]:
+        """How many tokens the draft proposes, and how many of them are right: all, none, or some."""
+        proposed = self.rng.choice((most, most, most, most // 2, 0))
+        return proposed, self.rng.choice((proposed, 0, self.rng.randint(0, proposed)))
 
     def write(self, transfer: Transfer) -> Any:
         answer = self.written(transfer)

@@ -12,15 +12,18 @@ from effects.ids import RequestId, Tokens
 from effects.job import Job, Sampling
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.prefill import OpenSlot
+from effects.round import RoundDone
 from effects.scope import Scope
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.invariants import check
 from states.life import Cancelled, Event, Submitted
+from states.residency import IDLE, Resolved
 from states.settings import Settings
 from states.world import Out, advance, begin
 from tests.simulation.device import Answer, Device, Store, Transfer, answer_of, rows_of, shortened
 
 REASONS = ("client_gone", "deadline", "stop_string", "shutdown")
+RESIDENCIES = (Resolved(), Resolved("request-scoped", "park"), Resolved("request-scoped", "release"))
 EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
 
 
@@ -33,6 +36,11 @@ class Client:
     cancelled: set[str] = field(factory=set)
     tokens: Tokens = ()
     closing: CloseStream | None = None
+    counted: tuple[int, int, int] = (0, 0, 0)  # rounds, proposals, proposals among the tokens
+
+    def count(self, done: RoundDone, heard: int) -> None:
+        rounds, proposed, accepted = self.counted
+        self.counted = rounds + 1, proposed + done.proposed, accepted + min(done.accepted, heard)
 
     def hear(self, effect: ReportProgress | EmitTokens | CloseStream) -> None:
         assert self.closing is None, "a word after the last one"
@@ -73,6 +81,7 @@ class Client:
         assert report.completion_tokens == len(self.tokens)
         assert report.restored_tokens < max(report.prompt_tokens, 1)
         assert (report.tier == "none") == (report.restored_tokens == 0)
+        assert (report.rounds, report.proposed, report.accepted) == self.counted
         assert 0 <= report.accepted <= report.proposed
 
 
@@ -112,7 +121,7 @@ class Simulator:
             batch_rows=rng.choice((1, 4, 16)),
             store=rng.random() < 0.6,
             block=rng.choice((0, 0, 1, 4)),
-            keep_draft=rng.random() < 0.5,
+            residency=rng.choice(RESIDENCIES),
             compress_threshold=rng.choice((0, 0, 6, 14)),
             prefill_ns=rng.choice((0, 50)),
         )
@@ -181,7 +190,11 @@ class Simulator:
     def deliver(self) -> None:
         request, outcome = self.answers.pop(self.rng.randrange(len(self.answers)))
         self.launched.discard(request)
+        client = self.clients[request]
+        before = None if client.closing else len(client.tokens)
         self.feed(request, outcome)
+        if before is not None and isinstance(outcome, RoundDone):
+            client.count(outcome, len(client.tokens) - before)
 
     def enter(self) -> None:
         self.device.lane.append(self.entering.pop(0))
@@ -238,9 +251,9 @@ class Simulator:
         assert not world.slots.waiting
         assert world.lane.waiting == world.lane.running == ()
         assert not self.store.leases, "a lease was never released"
-        assert not world.models.leases
-        assert device.draft == world.models.draft_loaded
-        assert self.settings.keep_draft or self.failures or not device.draft, "the draft was never parked"
+        assert not world.models.draft.leases
+        assert device.draft == world.models.draft.place
+        assert self.failures or device.draft == IDLE[self.settings.residency.draft], "the draft was never parked"
         for slot, real in zip(world.slots.slots, device.slots, strict=True):
             rows = len(slot.tokens)
             assert slot.holder is None

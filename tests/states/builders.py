@@ -10,6 +10,7 @@ from effects.all import Ask, Effect
 from effects.ids import RequestId, SlotId
 from effects.job import Job
 from states.life import Draining, Hold, Restoring, State, Waiting
+from states.residency import Resolved
 from states.settings import Settings
 from states.slots import Slot, Slots
 
@@ -20,6 +21,7 @@ SHORT = (100, 101, 102, 103, 900, 901)  # what a compression made of PROMPT: one
 PLAIN = Settings(slots=2, max_context=64, max_queue=3, chunk=8, grain=4, batch_rows=8)
 STORE = evolve(PLAIN, store=True)
 DRAFT = evolve(PLAIN, block=3)
+SCOPED = evolve(DRAFT, residency=Resolved("request-scoped", "park"))
 PFLASH = evolve(PLAIN, compress_threshold=12, keep_permille=250)
 EVERYTHING = evolve(STORE, block=3, compress_threshold=12, keep_permille=250)
 
@@ -30,8 +32,8 @@ def a_job(**changes: Any) -> Job:
 
 def a_hold(settings: Settings = PLAIN, **changes: Any) -> Hold:
     """Just admitted, with nothing on the device."""
-    fresh = Hold(a_job(), settings, HERE, PROMPT, valid=0, restored=0, tier="none", miss="nothing_shared_on_device")
-    return evolve(fresh, **changes)
+    told = {"miss": "nothing_shared_on_device", "speculation": "" if settings.block else "no_draft"}
+    return evolve(Hold(a_job(), settings, HERE, PROMPT, valid=0, restored=0, tier="none", **told), **changes)
 
 
 def a_prefilled(settings: Settings = PLAIN, **changes: Any) -> Hold:

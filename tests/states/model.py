@@ -26,6 +26,7 @@ from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states.life import Admitted, Cancelled, Done, Draining, New, Parking, Refused, Snapshotting, Submitted, Waiting
 from states.machine import IllegalEvent, Table, step
+from states.residency import Resolved
 from states.settings import Settings
 
 STOP = 0
@@ -40,6 +41,7 @@ SETTINGS = tuple(
         compress_threshold=threshold,
         keep_decoded=keep_decoded,
         prefill_ns=10 * store,
+        residency=Resolved("auto", "keep" if grain == 1 else "release"),
     )
     for grain, store, block, threshold, keep_decoded in product((1, 2), (False, True), (0, 1), (0, 2), (False, True))
 )
@@ -87,6 +89,7 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield PrefillAdvanced(stop)
         case RunRound(propose=propose):
             yield from (RoundDone(tokens[: propose + 1], propose) for tokens in ((7, 8), (7, STOP), (STOP, 8), (7,)))
+            yield from (RoundDone((STOP,), propose, accepted=propose), RoundDone((7,))) if propose else ()
         case SaveSnapshot(_, tokens):
             yield SnapshotSaved(len(tokens), 1)
         case ParkDraft():
@@ -163,8 +166,10 @@ def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
         case ReleasePrefix() | RestoreBlocks():
             fault = None if node.lease else "uses a lease that it does not have"
             node = evolve(node, lease=False)
-        case ParkDraft():
+        case ParkDraft(release):
             fault = fault if node.draft else "gives back a draft that it does not have"
+            if release != (node.state.hold.settings.residency.draft == "release"):
+                fault = "sends the draft where the policy does not"
             node = evolve(node, draft=False)
         case RunRound(propose=propose) if propose and not node.draft:
             fault = "proposes without a draft"

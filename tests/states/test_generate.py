@@ -40,9 +40,12 @@ def test_an_unparked_draft_is_leased_and_the_work_begins() -> None:
 
 def test_a_failed_unpark_goes_on_without_a_draft() -> None:
     then = generate.plain(Unparking(a_hold(DRAFT)), OUT_OF_MEMORY)
-    assert then == Then(Prefilling(a_hold(DRAFT)), RunPrefill(HERE, 0, 8))
+    hold = a_hold(DRAFT, speculation="unpark_out_of_memory")
+    assert then == Then(Prefilling(hold), RunPrefill(HERE, 0, 8))
     then = generate.plain(Unparking(a_prefilled(DRAFT)), OUT_OF_MEMORY)
-    assert then == Then(Speculating(a_prefilled(DRAFT)), RunRound(HERE, 20, 120, propose=0))
+    hold = a_prefilled(DRAFT, speculation="unpark_out_of_memory")
+    assert then == Then(Speculating(hold), RunRound(HERE, 20, 120, propose=0))
+    assert hold.report.speculation == "unpark_out_of_memory"
 
 
 def test_prefill_goes_on_chunk_by_chunk_and_stops_before_the_last_token() -> None:
@@ -70,7 +73,7 @@ def test_a_round_emits_its_token_and_feeds_it_to_the_next() -> None:
 
 def test_accepted_proposals_count_and_the_next_round_proposes_no_further_than_the_limit() -> None:
     then = generate.accept(Speculating(a_prefilled(DRAFT, draft=True)), RoundDone((7, 8, 9), proposed=3))
-    hold = a_prefilled(DRAFT, draft=True, valid=23, answer=(7, 8, 9), rounds=1, proposed=3)
+    hold = a_prefilled(DRAFT, draft=True, valid=23, answer=(7, 8, 9), rounds=1, proposed=3, accepted=2)
     assert then == Then(Speculating(hold), EmitTokens((7, 8, 9)), RunRound(HERE, 23, 9, propose=2))
     assert (hold.report.rounds, hold.report.proposed, hold.report.accepted) == (1, 3, 2)
 
@@ -122,7 +125,7 @@ def test_one_token_may_be_all_that_is_wanted() -> None:
 
 def test_the_stream_closes_before_the_snapshot_and_the_parking() -> None:
     before = a_prefilled(EVERYTHING, draft=True)
-    after = evolve(before, valid=24, answer=(7, 8, 9, 0), rounds=1, proposed=3)
+    after = evolve(before, valid=24, answer=(7, 8, 9, 0), rounds=1, proposed=3, accepted=3)
     then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 0), proposed=3))
     saving = SaveSnapshot(HERE, (*PROMPT, 7, 8, 9))
     closing = CloseStream("stop", after.report)

@@ -9,15 +9,14 @@ from attrs import evolve
 
 from effects.all import Ask, Launch
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
-from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
-from effects.round import RoundDone, RunRound
-from states import lane, residency
+from effects.round import RunRound
+from states import lane
 from states.lane import Answer, Lane
-from states.residency import Residency
-from tests.states.builders import DRAFT, ONE, THREE, TWO
+from states.residency import Model, Residency
+from tests.states.builders import DRAFT, ONE, SCOPED, TWO
 
-REQUEST_SCOPED = evolve(DRAFT, keep_draft=False)
 NOBODY = Residency()
 
 
@@ -64,7 +63,7 @@ def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
 
 
 def test_everything_but_rounds_goes_alone_and_in_order_of_arrival() -> None:
-    assert launched(chunk(2), chunk(1), unpark(3)) == (chunk(2),)
+    assert launched(chunk(2), chunk(1), unpark(3), models=Residency(Model("parked"))) == (chunk(2),)
 
 
 def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
@@ -94,17 +93,8 @@ def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() ->
     assert lane.join(busy, chunk(4)).waiting == (chunk(1), chunk(3), chunk(4))
 
 
-def test_the_first_to_need_the_draft_brings_it_in_and_leases_it_once_it_is_there() -> None:
-    assert launched(unpark(1)) == (unpark(1),)
-    assert residency.acknowledged(Residency(), unpark(1), DraftUnparked()) == Residency(
-        draft_loaded=True, leases=(ONE,)
-    )
-    assert residency.acknowledged(Residency(), unpark(1), DeviceFailed("out_of_memory", "")) == Residency()
-
-
 def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_else() -> None:
-    there = Residency(draft_loaded=True, leases=(ONE,))
-    shared = Residency(draft_loaded=True, leases=(ONE, TWO))
+    there, shared = Residency(Model("loaded", (ONE,))), Residency(Model("loaded", (ONE, TWO)))
     assert choose(chunk(1), a_round(3), unpark(2), models=there) == (
         Lane((chunk(1), a_round(3))),
         shared,
@@ -112,33 +102,17 @@ def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_el
     )
 
 
-@pytest.mark.parametrize("settings", [DRAFT, REQUEST_SCOPED], ids=["kept", "request-scoped"])
-def test_a_draft_that_somebody_else_needs_stays(settings: Any) -> None:
-    shared, left = Residency(True, (ONE, TWO)), Residency(True, (TWO,))
-    assert choose(park(1), models=shared, settings=settings) == (Lane(), left, Answer(ONE, DraftParked()))
-
-
-def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
-    last = Residency(True, (ONE,))
-    assert choose(park(1), models=last) == (Lane(), Residency(True), Answer(ONE, DraftParked()))
-    after, models, chosen = choose(park(1), models=last, settings=REQUEST_SCOPED)
-    assert (after, models, chosen) == (Lane((), (park(1),)), last, Launch((park(1),)))
-
-
-def test_a_parking_changes_what_was_acknowledged() -> None:
-    last = Residency(True, (ONE,))
-    assert residency.acknowledged(last, park(1), DraftParked()) == Residency()
-    assert residency.acknowledged(last, park(1), DeviceFailed("io", "")) == Residency(draft_loaded=True)
+def test_moving_weights_takes_a_turn_like_a_chunk() -> None:
+    away = Residency(Model("parked"))
+    assert launched(a_round(1), unpark(2), models=away, settings=SCOPED) == (a_round(1),)
+    assert launched(a_round(1), unpark(2), rounds_last=True, models=away, settings=SCOPED) == (unpark(2),)
+    last = Residency(Model("loaded", (TWO,)))
+    assert launched(a_round(1), park(2), rounds_last=True, models=last, settings=SCOPED) == (park(2),)
 
 
 def test_a_draft_is_not_sent_away_while_somebody_waits_for_it() -> None:
-    last, two = Residency(True, (ONE,)), Residency(True, (ONE, TWO))
-    after, models, chosen = choose(park(1), unpark(2), models=last, settings=REQUEST_SCOPED)
+    last, two = Residency(Model("loaded", (ONE,))), Residency(Model("loaded", (ONE, TWO)))
+    after, models, chosen = choose(park(1), unpark(2), models=last, settings=SCOPED)
     assert (after, models, chosen) == (Lane((park(1),)), two, Answer(TWO, DraftUnparked()))
-    assert lane.choose(after, models, REQUEST_SCOPED)[1:] == (Residency(True, (TWO,)), Answer(ONE, DraftParked()))
-
-
-def test_other_outcomes_leave_the_residency_alone() -> None:
-    models = Residency(True, (ONE, THREE))
-    assert residency.acknowledged(models, a_round(1), RoundDone((7,))) is models
-    assert residency.acknowledged(models, a_round(1), DeviceFailed("broken", "")) is models
+    left = Residency(Model("loaded", (TWO,)))
+    assert lane.choose(after, models, SCOPED)[1:] == (left, Answer(ONE, DraftParked()))

@@ -49,7 +49,7 @@ THERE = SlotId(1)
 
 
 def opening(keep: int = 0, prompt: tuple[int, ...] = PROMPT, source: SlotId = HERE) -> OpenSlot:
-    return OpenSlot(HERE, source, keep, prompt, Sampling())
+    return OpenSlot(HERE, source, keep, prompt, Sampling(), a_job().stop_tokens)
 
 
 def found(length: int, **changes: object) -> PrefixFound:
@@ -97,7 +97,9 @@ def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
     hold = a_hold(EVERYTHING, job=job, prompt=(7,))
     assert then == Then(Unparking(hold), opening(prompt=(7,)), UnparkDraft())
     then = lookup.admit(Waiting(job), Admitted(HERE, HERE, 0, PLAIN))
-    assert then == Then(Speculating(evolve(hold, settings=PLAIN)), opening(prompt=(7,)), RunRound(HERE, 0, 7))
+    assert then == Then(
+        Speculating(evolve(hold, settings=PLAIN, speculation="no_draft")), opening(prompt=(7,)), RunRound(HERE, 0, 7)
+    )
 
 
 def test_the_stores_are_asked_for_more_than_the_device_has() -> None:

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from effects.all import Ask, Launch
-from effects.draft import DraftUnparked, UnparkDraft
+from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Report
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -17,10 +17,11 @@ from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.invariants import check
 from states.life import Cancelled, Draining, Event, Prefilling, Submitted, Waiting
 from states.machine import IllegalEvent
+from states.residency import Model, Residency
 from states.settings import Settings
 from states.slots import Slot
 from states.world import Out, World, advance, begin
-from tests.states.builders import DRAFT, HERE, ONE, PLAIN, PROMPT, THREE, TWO, a_hold, a_job
+from tests.states.builders import DRAFT, HERE, ONE, PLAIN, PROMPT, SCOPED, THREE, TWO, a_hold, a_job
 
 SMALL = evolve(PLAIN, slots=1, max_queue=1)
 GONE = Cancelled("client_gone")
@@ -47,7 +48,7 @@ def test_a_request_is_admitted_and_launched_in_the_event_that_submits_it() -> No
     world, outs = after(PLAIN, submitted(ONE))
     assert outs == (
         Ask(ONE, ReportProgress(0, 21, 0)),
-        Ask(ONE, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling)),
+        Ask(ONE, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
         alone(ONE, RunPrefill(HERE, 0, 8)),
     )
     assert world.requests == {ONE: Prefilling(a_hold())}
@@ -77,11 +78,12 @@ def test_a_cancelled_place_in_the_queue_is_free_again() -> None:
 def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> None:
     short = {"prompt": (1,), "max_tokens": 1}
     world, outs = after(SMALL, submitted(ONE, **short), submitted(TWO), (ONE, RoundDone((7,))))
-    closing = Report(prompt_tokens=1, miss="nothing_shared_on_device", completion_tokens=1, rounds=1)
+    told = {"miss": "nothing_shared_on_device", "speculation": "no_draft"}
+    closing = Report(prompt_tokens=1, completion_tokens=1, rounds=1, **told)
     assert outs == (
         Ask(ONE, EmitTokens((7,))),
         Ask(ONE, CloseStream("length", closing)),
-        Ask(TWO, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling)),
+        Ask(TWO, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
         alone(TWO, RunPrefill(HERE, 0, 8)),
     )
     assert world.slots.slots == (Slot(holder=TWO, used=1),)
@@ -129,19 +131,34 @@ def test_two_rounds_that_wait_become_one_launch() -> None:
     assert outs[-1] == Launch((Ask(TWO, RunRound(SlotId(1), 1, 8)), Ask(ONE, RunRound(HERE, 2, 9))))
 
 
-def test_a_draft_is_brought_in_once_for_two() -> None:
-    one, two = {"prompt": (1,)}, {"prompt": (2,)}
-    world, outs = after(DRAFT, submitted(ONE, **one), submitted(TWO, **two), (ONE, DraftUnparked()))
-    assert world.models.leases == (ONE, TWO)
-    rounds = Ask(ONE, RunRound(HERE, 0, 1, propose=3)), Ask(TWO, RunRound(SlotId(1), 0, 2, propose=3))
+def test_a_draft_that_stays_is_leased_without_a_word() -> None:
+    world, outs = after(DRAFT, submitted(ONE, prompt=(1,)))
+    assert world.models.draft.leases == (ONE,)
+    assert outs[-1] == alone(ONE, RunRound(HERE, 0, 1, propose=3))
+
+
+def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
+    one, two = {"prompt": (1,), "max_tokens": 2}, {"prompt": (2,), "max_tokens": 2}
+    events = submitted(ONE, **one), submitted(TWO, **two), (ONE, DraftUnparked(9))
+    world, outs = after(SCOPED, *events)
+    assert world.models.draft == Model("loaded", (ONE, TWO), size=9, moved=9, loads=1)
+    rounds = Ask(ONE, RunRound(HERE, 0, 1, propose=1)), Ask(TWO, RunRound(SlotId(1), 0, 2, propose=1))
     assert outs == (Launch(rounds),)
+    world, _ = after(SCOPED, *events, (ONE, RoundDone((7, 8), 1)))
+    assert list(world.requests) == [ONE, TWO], "the batch is not back yet"
+    world, outs = after(SCOPED, *events, (ONE, RoundDone((7, 8), 1)), (TWO, RoundDone((7, 8), 1)))
+    assert list(world.requests) == [TWO]
+    assert outs[-1] == alone(TWO, ParkDraft())
+    world, _ = advance(world, TWO, DraftParked(9))
+    assert not world.requests
+    assert world.models.draft == Model("parked", size=9, moved=18, loads=1, parks=1)
 
 
 def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
-    failed = DeviceFailed("out_of_memory", "")
+    failed = DeviceFailed("out_of_memory", "no room")
     one, two = {"prompt": (1,)}, {"prompt": (2,)}
-    world, outs = after(DRAFT, submitted(ONE, **one), submitted(TWO, **two), (ONE, failed))
-    assert world.models.leases == ()
+    world, outs = after(SCOPED, submitted(ONE, **one), submitted(TWO, **two), (ONE, failed))
+    assert world.models.draft == Model("parked", failures=1, error="out_of_memory: no room")
     assert outs == (alone(ONE, RunRound(HERE, 0, 1)),)
     _, outs = advance(world, ONE, RoundDone((7,)))
     assert outs[-1] == alone(TWO, UnparkDraft())
@@ -171,7 +188,7 @@ def test_an_invariant_that_breaks_says_which() -> None:
     with pytest.raises(AssertionError, match="the lane works for a request without a slot"):
         check(evolve(world, requests={}, slots=begin(PLAIN).slots))
     with pytest.raises(AssertionError, match="leased and not loaded"):
-        check(evolve(world, models=evolve(world.models, leases=(ONE,))))
+        check(evolve(world, models=Residency(Model("parked", (ONE,)))))
     idle = evolve(world.lane, running=(), waiting=world.lane.running)
     with pytest.raises(AssertionError, match="the lane idles"):
         check(evolve(world, lane=idle))

@@ -1,0 +1,261 @@
+"""Where a draft's weights are: the resolver's truth table, moves as transactions, and every order of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+
+from effects.all import Ask, Effect, Launch
+from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
+from effects.ids import DeviceFailed, RequestId
+from effects.job import Job
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.round import RoundDone, RunRound
+from states import lane, residency
+from states.invariants import check
+from states.lane import Answer, Lane
+from states.life import Cancelled, Event, Submitted
+from states.residency import IDLE, Model, Policy, Residency, Resolved, Use, boot, resolve, resolved, shown
+from states.settings import Settings
+from states.world import Out, World, advance, begin
+from tests.states.builders import DRAFT, ONE, SCOPED, THREE, TWO, asks
+
+NO, YES = False, True
+
+
+@pytest.mark.parametrize(
+    ("policy", "use", "low_memory", "has_draft", "after"),
+    [
+        ("persistent", "draft", NO, YES, "keep"),
+        ("persistent", "draft", YES, YES, "keep"),
+        ("persistent", "drafter", NO, YES, "keep"),
+        ("persistent", "drafter", YES, NO, "keep"),
+        ("request-scoped", "draft", NO, YES, "park"),
+        ("request-scoped", "draft", YES, YES, "park"),
+        ("request-scoped", "drafter", NO, NO, "release"),
+        ("request-scoped", "drafter", YES, YES, "release"),
+        ("auto", "draft", NO, YES, "keep"),
+        ("auto", "draft", YES, YES, "park"),
+        ("auto", "draft", YES, NO, "keep"),
+        ("auto", "drafter", NO, YES, "release"),
+        ("auto", "drafter", YES, YES, "release"),
+        ("auto", "drafter", YES, NO, "release"),
+    ],
+)
+def test_resolve(policy: Policy, use: Use, low_memory: bool, has_draft: bool, after: str) -> None:
+    assert resolve(policy, use, low_memory=low_memory, has_draft=has_draft) == after
+
+
+@pytest.mark.parametrize(
+    ("policy", "has_draft", "has_drafter", "outcome"),
+    [
+        ("auto", YES, YES, Resolved("auto", "keep", "release")),
+        ("persistent", YES, NO, Resolved("persistent", "keep", "keep")),
+        ("request-scoped", YES, NO, Resolved("request-scoped", "park", "release")),
+        ("request-scoped", NO, YES, Resolved("request-scoped", "park", "release")),
+    ],
+)
+def test_a_policy_comes_to_something_for_both_models(
+    policy: Policy, has_draft: bool, has_drafter: bool, outcome: Resolved
+) -> None:
+    assert resolved(policy, has_draft=has_draft, has_drafter=has_drafter) == (outcome, "")
+
+
+def test_request_scoped_without_a_model_to_send_away_is_auto_and_says_so() -> None:
+    outcome, message = resolved("request-scoped", has_draft=False, has_drafter=False, low_memory=True)
+    assert outcome == Resolved("auto", "keep", "release")
+    assert "request-scoped" in message
+    assert "auto" in message
+
+
+def test_a_hint_of_low_memory_parks_the_draft_of_auto() -> None:
+    assert resolved("auto", has_draft=True, has_drafter=False, low_memory=True)[0].draft == "park"
+    assert resolved("persistent", has_draft=True, has_drafter=False, low_memory=True)[0].draft == "keep"
+
+
+@pytest.mark.parametrize(("after", "place"), [("keep", "loaded"), ("park", "parked"), ("release", "released")])
+def test_at_boot_a_draft_is_where_it_goes_when_nobody_needs_it(after: Any, place: str) -> None:
+    assert boot(Resolved("auto", after)) == Residency(Model(place))  # type: ignore[arg-type]
+
+
+def unpark(request: int) -> Ask:
+    return Ask(RequestId(request), UnparkDraft())
+
+
+def park(request: int, *, release: bool = False) -> Ask:
+    return Ask(RequestId(request), ParkDraft(release))
+
+
+def test_the_first_to_need_a_draft_leases_it_once_it_is_there() -> None:
+    away = Residency(Model("parked", size=5, moved=5, parks=1))
+    there = Residency(Model("loaded", (ONE,), size=9, moved=14, loads=1, parks=1))
+    assert residency.acknowledged(away, unpark(1), DraftUnparked(9, 3)) == there
+    assert residency.at_once(away, unpark(1), SCOPED.residency) == (away, None)
+
+
+def test_a_move_that_told_no_bytes_leaves_the_size_as_it_was_known() -> None:
+    away = Residency(Model("parked", size=5))
+    assert residency.acknowledged(away, unpark(1), DraftUnparked()).draft.size == 5
+
+
+@pytest.mark.parametrize("place", ["parked", "released"])
+def test_a_failed_unpark_leaves_the_previous_state(place: Any) -> None:
+    away = Residency(Model(place, size=5))
+    failed = residency.acknowledged(away, unpark(1), DeviceFailed("out_of_memory", "no room"))
+    assert failed == Residency(Model(place, size=5, failures=1, error="out_of_memory: no room"))
+    again = residency.acknowledged(failed, unpark(2), DraftUnparked(5))
+    assert (again.draft.place, again.draft.leases, again.draft.loads) == ("loaded", (TWO,), 1)
+
+
+def test_who_gave_up_its_place_in_the_queue_says_nothing_about_the_draft() -> None:
+    away = Residency(Model("parked"))
+    assert residency.acknowledged(away, unpark(1), DeviceFailed("abandoned", "")) == away
+
+
+@pytest.mark.parametrize(("release", "place"), [(False, "parked"), (True, "released")])
+def test_the_last_lease_sends_the_draft_where_it_was_asked_to_go(release: bool, place: str) -> None:
+    last = Residency(Model("loaded", (ONE,), loads=1))
+    gone = residency.acknowledged(last, park(1, release=release), DraftParked(9))
+    assert gone == Residency(Model(place, size=9, moved=9, loads=1, parks=1))  # type: ignore[arg-type]
+
+
+def test_a_failed_parking_leaves_it_loaded_for_the_next_one() -> None:
+    last = Residency(Model("loaded", (ONE,)))
+    left = residency.acknowledged(last, park(1), DeviceFailed("out_of_memory", "no pinned memory"))
+    assert left == Residency(Model("loaded", failures=1, error="out_of_memory: no pinned memory"))
+    assert residency.at_once(left, unpark(2), SCOPED.residency)[1] == DraftUnparked()
+
+
+@pytest.mark.parametrize("settings", [DRAFT, SCOPED], ids=["kept", "request-scoped"])
+def test_a_draft_that_somebody_else_needs_stays(settings: Settings) -> None:
+    shared, left = Residency(Model("loaded", (ONE, TWO))), Residency(Model("loaded", (TWO,)))
+    assert lane.choose(Lane((park(1),)), shared, settings) == (Lane(), left, Answer(ONE, DraftParked()))
+
+
+def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
+    last, waiting = Residency(Model("loaded", (ONE,))), Lane((park(1),))
+    assert lane.choose(waiting, last, DRAFT) == (Lane(), Residency(Model("loaded")), Answer(ONE, DraftParked()))
+    assert lane.choose(waiting, last, SCOPED) == (Lane((), (park(1),)), last, Launch((park(1),)))
+
+
+def test_other_outcomes_leave_the_residency_alone() -> None:
+    models = Residency(Model("loaded", (ONE, THREE)))
+    (a_round,) = asks(ONE, RunRound(0, 20, 7))  # type: ignore[arg-type]
+    assert residency.acknowledged(models, a_round, RoundDone((7,))) is models
+    assert residency.acknowledged(models, a_round, DeviceFailed("broken", "")) is models
+
+
+def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() -> None:
+    parked = Residency(Model("parked", size=9, moved=18, loads=1, parks=1, failures=1, error="io: bad"))
+    told = shown(parked, SCOPED.residency, has_draft=True)
+    assert told["policy"] == "request-scoped"
+    assert told["draft"] == {
+        "state": "parked",
+        "after_use": "park",
+        "device_bytes": 0,
+        "host_bytes": 9,
+        "moved_bytes": 18,
+        "leases": 0,
+        "loads": 1,
+        "parks": 1,
+        "failures": 1,
+        "last_error": "io: bad",
+    }
+    counted = shown(Residency(), DRAFT.residency, has_draft=True, held={"draft": (7, 8)})["draft"]
+    assert (counted["state"], counted["device_bytes"], counted["host_bytes"], counted["last_error"]) == (
+        *("loaded", 7, 8),
+        None,
+    )
+    assert shown(Residency(), DRAFT.residency, has_draft=False) == {"policy": "auto"}
+
+
+# Every order in which three requests come, draft, leave and fail: the whole fold, walked to its end.
+
+HOUSE = Settings(slots=2, max_context=8, max_queue=1, chunk=1, grain=1, block=1)
+JOBS = {ONE: Job((1, 1), 2), TWO: Job((2,), 3), THREE: Job((3,), 1)}
+FAILED = (DeviceFailed("out_of_memory", ""), DeviceFailed("abandoned", ""))
+
+
+def answers(effect: Effect, failures: tuple[DeviceFailed, ...]) -> Iterator[Any]:
+    match effect:
+        case RunPrefill(_, _, stop):
+            yield PrefillAdvanced(stop)
+        case UnparkDraft():
+            yield DraftUnparked()
+        case ParkDraft():
+            yield DraftParked()
+        case RunRound(propose=propose):
+            yield RoundDone((7, 8)[: propose + 1], propose)
+    yield from failures
+
+
+@frozen
+class Node:
+    world: World
+    come: frozenset[RequestId] = frozenset()
+    cancelled: frozenset[RequestId] = frozenset()
+
+    def possible(self, failures: tuple[DeviceFailed, ...]) -> Iterator[tuple[RequestId, Event]]:
+        yield from ((request, Submitted(job)) for request, job in JOBS.items() if request not in self.come)
+        yield from ((request, Cancelled("client_gone")) for request in self.world.requests.keys() - self.cancelled)
+        for ask in self.world.lane.running:
+            yield from ((ask.request, outcome) for outcome in answers(ask.effect, failures))
+
+    def after(self, request: RequestId, event: Event) -> Node:
+        world, outs = advance(self.world, request, event)
+        sound(self.world, world, outs)
+        cancelled = self.cancelled | ({request} if isinstance(event, Cancelled) else set())
+        return Node(forgetful(world), self.come | {request}, cancelled & world.requests.keys())
+
+
+def forgetful(world: World) -> World:
+    """Counts and idle sequences do not matter here, and would never come back to a world that was seen."""
+    draft = evolve(world.models.draft, loads=0, parks=0, failures=0, error="")
+    slots = tuple(evolve(slot, tokens=(), used=0) for slot in world.slots.slots)
+    return evolve(world, models=Residency(draft), slots=evolve(world.slots, slots=slots, turn=0))
+
+
+def sound(before: World, world: World, outs: tuple[Out, ...]) -> None:
+    check(world)
+    draft = world.models.draft
+    for out in outs:
+        for ask in out.asks if isinstance(out, Launch) else ():
+            match ask.effect:
+                case RunRound(propose=propose):
+                    assert not propose or (draft.place == "loaded" and ask.request in draft.leases)
+                case UnparkDraft():
+                    assert draft.place != "loaded", "what is there is asked for"
+                case ParkDraft(release):
+                    assert draft.place == "loaded"
+                    assert draft.leases == (ask.request,), "sent away although somebody needs it"
+                    assert IDLE[world.settings.residency.draft] == ("released" if release else "parked")
+    if draft.place != before.models.draft.place:
+        (moved,) = before.lane.running
+        assert isinstance(moved.effect, UnparkDraft | ParkDraft), "weights moved that nobody acknowledged"
+
+
+@pytest.mark.parametrize("failures", [(), FAILED], ids=["calm", "failing"])
+@pytest.mark.parametrize(
+    ("after", "place"), [("keep", "loaded"), ("keep", "parked"), ("park", "parked"), ("release", "released")]
+)
+def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
+    after: Any, place: Any, failures: tuple[DeviceFailed, ...]
+) -> None:
+    start = evolve(begin(evolve(HOUSE, residency=Resolved("auto", after))), models=Residency(Model(place)))
+    todo, seen, ends = [Node(start)], {repr(Node(start))}, set[str]()
+    while todo:
+        node = todo.pop()
+        if not node.world.requests and len(node.come) == len(JOBS):
+            assert not node.world.models.draft.leases
+            ends.add(node.world.models.draft.place)
+        for request, event in node.possible(failures):
+            reached = node.after(request, event)
+            if repr(reached) not in seen:
+                seen.add(repr(reached))
+                todo.append(reached)
+    assert len(seen) > 400
+    moved = {"loaded"} if after == "keep" or failures else set()
+    assert ends == {place} | moved, "only a failed parking leaves a draft behind that nobody keeps"
