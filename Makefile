@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: install serve test lint types imports check diagram train-demo bench clean
+.PHONY: install serve test lint types imports check diagram train-demo train-demo-draft bench clean
 
 install: .venv/installed  ## set up .venv with rekindle and what its tests need
 
@@ -45,6 +45,9 @@ bench: install  ## the figures of docs/BENCHMARKS.md that need no GPU; takes a w
 
 train-demo: install  ## train the demo model again, from nothing; needs a CUDA device
 	$(BIN)/python -m adapters.training.demo $(ARGS)
+
+train-demo-draft: install  ## train the demo model's draft again, for the demo model as it is; needs a CUDA device
+	$(BIN)/python -m adapters.training.draft $(ARGS)
 
 clean:
 	rm -rf .venv

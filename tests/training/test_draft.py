@@ -1,0 +1,305 @@
+"""The draft: what training computes is what serving computes, it learns, it speaks for itself as published."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from attrs import evolve
+from safetensors.torch import load_file
+
+from adapters.training.batches import Batches, Shape
+from adapters.training.dialogues import chat
+from adapters.training.draft import DRAFT, smallest_draft
+from adapters.training.draft_card import write_draft_card
+from adapters.training.draft_evaluate import (
+    SUBJECTS,
+    TEMPERATURE,
+    Said,
+    Taken,
+    answers,
+    coupled,
+    examine_draft,
+    prompts_of,
+    proposals,
+    taken,
+)
+from adapters.training.draft_export import LARGEST, config_of, export_draft, load_draft
+from adapters.training.draft_generate import generate, greedy
+from adapters.training.draft_model import MASK_ID, Draft, DraftGeometry, blocks_at, head, read
+from adapters.training.draft_train import DraftLoss, Pool, Speech, block_loss, choose, let_speak, mixed
+from adapters.training.model import Geometry, Qwen3
+from adapters.training.tasks import code
+from adapters.training.train import Rates, Stage, digest, train
+
+TINY = Geometry(hidden=64, inner=96, layers=3, heads=4, kv_heads=2, head_dim=16, context=256)
+SMALL = DraftGeometry(TINY, layers=2, taps=(0, 2), block=4)
+PUBLISHED = (
+    *("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("self_attn.q_norm", "self_attn.k_norm"),
+)
+
+
+@pytest.fixture
+def target():
+    torch.manual_seed(0)
+    model = Qwen3(TINY).requires_grad_(requires_grad=False)
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.mul_(4.0)  # attention is far from uniform, so that a wrong key shows
+    model.model.embed_tokens.weight.mul_(10.0)  # and so are predictions
+    return model
+
+
+@pytest.fixture
+def draft(target):
+    torch.manual_seed(1)
+    made = Draft(SMALL)
+    made.inherit(target)
+    return made
+
+
+@torch.no_grad()
+def one_block(draft: Draft, target: Qwen3, tokens: list[int], slots: int) -> torch.Tensor:
+    """A plain reading of DFlash for one sequence: the block after `tokens`, the last of which is its anchor."""
+    geometry = draft.geometry
+    target_geometry = geometry.target
+    x = target.model.embed_tokens(torch.tensor(tokens[:-1]))[None]
+    tapped = []
+    for index, layer in enumerate(target.model.layers):
+        x = layer(x, (target.cos[: x.shape[1]], target.sin[: x.shape[1]]))
+        tapped += [x[0]] if index in geometry.taps else []
+    context = draft.hidden_norm(draft.fc(torch.cat(tapped, -1)))
+    x = target.model.embed_tokens(torch.tensor([tokens[-1]] + [MASK_ID] * (slots - 1)))
+    dim, group = target_geometry.head_dim, target_geometry.heads // target_geometry.kv_heads
+    frequencies = target_geometry.theta ** -(torch.arange(0, dim, 2).double() / dim)
+
+    def turned(heads: torch.Tensor, first: int) -> torch.Tensor:
+        turns = torch.outer(torch.arange(first, first + len(heads)).double(), frequencies)[:, None]
+        pairs = torch.complex(heads[..., : dim // 2].double(), heads[..., dim // 2 :].double())
+        pairs = pairs * torch.polar(torch.ones_like(turns), turns)
+        return torch.cat((pairs.real, pairs.imag), -1).float()
+
+    for layer in draft.layers:
+        attention = layer.self_attn
+        h = layer.input_layernorm(x)
+        rows = torch.cat((context, h))
+        q = turned(attention.q_norm(attention.q_proj(h).view(slots, -1, dim)), len(tokens) - 1)
+        k = turned(attention.k_norm(attention.k_proj(rows).view(len(rows), -1, dim)), 0)
+        v = attention.v_proj(rows).view(len(rows), -1, dim)
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) / math.sqrt(dim)
+        mixed_values = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
+        x = x + attention.o_proj(mixed_values.reshape(slots, -1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return draft.norm(x)
+
+
+def test_many_blocks_in_one_forward_are_each_block_alone(target, draft):
+    tokens = torch.randint(16, 4096, (2, 40))
+    anchors = torch.tensor([[1, 5, 5, 39, 17, 8], [38, 2, 30, 21, 1, 12]])
+    with torch.no_grad():
+        _, taps = read(target, tokens, SMALL.taps)
+        found = draft(draft.context(taps), blocks_at(target, tokens, anchors, 4), anchors)
+    for row in range(2):
+        for block, anchor in enumerate(anchors[row].tolist()):
+            alone = one_block(draft, target, tokens[row, : anchor + 1].tolist(), 4)
+            torch.testing.assert_close(found[row, block], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_see_neither_what_comes_after_their_anchor_nor_each_other(target, draft):
+    tokens = torch.randint(16, 4096, (1, 40))
+    other = tokens.clone()
+    other[:, 20:] = torch.randint(16, 4096, (1, 20))
+    with torch.no_grad():
+        outs = []
+        for ids, second in ((tokens, 30), (other, 25)):
+            anchors = torch.tensor([[19, second]])
+            _, taps = read(target, ids, SMALL.taps)
+            outs.append(draft(draft.context(taps), blocks_at(target, ids, anchors, 4), anchors)[0])
+    torch.testing.assert_close(outs[0][0], outs[1][0])
+    assert (outs[0][1] - outs[1][1]).abs().max() > 0.01
+
+
+def test_generation_with_a_cache_is_generation_without(target):
+    prompts = [torch.randint(16, 4096, (size,)).tolist() for size in (3, 70, 31)]
+    found = generate(target, prompts, 6, greedy)
+    assert found.shape == (3, 76)
+    for row, prompt in zip(found.tolist(), prompts, strict=True):
+        ids = list(prompt)
+        for _ in range(6):
+            ids.append(int(target.logits(target.hidden(torch.tensor([ids])))[0, -1].argmax()))
+        assert row[: len(ids)] == ids
+    with pytest.raises(ValueError, match="251 \\+ 6 tokens are more than the context of 256"):
+        generate(target, [[16] * 251], 6, greedy)
+
+
+def speculate(draft: Draft, target: Qwen3, said: Said, temperature: float) -> tuple[list[int], int]:
+    """Speculative decoding as it is defined: everything computed again in every round."""
+    ids, rounds = list(said.tokens[: said.start + 1]), 0
+    pick = coupled([said.seed], temperature) if temperature else greedy
+
+    def picks(logits: torch.Tensor, first: int) -> list[int]:
+        return [int(pick(row[None], torch.tensor([first + at]))) for at, row in enumerate(logits)]
+
+    while len(ids) < len(said.tokens):
+        at = len(ids)
+        guesses = picks(head(target, one_block(draft, target, ids, SMALL.block)[1:]), at)
+        hidden = target.hidden(torch.tensor([ids + guesses]))[0, at - 1 :]
+        truth = picks(head(target, hidden), at)
+        accepted = 0
+        while accepted < len(guesses) and guesses[accepted] == truth[accepted]:
+            accepted += 1
+        ids += [*guesses[:accepted], truth[accepted]]
+        rounds += 1
+    return ids[: len(said.tokens)], rounds
+
+
+@pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
+def test_rounds_are_those_of_a_real_loop_and_answers_do_not_change(target, draft, temperature):
+    prompts = [torch.randint(16, 4096, (size,)).tolist() for size in (5, 23, 40)]
+    said = answers(target, prompts, 12, temperature)
+    total = Taken()
+    for each in said:
+        (proposed,) = proposals(draft, target, [each], SMALL.block, temperature)
+        found = taken(each, proposed.tolist())
+        with torch.no_grad():
+            ids, rounds = speculate(draft, target, each, temperature)
+        assert ids == list(each.tokens)
+        assert (found.tokens, found.rounds) == (len(ids) - each.start - 1, rounds)
+        total += found
+    assert examine_draft(draft, target, said, SMALL.block, temperature) == total
+
+
+def test_a_round_takes_what_equals_and_one_token_more():
+    said = Said([9, 9, 1, 2, 3, 4, 5, 6, 7], 2, 0)
+    proposed = [[2, 3, 8], [8, 8, 8], [8, 8, 8], [5, 6, 7], [8, 8, 8], [8, 8, 8]]
+    assert taken(said, proposed) == Taken(6, 2)
+    assert taken(said, [[8, 8, 8]] * 6) == Taken(6, 6)
+    assert Taken(6, 2).a_round == 3
+
+
+def test_anchors_and_labels_are_of_one_answer():
+    torch.manual_seed(2)
+    weights = torch.zeros(3, 33)
+    weights[0, 10:14] = 2.0
+    weights[1, 20:] = 1.0
+    weights[2, :] = 0.3  # hides something: nobody's answer
+    anchors, places, counted = choose(weights, 16, 4)
+    assert set(anchors[0].tolist()) == {10, 11, 12}
+    assert set(anchors[1].tolist()) <= set(range(20, 32))
+    assert not counted[2].any()
+    for anchor, where, which in zip(anchors[0].tolist(), places[0].tolist(), counted[0].tolist(), strict=True):
+        assert where == [anchor + 1, anchor + 2, anchor + 3]
+        assert which == [place < 14 for place in where]
+    assert counted[1].sum(-1).max() <= 3
+    assert not counted[1][anchors[1] == 31][:, 1:].any()
+
+
+def test_a_slot_behind_a_token_that_the_target_would_not_say_does_not_count():
+    truth = torch.full((1, 1, 3, 4), -9.0)
+    truth[..., 0] = 9.0
+    labels = torch.tensor([[[0, 1, 0]]])
+    counted = torch.ones(1, 1, 3, dtype=torch.bool)
+    scores = torch.zeros(1, 1, 3, 4, requires_grad=True)
+    block_loss(scores, truth, labels, counted).backward()
+    strength = scores.grad.abs().sum(-1).flatten()
+    assert strength[0] > strength[1] > 0  # the second slot is behind a token that suits
+    assert strength[2] < 1e-6
+    assert scores.grad[0, 0, 1, 0] < 0  # it learns what the target says, whatever stands in the text
+
+
+def test_the_loss_falls_and_only_the_draft_learns(target, draft, source, tokenizer):
+    pool = let_speak(
+        target,
+        Batches(tokenizer, source, {code: 1.0}, Shape(8, 40), seed=1),
+        Speech(rows=8, rounds=1, least=8, most=40, answer=24),
+        65,
+        seconds=60,
+        workers=0,
+    )
+
+    def batches(stage, seed):
+        return mixed(Batches(tokenizer, source, stage.mixture, stage.shape, seed), pool)
+
+    stage = Stage("small", Shape(4, 64), {chat: 1.0}, steps=30, share=1.0, whole=0.3)
+    model = DraftLoss(draft, target, 16)
+    frozen, (first,) = digest(target), batches(stage, 5).load(range(1), 0)
+    assert first[0].shape == first[1].shape == (4, 65)
+    torch.manual_seed(3)
+    before = model(*first).item()
+    train(model, batches, [stage], rates=Rates(matrices=1e-2, others=1e-2, falling=0.5), seed=1)
+    torch.manual_seed(3)
+    assert model(*first).item() < before - 0.5
+    assert digest(target) == frozen
+    assert set(model.state_dict()) == {f"draft.{name}" for name in draft.state_dict()}
+
+
+def test_the_pool_tells_where_the_target_speaks(target, source, tokenizer):
+    speech = Speech(rows=4, rounds=2, least=8, most=40, answer=8, temperatures=(0.0,))
+    windows = Batches(tokenizer, source, {code: 1.0}, Shape(4, 40), seed=1)
+    pool = let_speak(target, windows, speech, 65, seconds=60, workers=0)
+    assert isinstance(pool, Pool)
+    assert pool.tokens.shape == (8, 65)
+    for tokens, start in zip(pool.tokens.tolist(), pool.starts.tolist(), strict=True):
+        assert 8 <= start <= 40
+        assert tokens[: start + 8] == generate(target, [tokens[:start]], 8, greedy)[0].tolist()
+        assert not any(tokens[start + 8 :])
+
+
+def test_a_draft_is_exported_as_published(tmp_path, target, draft):
+    export_draft(draft, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    tensors = load_file(tmp_path / "model.safetensors")
+    vectors = {"norm.weight", "hidden_norm.weight"}
+    layers = {f"layers.{layer}.{name}.weight" for layer in range(2) for name in PUBLISHED}
+    assert set(tensors) == layers | vectors | {"fc.weight"}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert tensors["fc.weight"].shape == (64, 2 * 64)
+    assert tensors["layers.1.self_attn.q_proj.weight"].shape == (64, 64)
+    assert tensors["layers.1.self_attn.k_proj.weight"].shape == (32, 64)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["model_type"] == "qwen3"
+    assert config["dflash_config"] == {"target_layer_ids": [0, 2], "mask_token_id": 1, "block_size": 4}
+    assert (config["num_hidden_layers"], config["num_target_layers"], config["block_size"]) == (2, 3, 4)
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6}
+    loaded = load_draft(tmp_path, "cpu", torch.float32)
+    assert loaded.geometry == draft.geometry
+    assert digest(loaded) == digest(draft.to(torch.bfloat16))
+
+
+def test_the_demos_draft_fits_its_size_and_another_does_not_pass(tmp_path):
+    export_draft(Draft(DRAFT.geometry), tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= LARGEST
+    with pytest.raises(ValueError, match="at most 8000000"):
+        export_draft(Draft(evolve(DRAFT.geometry, layers=4)), tmp_path)
+    assert config_of(DRAFT.geometry)["num_hidden_layers"] == DRAFT.geometry.layers
+
+
+def test_prompts_end_where_an_answer_begins_and_are_the_same_again(source, tokenizer):
+    by_name = {subject.name: subject for subject in SUBJECTS}
+    for name in ("code", "tool calls (JSON)", "copy of random tokens"):
+        found = prompts_of(by_name[name], tokenizer, source, 2)
+        assert found == prompts_of(by_name[name], tokenizer, source, 2)
+        assert all(0 < len(prompt) <= by_name[name].room for prompt in found)
+    for prompt in prompts_of(by_name["tool calls (JSON)"], tokenizer, source, 2):
+        assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
+
+
+def test_the_card_has_a_row_for_every_subject():
+    facts = dict.fromkeys(("parameters", "said", "falling", "seconds"), 0.5) | dict.fromkeys(
+        ("layers", "taps", "block", "mask", "cache", "target_weights", "weights", "stages", "matrices", "others"), "x"
+    )
+    facts |= dict.fromkeys(("hardware", "torch", "questions"), "x") | {"target_layers": 10}
+    card = write_draft_card(facts, {"code": {"greedy": 3.14159}, "chat": {"greedy": 5.0}}, 0.8)
+    assert "| answers | greedy |\n| --- | --- |\n| code | 3.14 |\n| chat | 5.00 |\n" in card
+
+
+def test_the_smallest_recipe_keeps_every_stage():
+    small = smallest_draft(DRAFT)
+    assert [stage.name for stage in small.stages] == [stage.name for stage in DRAFT.stages]
+    assert {stage.shape.length for stage in small.stages} == set(small.speeches)
+    assert math.isclose(sum(stage.share for stage in DRAFT.stages), 1)
