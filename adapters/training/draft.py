@@ -116,6 +116,7 @@ def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict
     tokenizer = Tokenizer.from_file(str(folders.target / "tokenizer.json"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # attention under a mask: the kernels that have always had it
     torch.manual_seed(recipe.seed)
     target = load(folders.target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     target.requires_grad_(requires_grad=False)
