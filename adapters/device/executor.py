@@ -1,5 +1,8 @@
 """Carries device effects out on a shard: slots are opened, prompts prefilled chunk by chunk, rounds run as one batch.
 
+A round feeds the last token and, where somebody proposes, what may follow. What the target itself picks after each of
+them decides how much stays, so proposals change how many tokens a round gives, never which.
+
 Everything happens on the lane, in the order of the calls. What cannot be done for one request is that request's
 failure; a launch that makes no sense is a bug and raises.
 """
@@ -7,6 +10,7 @@ failure; a launch that makes no sense is a bug and raises.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -15,12 +19,14 @@ import anyio
 import torch
 from attrs import frozen
 
+from adapters.device.drafting import Proposer, Wish, ran_out_of_memory
 from adapters.device.lane import DeviceLane
 from adapters.device.sampling import NotFinite, Pick, Picked, Row, Sampler, pick
-from adapters.device.slots import SlotState
-from adapters.models.shard import Segment, Shard, Step
+from adapters.device.slots import SlotState, clipped
+from adapters.device.tree import Tree, chain
+from adapters.models.shard import Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
-from effects.ids import DeviceFailed, RequestId, Tokens
+from effects.ids import DeviceFailed, RequestId
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.round import RoundDone, RunRound
@@ -31,8 +37,6 @@ REAL_ROWS = 16  # up to here `fast` runs real row counts: padding costs most the
 
 # Carries out one effect on the lane; raises torch.OutOfMemoryError where that is what happened.
 Handler: TypeAlias = Callable[[RequestId, Any], Outcome]
-# A draft: for each slot at most so many tokens that may follow its last one. Called on the lane.
-Propose: TypeAlias = Callable[[Sequence[tuple[SlotState, int]]], Sequence[Tokens]]
 
 
 class Vocabulary(Protocol):
@@ -62,13 +66,21 @@ class Member:
     index: int  # in the launch
     slot: int
     state: SlotState
-    fed: Tokens
+    tree: Tree
 
     @property
     def rows(self) -> list[Row]:
         """Each picks the token after one that is fed, presuming the proposals up to there."""
         first = self.state.valid + 1
-        return [Row(self.state.sampler, first + row, self.fed[1 : row + 1]) for row in range(len(self.fed))]
+        return [Row(self.state.sampler, first + len(path), path) for path in self.tree.paths()]
+
+
+@frozen
+class Agreed:
+    """What a member's round comes to. path: the nodes that stay, from 0 on."""
+
+    path: tuple[int, ...]
+    picks: tuple[Pick, ...]
 
 
 def row_counts(rungs: Sequence[int], *, fast: bool) -> tuple[int, ...]:
@@ -81,7 +93,7 @@ class DeviceExecutor:
 
     rungs: the proven row counts, the largest being a prefill's chunk. fast: small batches run at their real row
     count instead, which may change bits; the shard must accept `row_counts(rungs, fast=fast)`. handlers: what carries
-    out the effects beyond opening, prefill and rounds, by type. propose: the draft, where there is one.
+    out the effects beyond opening, prefill and rounds, by type. proposer: a draft, where there is one.
     """
 
     def __init__(
@@ -92,12 +104,12 @@ class DeviceExecutor:
         lane: DeviceLane,
         fast: bool = False,
         handlers: Mapping[type, Handler] | None = None,
-        propose: Propose | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self._shard, self._lane = shard, lane
         self._rungs = row_counts(rungs, fast=fast)
         self._chunk = max(rungs)
-        self._propose = propose
+        self._proposer = proposer
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
         self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._flying: set[RequestId] = set()
@@ -179,14 +191,18 @@ class DeviceExecutor:
             raise ValueError(f"{keep} rows to keep of a prompt of {len(prompt)}; the last one is always computed")
         if not (min(prompt) >= 0 and max(prompt) < vocab):
             raise ValueError(f"the prompt has tokens that are not in 0..{vocab - 1}")
+        sampler = Sampler(effect.sampling, prompt, vocab, self._lane.device)
+        state = SlotState(request, list(prompt), keep, sampler, stops=frozenset(effect.stop_tokens))
         if keep:
             origin = self._slots.get(source)
             if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):
                 raise ValueError(f"slot {source} does not hold the first {keep} tokens of the prompt")
+            state.context = clipped(origin.context, keep)
             if source != slot:
                 self._shard.copy_rows(source, slot, keep)
-        sampler = Sampler(effect.sampling, prompt, vocab, self._lane.device)
-        self._slots[slot] = SlotState(request, list(prompt), keep, sampler)
+                if self._proposer is not None:
+                    self._proposer.opened(source, slot, state)
+        self._slots[slot] = state
 
     def _not_opened(self, slot: int, error: BaseException) -> None:
         """Broken whatever the reason: nobody may believe in this slot's rows."""
@@ -222,12 +238,15 @@ class DeviceExecutor:
         if not 0 < stop - start <= self._chunk or stop > len(state.tokens):
             limits = f"at most {self._chunk} of the prompt's {len(state.tokens)}"
             return DeviceFailed("broken", f"slot {effect.slot}: rows {start}..{stop} are not {limits}")
+        started = time.perf_counter_ns()
         step = Step((Segment(effect.slot, start, stop - start),), self._rung(stop - start), rows_only=True)
-        self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
+        forward = self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
+        if self._proposer is not None:
+            self._proposer.follow(step, forward.captures, [stop - start], [state])
         if self._lane.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # or the host would run ahead of what it acknowledges
         state.advance(stop)
-        return PrefillAdvanced(stop)
+        return PrefillAdvanced(stop, time.perf_counter_ns() - started)
 
     def _rounds(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)
@@ -243,15 +262,18 @@ class DeviceExecutor:
                 taken[effect.slot] = (index, state, effect.propose)
         if not taken:
             return tuple(outcomes)
+        started = time.perf_counter_ns()
         try:
             members = self._draft(taken)
-            for member, picks in zip(members, self._verify(members), strict=True):
-                outcomes[member.index] = commit(member, picks)
+            agreements = self._verify(members)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
             for index, _, _ in taken.values():
                 outcomes[index] = out_of_memory(error)
+            return tuple(outcomes)
+        for member, agreed in zip(members, agreements, strict=True):
+            outcomes[member.index] = commit(member, agreed, time.perf_counter_ns() - started)
         return tuple(outcomes)
 
     def _ready(self, request: RequestId, effect: RunRound) -> SlotState | DeviceFailed:
@@ -269,25 +291,31 @@ class DeviceExecutor:
 
     def _draft(self, taken: Mapping[int, tuple[int, SlotState, int]]) -> list[Member]:
         """Whoever may be proposed to and has room is, all in one call."""
-        proposals: dict[int, Tokens] = {}
-        room = {slot: min(most, self._shard.capacity - state.valid - 1) for slot, (_, state, most) in taken.items()}
-        drafting = [slot for slot in taken if room[slot] > 0]
-        if self._propose is not None and drafting:
-            drafted = self._propose([(taken[slot][1], room[slot]) for slot in drafting])
-            proposals = dict(zip(drafting, drafted, strict=True))
-        return [
-            Member(index, slot, state, (state.tokens[-1], *proposals.get(slot, ())[: room[slot]]))
-            for slot, (index, state, _) in taken.items()
+        trees = {slot: chain((state.tokens[-1],)) for slot, (_, state, _) in taken.items()}
+        room = {slot: self._shard.capacity - state.valid - 1 for slot, (_, state, _) in taken.items()}
+        wishes = [
+            Wish(slot, state, most, room[slot]) for slot, (_, state, most) in taken.items() if most and room[slot]
         ]
+        if self._proposer is not None and wishes:
+            trees |= zip((wish.slot for wish in wishes), self._proposer.propose(wishes), strict=True)
+        return [Member(index, slot, state, trees[slot]) for slot, (index, state, _) in taken.items()]
 
-    def _verify(self, members: Sequence[Member]) -> list[list[Picked]]:
-        """One forward for all: what the target picks after each token that is fed."""
-        segments = tuple(Segment(member.slot, member.state.valid, len(member.fed)) for member in members)
+    def _verify(self, members: Sequence[Member]) -> list[Agreed | DeviceFailed]:
+        """One forward for all: how far the target picks what was proposed. The rest is rolled back."""
+        segments = [piece for member in members for piece in member.tree.pieces(member.slot, member.state.valid)]
         rows = [row for member in members for row in member.rows]
-        step = Step(segments, self._rung(len(rows)))
-        forward = self._shard.forward(step, torch.tensor([token for member in members for token in member.fed]))
+        step = Step(tuple(segments), self._rung(len(rows)))
+        forward = self._shard.forward(step, torch.tensor([token for member in members for token in member.tree.tokens]))
         picks = iter(pick(self._shard.logits(step, forward.hidden), rows))
-        return [[next(picks) for _ in member.fed] for member in members]
+        found = [agree(member, [next(picks) for _ in member.tree.tokens]) for member in members]
+        kept: list[Kept] = [
+            member.tree.kept(one.path if isinstance(one, Agreed) else ())
+            for member, one in zip(members, found, strict=True)
+        ]
+        self._shard.commit(step, kept)
+        if self._proposer is not None:
+            self._proposer.follow(step, forward.captures, kept, [member.state for member in members])
+        return found
 
     def _rung(self, rows: int) -> int:
         for rung in self._rungs:
@@ -296,30 +324,36 @@ class DeviceExecutor:
         raise ValueError(f"{rows} rows are more than the largest rung, {self._rungs[-1]}")
 
 
-def commit(member: Member, picks: Sequence[Picked]) -> RoundDone | DeviceFailed:
-    """Keep the proposals that the target picked too, and its first pick that differs or goes beyond them."""
-    proposals = member.fed[1:]
-    kept: list[Pick] = []
-    for picked, proposal in zip(picks, (*proposals, None), strict=True):
+def agree(member: Member, picks: Sequence[Picked]) -> Agreed | DeviceFailed:
+    """Down the tree along what the target picks: the proposals that it picked too, and its first pick that differs or
+    goes beyond them. Nothing is kept past a token that ends the answer.
+    """
+    children = member.tree.children()
+    path, kept = [0], list[Pick]()
+    while True:
+        picked = picks[path[-1]]
         if isinstance(picked, NotFinite):
             if not kept:
                 return DeviceFailed("broken", f"slot {member.slot}: {picked.detail}")
-            break
+            return Agreed(tuple(path[:-1]), tuple(kept))
         kept.append(picked)
-        if picked.token != proposal:
-            break
-    tokens = tuple(picked.token for picked in kept)
+        child = children.get((path[-1], picked.token))
+        if child is None or picked.token in member.state.stops:
+            return Agreed(tuple(path), tuple(kept))
+        path.append(child)
+
+
+def commit(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> RoundDone | DeviceFailed:
+    if isinstance(agreed, DeviceFailed):
+        return agreed
+    tokens = tuple(picked.token for picked in agreed.picks)
     member.state.commit(tokens)
-    logprobs = tuple(picked.logprob for picked in kept if picked.logprob is not None)
-    return RoundDone(tokens, len(proposals), logprobs)
+    logprobs = tuple(picked.logprob for picked in agreed.picks if picked.logprob is not None)
+    return RoundDone(tokens, member.tree.size, logprobs, ns)
 
 
 def abandoned(request: RequestId) -> DeviceFailed:
     return DeviceFailed("abandoned", f"request {request} was abandoned before this started")
-
-
-def ran_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def out_of_memory(error: Exception) -> DeviceFailed:

@@ -121,18 +121,9 @@ def pick(logits: Tensor, rows: Sequence[Row]) -> list[Picked]:
     Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature.
     """
     raw = logits[: len(rows)]
-    odd = [index for index, row in enumerate(rows) if not row.sampler.plain]
-    used = raw.clone() if odd else raw
-    for index in odd:
-        used[index] = rows[index].sampler.adjusted(raw[index], rows[index].drafted)
+    used = adjusted(raw, rows)
     lowest, highest = used.amin(-1), used.amax(-1)  # both propagate NaN; faster than aminmax
-    tokens = used.argmax(-1)
-    sampled = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
-    if sampled:
-        at = torch.tensor(sampled).to(raw.device, non_blocking=True)
-        tokens[at] = draw(
-            used[at], [rows[index].sampler.sampling for index in sampled], [rows[index].position for index in sampled]
-        )
+    tokens = choose(used, rows)
     found = torch.stack((tokens.double(), lowest.double(), highest.double()), -1)
     wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
     if not wanted:
@@ -149,11 +140,37 @@ def pick(logits: Tensor, rows: Sequence[Row]) -> list[Picked]:
     ]
 
 
+def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """With bias and penalties where a row's request has any; otherwise `logits` itself. float32 `[R, V]`."""
+    odd = [index for index, row in enumerate(rows) if not row.sampler.plain]
+    used = logits.clone() if odd else logits
+    for index in odd:
+        used[index] = rows[index].sampler.adjusted(logits[index], rows[index].drafted)
+    return used
+
+
+def choose(used: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The token of each row, from its adjusted logits: int64 `[R]`; the host does not wait."""
+    tokens = used.argmax(-1)
+    sampled = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
+    if sampled:
+        at = torch.tensor(sampled).to(used.device, non_blocking=True)
+        tokens[at] = draw(
+            used[at], [rows[index].sampler.sampling for index in sampled], [rows[index].position for index in sampled]
+        )
+    return tokens
+
+
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """Sample each row at its temperature: float32 `[R, V]` -> int64 `[R]`."""
     if logits.device.type == "cpu" and len(logits) > 1:
         each = zip(logits.unbind(), samplings, positions, strict=True)
         return torch.cat([draw(row.unsqueeze(0), [sampling], [position]) for row, sampling, position in each])
+    return noisy(logits, samplings, positions).argmax(-1)
+
+
+def noisy(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """The scores whose largest is drawn, float64 `[R, V]`: logit / temperature + noise, -inf where it is truncated."""
     scaled = logits.double()
     scaled = scaled - scaled.amax(-1, keepdim=True)
     scaled /= column([sampling.temperature for sampling in samplings], scaled)
@@ -162,7 +179,7 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     keep = allowed(logits, scaled, samplings)
     if keep is not None:
         scores.masked_fill_(~keep, -math.inf)
-    return scores.argmax(-1)
+    return scores
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:

@@ -42,12 +42,11 @@ class Wave:
 class Branches:
     """The static tensors of one rung's trees, and the step that was loaded last.
 
-    caches: keys and values of every layer, `[slots, KV, capacity, hd]`. rungs: the row counts that waves may have.
+    caches: keys and values of every layer, `[slots, KV, capacity, hd]`. Waves have the step's rung, which is proven.
     """
 
     kernels: Kernels
     rung: int
-    rungs: Sequence[int]
     tables: Rope
     caches: Sequence[tuple[Tensor, Tensor]]
     width: int  # of what attention returns, H * hd
@@ -56,7 +55,7 @@ class Branches:
     aside: list[tuple[Tensor, Tensor]] = field(init=False)
     out: Tensor = field(init=False)
     waves: list[Wave] = field(init=False, factory=list)
-    _spare: dict[tuple[int, int], Batch] = field(init=False, factory=dict)
+    _spare: list[Batch] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
         k, _ = self.caches[0]
@@ -81,13 +80,12 @@ class Branches:
 
     def _wave(self, number: int, pieces: tuple[Piece, ...]) -> Wave:
         count = sum(piece.segment.count for piece in pieces)
-        rung = next(rung for rung in self.rungs if rung >= count)
-        batch = self._spare.get((number, rung))
-        if batch is None:
-            batch = self._spare[number, rung] = Batch(rung, self.flat.device)
-        batch.load(Step(tuple(piece.segment for piece in pieces), rung), None)
+        if number == len(self._spare):
+            self._spare.append(Batch(self.rung, self.flat.device))
+        batch = self._spare[number]
+        batch.load(Step(tuple(piece.segment for piece in pieces), self.rung), None)
         self.kernels.prepare(batch)
-        rows = torch.zeros(rung, dtype=torch.int64)
+        rows = torch.zeros(self.rung, dtype=torch.int64)
         torch.cat([torch.arange(one.row, one.row + one.segment.count) for one in pieces], out=rows[:count])
         return Wave(pieces, rows.to(self.flat.device), count, batch)
 
@@ -106,12 +104,12 @@ class Branches:
         """Put the accepted path of every tree at its positions."""
         first = 0
         for part, keep in zip(step.parts, kept, strict=True):
-            count = sum(segment.count for segment in part)
-            path = check_path(part, tuple(range(keep)) if isinstance(keep, int) else keep)
-            rows = torch.tensor([first + row for row in path]).to(self.flat.device)
-            for aside, caches in zip(self.aside, self.caches, strict=True):
-                put(Segment(part[0].slot, part[0].start, len(path)), rows, aside, caches)
-            first += count
+            if keep:
+                path = check_path(part, tuple(range(keep)) if isinstance(keep, int) else keep)
+                rows = torch.tensor([first + row for row in path]).to(self.flat.device)
+                for aside, caches in zip(self.aside, self.caches, strict=True):
+                    put(Segment(part[0].slot, part[0].start, len(path)), rows, aside, caches)
+            first += sum(segment.count for segment in part)
 
 
 def put(segment: Segment, rows: Any, aside: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor]) -> None:
@@ -141,7 +139,7 @@ def check_path(part: tuple[Segment, ...], path: tuple[int, ...]) -> tuple[int, .
     """The path, if it leads down from the root. Raises ValueError."""
     parents = parents_of(part)
     inside = all(0 <= row < len(parents) for row in path)
-    if not path or path[0] or not inside or [parents[row] for row in path[1:]] != list(path[:-1]):
+    if path[0] or not inside or [parents[row] for row in path[1:]] != list(path[:-1]):
         raise ValueError(f"rows {path} of slot {part[0].slot} are not a path from the root of its tree")
     return path
 

@@ -190,7 +190,7 @@ class Qwen3Shard:
         if buffers.branches is None:
             caches = [(layer.k_cache, layer.v_cache) for layer in self._blocks]
             width = self._config.num_heads * self._config.head_dim
-            buffers.branches = Branches(self._kernels, step.rung, self._rungs, self._rope, caches, width)
+            buffers.branches = Branches(self._kernels, step.rung, self._rope, caches, width)
         buffers.branches.load(step)
         if self._device.type == "cuda":
             self._run_layers(buffers, buffers.branches)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 NamedTensors: TypeAlias = Mapping[str, Tensor]
 # What stays of one slot's rows in a step: the first so many, or, of a tree, those of one path from its root on,
-# numbered from the slot's first row.
+# numbered from the slot's first row. Nothing: 0, or no path.
 Kept: TypeAlias = int | tuple[int, ...]
 
 

@@ -29,9 +29,9 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=3)
 PENALISED = Sampling(repetition_penalty=1.8, presence_penalty=0.6, frequency_penalty=0.4, logprobs=2)
 
 
-def qwen3(slots: int = 4, device: str = "cpu") -> Qwen3Shard:
+def qwen3(slots: int = 4, device: str = "cpu", capture: tuple[int, ...] = ()) -> Qwen3Shard:
     rungs = row_counts(RUNGS, fast=True)
-    shape = {"device": device, "slots": slots, "capacity": 256, "rungs": rungs}
+    shape = {"device": device, "slots": slots, "capacity": 256, "rungs": rungs, "capture": capture}
     if device == "cpu":
         return Qwen3Shard(TINY, RandomWeights(TINY, scale=0.2), CpuKernels(torch.float32), **shape)
     from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
@@ -49,16 +49,20 @@ class Driver:
     requests: int = 0
     launched: list[Launch] = field(factory=list)
 
-    async def open(self, prompt, sampling=GREEDY, slot=0, source=None, keep=0) -> Client:
+    async def open(self, prompt, sampling=GREEDY, slot=0, *, source=None, keep=0, stops=()) -> Client:
         self.requests += 1
         client = Client(self, RequestId(self.requests), SlotId(slot), list(prompt), len(prompt), keep)
-        opening = OpenSlot(client.slot, SlotId(slot if source is None else source), keep, tuple(prompt), sampling)
+        opening = OpenSlot(
+            client.slot, SlotId(slot if source is None else source), keep, tuple(prompt), sampling, stops
+        )
         self.executor.open(client.request, opening)
         return client
 
     async def perform(self, *asks: Ask):
+        """The outcomes, without the time that they took."""
         self.launched.append(Launch(asks))
-        return await self.executor.perform(self.launched[-1])
+        outcomes = await self.executor.perform(self.launched[-1])
+        return tuple(evolve(outcome, ns=0) if getattr(outcome, "ns", 0) else outcome for outcome in outcomes)
 
     async def rounds(self, *clients: Client, propose: int = 0):
         outcomes = await self.perform(*[client.round(propose) for client in clients])
@@ -67,7 +71,7 @@ class Driver:
                 client.take(outcome)
         return outcomes
 
-    async def answer(self, prompt, sampling=GREEDY, count=8, slot=0, chunks=(CHUNK,), **how) -> list[int]:
+    async def answer(self, prompt, sampling=GREEDY, count=8, slot=0, *, chunks=(CHUNK,), **how) -> list[int]:
         client = await self.open(prompt, sampling, slot, **how)
         await client.prefill(chunks)
         while len(client.answer) < count:
@@ -126,6 +130,7 @@ def straightforward(kind, prompt, sampling, count) -> list[int]:
                 part = tokens[start : start + CHUNK]
                 step = Step((Segment(0, start, len(part)),), CHUNK)
                 logits = shard.logits(step, shard.forward(step, torch.tensor(part)).hidden)[len(part) - 1]
+                shard.commit(step, [len(part)])
             sampler = Sampler(sampling, tuple(prompt), VOCAB, shard.device)
             if tokens[len(prompt) :]:
                 sampler.append(tokens[len(prompt) :])

@@ -2,17 +2,18 @@
 
 A cached row holds `mix(token, position)`; a row's hidden state is the digest of the sum of all rows up to its own. So
 it is exact at any row count and in any batch, like a proven ladder, and it fills what nobody may rely on with garbage.
+It captures the rows themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.shard import Forward, NamedTensors, Step
+from adapters.models.shard import Forward, Kept, NamedTensors, Step
 
 A, B, C = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
@@ -21,6 +22,16 @@ def mix(x: Tensor) -> Tensor:
     x = (x ^ (x >> 29)) * B
     x = (x ^ (x >> 32)) * C
     return x ^ (x >> 31)
+
+
+def row_of(tokens: Tensor, positions: Tensor) -> Tensor:
+    return mix(tokens * A + positions * B + C)
+
+
+def logits_of(hidden: Tensor, vocab: int) -> Tensor:
+    """int64 `[R, 1]` -> float32 `[R, V]`, in [-4, 4)"""
+    bits = mix(hidden + torch.arange(vocab) * A)
+    return (bits >> 40).float() / 2**21
 
 
 @frozen
@@ -41,6 +52,8 @@ class FakeShard:
     closed: bool = False
     cache: Tensor = field(init=False)
     garbage: int = 1
+    unsettled: Step | None = None
+    written: Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.cache = torch.randint(-(2**60), 2**60, (self.slots, self.capacity))
@@ -49,24 +62,37 @@ class FakeShard:
         assert step.rung in self.rungs, step
         assert 0 < step.rows <= step.rung, step
         assert inputs.shape == (step.rows,)
-        assert len({segment.slot for segment in step.segments}) == len(step.segments)
+        assert len({part[0].slot for part in step.parts}) == len(step.parts)
+        if self.unsettled is not None:  # never committed, so it has not happened
+            self.commit(self.unsettled, [0] * len(self.unsettled.parts))
         self.steps.append(step)
-        hidden = torch.full((step.rung,), self.rubbish())
+        hidden, self.written = torch.full((2, step.rung), self.rubbish()).unbind()
         row = 0
         for segment in step.segments:
             stop = segment.start + segment.count
             assert stop <= self.capacity, step
             positions = torch.arange(segment.start, stop)
             rows = self.cache[segment.slot]
-            rows[segment.start : stop] = mix(inputs[row : row + segment.count] * A + positions * B + C)
+            rows[segment.start : stop] = row_of(inputs[row : row + segment.count], positions)
+            self.written[row : row + segment.count] = rows[segment.start : stop]
             rows[stop:] = self.rubbish()
             hidden[row : row + segment.count] = mix(rows.cumsum(0)[segment.start : stop])
             row += segment.count
-        return Forward(hidden.unsqueeze(1), {})
+        self.unsettled = None if step.rows_only else step
+        return Forward(hidden.unsqueeze(1), {0: self.written.unsqueeze(1)})
+
+    def commit(self, step: Step, kept: Sequence[Kept]) -> None:
+        assert step == self.unsettled
+        self.unsettled, first = None, 0
+        for part, keep in zip(step.parts, kept, strict=True):
+            path = [first + row for row in (range(keep) if isinstance(keep, int) else keep)]
+            rows, start = self.cache[part[0].slot], part[0].start
+            rows[start : start + len(path)] = self.written[path]
+            rows[start + len(path) :] = self.rubbish()
+            first += sum(segment.count for segment in part)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        bits = mix(hidden + torch.arange(self.config.vocab_size) * A)
-        return (bits >> 40).float() / 2**21  # in [-4, 4)
+        return logits_of(hidden, self.config.vocab_size)
 
     def rubbish(self) -> int:
         self.garbage = self.garbage * 48271 % (2**31 - 1)

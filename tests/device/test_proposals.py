@@ -1,39 +1,80 @@
-"""Whatever a draft proposes, the answer stays."""
+"""Whatever is proposed, and however, the answer stays."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
+from attrs import define
 
+from adapters.device.drafting import Drafting, Wish
+from adapters.device.tree import Tree, chain, ordered
+from effects.all import Ask
+from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
+from effects.ids import DeviceFailed, RequestId
 from effects.round import RoundDone
 from tests.device.driver import (
     GREEDY,
     PENALISED,
+    RUNGS,
     SAMPLED,
     VOCAB,
     Driver,
     drive,
     prompt_of,
+    straightforward,
 )
+from tests.device.fake_draft import FakeDraft
 from tests.device.fake_shard import FakeShard
 
-
-def oracle(answers: dict[int, list[int]], errors: random.Random):
-    """Proposes what will come, spoilt here and there."""
-
-    def propose(wanted):
-        found = []
-        for state, most in wanted:
-            coming = answers[state.request][len(state.tokens) :][: errors.randint(0, most)]
-            found.append(tuple(token if errors.random() < 0.7 else errors.randrange(VOCAB) for token in coming))
-        return found
-
-    return propose
+KINDS = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-async def test_proposals_never_change_the_answer(shard, sampling):
+@define
+class Oracle:
+    """Proposes what will come, spoilt here and there; with branches, among wrong ones."""
+
+    answers: dict[int, list[int]]
+    errors: random.Random
+    branches: bool = False
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
+        return [self.tree(wish) if self.branches else chain(self.spoilt(wish)) for wish in wishes]
+
+    def spoilt(self, wish: Wish) -> tuple[int, ...]:
+        state = wish.state
+        coming = self.answers[state.request][len(state.tokens) :][: self.errors.randint(0, min(wish.most, wish.depth))]
+        wrong = [token if self.errors.random() < 0.7 else self.errors.randrange(VOCAB) for token in coming]
+        return (state.tokens[-1], *wrong)
+
+    def tree(self, wish: Wish) -> Tree:
+        """The right path and others, node by node in any order, no two children of a node alike."""
+        coming = self.answers[wish.state.request][len(wish.state.tokens) :]
+        grown, right, depths, known = list[tuple[int, int]](), {0: 0}, [0], set[tuple[int, int]]()
+        for _ in range(self.errors.randint(0, wish.most)):
+            parent = self.errors.choice([node for node, depth in enumerate(depths) if depth < wish.depth])
+            hit = parent in right and right[parent] < len(coming) and self.errors.random() < 0.7
+            token = coming[right[parent]] if hit else self.errors.randrange(VOCAB)
+            if (parent, token) in known:
+                continue
+            known.add((parent, token))
+            grown.append((parent, token))
+            depths.append(depths[parent] + 1)
+            if parent in right and right[parent] < len(coming) and token == coming[right[parent]]:
+                right[len(grown)] = right[parent] + 1
+        return ordered(wish.state.tokens[-1], grown)
+
+    def follow(self, step, captures, kept, states):
+        """It knows everything already."""
+
+    def opened(self, source, target, state):
+        """The same."""
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
+@KINDS
+async def test_proposals_never_change_the_answer(shard, sampling, branches):
     prompts = [prompt_of(30 + slot, 12 + 9 * slot) for slot in range(3)]
     plain = drive(shard)
     logprobs, expected = [], []
@@ -45,7 +86,8 @@ async def test_proposals_never_change_the_answer(shard, sampling):
         expected.append(client.tokens)
         logprobs.append([value for done in client.done for value in done.logprobs])
     driver = Driver(plain.executor)
-    driver.executor._propose = oracle(dict(enumerate(expected, 101)), random.Random(1))  # noqa: SLF001
+    oracle = Oracle(dict(enumerate(expected, 101)), random.Random(1), branches)
+    driver.executor._proposer = oracle  # noqa: SLF001 - the same shard, lane and slots, now with somebody who proposes
     driver.requests = 100
     clients = [await driver.open(prompt, sampling, slot) for slot, prompt in enumerate(prompts)]
     for client in clients:
@@ -62,19 +104,181 @@ async def test_proposals_never_change_the_answer(shard, sampling):
 
 
 async def test_no_more_is_proposed_than_a_slot_has_room_for():
-    fake = FakeShard(capacity=16)
-    asked = []
-
-    def propose(wanted):
-        asked.append([most for _, most in wanted])
-        return [(1,) * most for _, most in wanted]
-
-    driver = drive(fake, propose=propose)
-    client = await driver.open(prompt_of(31, 14))
+    fake, draft = FakeShard(capacity=16), FakeDraft(capacity=16)
+    driver = drive(fake, proposer=Drafting(draft, RUNGS))
+    client = await driver.open(prompt_of(31, 12))
     await client.prefill()
-    while isinstance((await driver.rounds(client, propose=4))[0], RoundDone):
+    while isinstance((await driver.rounds(client, propose=7))[0], RoundDone):
         pass
-    assert asked[0] == [2]
+    assert [ask.count for asks in draft.asked for ask in asks] == [4]
     assert client.valid == 16
     assert max(segment.start + segment.count for step in fake.steps for segment in step.segments) == 16
+    assert driver.executor.close()
+
+
+# --- a draft that knows the shard, so that whatever is wrong with its context shows in what is agreed to ---
+
+
+def drafted(nodes: int = 0, **options) -> tuple[Driver, FakeDraft, FakeShard]:
+    fake, draft = FakeShard(), FakeDraft(**options)
+    drafting = Drafting(draft, RUNGS, nodes)
+    handlers = {UnparkDraft: drafting.unpark, ParkDraft: drafting.park}
+    return drive(fake, proposer=drafting, handlers=handlers), draft, fake
+
+
+async def agreed(driver: Driver, prompt, *, propose: int = 7, sampling=GREEDY, count: int = 24, **how):
+    """How many tokens each round gave; the tokens are right."""
+    client = await driver.open(prompt, sampling, **how)
+    await client.prefill((32, 5))
+    while len(client.answer) < count:
+        await driver.rounds(client, propose=propose)
+    assert client.answer == straightforward(FakeShard(), prompt, sampling, len(client.answer))
+    return [len(done.tokens) for done in client.done]
+
+
+async def test_a_draft_follows_the_target_through_chunks_rounds_copies_and_turns():
+    driver, _, _ = drafted()
+    prompt = prompt_of(40, 70)
+    assert await agreed(driver, prompt) == [8, 8, 8]
+    assert await agreed(driver, prompt[:64] + prompt_of(41, 9), slot=2, source=0, keep=64) == [8, 8, 8]
+    turn = prompt + straightforward(FakeShard(), prompt, GREEDY, 24)[:20] + prompt_of(42, 5)
+    assert await agreed(driver, turn, slot=0, keep=80) == [8, 8, 8]
+    assert await agreed(driver, prompt, slot=0, keep=69) == [8, 8, 8], "nothing was left to compute"
+    assert driver.executor.close()
+
+
+async def test_the_first_round_of_a_prompt_of_one_token_has_nothing_to_go_by():
+    driver, draft, _ = drafted()
+    assert await agreed(driver, [5], count=17) == [1, 8, 8]
+    assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [(0, 1), (0, 9)]
+    assert driver.executor.close()
+
+
+async def test_requests_of_one_batch_are_proposed_to_in_one_call():
+    driver, draft, fake = drafted()
+    clients = [await driver.open(prompt_of(43 + slot, 20 + slot), slot=slot) for slot in range(3)]
+    for client in clients:
+        await client.prefill()
+    while len(clients[0].answer) < 16:
+        await driver.rounds(*clients, propose=7)
+    assert [len(asks) for asks in draft.asked] == [3, 3]
+    assert [len(done.tokens) for client in clients for done in client.done] == [8] * 6
+    assert [step.rung for step in fake.steps[-2:]] == [32, 32]
+    assert driver.executor.close()
+
+
+async def test_the_request_decides_how_wide_a_round_is():
+    driver, draft, _ = drafted()
+    assert await agreed(driver, prompt_of(44, 20), propose=0, count=3) == [1, 1, 1]
+    assert draft.asked == []
+    assert await agreed(driver, prompt_of(44, 20), propose=3, count=8) == [4, 4]
+    assert await agreed(driver, prompt_of(44, 20), propose=100, count=16) == [8, 8]
+    assert driver.executor.close()
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
+async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_request(sampling):
+    """The fake draft knows no noise beyond the first row, where its logits are the target's: there it must be right."""
+    driver, draft, _ = drafted()
+    rounds = await agreed(driver, prompt_of(45, 20), sampling=sampling)
+    assert min(rounds) >= 2
+    draft.block = 2
+    driver.requests += 1
+    assert set(await agreed(driver, prompt_of(45, 20), sampling=sampling)) == {2}
+    assert driver.executor.close()
+
+
+@pytest.mark.parametrize("nodes", [0, 12], ids=["chain", "tree"])
+@pytest.mark.parametrize("offset", range(9))
+async def test_a_round_ends_with_the_first_token_that_ends_the_answer(offset, nodes):
+    prompt = prompt_of(46, 20)
+    answer = straightforward(FakeShard(), prompt, GREEDY, 40)
+    place = next(at for at in range(offset, 40) if answer[at] not in answer[:at])
+    driver, _, fake = drafted(nodes)
+    client = await driver.open(prompt, stops=(answer[place], 96))
+    await client.prefill()
+    while answer[place] not in client.answer:
+        await driver.rounds(client, propose=7 if not nodes else 12)
+    assert client.answer == answer[: place + 1]
+    valid = len(prompt) + place
+    assert fake.steps[-1].segments[0].start <= valid
+    turn = client.tokens + prompt_of(47, 30)
+    other = await driver.open(turn, keep=valid)
+    await other.prefill()
+    await driver.rounds(other, propose=7)
+    assert other.answer == straightforward(FakeShard(), turn, GREEDY, 8)
+    assert driver.executor.close()
+
+
+async def test_rows_that_were_computed_while_the_draft_was_away_are_a_gap_in_its_context():
+    driver, draft, _ = drafted()
+    request = RequestId(99)
+    client = await driver.open(prompt_of(48, 70))
+    await driver.perform(client.chunk(32))
+    client.valid = 32
+    (parked,) = await driver.perform(Ask(request, ParkDraft()))
+    assert parked == DraftParked(1000)
+    await driver.perform(client.chunk(40))
+    client.valid = 40
+    (back,) = await driver.perform(Ask(request, UnparkDraft()))
+    assert back == DraftUnparked(1000)
+    await client.prefill()
+    await driver.rounds(client, propose=7)
+    assert [(ask.first, ask.position) for ask in draft.asked[0]] == [(40, 69)]
+    await driver.perform(Ask(request, ParkDraft(release=True)))
+    assert draft.state == "released"
+    assert (await driver.rounds(client, propose=7))[0].proposed == 0
+    await driver.perform(Ask(request, UnparkDraft()))
+    assert (await driver.rounds(client, propose=7))[0].proposed == 0, "the last row is missing"
+    assert (await driver.rounds(client, propose=7))[0].proposed == 7
+    assert client.answer == straightforward(FakeShard(), prompt_of(48, 70), GREEDY, len(client.answer))
+    assert driver.executor.close()
+
+
+@pytest.mark.parametrize("where", ["extend", "propose"])
+async def test_a_draft_that_finds_no_memory_proposes_nothing_and_costs_nothing_else(where):
+    driver, draft, _ = drafted()
+    draft.exhausted = {where}
+    assert await agreed(driver, prompt_of(49, 40), count=4) == [1] * 4
+    draft.exhausted = set()
+    assert await agreed(driver, prompt_of(49, 40)) == [8, 8, 8]
+    assert driver.executor.close()
+
+
+async def test_an_unpark_without_memory_leaves_the_draft_parked_and_the_next_one_works():
+    driver, draft, _ = drafted()
+    await driver.perform(Ask(RequestId(1), ParkDraft()))
+    draft.exhausted = {"unpark"}
+    (failed,) = await driver.perform(Ask(RequestId(2), UnparkDraft()))
+    assert failed == DeviceFailed("out_of_memory", "no room for the draft")
+    assert draft.state == "parked"
+    assert await agreed(driver, prompt_of(50, 40), count=4) == [1] * 4
+    draft.exhausted = set()
+    assert isinstance((await driver.perform(Ask(RequestId(3), UnparkDraft())))[0], DraftUnparked)
+    assert await agreed(driver, prompt_of(50, 40)) == [8, 8, 8]
+    assert driver.executor.close()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_a_tree_is_agreed_to_at_least_as_far_as_its_chain(sampling):
+    prompt, totals = prompt_of(51, 40), {}
+    for nodes in (0, 22):
+        driver, _, fake = drafted(nodes, noise=2.0)
+        rounds = await agreed(driver, prompt, propose=nodes or 7, sampling=sampling, count=120)
+        totals[nodes] = len(rounds)
+        assert any(step.branches for step in fake.steps) == bool(nodes)
+        assert driver.executor.close()
+    assert totals[22] < totals[0]
+
+
+async def test_a_tree_has_as_many_nodes_as_were_asked_for_and_a_narrow_round_is_a_chain():
+    driver, _, fake = drafted(22, noise=1.0)
+    client = await driver.open(prompt_of(52, 30))
+    await client.prefill()
+    proposed = [(await driver.rounds(client, propose=wanted))[0].proposed for wanted in (22, 12, 7, 3)]
+    assert proposed == [22, 12, 7, 3]
+    assert [step.branches for step in fake.steps[1:]] == [True, True, False, False]
+    penalised = await driver.open(prompt_of(53, 30), PENALISED, slot=1)
+    await penalised.prefill()
+    assert (await driver.rounds(penalised, propose=22))[0].proposed == 7, "penalties need the path before a token"
     assert driver.executor.close()

@@ -1,0 +1,85 @@
+"""A draft that knows the fake shard: with its whole context in place it proposes what that shard picks greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from adapters.models.dflash import Ask
+from adapters.models.shard import NamedTensors, Step
+from tests.device.fake_shard import FakeConfig, logits_of, mix, row_of
+
+
+@define(eq=False)
+class FakeDraft:
+    """Its context rows are the shard's own. noise: how much its logits differ from the shard's."""
+
+    slots: int = 4
+    capacity: int = 256
+    block: int = 8
+    noise: float = 0.0
+    taps: tuple[int, ...] = (0,)
+    state: Literal["loaded", "parked", "released"] = "loaded"
+    exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark
+    asked: list[Sequence[Ask]] = field(factory=list)
+    cache: Tensor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.cache = torch.randint(-(2**60), 2**60, (self.slots, self.capacity))
+
+    def extend(self, step: Step, captures: Mapping[int, Tensor]) -> None:
+        self._need("extend")
+        rows, first = captures[0], 0
+        assert rows.shape == (step.rung, 1), (rows.shape, step)
+        for segment in step.segments:
+            at = slice(segment.start, segment.start + segment.count)
+            self.cache[segment.slot, at] = rows[first : first + segment.count, 0]
+            first += segment.count
+
+    def propose(self, asks: Sequence[Ask]) -> Tensor:
+        self._need("propose")
+        self.asked.append(list(asks))
+        vocab, generator = FakeConfig().vocab_size, torch.Generator().manual_seed(len(self.asked))
+        found = list[Tensor]()
+        for ask in asks:
+            assert 0 < ask.count < self.block
+            total = self.cache[ask.slot, ask.first : ask.position].sum()
+            token = ask.token
+            for place in range(ask.position, ask.position + ask.count):
+                total = total + row_of(torch.tensor(token), torch.tensor(place))
+                logits = logits_of(mix(total).reshape(1, 1), vocab)
+                found.append(logits + self.noise * torch.randn(1, vocab, generator=generator))
+                token = int(logits.argmax())
+        return torch.cat(found)
+
+    def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
+        self.cache[target, start:stop] = self.cache[source, start:stop]
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
+        return {"draft.layers.0.k": self.cache[slot, start:stop].clone()}
+
+    def park(self) -> int:
+        self.state = "parked"
+        return 1000
+
+    def unpark(self) -> int:
+        if "unpark" in self.exhausted:
+            raise torch.OutOfMemoryError("no room for the draft")
+        self.state = "loaded"
+        return 1000
+
+    def release(self) -> None:
+        self.state = "released"
+
+    def memory(self) -> Mapping[str, int]:
+        loaded = self.state == "loaded"
+        return {"weights": 1000 * loaded, "host": 0, "kv": self.cache.nbytes, "buffers": 0}
+
+    def _need(self, what: str) -> None:
+        assert self.state == "loaded"
+        if what in self.exhausted:
+            raise torch.OutOfMemoryError(f"no room to {what}")
