@@ -17,13 +17,13 @@ import torch
 from adapters.store import journal, seekable
 from adapters.store.blocks import chain, pack, root
 from adapters.store.folder import Folder
-from adapters.store.format import Layout, Run, encode, file_name, head
+from adapters.store.format import Layout, Rows, Run, encode, file_name, head
 from adapters.store.index import Entry
 from adapters.store.opening import open_disk
 from benchmarks.report import machine, median, raw, table
 
 GRAIN, TOKENS = 64, 512
-LAYOUT = Layout("ab" * 16, GRAIN, ("layers.0.k", "layers.0.v"), 1, 1, torch.bfloat16)
+LAYOUT = Layout("ab" * 16, GRAIN, Rows(("layers.0.k", "layers.0.v"), 1, 1, torch.bfloat16))
 
 
 def fill(folder: Path, count: int) -> list[Entry]:

@@ -27,7 +27,7 @@ from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.store.executor import StoreExecutor
 from adapters.store.folder import FolderUnusable
-from adapters.store.format import Layout
+from adapters.store.format import Layout, Rows
 from adapters.store.opening import open_store
 from adapters.store.store import Store
 from effects.snapshot import SaveSnapshot
@@ -154,6 +154,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         keep_decoded=numerics.mode == "ladder",
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         store=stored is not None,
+        min_tokens=options.kv_cache_min_tokens,
     )
     return Target(
         folder=folder,
@@ -172,7 +173,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
 
 def kv_layout(shard: Qwen3Shard, named: str, grain: int) -> Layout:
     names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
-    return Layout(named, grain, names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype)
+    return Layout(named, grain, Rows(names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype))
 
 
 def build_store(options: Options, layout: Layout) -> Store | None:
@@ -184,7 +185,6 @@ def build_store(options: Options, layout: Layout) -> Store | None:
         "host_bytes": options.host_cache_budget << 20,
         "disk_bytes": options.kv_cache_budget << 20,
         "codec": options.kv_cache_codec,
-        "min_tokens": options.kv_cache_min_tokens,
     }
     try:
         return open_store(layout, folder, **limits)

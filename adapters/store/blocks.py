@@ -16,6 +16,16 @@ def root(identity: str, grain: int) -> bytes:
     return blake2b(f"rekindle kv\0{identity}\0{grain}".encode(), digest_size=KEY).digest()
 
 
+def draft_root(identity: str, draft: str, grain: int) -> bytes:
+    """The parent of the first block of a draft's rows: they stand for the same tokens, and go with one draft only."""
+    return blake2b(f"rekindle draft\0{identity}\0{draft}\0{grain}".encode(), digest_size=KEY).digest()
+
+
+def checkpoint_key(key: bytes) -> bytes:
+    """What the checkpoint behind the block `key` is called."""
+    return blake2b(b"rekindle checkpoint", digest_size=KEY, key=key).digest()
+
+
 def pack(tokens: Sequence[int]) -> bytes:
     """int32, little-endian."""
     packed = array("i", tokens)

@@ -8,21 +8,23 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
 from attrs import define, field, frozen
-from torch import Tensor
 
-from adapters.store import journal, seekable
+from adapters.store import journal, recent, seekable
 from adapters.store.blocks import root
-from adapters.store.codec import Chooser
+from adapters.store.codec import DECODERS, Chooser
 from adapters.store.folder import LOCK, TEMPORARY, Folder
 from adapters.store.format import (
+    FRAME,
     MOST_HEAD,
     Layout,
     Newer,
+    Outdated,
     Run,
     encode,
     file_name,
@@ -31,7 +33,9 @@ from adapters.store.format import (
     parse_name,
 )
 from adapters.store.index import Entry, Index
-from adapters.store.reading import read_rows
+from adapters.store.memory import Buffer
+from adapters.store.reading import Expected, read_run
+from adapters.store.recent import Recents
 from adapters.store.seekable import Damaged
 
 log = logging.getLogger("rekindle.store")
@@ -39,6 +43,8 @@ log = logging.getLogger("rekindle.store")
 QUARANTINE = "damaged-"
 MOST_QUARANTINED = 8  # files that are kept for people to look at
 MOST_QUEUED = 1 << 30  # bytes that may wait to be written
+MOST_RECENT_FILES = 8  # of other identities
+RECENT_SLACK = 1 << 20  # bytes of that file beyond twice what it says, before it is written anew
 SLACK = 4096  # journal records beyond what its entries need, before it is written anew
 
 
@@ -47,28 +53,51 @@ class Write:
     """A run on its way to disk. done: it has been written, or given up."""
 
     run: Run
-    rows: Mapping[str, Tensor]
-    size: int  # bytes of the rows
+    rows: Buffer
     done: Callable[[], None]
+
+    @property
+    def size(self) -> int:
+        return self.rows.data.nbytes
+
+
+@frozen(eq=False)
+class Note:
+    """A recent prompt on its way to disk."""
+
+    record: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.record)
+
+    def done(self) -> None:
+        """Nobody waits."""
 
 
 @define(eq=False)
 class Disk:
-    """Opened by `start`; `lock` guards the index, which readers and the writer share with the rest of the store."""
+    """Opened by `start`; `lock` guards the index, which readers and the writer share with the rest of the store.
+
+    recents: the prompts that are brought back at the start, and kept in a file of their own for each identity.
+    """
 
     folder: Folder
     layout: Layout
     index: Index
     lock: threading.RLock
     chooser: Chooser
+    recents: Recents = field(factory=Recents)
     counts: Counter[str] = field(factory=Counter[str])
     queued: int = 0
-    _queue: SimpleQueue[Write | None] = field(factory=SimpleQueue)
+    _queue: SimpleQueue[Write | Note | None] = field(factory=SimpleQueue)
+    _readers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "store-reader"))
     _thread: threading.Thread | None = None
     _closing: bool = False
     _unknown: list[str] = field(factory=list[str])
     _touched: dict[int, Entry] = field(factory=dict[int, Entry])
     _records: int = 0
+    _recent_bytes: int = 0  # of their file
     _failing: bool = False
 
     # --- start and end ---
@@ -85,6 +114,7 @@ class Disk:
     def _load(self, listing: dict[str, int]) -> None:
         kept = self._read_journal(listing.pop(journal.NAME, 0))
         listing.pop(LOCK, None)
+        self._load_recents(listing)
         for name in [name for name in listing if name.startswith(TEMPORARY)]:
             self._remove(name)
             del listing[name]
@@ -105,6 +135,7 @@ class Disk:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
+        self._readers.shutdown()
         self.folder.close()
         return True
 
@@ -119,21 +150,24 @@ class Disk:
         self.index.touch(entry)
         self._touched[entry.handle] = entry
 
-    def submit(self, write: Write) -> bool:
+    def submit(self, job: Write | Note) -> bool:
         """Taken, or dropped and counted: the queue is bounded."""
         with self.lock:
-            if self._closing or self.queued + write.size > MOST_QUEUED:
+            if self._closing or self.queued + job.size > MOST_QUEUED:
                 self.counts["dropped_queue_full"] += 1
                 return False
-            self.queued += write.size
-            self._queue.put(write)
+            self.queued += job.size
+            self._queue.put(job)
         return True
 
-    async def read(self, entry: Entry) -> Tensor:
-        """The rows of a leased entry. Raises Damaged (quarantined by then) or OSError (it may be better next time)."""
-        run = Run(entry.start, entry.parent, entry.keys, entry.tokens)
+    def read(self, entry: Entry, target: memoryview) -> None:
+        """Fill `target` with the tensors of a leased entry. For a worker thread.
+
+        Raises Damaged (quarantined by then) or OSError (it may be better next time).
+        """
         try:
-            return await read_rows(self.folder, self.name(entry), entry.size, run, self.layout)
+            expected = Expected(entry.size, entry.run, self.layout)
+            read_run(self.folder, self.name(entry), expected, target, self._readers)
         except Damaged as error:
             self._forget(entry)
             self._quarantine(self.name(entry), str(error))
@@ -144,6 +178,7 @@ class Disk:
         except OSError:
             self.counts["read_errors"] += 1
             raise
+        self.counts["read_bytes"] += entry.size
 
     def figures(self) -> Mapping[str, Any]:
         return {
@@ -155,7 +190,9 @@ class Disk:
             "dropped_writes": self.counts["dropped_queue_full"] + self.counts["dropped_no_room"],
             "write_errors": self.counts["write_errors"],
             "read_errors": self.counts["read_errors"],
+            "outdated": self.counts["outdated"],
             "written_bytes": self.counts["written_bytes"],
+            "read_bytes": self.counts["read_bytes"],
             "queued_bytes": self.queued,
             "codec": self.chooser.chosen or self.chooser.codec,
         }
@@ -172,30 +209,32 @@ class Disk:
             self._adopt(self._unknown[-1])
             self._unknown.pop()
         self._evict(0)
-        while (write := self._queue.get()) is not None:
+        while (job := self._queue.get()) is not None:
             try:
-                self._write(write)
+                if isinstance(job, Note):
+                    self._note(job)
+                else:
+                    self._write(job)
                 self._failed(None)
-            except (OSError, MemoryError, RuntimeError) as error:  # a tensor that finds no memory is a RuntimeError
+            except (OSError, MemoryError) as error:
                 self._failed(error)
             finally:
                 with self.lock:
-                    self.queued -= write.size
-                write.done()
-            del write
+                    self.queued -= job.size
+                job.done()
+            del job
         self._journal()
 
     def _write(self, write: Write) -> None:
-        run, data = write.run, self.layout.flat(write.rows).numpy().data
-        parts = encode(head(run, self.layout), data, self.chooser.pick(data[: 2 << 20]))
+        run, data = write.run, write.rows.data.numpy().data
+        parts = encode(head(run, self.layout), data, self.chooser.pick(data[:FRAME]))
         size = sum(map(len, parts))
         if not self._evict(size, run.parent):
             self.counts["dropped_no_room"] += 1
             return
         with self.lock:
             handle = self.index.next_handle()
-        origin = self.index.origin
-        entry = Entry(handle, run.start, run.parent, run.keys, run.tokens, size, origin, used=handle)
+        entry = entry_of(run, handle, size, self.index.origin)
         self.folder.write(self.name(entry), parts)
         with self.lock:
             added = self.index.add(entry)
@@ -217,7 +256,7 @@ class Disk:
             log.info("evicted %d runs from disk: %d bytes for %d more", len(gone), sum(e.size for e in gone), size)
         return fits
 
-    def _failed(self, error: OSError | MemoryError | RuntimeError | None) -> None:
+    def _failed(self, error: OSError | MemoryError | None) -> None:
         """One line when it starts, one when it is over."""
         if error is not None:
             self.counts["write_errors"] += 1
@@ -234,6 +273,9 @@ class Disk:
             entry = self._inspect(name)
         except Newer:
             self.counts["newer"] += 1
+        except Outdated:
+            self.counts["outdated"] += 1
+            self._remove(name)
         except Damaged as error:
             self._quarantine(name, str(error))
         except OSError:
@@ -259,21 +301,52 @@ class Disk:
         key, handle = named
         if run.keys[-1] != key:
             raise Damaged("the file has another run's name")
-        origin = root(identity, grain)
-        return Entry(handle, run.start, run.parent, run.keys, run.tokens, size, origin, used=handle)
+        return entry_of(run, handle, size, root(identity, grain))
+
+    # --- recent prompts ---
+
+    @property
+    def _recent_name(self) -> str:
+        return recent.PREFIX + self.index.origin.hex()
+
+    def _load_recents(self, listing: dict[str, int]) -> None:
+        """Ours; of those of other identities, a few are left there."""
+        others = sorted(name for name in listing if name.startswith(recent.PREFIX) and name != self._recent_name)
+        for name in others[MOST_RECENT_FILES:]:
+            self._remove(name)
+        for name in others:
+            del listing[name]
+        self._recent_bytes = listing.pop(self._recent_name, 0)
+        most = 2 * self.recents.most_bytes + 2 * RECENT_SLACK
+        raw = self._read_small(self._recent_name) if 0 < self._recent_bytes <= most else b""
+        if self._recent_bytes and not recent.read(raw, self.recents):
+            self._recent_bytes = 0  # it is written anew with the next one
+
+    def _note(self, note: Note) -> None:
+        """Should it fail half way, all of them are written anew with the next one."""
+        before, self._recent_bytes = self._recent_bytes, 0
+        if before and before <= 2 * self.recents.held + RECENT_SLACK:
+            self._append(self._recent_name, note.record)
+            self._recent_bytes = before + len(note.record)
+        else:  # with it
+            self._recent_bytes = self.folder.write(self._recent_name, [b"".join(recent.snapshot(self.recents))])
 
     # --- small things ---
 
     def _read_journal(self, size: int) -> journal.Kept:
         if not size:
             return journal.Kept({}, whole=False, records=0)
+        return journal.read(self._read_small(journal.NAME))
+
+    def _read_small(self, name: str) -> bytes:
+        """Nothing, where reading fails."""
         try:
-            descriptor = self.folder.opener(journal.NAME)
+            descriptor = self.folder.opener(name)
             with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
-                return journal.read(file.read())
+                return file.read()
         except OSError:
             self.counts["read_errors"] += 1
-            return journal.Kept({}, whole=False, records=0)
+            return b""
 
     def _journal(self, *records: bytes) -> None:
         """Append, and what was found meanwhile too. What cannot be written is made up for at the next start."""
@@ -286,10 +359,10 @@ class Disk:
             return
         if raw := b"".join((*records, *touches)):
             with suppress(OSError):
-                self._append(raw)
+                self._append(journal.NAME, raw)
 
-    def _append(self, raw: bytes) -> None:
-        descriptor = self.folder.open_append(journal.NAME)
+    def _append(self, name: str, raw: bytes) -> None:
+        descriptor = self.folder.open_append(name)
         try:
             self.folder.append(descriptor, raw)
         finally:
@@ -325,6 +398,12 @@ class Disk:
     def _remove(self, name: str) -> None:
         with suppress(OSError):
             self.folder.remove(name)
+
+
+def entry_of(run: Run, handle: int, size: int, origin: bytes) -> Entry:
+    return Entry(
+        handle, run.start, run.parent, run.keys, run.tokens, size, origin, used=handle, kind=run.kind, since=run.since
+    )
 
 
 @contextmanager

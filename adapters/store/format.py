@@ -1,41 +1,60 @@
-"""A run of blocks as a file: safetensors content in seekable zstd frames. docs/CACHE_FORMAT.md says it for people.
+"""What the store keeps, as files: safetensors content in seekable zstd frames. docs/CACHE_FORMAT.md is for people.
 
-The content is canonical: what a run's header must be follows from the run and from our own model. A file is never asked
-for shapes, it is compared.
+The content is canonical: what a file's header must be follows from the run and from our own model. A file is never
+asked for shapes, it is compared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from attrs import frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from adapters.store import seekable
-from adapters.store.blocks import KEY, WIDTH, chain
+from adapters.store.blocks import KEY, WIDTH, chain, checkpoint_key, draft_root, root
 from adapters.store.seekable import Buffer, Compress, Damaged, Sizes
 
-VERSION = 1
-FRAME = 2 << 20  # content bytes of a frame of rows
+VERSION = 2
+FRAME = 2 << 20  # content bytes of a frame of tensors
 MOST_HEAD = 8 << 20  # bytes of the first frame: header and token ids
 MOST_START = 1 << 24  # tokens before a run
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32"}
 INFIX, SUFFIX = "-", ".safetensors.zst"
+
+# The target's KV rows; a draft's own rows for the same tokens; the target's positional state behind one block.
+Kind: TypeAlias = Literal["rows", "draft", "state"]
 
 
 class Newer(Exception):
     """A file of a later format: not ours to read, and not ours to delete."""
 
 
-@frozen
-class Layout:
-    """The rows of one model: each of `names` is `[heads, tokens, width]` of `dtype`."""
+class Outdated(Exception):
+    """A file of an earlier format, which nothing reads any more."""
 
-    identity: str
-    grain: int
+
+@frozen
+class Spec:
+    """One tensor as our own model makes it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@frozen
+class Rows:
+    """What one model keeps of every token: each of `names` is `[heads, tokens, width]` of `dtype`."""
+
     names: tuple[str, ...]
     heads: int
     width: int
@@ -43,30 +62,85 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        return len(self.names) * self.tensor_bytes(1)
+        return len(self.names) * self.heads * self.width * self.dtype.itemsize
 
-    def tensor_bytes(self, tokens: int) -> int:
-        return self.heads * tokens * self.width * self.dtype.itemsize
+    def specs(self, tokens: int) -> tuple[Spec, ...]:
+        return tuple(Spec(name, self.dtype, (self.heads, tokens, self.width)) for name in self.names)
 
-    def views(self, data: Tensor, tokens: int) -> dict[str, Tensor]:
+
+@frozen
+class Draft:
+    """A draft's rows. identity: of the draft, as `Layout.identity` is of the target."""
+
+    identity: str
+    rows: Rows
+
+
+def aligned(specs: Iterable[Spec]) -> tuple[Spec, ...]:
+    """Wide elements first, so that each tensor begins at a multiple of its element's size."""
+    return tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize))
+
+
+@frozen
+class Layout:
+    """What one target, with its draft if there is one, keeps.
+
+    state: tensors of a model whose state at a position cannot be cut out of rows. Where there are any, a prefix can be
+    continued only from a position that has a checkpoint.
+    """
+
+    identity: str
+    grain: int
+    rows: Rows
+    draft: Draft | None = None
+    state: tuple[Spec, ...] = field(default=(), converter=aligned)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the target's rows."""
+        return self.rows.token_bytes
+
+    def specs(self, kind: Kind, tokens: int) -> tuple[Spec, ...]:
+        """In the order in which they lie, end to end."""
+        if kind == "state":
+            return self.state
+        if kind == "rows":
+            return self.rows.specs(tokens)
+        assert self.draft is not None, "no draft, so nobody asks for its rows"
+        return self.draft.rows.specs(tokens)
+
+    def size(self, kind: Kind, tokens: int) -> int:
+        return sum(spec.nbytes for spec in self.specs(kind, tokens))
+
+    def views(self, kind: Kind, data: Tensor, tokens: int) -> dict[str, Tensor]:
         """`data` (uint8, all tensors end to end) as the named tensors, without a copy."""
-        size, shape = self.tensor_bytes(tokens), (self.heads, tokens, self.width)
-        parts = data.view(len(self.names), size)
-        return {name: part.view(self.dtype).view(shape) for name, part in zip(self.names, parts, strict=True)}
+        views, at = dict[str, Tensor](), 0
+        for spec in self.specs(kind, tokens):
+            views[spec.name] = data[at : at + spec.nbytes].view(spec.dtype).view(spec.shape)
+            at += spec.nbytes
+        return views
 
-    def flat(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """The other way round, with one copy."""
-        return torch.cat([rows[name].contiguous().view(-1).view(torch.uint8) for name in self.names])
+    def root(self, kind: Kind) -> bytes:
+        """The parent of the first block. Another draft finds the target's rows, and not this draft's."""
+        if kind == "rows":
+            return root(self.identity, self.grain)
+        assert self.draft is not None, "only rows have a root"
+        return draft_root(self.identity, self.draft.identity, self.grain)
 
 
 @frozen
 class Run:
-    """Which blocks a file holds. tokens are packed."""
+    """Which blocks a file holds. tokens are packed.
+
+    A checkpoint stands behind its one block: its parent is that block's key. since: where the checkpoint before it is.
+    """
 
     start: int
     parent: bytes
     keys: tuple[bytes, ...]
     tokens: bytes
+    kind: Kind = "rows"
+    since: int = 0
 
     @property
     def length(self) -> int:
@@ -88,24 +162,30 @@ def parse_name(name: str) -> tuple[bytes, int] | None:
 
 
 def head(run: Run, layout: Layout) -> bytes:
-    """Everything before the rows: the safetensors header, then the token ids, its first tensor."""
+    """Everything before the tensors: the safetensors header, then the token ids, its first tensor."""
     count, at = run.length, len(run.tokens)
+    about = {
+        "rekindle_kv": str(VERSION),
+        "kind": run.kind,
+        "identity": layout.identity,
+        "grain": str(layout.grain),
+        "start": str(run.start),
+        "parent": run.parent.hex(),
+        "key": run.keys[-1].hex(),
+    }
+    if run.kind == "draft":
+        assert layout.draft is not None, "no draft, so nobody asks for its rows"
+        about["draft"] = layout.draft.identity
+    if run.kind == "state":
+        about["since"] = str(run.since)
     tensors: dict[str, Any] = {
-        "__metadata__": {
-            "rekindle_kv": str(VERSION),
-            "identity": layout.identity,
-            "grain": str(layout.grain),
-            "start": str(run.start),
-            "parent": run.parent.hex(),
-            "key": run.keys[-1].hex(),
-        },
+        "__metadata__": about,
         "tokens": {"dtype": "I32", "shape": [count], "data_offsets": [0, at]},
     }
-    size = layout.tensor_bytes(count)
-    for name in layout.names:
-        shape = [layout.heads, count, layout.width]
-        tensors[name] = {"dtype": DTYPES[layout.dtype], "shape": shape, "data_offsets": [at, at + size]}
-        at += size
+    for spec in layout.specs(run.kind, count):
+        offsets = [at, at + spec.nbytes]
+        tensors[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        at += spec.nbytes
     raw = json.dumps(tensors, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw + run.tokens
@@ -134,26 +214,48 @@ def check_frames(frames: Sequence[Sizes], first: int, data: int) -> None:
 
 
 def parse_head(raw: Buffer) -> tuple[Run, str, int]:
-    """The run that a file of any identity says it holds, the identity and the grain. Raises Damaged or Newer."""
+    """The run that a file of any identity says it holds, the identity and the grain.
+
+    Raises Damaged, Newer or Outdated.
+    """
     try:
         size = int.from_bytes(raw[:8], "little")
         if size > len(raw) - 8:
             raise Damaged("the header goes beyond its frame")
-        header = json.loads(bytes(raw[8 : 8 + size]))
-        about, grain = header["__metadata__"], int(header["__metadata__"]["grain"])
-        version, start = int(about["rekindle_kv"]), int(about["start"])
-        if version > VERSION:
-            raise Newer(f"format {version}")
-        parent, key = bytes.fromhex(about["parent"]), bytes.fromhex(about["key"])
-        identity = str(about["identity"])
+        about = json.loads(bytes(raw[8 : 8 + size]))["__metadata__"]
+        check_version(int(about["rekindle_kv"]))
+        run = parse_run(about, bytes(raw[8 + size :]))
+        identity, grain, key = str(about["identity"]), int(about["grain"]), bytes.fromhex(about["key"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"the header cannot be read: {type(error).__name__}") from error
-    tokens = bytes(raw[8 + size :])
-    if not 1 <= grain <= MOST_START or not 0 <= start <= MOST_START or len(parent) != KEY or start % grain:
+    if not 1 <= grain <= MOST_START or not 0 <= run.start <= MOST_START or len(run.parent) != KEY or run.start % grain:
         raise Damaged("the header's numbers cannot be")
-    if not tokens or len(tokens) % (grain * WIDTH):
+    blocks, rest = divmod(len(run.tokens), grain * WIDTH)
+    if rest or not blocks or (run.kind == "state" and (blocks != 1 or not 0 <= run.since <= run.start)):
         raise Damaged("the tokens are not whole blocks")
-    run = Run(start, parent, chain(parent, tokens, grain), tokens)
+    run = evolve(run, keys=keys_of(run, grain))
     if run.keys[-1] != key:
         raise Damaged("the tokens do not have the key that the header says")
     return run, identity, grain
+
+
+def check_version(version: int) -> None:
+    if version > VERSION:
+        raise Newer(f"format {version}")
+    if version < VERSION:
+        raise Outdated(f"format {version}")
+
+
+def parse_run(about: Mapping[str, Any], tokens: bytes) -> Run:
+    """Without its keys, and nothing checked but the types. Raises ValueError, KeyError or TypeError."""
+    kind = about["kind"]
+    if kind not in get_args(Kind):
+        raise ValueError("of no kind")
+    since = int(about["since"]) if kind == "state" else 0
+    return Run(int(about["start"]), bytes.fromhex(about["parent"]), (), tokens, kind, since)
+
+
+def keys_of(run: Run, grain: int) -> tuple[bytes, ...]:
+    if run.kind == "state":
+        return (checkpoint_key(run.parent),)
+    return chain(run.parent, run.tokens, grain)

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from attrs import define, field
 
 from adapters.store.blocks import WIDTH
+from adapters.store.format import Kind, Run
 
 
 @define(eq=False)
 class Entry:
     """A run of consecutive blocks. `parent` is the key of the block before it; `tokens` are packed.
 
+    A checkpoint is an entry with one block, the one before its position, and hangs on that block: its parent.
     handle: never used twice in a tier, so what follows under the same keys is not mistaken for this.
     """
 
@@ -32,6 +34,8 @@ class Entry:
     used: int = 0  # turn
     leases: int = 0
     children: int = 0  # runs that continue one of our blocks
+    kind: Kind = "rows"
+    since: int = 0  # of a checkpoint: where the one before it is
 
     @property
     def length(self) -> int:
@@ -40,6 +44,15 @@ class Entry:
     @property
     def stop(self) -> int:
         return self.start + self.length
+
+    @property
+    def worth(self) -> int:
+        """Tokens that would have to be computed without it."""
+        return self.stop - self.since if self.kind == "state" else self.length
+
+    @property
+    def run(self) -> Run:
+        return Run(self.start, self.parent, self.keys, self.tokens, self.kind, self.since)
 
 
 @define
@@ -69,6 +82,10 @@ class Index:
             return None
         block, step = entry.keys.index(key), self.grain * WIDTH
         return entry if entry.tokens[block * step : (block + 1) * step] == tokens else None
+
+    def holding(self, key: bytes) -> Entry | None:
+        """The entry that keeps the block `key`, its tokens not compared."""
+        return self._blocks.get(key)
 
     def next_handle(self) -> int:
         self.turn += 1
@@ -110,7 +127,7 @@ class Index:
     def score(self, entry: Entry) -> tuple[bool, float]:
         """What it is worth: saved tokens a byte, more for hits, less for age. The least goes first."""
         age = self.turn - entry.used
-        return entry.origin == self.origin, (1 + entry.hits) * entry.length / (entry.size * (1 + age))
+        return entry.origin == self.origin, (1 + entry.hits) * entry.worth / (entry.size * (1 + age))
 
     def make_room(self, size: int, parent: bytes = b"") -> list[Entry]:
         """Evict until `size` more bytes fit: leaves first, nothing leased, not the run that `parent` is in.

@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from adapters.store.blocks import root
 from adapters.store.codec import Chooser, Codec, Mean
 from adapters.store.disk import Disk
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.format import Layout
 from adapters.store.index import Index
-from adapters.store.store import Store
+from adapters.store.memory import Memory
+from adapters.store.recent import MOST_BYTES, Recents
+from adapters.store.store import RUN_BYTES, Store
+
+MOVING = 4  # runs that are on their way to or from the device
+RECENT_SHARE = 16  # of the disk's budget, recent prompts may take the 16th part
 
 
 def open_store(
@@ -21,19 +25,36 @@ def open_store(
     host_bytes: int = 0,
     disk_bytes: int = 0,
     codec: Codec = "auto",
-    min_tokens: int = 0,
+    pin: bool = False,
+    run_bytes: int = RUN_BYTES,
 ) -> Store | None:
-    """None if there is nothing to keep anything in. path: the disk tier's folder. Raises FolderUnusable."""
+    """None if there is nothing to keep anything in. Raises FolderUnusable.
+
+    path: the disk tier's folder. pin: the device copies from page-locked memory. run_bytes: of rows, saved together.
+    """
     if path is None and not host_bytes:
         return None
-    lock = threading.RLock()
-    disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
-    return Store(layout, index(layout, host_bytes), disk, lock, min_tokens)
+    lock, recents = threading.RLock(), Recents()
+    memory = Memory(host_bytes + MOVING * run_bytes, pin)
+    disk = None
+    if path is not None:
+        disk = open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec, recents=recents)
+    return Store(layout, index(layout, host_bytes), disk, lock, memory, recents, run_bytes)
 
 
-def open_disk(layout: Layout, folder: Folder, lock: threading.RLock, *, budget: int, codec: Codec = "auto") -> Disk:
+def open_disk(
+    layout: Layout,
+    folder: Folder,
+    lock: threading.RLock,
+    *,
+    budget: int,
+    codec: Codec = "auto",
+    recents: Recents | None = None,
+) -> Disk:
     """The folder is the disk's from here on, and closed if it cannot be read."""
-    disk = Disk(folder, layout, index(layout, budget), lock, Chooser(codec, Mean()))
+    recents = Recents() if recents is None else recents
+    recents.most_bytes = min(MOST_BYTES, budget // RECENT_SHARE)
+    disk = Disk(folder, layout, index(layout, budget), lock, Chooser(codec, Mean()), recents)
     try:
         disk.start()
     except OSError as error:
@@ -43,4 +64,4 @@ def open_disk(layout: Layout, folder: Folder, lock: threading.RLock, *, budget: 
 
 
 def index(layout: Layout, budget: int) -> Index:
-    return Index(budget, layout.grain, root(layout.identity, layout.grain))
+    return Index(budget, layout.grain, layout.root("rows"))

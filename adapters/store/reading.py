@@ -1,78 +1,91 @@
-"""Reading a run back: bounded by what it must be, decoded in threads while the next piece is read."""
+"""Reading a run back: bounded by what it must be, its pieces read and decoded side by side into their place."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+import threading
+from concurrent.futures import Executor, wait
 
-import aiofiles
-import anyio
-import torch
-from anyio import to_thread
-from torch import Tensor
+from attrs import frozen
 
 from adapters.store import seekable
 from adapters.store.folder import Folder
 from adapters.store.format import Layout, Run, check_frames, cuts, head
 from adapters.store.seekable import Damaged, Sizes
 
-PIECE = (4 << 20) + (64 << 10)  # bytes that are read at once: two frames that did not get smaller
+PIECE = (2 << 20) + (64 << 10)  # bytes that are read at once: a frame that did not get smaller
+_scratch = threading.local()
 
 
-async def read_rows(folder: Folder, name: str, size: int, run: Run, layout: Layout) -> Tensor:
-    """The rows of `run`, uint8, all tensors end to end (`Layout.views` names them).
+@frozen
+class Batch:
+    """Neighbouring frames of an open file: where they begin in it, and their contents in the target."""
+
+    at: int
+    frames: tuple[Sizes, ...]
+    content: int
+
+    @property
+    def packed(self) -> int:
+        return sum(packed for packed, _ in self.frames)
+
+
+@frozen
+class Expected:
+    """What a file must be: its size as it was written, and what must be in it."""
+
+    size: int
+    run: Run
+    layout: Layout
+
+
+def read_run(folder: Folder, name: str, expected: Expected, target: memoryview, pool: Executor) -> None:
+    """Fill `target` with the tensors of a run, end to end (`Layout.views` names them). For a worker thread.
 
     Raises Damaged where the file is not exactly the one that we would write for this run, OSError where reading fails.
     """
-    first, total = head(run, layout), layout.token_bytes * run.length
-    async with aiofiles.open(name, "rb", buffering=0, opener=folder.opener) as file:
-        descriptor = file.fileno()
+    size, first = expected.size, head(expected.run, expected.layout)
+    descriptor = folder.opener(name)
+    try:
         if os.fstat(descriptor).st_size != size:
             raise Damaged("the file has another size than when it was written")
-        frames = await read_table(file, descriptor, size, 1 + len(cuts(total)))
-        check_frames(frames, len(first), total)
-        rows = torch.empty(total, dtype=torch.uint8)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        await read_frames(file, frames, first, rows.numpy().data)
-    return rows
+        read_ahead(descriptor, size)
+        frames = read_table(descriptor, size, 1 + len(cuts(len(target))))
+        check_frames(frames, len(first), len(target))
+        own, *others = batches(frames)
+        futures = [pool.submit(read_batch, descriptor, batch, target) for batch in others]
+        try:
+            check_head(read(descriptor, own.at, own.packed), first)
+        except (Damaged, OSError):
+            for future in futures:
+                future.cancel()
+            raise
+        finally:
+            wait(futures)  # nobody may write into the target, or read from the file, any more
+        for future in futures:
+            future.result()
+    finally:
+        os.close(descriptor)
 
 
-async def read_table(file: Any, descriptor: int, size: int, frames: int) -> list[Sizes]:
+def read_ahead(descriptor: int, size: int) -> None:
+    """The kernel may begin with all of it at once."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
+
+
+def read_table(descriptor: int, size: int, frames: int) -> list[Sizes]:
     length = seekable.table_size(frames)
     if length > size:
         raise Damaged("the file is too short")
-    os.lseek(descriptor, size - length, os.SEEK_SET)
-    return seekable.parse_table(await read_exactly(file, length), size)
+    return seekable.parse_table(read(descriptor, size - length, length), size)
 
 
-async def read_frames(file: Any, frames: list[Sizes], first: bytes, target: memoryview) -> None:
-    failures = list[Exception]()
-
-    def decode(raw: memoryview, batch: list[Sizes], at: int) -> None:
-        try:
-            for packed, content in batch:
-                if at < 0:
-                    check_head(raw[:packed], first)
-                    at = 0
-                else:
-                    seekable.decompress(raw[:packed], target[at : at + content])
-                    at += content
-                raw = raw[packed:]
-        except Damaged as error:
-            failures.append(error)
-
-    async with anyio.create_task_group() as tasks:
-        at = -1  # the head comes before the rows
-        try:
-            for batch in batches(frames):
-                raw = await read_exactly(file, sum(packed for packed, _ in batch))
-                tasks.start_soon(to_thread.run_sync, decode, memoryview(raw), batch, at)
-                contents = sum(content for _, content in batch)
-                at = contents - len(first) if at < 0 else at + contents
-        except (OSError, Damaged) as error:  # outside, it would come in an exception group
-            failures.append(error)
-    if failures:
-        raise failures[0]
+def read_batch(descriptor: int, batch: Batch, target: memoryview) -> None:
+    raw, at = read(descriptor, batch.at, batch.packed), batch.content
+    for packed, content in batch.frames:
+        seekable.decompress(raw[:packed], target[at : at + content])
+        raw, at = raw[packed:], at + content
 
 
 def check_head(frame: memoryview, expected: bytes) -> None:
@@ -82,22 +95,31 @@ def check_head(frame: memoryview, expected: bytes) -> None:
         raise Damaged("the file holds another run, or another model's")
 
 
-def batches(frames: list[Sizes]) -> list[list[Sizes]]:
-    """Neighbours that are read together."""
-    together: list[list[Sizes]] = [[]]
-    for frame in frames:
+def batches(frames: list[Sizes]) -> list[Batch]:
+    """The head by itself, then neighbours that are read together."""
+    together: list[list[Sizes]] = [[frames[0]], []]
+    for frame in frames[1:]:
         if together[-1] and sum(packed for packed, _ in together[-1]) + frame[0] > PIECE:
             together.append([])
         together[-1].append(frame)
-    return together
+    found, at, content = list[Batch](), 0, -frames[0][1]
+    for group in together:
+        found.append(Batch(at, tuple(group), content))
+        at += sum(packed for packed, _ in group)
+        content += sum(size for _, size in group)
+    return found
 
 
-async def read_exactly(file: Any, length: int) -> bytes:
-    """A read may give less than it was asked for."""
-    raw: bytes = await file.read(length)
-    while len(raw) < length:
-        more = await file.read(length - len(raw))
-        if not more:
+def read(descriptor: int, at: int, length: int) -> memoryview:
+    """In this thread's own memory, until it reads again. A read may give less than it was asked for."""
+    space: bytearray = getattr(_scratch, "space", None) or bytearray(PIECE)
+    if len(space) < length:
+        space = bytearray(length)
+    _scratch.space = space
+    view, done = memoryview(space)[:length], 0
+    while done < length:
+        count = os.preadv(descriptor, [view[done:]], at + done)
+        if not count:
             raise Damaged("the file ends early")
-        raw += more
-    return raw
+        done += count
+    return view

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from attrs import define, field, frozen
-from torch import Tensor
+from attrs import define, evolve, field, frozen
 
-from adapters.store.blocks import WIDTH, chain, pack, root
-from adapters.store.codec import Mean
-from adapters.store.disk import Disk, Write
-from adapters.store.format import Layout, Run
+from adapters.store.blocks import WIDTH, chain, checkpoint_key, pack
+from adapters.store.disk import Disk, Note, Write, entry_of
+from adapters.store.format import Kind, Layout, Run
 from adapters.store.index import Entry, Index
+from adapters.store.memory import Buffer, Memory
+from adapters.store.recent import Recents, record
 from effects.ids import LeaseId, Span, Tokens
 
 log = logging.getLogger("rekindle.store")
@@ -27,7 +27,7 @@ Place = Literal["host", "disk"]
 
 @frozen(eq=False)
 class Part:
-    """Rows `[start, stop)` of a sequence, in one entry."""
+    """Rows `[start, stop)` of a sequence, in one entry. A checkpoint's are those of its block."""
 
     place: Place
     entry: Entry
@@ -37,16 +37,34 @@ class Part:
 
 @frozen(eq=False)
 class Lease:
-    """Its entries stay until it is released."""
+    """Its entries stay until it is released.
+
+    parts: the target's rows. draft: those of the draft, which end where the target's end and may begin later. state:
+    the checkpoint at `length`, for a target that needs one.
+    """
 
     parts: tuple[Part, ...]
     length: int  # tokens
+    draft: tuple[Part, ...] = ()
+    state: Part | None = None
 
     @property
     def place(self) -> Place:
         """Where most of it is."""
         host = sum(part.stop - part.start for part in self.parts if part.place == "host")
         return "host" if 2 * host >= self.length else "disk"
+
+    @property
+    def all(self) -> tuple[Part, ...]:
+        return (*self.parts, *self.draft, *(() if self.state is None else (self.state,)))
+
+
+@frozen
+class Miss:
+    """Nothing beyond what was known already. reason: machine-readable. length: tokens that are kept all the same."""
+
+    reason: str
+    length: int = 0
 
 
 @frozen(eq=False)
@@ -61,71 +79,119 @@ class Path:
 class Store:
     """Thread-safe: found on the event loop, saved on the device lane, written by the disk's thread.
 
-    host: its entries' rows are in `rows`. While a run waits to be written it is leased, so a budget of 0 keeps exactly
-    those. disk: None where nothing may be written.
+    host: its entries' tensors are in `rows`. While a run waits to be written it is leased, so a budget of 0 keeps
+    exactly those. disk: None where nothing may be written.
     """
 
     layout: Layout
     host: Index
     disk: Disk | None
     lock: threading.RLock
-    min_tokens: int = 0  # sequences shorter than this are not kept
-    rows: dict[int, Mapping[str, Tensor]] = field(factory=dict[int, "Mapping[str, Tensor]"])
+    memory: Memory = field(factory=Memory)
+    recents: Recents = field(factory=Recents)
+    run_bytes: int = RUN_BYTES
+    rows: dict[int, Buffer] = field(factory=dict[int, Buffer])
     hits: Counter[str] = field(factory=Counter[str])
     misses: Counter[str] = field(factory=Counter[str])
-    load_ns: dict[Place, Mean] = field(factory=lambda: {"host": Mean(), "disk": Mean()})  # a token
     _leases: dict[LeaseId, Lease] = field(factory=dict[LeaseId, Lease])
     _last: int = 0
     _waiting: set[int] = field(factory=set[int])  # handles of host entries that are to be written
 
-    def path(self, tokens: Tokens) -> Path:
+    def path(self, tokens: Tokens, kind: Kind = "rows") -> Path:
         grain = self.layout.grain
         packed = pack(tokens[: len(tokens) // grain * grain])
-        return Path(chain(root(self.layout.identity, grain), packed, grain), packed)
+        return Path(chain(self.layout.root(kind), packed, grain), packed)
 
     # --- looking up ---
 
-    def find(self, prompt: Tokens, beyond: int) -> tuple[LeaseId, Lease] | str:
-        """The longest kept prefix, leased, if it is longer than `beyond`; otherwise why not."""
+    def find(self, prompt: Tokens, beyond: int) -> tuple[LeaseId, Lease] | Miss:
+        """The longest kept prefix that can be continued, leased, if it is longer than `beyond`; otherwise why not."""
         path = self.path(prompt[:-1])
         with self.lock:
-            parts = self._parts(path)
-            length = parts[-1].stop if parts else 0
-            if length <= beyond:
-                reason = self._reason(path, length)
+            lease = self._continued(path)
+            if lease.length <= beyond:
+                reason = self._reason(path, lease)
                 self.misses[reason.partition(":")[0]] += 1
-                return reason
+                return Miss(reason, lease.length)
             self._last += 1
-            lease = Lease(tuple(parts), length)
-            for part in parts:
+            for part in lease.all:
                 part.entry.leases += 1
                 self._touch(part)
             self._leases[LeaseId(self._last)] = lease
             self.hits[lease.place] += 1
             return LeaseId(self._last), lease
 
+    def joins(self, prompt: Tokens, window: int) -> int:
+        """What the prompt shares with the likest of the last `window` prompts, of which it is one from now on."""
+        shared, recent = self.recents.joins(prompt, window)
+        if self.disk is not None:
+            self.disk.submit(Note(record(recent)))
+        return shared
+
     def lease(self, name: LeaseId) -> Lease:
         return self._leases[name]
 
     def release(self, name: LeaseId) -> None:
         with self.lock:
-            for part in self._leases.pop(name).parts:
+            for part in self._leases.pop(name).all:
                 part.entry.leases -= 1
             self._trim_host(0)
 
+    def _continued(self, path: Path) -> Lease:
+        """Not leased yet. Of no tokens, where nothing is kept, or where a checkpoint is missing."""
+        parts, state = self._parts(path), None
+        length = parts[-1].stop if parts else 0
+        if self.layout.state:
+            state = self._checkpoint(path, length)
+            length = 0 if state is None else state.stop
+            parts = [evolve(part, stop=min(part.stop, length)) for part in parts if part.start < length]
+        return Lease(tuple(parts), length, self._draft(path, length), state)
+
+    def _checkpoint(self, path: Path, length: int) -> Part | None:
+        """The last one within the first `length` tokens."""
+        for stop in range(length, 0, -self.layout.grain):
+            place, entry = self._where(*self._state_key(path, stop))
+            if entry is not None:
+                return Part(place, entry, stop - self.layout.grain, stop)
+        return None
+
+    def _state_key(self, path: Path, stop: int) -> tuple[bytes, bytes]:
+        """(key, packed tokens of the block) of the checkpoint at `stop`."""
+        grain = self.layout.grain
+        return checkpoint_key(path.keys[stop // grain - 1]), path.packed[(stop - grain) * WIDTH : stop * WIDTH]
+
+    def _draft(self, path: Path, length: int) -> tuple[Part, ...]:
+        """The draft's rows up to `length`, without a gap before it."""
+        if self.layout.draft is None or not length:
+            return ()
+        packed, parts = path.packed[: length * WIDTH], list[Part]()
+        keys = chain(self.layout.root("draft"), packed, self.layout.grain)
+        for number in reversed(range(len(keys))):
+            part = self._part(Path(keys, packed), number)
+            if part is None:
+                break
+            if parts and parts[-1].entry is part.entry:
+                part = evolve(parts.pop(), start=part.start)
+            parts.append(part)
+        return tuple(reversed(parts))
+
     def _parts(self, path: Path) -> list[Part]:
         """From the first block on, until one is missing; host memory is asked first."""
-        parts, grain = list[Part](), self.layout.grain
-        for number, key in enumerate(path.keys):
-            tokens = path.packed[number * grain * WIDTH : (number + 1) * grain * WIDTH]
-            place, entry = self._where(key, tokens)
-            if entry is None:
+        parts = list[Part]()
+        for number in range(len(path.keys)):
+            part = self._part(path, number)
+            if part is None:
                 break
-            start, stop = number * grain, (number + 1) * grain
-            if parts and parts[-1].entry is entry:
-                start = parts.pop().start
-            parts.append(Part(place, entry, start, stop))
+            if parts and parts[-1].entry is part.entry:
+                part = evolve(parts.pop(), stop=part.stop)
+            parts.append(part)
         return parts
+
+    def _part(self, path: Path, number: int) -> Part | None:
+        """One block."""
+        start, stop = number * self.layout.grain, (number + 1) * self.layout.grain
+        place, entry = self._where(path.keys[number], path.packed[start * WIDTH : stop * WIDTH])
+        return None if entry is None else Part(place, entry, start, stop)
 
     def _where(self, key: bytes, tokens: bytes) -> tuple[Place, Entry | None]:
         entry = self.host.get(key, tokens)
@@ -139,40 +205,62 @@ class Store:
         elif self.disk is not None:
             self.disk.touch(part.entry)
 
-    def _reason(self, path: Path, length: int) -> str:
+    def _reason(self, path: Path, lease: Lease) -> str:
         if not path.keys:
             return "too_short"
         if not self.host.entries and (self.disk is None or not self.disk.index.entries):
             return "empty_store"
-        return f"diverged_at:{length}"
+        rows = self._parts(path) if self.layout.state else lease.parts
+        kept = rows[-1].stop if rows else 0
+        return f"no_checkpoint:{lease.length}" if kept > lease.length else f"diverged_at:{kept}"
 
     # --- keeping ---
 
-    def gaps(self, tokens: Tokens) -> list[Span]:
-        """Which rows of a sequence no tier has, in runs of a size to be saved; those that only wait to be asked
-        for again, because the queue was full, are queued on the way.
+    def gaps(self, tokens: Tokens, kind: Kind = "rows", start: int = 0) -> list[Span]:
+        """Which rows of a sequence, from `start` on, no tier has, in runs of a size to be saved; those that only wait
+        to be asked for again, because the queue was full, are queued on the way.
         """
-        if len(tokens) < self.min_tokens:
-            return []
-        path, grain = self.path(tokens), self.layout.grain
-        most = max(1, RUN_BYTES // (grain * self.layout.token_bytes))
+        path, grain = self.path(tokens, kind), self.layout.grain
+        most = max(1, self.run_bytes // self.layout.size(kind, grain))
         spans = list[Span]()
         with self.lock:
-            self._write_again(path)
-            for number, key in enumerate(path.keys):
-                start = number * grain
-                if key in self.host or (self.disk is not None and key in self.disk.index):
+            for number in range(-(-start // grain), len(path.keys)):
+                first, key = number * grain, path.keys[number]
+                if self._has(key):
+                    self._write_again(key)
                     continue
-                if spans and spans[-1][1] == start and start - spans[-1][0] < most * grain:
-                    start = spans.pop()[0]
-                spans.append((start, (number + 1) * grain))
+                if spans and spans[-1][1] == first and first - spans[-1][0] < most * grain:
+                    first = spans.pop()[0]
+                spans.append((first, (number + 1) * grain))
         return spans
 
-    def keep(self, tokens: Tokens, start: int, rows: Mapping[str, Tensor]) -> bool:
+    def keep(self, tokens: Tokens, start: int, rows: Buffer, kind: Kind = "rows") -> bool:
         """Take in the rows from `start` to the end of `tokens`. False if there was room nowhere."""
-        path, block = self.path(tokens), start // self.layout.grain
-        parent = path.keys[block - 1] if block else root(self.layout.identity, self.layout.grain)
-        run = Run(start, parent, path.keys[block:], path.packed[start * WIDTH :])
+        path, block = self.path(tokens, kind), start // self.layout.grain
+        parent = path.keys[block - 1] if block else self.layout.root(kind)
+        return self._keep(Run(start, parent, path.keys[block:], path.packed[start * WIDTH :], kind), rows)
+
+    def lacks_checkpoint(self, tokens: Tokens) -> bool:
+        """Has no tier the state behind `tokens` (whole blocks)? One that only waits to be written is queued."""
+        path = self.path(tokens)
+        with self.lock:
+            key, _ = self._state_key(path, len(tokens))
+            if not self._has(key):
+                return True
+            self._write_again(key)
+            return False
+
+    def keep_checkpoint(self, tokens: Tokens, state: Buffer) -> bool:
+        """Take in the state behind `tokens` (whole blocks). False if there was room nowhere."""
+        path, stop = self.path(tokens), len(tokens)
+        key, packed = self._state_key(path, stop)
+        with self.lock:
+            before = self._checkpoint(path, stop - self.layout.grain)
+            since = 0 if before is None else before.stop
+            run = Run(stop - self.layout.grain, path.keys[-1], (key,), packed, "state", since)
+            return self._keep(run, state)
+
+    def _keep(self, run: Run, rows: Buffer) -> bool:
         with self.lock:
             entry = self._entry(run)
             entry.leases += 1
@@ -184,26 +272,26 @@ class Store:
             self._trim_host(0, run.parent)
             return queued or entry.handle in self.rows
 
-    def promote(self, source: Entry, rows: Mapping[str, Tensor]) -> None:
+    def promote(self, source: Entry, rows: Buffer) -> None:
         """Rows that came from disk stay in host memory too, if they find room."""
-        run = Run(source.start, source.parent, source.keys, source.tokens)
         with self.lock:
-            entry = self._entry(run)
+            entry = self._entry(source.run)
             if entry.size > self.host.budget:
                 return
-            self._trim_host(entry.size, run.parent)
+            self._trim_host(entry.size, source.parent)
             if self.host.fits(entry.size) and self.host.add(entry):
                 self.rows[entry.handle] = rows
 
     def _entry(self, run: Run) -> Entry:
-        handle, size = self.host.next_handle(), run.length * self.layout.token_bytes
-        return Entry(handle, run.start, run.parent, run.keys, run.tokens, size, self.host.origin, used=handle)
+        return entry_of(run, self.host.next_handle(), self.layout.size(run.kind, run.length), self.host.origin)
+
+    def _has(self, key: bytes) -> bool:
+        return key in self.host or (self.disk is not None and key in self.disk.index)
 
     def _write(self, entry: Entry) -> bool:
         if self.disk is None:
             return False
-        run = Run(entry.start, entry.parent, entry.keys, entry.tokens)
-        if not self.disk.submit(Write(run, self.rows[entry.handle], entry.size, partial(self._written, entry))):
+        if not self.disk.submit(Write(entry.run, self.rows[entry.handle], partial(self._written, entry))):
             return False
         entry.leases += 1
         self._waiting.add(entry.handle)
@@ -215,13 +303,12 @@ class Store:
             entry.leases -= 1
             self._trim_host(0)
 
-    def _write_again(self, path: Path) -> None:
-        if self.disk is None:
+    def _write_again(self, key: bytes) -> None:
+        """If the queue was full when it was kept."""
+        entry = self.host.holding(key)
+        if self.disk is None or entry is None or entry.handle in self._waiting or entry.keys[-1] in self.disk.index:
             return
-        for part in self._parts(path):
-            entry = part.entry
-            if part.place == "host" and entry.handle not in self._waiting and entry.keys[-1] not in self.disk.index:
-                self._write(entry)
+        self._write(entry)
 
     def _trim_host(self, size: int, parent: bytes = b"") -> None:
         for entry in self.host.make_room(size, parent):

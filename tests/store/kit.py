@@ -10,59 +10,89 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from adapters.store.disk import Disk
 from adapters.store.folder import Folder
-from adapters.store.format import Layout
+from adapters.store.format import Draft, Kind, Layout, Rows, Spec
+from adapters.store.memory import Buffer
 from adapters.store.opening import index, open_disk
-from adapters.store.store import Store
+from adapters.store.store import Part, Store
 from effects.ids import LeaseId, Tokens
 
 GRAIN = 4
-LAYOUT = Layout("ab" * 16, GRAIN, ("layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"), 2, 8, torch.float32)
-OTHER = Layout("cd" * 16, GRAIN, LAYOUT.names, 2, 8, torch.float32)
+ROWS = Rows(("layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"), 2, 8, torch.float32)
+LAYOUT = Layout("ab" * 16, GRAIN, ROWS)
+OTHER = Layout("cd" * 16, GRAIN, ROWS)
+DRAFT = Draft("de" * 16, Rows(("draft.layers.0.k", "draft.layers.0.v"), 1, 6, torch.bfloat16))
+STATE = (Spec("layers.2.conv", torch.bfloat16, (3, 5)), Spec("layers.2.state", torch.float32, (2, 4, 4)))
+FULL = evolve(LAYOUT, draft=DRAFT)  # with a draft's rows
+STATEFUL = evolve(LAYOUT, state=STATE)  # a target that needs checkpoints
+EVERYTHING = evolve(FULL, state=STATE)
 BIG = 1 << 30
 
 
-def rows_of(tokens: Tokens, start: int = 0, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
-    """Rows that depend on the position and on all tokens up to there, as KV rows do."""
+def rows_of(tokens: Tokens, start: int = 0, layout: Layout = LAYOUT, kind: Kind = "rows") -> dict[str, torch.Tensor]:
+    """Tensors that depend on the position and on all tokens up to there, as KV rows and states do."""
     sums = torch.tensor(tokens, dtype=torch.int64).cumsum(0)[start:] * 31 + torch.arange(start, len(tokens))
-    shape = (layout.heads, len(sums), layout.width)
-    grid = torch.arange(layout.heads * layout.width).view(layout.heads, 1, layout.width)
-    return {
-        name: ((sums.view(1, -1, 1) * 7 + grid + number) % 1009).to(layout.dtype).expand(shape).contiguous()
-        for number, name in enumerate(layout.names)
-    }
+    found = dict[str, torch.Tensor]()
+    for number, spec in enumerate(layout.specs(kind, len(sums))):
+        if kind == "state":
+            grid = torch.arange(spec.nbytes // spec.dtype.itemsize).view(spec.shape) + sums[-1]
+        else:
+            grid = sums.view(1, -1, 1) * 7 + torch.arange(spec.shape[0] * spec.shape[2]).view(spec.shape[0], 1, -1)
+        found[spec.name] = ((grid + number + len(kind)) % 251).to(spec.dtype)
+    return found
+
+
+def buffer_of(rows: dict[str, torch.Tensor], layout: Layout = LAYOUT, kind: Kind = "rows") -> Buffer:
+    """The same, end to end."""
+    names = [spec.name for spec in layout.specs(kind, 1)]
+    return Buffer(torch.cat([rows[name].contiguous().view(-1).view(torch.uint8) for name in names]))
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def save(store: Store, tokens: Tokens) -> None:
+def save(store: Store, tokens: Tokens, kind: Kind = "rows", start: int = 0) -> None:
     """What the device lane does with a snapshot."""
-    for start, stop in store.gaps(tokens):
-        if not store.keep(tokens[:stop], start, rows_of(tokens[:stop], start, store.layout)):
+    for first, stop in store.gaps(tokens, kind, start):
+        rows = rows_of(tokens[:stop], first, store.layout, kind)
+        if not store.keep(tokens[:stop], first, buffer_of(rows, store.layout, kind), kind):
             break
 
 
-async def fetch(store: Store, tokens: Tokens, name: LeaseId) -> int:
+def checkpoint(store: Store, tokens: Tokens) -> None:
+    if store.lacks_checkpoint(tokens):
+        state = rows_of(tokens, 0, store.layout, "state")
+        store.keep_checkpoint(tokens, buffer_of(state, store.layout, "state"))
+
+
+def fetch(store: Store, tokens: Tokens, name: LeaseId) -> int:
     """Read everything that a lease holds, check it against the truth, release it. The tokens."""
     lease = store.lease(name)
     try:
-        for part in lease.parts:
-            if part.place == "host":
-                rows = store.rows[part.entry.handle]
-            else:
-                assert store.disk is not None
-                rows = store.layout.views(await store.disk.read(part.entry), part.entry.length)
-            first = part.entry.start
-            piece = {name: tensor[:, part.start - first : part.stop - first] for name, tensor in rows.items()}
-            assert same(piece, rows_of(tokens[: part.stop], part.start, store.layout)), "rows of something else"
+        for part in lease.all:
+            check_part(store, tokens, part)
     finally:
         store.release(name)
     return lease.length
+
+
+def check_part(store: Store, tokens: Tokens, part: Part) -> None:
+    entry, layout = part.entry, store.layout
+    if part.place == "host":
+        buffer = store.rows[entry.handle]
+    else:
+        assert store.disk is not None
+        buffer = store.memory.take(layout.size(entry.kind, entry.length))
+        store.disk.read(entry, buffer.data.numpy().data)
+    rows = layout.views(entry.kind, buffer.data, entry.length)
+    if entry.kind != "state":
+        first = entry.start
+        rows = {name: tensor[:, part.start - first : part.stop - first] for name, tensor in rows.items()}
+    assert same(rows, rows_of(tokens[: part.stop], part.start, layout, entry.kind)), "rows of something else"
 
 
 def disk_store(

@@ -19,7 +19,7 @@ from adapters.store import journal
 from adapters.store.disk import MOST_QUARANTINED, QUARANTINE
 from adapters.store.folder import Folder, FolderInUse, FolderUnusable
 from adapters.store.seekable import Damaged
-from adapters.store.store import Store
+from adapters.store.store import Miss, Store
 from tests.store.kit import LAYOUT, OTHER, Opening, disk_store, fetch, files, save, settled
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +33,8 @@ def path(tmp_path: Path) -> Path:
 
 def kept(store: Store, tokens=ONE) -> int:
     """How much of it is found, everything of it compared with the truth."""
-    import anyio  # noqa: PLC0415
-
     found = store.find((*tokens, 0), 0)
-    return 0 if isinstance(found, str) else anyio.run(fetch, store, tokens, found[0])
+    return 0 if isinstance(found, Miss) else fetch(store, tokens, found[0])
 
 
 def filled(path: Path, *sequences, **options) -> None:
@@ -180,7 +178,7 @@ def test_what_is_put_aside_is_bounded(path: Path) -> None:
 
 
 def test_a_newer_format_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.format.VERSION", 2)
+    monkeypatch.setattr("adapters.store.format.VERSION", 3)
     filled(path, ONE)
     monkeypatch.undo()
     (path / journal.NAME).unlink()

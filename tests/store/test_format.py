@@ -7,9 +7,9 @@ import json
 import shutil
 import struct
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import anyio
 import pytest
 import safetensors.torch
 import torch
@@ -17,34 +17,35 @@ import zstandard
 from attrs import evolve
 
 from adapters.store import seekable
-from adapters.store.blocks import chain, pack, root
+from adapters.store.blocks import chain, checkpoint_key, pack, root
 from adapters.store.codec import Chooser, Mean, Trial, quicker, trial
 from adapters.store.disk import read_head
 from adapters.store.folder import Folder
-from adapters.store.format import FRAME, Newer, Run, encode, file_name, head, parse_head, parse_name
-from adapters.store.reading import read_rows
+from adapters.store.format import FRAME, Newer, Outdated, Run, encode, file_name, head, parse_head, parse_name
+from adapters.store.reading import Expected, read_run
 from adapters.store.seekable import Damaged
-from tests.store.kit import GRAIN, LAYOUT, OTHER, rows_of, same
+from tests.store.kit import DRAFT, EVERYTHING, GRAIN, LAYOUT, OTHER, ROWS, buffer_of, rows_of, same
 
 TOKENS = tuple(range(100, 140))
 KEYS = chain(root(LAYOUT.identity, GRAIN), pack(TOKENS), GRAIN)
 RUN = Run(8, KEYS[1], KEYS[2:], pack(TOKENS[8:]))
-WIDE = evolve(LAYOUT, heads=8, width=1280)  # several frames
+WIDE = evolve(LAYOUT, rows=evolve(ROWS, heads=8, width=1280))  # several frames
 
 
 def blob(layout=LAYOUT, level: int = -5, run: Run = RUN) -> bytes:
-    data = layout.flat(rows_of(TOKENS, 8, layout)).numpy().data
+    data = buffer_of(rows_of(TOKENS, run.start, layout, run.kind), layout, run.kind).data.numpy().data
     return b"".join(encode(head(run, layout), data, seekable.compressor(level)))
 
 
 def read(path: Path, raw: bytes, layout=LAYOUT, run: Run = RUN) -> dict[str, torch.Tensor]:
     (path / "file").write_bytes(raw)
-    folder = Folder.open(path)
+    folder, data = Folder.open(path), torch.empty(layout.size(run.kind, run.length), dtype=torch.uint8)
     try:
-        data = anyio.run(read_rows, folder, "file", len(raw), run, layout)
+        with ThreadPoolExecutor(2) as pool:
+            read_run(folder, "file", Expected(len(raw), run, layout), data.numpy().data, pool)
     finally:
         folder.close()
-    return layout.views(data, run.length)
+    return layout.views(run.kind, data, run.length)
 
 
 @pytest.fixture
@@ -69,13 +70,36 @@ def test_zstandard_and_safetensors_alone_open_a_file(level: int) -> None:
     assert same(tensors, rows_of(TOKENS, 8, WIDE))
     about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
     assert about == {
-        "rekindle_kv": "1",
+        "rekindle_kv": "2",
+        "kind": "rows",
         "identity": WIDE.identity,
         "grain": "4",
         "start": "8",
         "parent": KEYS[1].hex(),
         "key": KEYS[-1].hex(),
     }
+
+
+DRAFT_KEYS = chain(EVERYTHING.root("draft"), pack(TOKENS), GRAIN)
+DRAFT_RUN = Run(8, DRAFT_KEYS[1], DRAFT_KEYS[2:], pack(TOKENS[8:]), "draft")
+CHECKPOINT = Run(36, KEYS[-1], (checkpoint_key(KEYS[-1]),), pack(TOKENS[36:]), "state", 12)
+
+
+@pytest.mark.parametrize("run", [DRAFT_RUN, CHECKPOINT], ids=["draft", "state"])
+def test_drafts_and_checkpoints_are_files_like_rows(private: Path, run: Run) -> None:
+    raw, truth = blob(EVERYTHING, run=run), rows_of(TOKENS, run.start, EVERYTHING, run.kind)
+    assert same(read(private, raw, EVERYTHING, run), truth)
+    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw), read_across_frames=True) as reader:
+        tensors = safetensors.torch.load(reader.read())
+    assert tensors.pop("tokens").tolist() == list(TOKENS[run.start :])
+    assert same(tensors, truth)
+    assert parse_head(head(run, EVERYTHING)) == (run, LAYOUT.identity, GRAIN)
+
+
+def test_another_drafts_rows_have_other_keys() -> None:
+    other = evolve(EVERYTHING, draft=evolve(DRAFT, identity="ee" * 16))
+    assert other.root("rows") == EVERYTHING.root("rows")
+    assert other.root("draft") != EVERYTHING.root("draft")
 
 
 def test_the_seek_table_finds_every_frame_by_itself() -> None:
@@ -132,8 +156,9 @@ def test_no_truncated_padded_or_zeroed_file_is_taken(private: Path) -> None:
 
 def test_a_whole_file_of_something_else_is_not_taken(private: Path) -> None:
     other_tokens = evolve(RUN, tokens=pack(tuple(range(300, 332))))
-    others = [blob(OTHER), blob(run=other_tokens), blob(evolve(LAYOUT, dtype=torch.bfloat16))]
-    others += [blob(evolve(LAYOUT, names=LAYOUT.names[::-1])), blob(evolve(LAYOUT, heads=1, width=16))]
+    changes = ({"dtype": torch.bfloat16}, {"names": ROWS.names[::-1]}, {"heads": 1, "width": 16})
+    others = [blob(OTHER), blob(run=other_tokens)]
+    others += [blob(evolve(LAYOUT, rows=evolve(ROWS, **change))) for change in changes]
     for other in others:
         with pytest.raises(Damaged):
             read(private, other)
@@ -173,8 +198,12 @@ def test_a_frame_that_says_it_is_huge_is_refused_by_its_header(content: int) -> 
 @pytest.mark.parametrize(
     ("change", "raised"),
     [
-        ({"rekindle_kv": "2"}, Newer),
+        ({"rekindle_kv": "3"}, Newer),
+        ({"rekindle_kv": "1"}, Outdated),
         ({"rekindle_kv": "one"}, Damaged),
+        ({"kind": "other"}, Damaged),
+        ({"kind": "state", "since": "0"}, Damaged),
+        ({"kind": ["rows"]}, Damaged),
         ({"grain": "0"}, Damaged),
         ({"grain": "-4"}, Damaged),
         ({"grain": "5"}, Damaged),
@@ -225,7 +254,7 @@ def test_links_and_pipes_are_not_read(private: Path) -> None:
     folder = Folder.open(private)
     for name in ("link", "pipe"):
         with pytest.raises(OSError):  # noqa: PT011 - which one depends
-            anyio.run(read_rows, folder, name, 1, RUN, LAYOUT)
+            read_run(folder, name, Expected(1, RUN, LAYOUT), memoryview(bytearray()), ThreadPoolExecutor(1))
     folder.close()
 
 

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import anyio
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -16,15 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from adapters.store import journal
 from adapters.store.opening import open_store
 from adapters.store.seekable import Damaged
+from adapters.store.store import Miss
 from effects.ids import Tokens
-from tests.store.kit import LAYOUT, disk_store, fetch, files, rows_of, save, settled
+from tests.store.kit import LAYOUT, buffer_of, disk_store, fetch, files, rows_of, save, settled
 
 ONE = tuple(range(1, 41))
 RUN = 40 * LAYOUT.token_bytes  # bytes of ONE's rows
 
 
-def memory(budget: int, min_tokens: int = 0):
-    store = open_store(LAYOUT, None, host_bytes=budget, min_tokens=min_tokens)
+def memory(budget: int):
+    store = open_store(LAYOUT, None, host_bytes=budget)
     assert store is not None
     return store
 
@@ -38,19 +38,19 @@ async def test_host_memory_alone_keeps_and_evicts() -> None:
     for number in range(4):
         save(store, (number, *ONE[1:]))
     assert store.figures()["host"] == {"bytes": 2 * RUN, "budget": 2 * RUN, "entries": 2, "evictions": 2}
-    assert store.find((0, *ONE[1:], 0), 0) == "diverged_at:0"
+    assert store.find((0, *ONE[1:], 0), 0) == Miss("diverged_at:0")
     name, lease = store.find((3, *ONE[1:], 0), 0)
-    assert (lease.place, await fetch(store, (3, *ONE[1:]), name)) == ("host", 40)
+    assert (lease.place, fetch(store, (3, *ONE[1:]), name)) == ("host", 40)
     assert store.rows.keys() == store.host.entries.keys()
 
 
 def test_a_miss_says_why() -> None:
     store = memory(2 * RUN)
-    assert store.find((1, 2, 3, 4), 0) == "too_short", "the last token is always computed"
-    assert store.find(ONE, 0) == "empty_store"
+    assert store.find((1, 2, 3, 4), 0) == Miss("too_short"), "the last token is always computed"
+    assert store.find(ONE, 0) == Miss("empty_store")
     save(store, ONE)
-    assert store.find((*ONE[:22], 0, 0, 0), 20) == "diverged_at:20"
-    assert store.find((9, *ONE), 0) == "diverged_at:0"
+    assert store.find((*ONE[:22], 0, 0, 0), 20) == Miss("diverged_at:20", 20)
+    assert store.find((9, *ONE), 0) == Miss("diverged_at:0")
     assert store.figures()["misses"] == {"too_short": 1, "empty_store": 1, "diverged_at": 2}
 
 
@@ -58,15 +58,7 @@ async def test_the_longest_prefix_is_found_even_inside_a_run() -> None:
     store = memory(2 * RUN)
     save(store, ONE)
     name, lease = store.find((*ONE[:22], 0, 0, 0), 0)
-    assert await fetch(store, ONE, name) == lease.length == 20
-
-
-def test_short_sequences_are_not_kept() -> None:
-    store = memory(2 * RUN, min_tokens=41)
-    save(store, ONE)
-    assert store.find((*ONE, 0), 0) == "empty_store"
-    save(store, (*ONE, 1))
-    assert not isinstance(store.find((*ONE, 0), 0), str)
+    assert fetch(store, ONE, name) == lease.length == 20
 
 
 async def test_a_hit_may_span_both_tiers(tmp_path: Path) -> None:
@@ -79,7 +71,7 @@ async def test_a_hit_may_span_both_tiers(tmp_path: Path) -> None:
     settled(store)
     name, lease = store.find((*ONE, 0), 0)
     assert [part.place for part in lease.parts] == ["disk", "host"]
-    assert await fetch(store, ONE, name) == 40
+    assert fetch(store, ONE, name) == 40
     store.close()
 
 
@@ -92,11 +84,11 @@ async def test_what_came_from_disk_stays_in_memory_while_there_is_room(tmp_path:
     for tokens in (ONE, (9, *ONE[1:])):
         name, lease = store.find((*tokens, 0), 0)
         assert lease.place == "disk"
-        store.promote(lease.parts[0].entry, rows_of(tokens))
+        store.promote(lease.parts[0].entry, buffer_of(rows_of(tokens)))
         store.release(name)
         name, lease = store.find((*tokens, 0), 0)
         assert lease.place == "host"
-        assert await fetch(store, tokens, name) == 40
+        assert fetch(store, tokens, name) == 40
     assert len(store.rows) == 1
     store.close()
 
@@ -145,7 +137,7 @@ class History(RuleBasedStateMachine):
     def hit(self) -> None:
         tokens = self.tokens()
         found = self.store.find((*tokens, 0), 0)
-        if isinstance(found, str):
+        if isinstance(found, Miss):
             return
         name, lease = found
         assert tokens[: lease.length] in self.saved
@@ -156,7 +148,7 @@ class History(RuleBasedStateMachine):
 
     def read(self, name: int, tokens: Tokens) -> None:
         try:
-            anyio.run(fetch, self.store, tokens, name)
+            fetch(self.store, tokens, name)
         except (Damaged, FileNotFoundError):
             assert self.harmed, "nobody touched the files"
 

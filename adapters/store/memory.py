@@ -1,0 +1,100 @@
+"""Host memory for what is kept and what is on its way: cut out of slabs that are used again and again.
+
+Memory that a GPU copies from must be registered, and memory that was never touched must be mapped page by page: both
+are slower than the copies themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+SLAB = 64 << 20
+ALIGN = 4096
+
+
+@frozen(eq=False)
+class Buffer:
+    """`data` is uint8, and there for as long as somebody refers to this object (a view of it is not enough)."""
+
+    data: Tensor
+    _give_back: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self._give_back is not None:
+            self._give_back()
+
+
+@define(eq=False)
+class Slab:
+    data: Tensor
+    free: list[tuple[int, int]]  # spans, ascending, none touching the next
+
+    def take(self, size: int) -> tuple[int, int] | None:
+        for index, (start, stop) in enumerate(self.free):
+            if stop - start >= size:
+                self.free[index : index + 1] = [(start + size, stop)] if stop - start > size else []
+                return start, start + size
+        return None
+
+    def give_back(self, span: tuple[int, int]) -> None:
+        merged = list[tuple[int, int]]()
+        for start, stop in sorted([*self.free, span]):
+            touching = bool(merged) and merged[-1][1] == start
+            merged.append((merged.pop()[0] if touching else start, stop))
+        self.free = merged
+
+
+@define(eq=False)
+class Memory:
+    """Slabs of at most `most` bytes in all; what finds no place there comes from the system, and goes back to it.
+
+    pin: page-locked, for a GPU.
+    """
+
+    most: int = 0
+    pin: bool = False
+    held: int = 0  # bytes of slabs
+    _slabs: list[Slab] = field(factory=list[Slab])
+    _returned: deque[tuple[Slab, tuple[int, int]]] = field(factory=deque)
+    _lock: threading.Lock = field(factory=threading.Lock)
+
+    def take(self, size: int) -> Buffer:
+        """Raises MemoryError."""
+        whole = -(-size // ALIGN) * ALIGN
+        with self._lock:
+            while self._returned:  # a buffer may die anywhere, so it only says so
+                slab, span = self._returned.popleft()
+                slab.give_back(span)
+            for slab in self._slabs:
+                if (span_ := slab.take(whole)) is not None:
+                    return self._buffer(slab, span_, size)
+            if self.held + whole > self.most:
+                return Buffer(allocated(size, pin=False))
+            slab = self._grow(whole)
+            span_ = slab.take(whole)
+            assert span_ is not None, "a slab is as large as what it was made for"
+            return self._buffer(slab, span_, size)
+
+    def _grow(self, size: int) -> Slab:
+        size = max(size, min(SLAB, self.most - self.held))
+        slab = Slab(allocated(size, pin=self.pin), [(0, size)])
+        self._slabs.append(slab)
+        self.held += size
+        return slab
+
+    def _buffer(self, slab: Slab, span: tuple[int, int], size: int) -> Buffer:
+        returned = self._returned
+        return Buffer(slab.data[span[0] : span[0] + size], lambda: returned.append((slab, span)))
+
+
+def allocated(size: int, *, pin: bool) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+    except RuntimeError as error:
+        raise MemoryError(f"{size} bytes of host memory") from error

@@ -1,0 +1,25 @@
+"""Records in a file that is only appended to: `length | CRC-32 | body`, little-endian. A torn tail is not read."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from zlib import crc32
+
+FRAME = struct.Struct("<II")
+
+
+def framed(body: bytes) -> bytes:
+    return FRAME.pack(len(body), crc32(body)) + body
+
+
+def records(raw: bytes, at: int) -> Iterator[tuple[memoryview, int]]:
+    """(body, where its record ends) from `at` on, until one does not check."""
+    view = memoryview(raw)
+    while at + FRAME.size <= len(raw):
+        length, check = FRAME.unpack_from(raw, at)
+        body = view[at + FRAME.size : at + FRAME.size + length]
+        if len(body) != length or crc32(body) != check:
+            return
+        at += FRAME.size + length
+        yield body, at
