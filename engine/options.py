@@ -11,13 +11,17 @@ from attrs import frozen
 from cyclopts import App, Parameter, Token
 from cyclopts.validators import Number
 
+from engine.refusal import Refusal
+
 MODEL = "Model"
 SERVER = "Server"
 ENGINE = "Engine"
+DRAFT = "Speculation"
 CACHE = "Cache"
 TRACE = "Trace"
 
 Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
+Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 
 
 def flag(group: str, **more: Any) -> Parameter:
@@ -30,6 +34,16 @@ def whole(_: Any, tokens: Sequence[Token]) -> int:
         return int(tokens[0].value)
     except ValueError:
         raise ValueError(f"{tokens[0].value[:40]!r} is not an integer") from None
+
+
+def residency(_: Any, tokens: Sequence[Token]) -> Residency:
+    match tokens[0].value:
+        case "auto" | "persistent" | "request-scoped" as policy:
+            return policy
+        case "request_scoped":
+            return "request-scoped"
+        case _:
+            raise ValueError("Choose from: auto, persistent, request-scoped.")
 
 
 def known_device(_: Any, value: str) -> None:
@@ -93,6 +107,13 @@ class Options(Model):
     threads: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=1024))] = 0
     """CPU threads for the model; 0 is one per core. Part of the numerics class."""
 
+    draft_residency: Annotated[Residency, flag(DRAFT, converter=residency)] = "auto"
+    """Where a draft's weights are while no request needs them. persistent: on the device. request-scoped: parked in host
+    memory, or given back on the CPU. auto: on the device, unless its memory is short."""
+
+    lazy_draft: Annotated[bool, flag(DRAFT, negative="")] = False
+    """Short for --draft-residency request-scoped."""
+
     host: Annotated[str, flag(SERVER, validator=known_host)] = "127.0.0.1"
     """Address to listen on. Anything but loopback should come with --api-key."""
 
@@ -143,6 +164,18 @@ class Options(Model):
 
     paranoid: Annotated[bool, flag(TRACE, negative="")] = False
     """Check the engine's invariants after every event."""
+
+    def __attrs_post_init__(self) -> None:
+        """Raises Refusal where two options contradict each other."""
+        if self.lazy_draft and self.draft_residency == "persistent":
+            raise Refusal(
+                "--lazy-draft is --draft-residency request-scoped, and persistent is asked for: leave one out"
+            )
+
+    @property
+    def residency(self) -> Residency:
+        """The policy that both flags come to."""
+        return "request-scoped" if self.lazy_draft else self.draft_residency
 
     def shown(self) -> dict[str, Any]:
         """For the trace's header and /props: everything but secrets."""

@@ -54,6 +54,10 @@ def test_flags_win_over_environment_and_that_over_the_file(
         (["--device", "tpu"], ["--device", "auto, cpu, cuda"]),
         (["--dtype", "int4"], ["--dtype", "bfloat16"]),
         (["--numerics", "maybe"], ["--numerics", "exact", "fast"]),
+        (["--draft-residency", "lazy"], ["--draft-residency", "auto, persistent, request-scoped"]),
+        (["--draft-residency", "AUTO"], ["--draft-residency", "auto, persistent, request-scoped"]),
+        (["--draft-residency="], ["--draft-residency", "auto, persistent, request-scoped"]),
+        (["--lazy-draft", "--draft-residency", "persistent"], ["--lazy-draft", "--draft-residency", "persistent"]),
         (["--request-timeout", "-1"], ["--request-timeout", "> 0"]),
         (["--request-timeout", "nan"], ["--request-timeout"]),
         (["--max-body", "0"], ["--max-body", ">= 1"]),
@@ -78,6 +82,22 @@ def test_mistakes_name_the_flag_and_what_is_accepted(
     assert len(error.splitlines()) == 1
     assert all(part in error for part in said), error
     assert not served
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [
+        ([], "auto"),
+        (["--draft-residency", "persistent"], "persistent"),
+        (["--draft-residency", "request-scoped"], "request-scoped"),
+        (["--draft-residency=request_scoped"], "request-scoped"),
+        (["--lazy-draft"], "request-scoped"),
+        (["--lazy-draft", "--draft-residency", "request-scoped"], "request-scoped"),
+    ],
+)
+def test_a_draft_stays_or_goes_as_the_flags_say(words: list[str], policy: str, served: list[Options]) -> None:
+    assert command.main(["serve", *words]) == 0
+    assert served[0].residency == policy
 
 
 def test_a_mistake_in_the_environment_names_the_variable(
