@@ -108,8 +108,8 @@ class Options(Model):
     """CPU threads for the model; 0 is one per core. Part of the numerics class."""
 
     draft_residency: Annotated[Residency, flag(DRAFT, converter=residency)] = "auto"
-    """Where a draft's weights are while no request needs them. persistent: on the device. request-scoped: parked in host
-    memory, or given back on the CPU. auto: on the device, unless its memory is short."""
+    """Where a draft's weights are while no request needs them. persistent: on the device. request-scoped: parked in
+    host memory, or given back on the CPU. auto: on the device, unless its memory is short."""
 
     lazy_draft: Annotated[bool, flag(DRAFT, negative="")] = False
     """Short for --draft-residency request-scoped."""
