@@ -107,6 +107,15 @@ class Options(Model):
     threads: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=1024))] = 0
     """CPU threads for the model; 0 is one per core. Part of the numerics class."""
 
+    draft: Annotated[str, flag(DRAFT)] = "auto"
+    """Folder of a DFlash draft that was trained for the model; none: no draft; auto: the demo's own, for the demo."""
+
+    ddtree: Annotated[bool, flag(DRAFT, negative="")] = False
+    """Verify trees of proposals instead of chains: more tokens a round, and more work in each. Tokens stay the same."""
+
+    ddtree_budget: Annotated[int, flag(DRAFT, converter=whole, validator=Number(gte=1, lte=63))] = 22
+    """Proposals of such a tree."""
+
     draft_residency: Annotated[Residency, flag(DRAFT, converter=residency)] = "auto"
     """Where a draft's weights are while no request needs them. persistent: on the device. request-scoped: parked in
     host memory, or given back on the CPU. auto: on the device, unless its memory is short."""
@@ -184,6 +193,7 @@ class Options(Model):
         raw["kv_cache_dir"] = None if self.kv_cache_dir is None else self.kv_cache_dir.name
         raw["trace"] = None if self.trace is None else self.trace.name
         raw["model"] = Path(self.model).name
+        raw["draft"] = Path(self.draft).name
         return raw
 
 
