@@ -35,7 +35,7 @@ from adapters.store.format import (
 from adapters.store.index import Entry, Index
 from adapters.store.memory import Buffer
 from adapters.store.reading import Expected, read_run
-from adapters.store.recent import Recents
+from adapters.store.recent import Recent, Recents
 from adapters.store.seekable import Damaged
 
 log = logging.getLogger("rekindle.store")
@@ -65,11 +65,11 @@ class Write:
 class Note:
     """A recent prompt on its way to disk."""
 
-    record: bytes
+    recent: Recent
 
     @property
     def size(self) -> int:
-        return len(self.record)
+        return len(self.recent.rest)
 
     def done(self) -> None:
         """Nobody waits."""
@@ -98,6 +98,8 @@ class Disk:
     _touched: dict[int, Entry] = field(factory=dict[int, Entry])
     _records: int = 0
     _recent_bytes: int = 0  # of their file
+    _recent_last: int = 0  # the last one in it
+    _recent_lost: bool = False  # one that later ones may begin with is not in it
     _failing: bool = False
 
     # --- start and end ---
@@ -155,6 +157,7 @@ class Disk:
         with self.lock:
             if self._closing or self.queued + job.size > MOST_QUEUED:
                 self.counts["dropped_queue_full"] += 1
+                self._recent_lost = self._recent_lost or isinstance(job, Note)
                 return False
             self.queued += job.size
             self._queue.put(job)
@@ -324,12 +327,18 @@ class Disk:
 
     def _note(self, note: Note) -> None:
         """Should it fail half way, all of them are written anew with the next one."""
-        before, self._recent_bytes = self._recent_bytes, 0
-        if before and before <= 2 * self.recents.held + RECENT_SLACK:
-            self._append(self._recent_name, note.record)
-            self._recent_bytes = before + len(note.record)
-        else:  # with it
-            self._recent_bytes = self.folder.write(self._recent_name, [b"".join(recent.snapshot(self.recents))])
+        if note.recent.serial <= self._recent_last:
+            return  # they were, meanwhile
+        before, self._recent_bytes, kept = self._recent_bytes, 0, [note.recent]
+        lost, self._recent_lost = self._recent_lost, False
+        if before and not lost and before <= 2 * self.recents.held + RECENT_SLACK:
+            raw = recent.record(note.recent)
+            self._append(self._recent_name, raw)
+            self._recent_bytes = before + len(raw)
+        else:
+            kept = self.recents.all() or kept
+            self._recent_bytes = self.folder.write(self._recent_name, [b"".join(recent.snapshot(kept))])
+        self._recent_last = kept[-1].serial
 
     # --- small things ---
 

@@ -34,26 +34,14 @@ def open_store(
     """
     if path is None and not host_bytes:
         return None
-    lock, recents = threading.RLock(), Recents()
-    memory = Memory(host_bytes + MOVING * run_bytes, pin)
-    disk = None
-    if path is not None:
-        disk = open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec, recents=recents)
-    return Store(layout, index(layout, host_bytes), disk, lock, memory, recents, run_bytes)
+    lock, memory = threading.RLock(), Memory(host_bytes + MOVING * run_bytes, pin)
+    disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
+    return Store(layout, index(layout, host_bytes), disk, lock, memory, run_bytes)
 
 
-def open_disk(
-    layout: Layout,
-    folder: Folder,
-    lock: threading.RLock,
-    *,
-    budget: int,
-    codec: Codec = "auto",
-    recents: Recents | None = None,
-) -> Disk:
+def open_disk(layout: Layout, folder: Folder, lock: threading.RLock, *, budget: int, codec: Codec = "auto") -> Disk:
     """The folder is the disk's from here on, and closed if it cannot be read."""
-    recents = Recents() if recents is None else recents
-    recents.most_bytes = min(MOST_BYTES, budget // RECENT_SHARE)
+    recents = Recents(most_bytes=min(MOST_BYTES, budget // RECENT_SHARE))
     disk = Disk(folder, layout, index(layout, budget), lock, Chooser(codec, Mean()), recents)
     try:
         disk.start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -77,10 +77,11 @@ class Recents:
             shared = found.get(parent, 0)
             recent = Recent(self._last + 1, parent if shared else 0, shared, packed[shared * WIDTH :])
             self._keep(recent)
+            self.trim()
         return likest, recent
 
     def restore(self, recent: Recent) -> bool:
-        """As it was added once; False if it cannot have been."""
+        """As it was added once, `trim` at the end; False if it cannot have been."""
         with self._lock:
             parent = self._prompts.get(recent.parent)
             most = 0 if parent is None else parent.length
@@ -94,12 +95,16 @@ class Recents:
         with self._lock:
             return list(self._prompts.values())
 
+    def trim(self) -> None:
+        """The oldest go first."""
+        with self._lock:
+            while len(self._prompts) > self.most or (self.held > self.most_bytes and self._prompts):
+                self._drop(next(iter(self._prompts.values())))
+
     def _keep(self, recent: Recent) -> None:
         self._prompts[recent.serial] = recent
         self._last = recent.serial
         self.held += len(recent.rest)
-        while len(self._prompts) > self.most or (self.held > self.most_bytes and self._prompts):
-            self._drop(next(iter(self._prompts.values())))
 
     def _shared(self, packed: bytes) -> dict[int, int]:
         """Tokens that each prompt shares with this one."""
@@ -140,10 +145,10 @@ def record(recent: Recent) -> bytes:
     return framed(BODY.pack(recent.serial, recent.parent, recent.shared) + recent.rest)
 
 
-def snapshot(recents: Recents) -> Iterator[bytes]:
+def snapshot(recents: Iterable[Recent]) -> Iterator[bytes]:
     """A whole file that says: these."""
     yield MAGIC
-    yield from map(record, recents.all())
+    yield from map(record, recents)
 
 
 def read(raw: bytes, recents: Recents) -> bool:
@@ -152,10 +157,16 @@ def read(raw: bytes, recents: Recents) -> bool:
     if raw[:at] != MAGIC:
         return False
     for body, end in records(raw, at):
-        if len(body) < BODY.size or (len(body) - BODY.size) % WIDTH:
-            return False
-        serial, parent, shared = BODY.unpack_from(body)
-        if not recents.restore(Recent(serial, parent, shared, bytes(body[BODY.size :]))):
-            return False
+        recent = parse(body)
+        if recent is None or not recents.restore(recent):
+            break
         at = end
+    recents.trim()
     return at == len(raw)
+
+
+def parse(body: memoryview) -> Recent | None:
+    if len(body) < BODY.size or (len(body) - BODY.size) % WIDTH:
+        return None
+    serial, parent, shared = BODY.unpack_from(body)
+    return Recent(serial, parent, shared, bytes(body[BODY.size :]))

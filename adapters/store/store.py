@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from attrs import define, evolve, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from adapters.store.blocks import WIDTH, chain, checkpoint_key, pack
 from adapters.store.disk import Disk, Note, Write, entry_of
 from adapters.store.format import Kind, Layout, Run
 from adapters.store.index import Entry, Index
 from adapters.store.memory import Buffer, Memory
-from adapters.store.recent import Recents, record
+from adapters.store.recent import Recents
 from effects.ids import LeaseId, Span, Tokens
 
 log = logging.getLogger("rekindle.store")
@@ -75,6 +75,11 @@ class Path:
     packed: bytes
 
 
+def recents_of(disk: Disk | None) -> Recents:
+    """Those that survive a restart, where there are any."""
+    return Recents() if disk is None else disk.recents
+
+
 @define(eq=False)
 class Store:
     """Thread-safe: found on the event loop, saved on the device lane, written by the disk's thread.
@@ -88,8 +93,8 @@ class Store:
     disk: Disk | None
     lock: threading.RLock
     memory: Memory = field(factory=Memory)
-    recents: Recents = field(factory=Recents)
     run_bytes: int = RUN_BYTES
+    recents: Recents = field(default=Factory(lambda self: recents_of(self.disk), takes_self=True))
     rows: dict[int, Buffer] = field(factory=dict[int, Buffer])
     hits: Counter[str] = field(factory=Counter[str])
     misses: Counter[str] = field(factory=Counter[str])
@@ -125,7 +130,7 @@ class Store:
         """What the prompt shares with the likest of the last `window` prompts, of which it is one from now on."""
         shared, recent = self.recents.joins(prompt, window)
         if self.disk is not None:
-            self.disk.submit(Note(record(recent)))
+            self.disk.submit(Note(recent))
         return shared
 
     def lease(self, name: LeaseId) -> Lease:

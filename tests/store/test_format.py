@@ -142,7 +142,7 @@ def test_no_flipped_bit_gives_other_rows(private: Path, level: int) -> None:
             assert same(read(private, bytes(flipped)), truth), f"byte {place}"
         except Damaged:
             refused += 1
-    assert refused >= len(places) - 4, "a frame's header has a byte that says nothing"
+    assert refused >= len(places) - 8, "a few bits of a frame say nothing"
 
 
 def test_no_truncated_padded_or_zeroed_file_is_taken(private: Path) -> None:

@@ -5,19 +5,37 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from attrs import evolve
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from adapters.store import journal
+from adapters.store.format import Draft, Rows
 from adapters.store.opening import open_store
 from adapters.store.seekable import Damaged
 from adapters.store.store import Miss
 from effects.ids import Tokens
-from tests.store.kit import LAYOUT, buffer_of, disk_store, fetch, files, rows_of, save, settled
+from tests.store.kit import (
+    EVERYTHING,
+    FULL,
+    LAYOUT,
+    STATEFUL,
+    buffer_of,
+    checkpoint,
+    disk_store,
+    fetch,
+    files,
+    rows_of,
+    save,
+    settled,
+)
+from tests.store.test_recent import like
 
 ONE = tuple(range(1, 41))
 RUN = 40 * LAYOUT.token_bytes  # bytes of ONE's rows
@@ -104,21 +122,131 @@ def test_a_lease_is_released_once() -> None:
     assert all(entry.leases == 0 for entry in store.host.entries.values())
 
 
+def kept_as(layout, budget: int = 1 << 20):
+    store = open_store(layout, None, host_bytes=budget)
+    assert store is not None
+    return store
+
+
+def spans(parts) -> list[tuple[int, int]]:
+    return [(part.start, part.stop) for part in parts]
+
+
+def test_a_drafts_rows_come_with_the_targets() -> None:
+    store = kept_as(FULL)
+    save(store, ONE)
+    save(store, ONE, "draft")
+    name, lease = store.find((*ONE[:22], 0, 0), 0)
+    assert (spans(lease.parts), spans(lease.draft)) == ([(0, 20)], [(0, 20)])
+    fetch(store, ONE, name)
+
+
+def test_a_drafts_rows_count_from_the_last_gap_on() -> None:
+    store = kept_as(FULL)
+    save(store, ONE)
+    save(store, ONE[:8], "draft")
+    save(store, ONE[:24], "draft", 13)
+    name, lease = store.find((*ONE[:24], 0), 0)
+    assert spans(lease.draft) == [(16, 24)]
+    fetch(store, ONE, name)
+    name, lease = store.find((*ONE, 0), 0)
+    assert (lease.length, lease.draft) == (40, ()), "none right before the next token"
+    fetch(store, ONE, name)
+    assert store.gaps(ONE, "draft", 0) == [(8, 16), (24, 40)], "they may be added later"
+
+
+async def test_another_draft_finds_the_targets_rows_only(tmp_path: Path) -> None:
+    store = disk_store(tmp_path / "kv", layout=FULL)
+    save(store, ONE)
+    save(store, ONE, "draft")
+    settled(store)
+    store.close()
+    other = evolve(FULL, draft=Draft("ff" * 16, Rows(("draft.layers.0.k",), 3, 4, torch.float32)))
+    for layout, drafted in ((other, 0), (LAYOUT, 0), (FULL, 1)):
+        store = disk_store(tmp_path / "kv", layout=layout)
+        name, lease = store.find((*ONE, 0), 0)
+        assert (lease.length, len(lease.draft)) == (40, drafted)
+        fetch(store, ONE, name)
+        store.close()
+
+
+def test_a_target_with_a_state_is_continued_from_checkpoints_only() -> None:
+    store = kept_as(STATEFUL)
+    save(store, ONE)
+    assert store.find((*ONE, 0), 0) == Miss("no_checkpoint:0")
+    for stop in (8, 24):
+        checkpoint(store, ONE[:stop])
+    assert store.find((*ONE, 0), 24) == Miss("no_checkpoint:24", 24)
+    for prompt, length in (((*ONE, 0), 24), (ONE[:24], 8), (ONE[:25], 24)):
+        name, lease = store.find(prompt, 0)
+        assert (lease.length, lease.parts[-1].stop, lease.state.stop) == (length, length, length)
+        assert fetch(store, ONE, name) == length
+    assert not store.lacks_checkpoint(ONE[:24])
+
+
+def test_a_checkpoint_without_its_rows_is_no_hit() -> None:
+    store = kept_as(STATEFUL)
+    checkpoint(store, ONE[:24])
+    save(store, ONE[:20])
+    assert store.find((*ONE, 0), 0) == Miss("no_checkpoint:0")
+
+
+def test_a_checkpoint_leaves_before_the_rows_that_it_stands_on() -> None:
+    store = kept_as(STATEFUL)
+    save(store, ONE)
+    checkpoint(store, ONE)
+    (state,) = (entry for entry in store.host.entries.values() if entry.kind == "state")
+    assert (state.start, state.stop, state.since, state.worth) == (36, 40, 0, 40)
+    assert [entry.kind for entry in store.host.make_room(store.host.budget)] == ["state", "rows"]
+
+
+def test_a_checkpoint_is_worth_the_tokens_since_the_one_before() -> None:
+    store = kept_as(STATEFUL)
+    for stop in (8, 24):
+        checkpoint(store, ONE[:stop])
+    assert sorted(entry.worth for entry in store.host.entries.values()) == [8, 16]
+
+
+@pytest.mark.parametrize("with_journal", [True, False])
+def test_checkpoints_and_drafts_survive_a_restart(tmp_path: Path, with_journal: bool) -> None:
+    path = tmp_path / "kv"
+    store = disk_store(path, layout=EVERYTHING)
+    save(store, ONE)
+    save(store, ONE, "draft", 8)
+    checkpoint(store, ONE[:12])
+    checkpoint(store, ONE[:32])
+    settled(store)
+    before = sorted((entry.kind, entry.start, entry.since) for entry in store.disk.index.entries.values())
+    store.close()
+    if not with_journal:
+        (path / journal.NAME).unlink()
+    store = disk_store(path, layout=EVERYTHING)
+    settled(store)
+    assert sorted((entry.kind, entry.start, entry.since) for entry in store.disk.index.entries.values()) == before
+    name, lease = store.find((*ONE, 0), 0)
+    assert (lease.length, spans(lease.draft)) == (32, [(8, 32)])
+    fetch(store, ONE, name)
+    store.close()
+
+
 class History(RuleBasedStateMachine):
-    """Saves, hits, leases, restarts, damage and lost journals. The model knows what was ever saved: nothing else may
-    be found, what is found has the rows of its tokens, and budgets and leases hold.
+    """Saves, hits, leases, recent prompts, restarts, damage and lost journals; rows, drafts' rows and checkpoints.
+
+    The model knows what was ever saved: nothing else may be found, what is found has the tensors of its tokens, and
+    budgets and leases hold. Recent prompts are compared with whole ones.
     """
 
     @initialize(seed=st.integers(0, 2**32))
     def begin(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.folder = Path(tempfile.mkdtemp())
-        self.saved = set[Tokens]()
+        self.saved = set[tuple[str, Tokens]]()
+        self.recent = list[Tokens]()
         self.leases = list[tuple[int, Tokens]]()
-        self.open(6000, 4000)
+        self.open(6000, 8000)
 
     def open(self, host: int, disk: int) -> None:
-        self.store = disk_store(self.folder / "kv", host=host, disk=disk)
+        self.store = disk_store(self.folder / "kv", host=host, disk=disk, layout=EVERYTHING)
         settled(self.store)
 
     def tokens(self) -> Tokens:
@@ -129,9 +257,31 @@ class History(RuleBasedStateMachine):
     def save(self) -> None:
         tokens = self.tokens()
         save(self.store, tokens)
-        self.saved |= {tokens[:stop] for stop in range(4, len(tokens) + 1, 4)}
+        self.saved |= {("rows", tokens[:stop]) for stop in range(4, len(tokens) + 1, 4)}
         if self.random.random() < 0.5:
             settled(self.store)
+
+    @rule()
+    def save_a_drafts_rows(self) -> None:
+        tokens = self.tokens()
+        start = self.random.randrange(len(tokens))
+        save(self.store, tokens, "draft", start)
+        self.saved |= {("draft", tokens[:stop]) for stop in range(-(-start // 4) * 4 + 4, len(tokens) + 1, 4)}
+
+    @rule()
+    def save_a_checkpoint(self) -> None:
+        tokens = self.tokens()
+        tokens = tokens[: self.random.randint(1, len(tokens) // 4) * 4]
+        checkpoint(self.store, tokens)
+        self.saved.add(("state", tokens))
+
+    @rule()
+    def ask_for_recent_prompts(self) -> None:
+        tokens, window = self.tokens(), self.random.randint(1, 5)
+        kept = min(window, len(self.store.recents))
+        likest = max((like(tokens, one) for one in self.recent[len(self.recent) - kept :]), default=0)
+        assert self.store.joins(tokens, window) == likest
+        self.recent.append(tokens)
 
     @rule()
     def hit(self) -> None:
@@ -140,7 +290,11 @@ class History(RuleBasedStateMachine):
         if isinstance(found, Miss):
             return
         name, lease = found
-        assert tokens[: lease.length] in self.saved
+        assert ("rows", tokens[: lease.length]) in self.saved
+        assert ("state", tokens[: lease.length]) in self.saved
+        assert all(("draft", tokens[: part.stop]) in self.saved for part in lease.draft)
+        assert not lease.draft or lease.draft[-1].stop == lease.length
+        assert all(one.stop == other.start for one, other in pairwise(lease.draft))
         if self.random.random() < 0.3:
             self.leases.append((name, tokens))
         else:
@@ -169,7 +323,7 @@ class History(RuleBasedStateMachine):
             (self.folder / "kv" / journal.NAME).unlink(missing_ok=True)
         elif harm != "none" and there:
             self.harm(harm, self.random.choice(there), self.random.choice(there))
-        self.open(self.random.choice([0, 3000, 12_000]), self.random.choice([1500, 4000, 20_000]))
+        self.open(self.random.choice([0, 3000, 12_000]), self.random.choice([3000, 8000, 40_000]))
 
     def harm(self, how: str, file: Path, other: Path) -> None:
         raw = bytearray(file.read_bytes())

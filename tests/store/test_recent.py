@@ -1,0 +1,186 @@
+"""Recent prompts: the likest is found token for token, what is shared is held once, and a restart changes nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.store.recent import MOST, PREFIX, Recents, read, record, snapshot
+from effects.ids import Tokens
+from tests.store.kit import OTHER, disk_store, files, save, settled
+
+ONE = tuple(range(1, 41))
+
+
+def like(one: Tokens, other: Tokens) -> int:
+    for at, (mine, its) in enumerate(zip(one, other, strict=False)):
+        if mine != its:
+            return at
+    return min(len(one), len(other))
+
+
+def test_the_likest_of_the_last_prompts_counts() -> None:
+    recents = Recents()
+    assert recents.compare(ONE, 30) == 0, "nothing is known"
+    for prompt in ((*ONE[:20], 99), (*ONE[:30], 99), (*ONE[:10], 99)):
+        recents.add(prompt)
+    assert [recents.compare(ONE, window) for window in (0, 1, 2, 3, 1000)] == [0, 10, 30, 30, 30]
+    assert recents.compare((), 30) == 0
+    assert recents.joins(ONE, 1)[0] == 10
+    assert recents.compare(ONE, 1) == 40, "it has joined them"
+
+
+def test_tokens_are_compared_and_not_bytes() -> None:
+    recents = Recents()
+    recents.add((1, 2, 256 + 3))
+    assert recents.compare((1, 2, 3), 1) == 2
+    assert recents.compare((1, 2, 2**31 - 1), 1) == 2
+
+
+def test_a_growing_conversation_is_held_once() -> None:
+    recents, tokens = Recents(), tuple(range(50_000))
+    for turn in range(1, 51):
+        recents.add(tokens[: turn * 1000])
+    assert recents.held == 4 * 50_000
+
+
+prompts = st.lists(
+    st.builds(
+        lambda branch, length, own: ((7, 8, 9) * 4)[:length] + (branch,) * 3 + tuple(own),
+        st.integers(0, 2),
+        st.integers(0, 12),
+        st.lists(st.integers(0, 1), max_size=6),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompts, st.integers(1, 9), st.integers(40, 400), st.integers(0, 12))
+def test_any_history_agrees_with_whole_prompts(said: list[Tokens], most: int, most_bytes: int, window: int) -> None:
+    recents, model, raw = Recents(most, most_bytes), list[Tokens](), b"".join(snapshot([]))
+    for prompt in said:
+        alike = [like(prompt, other) for other in model]
+        assert recents.compare(prompt, window) == max(alike[len(model) - min(window, len(model)) :], default=0)
+        raw += record(recents.add(prompt))
+        model.append(prompt)
+        model = model[len(model) - len(recents) :]
+        assert len(recents) <= most
+        assert recents.held <= most_bytes
+        assert recents.held == sum(len(recent.rest) for recent in recents.all())
+    for again in (raw, b"".join(snapshot(recents.all()))):
+        restored = Recents(most, most_bytes)
+        assert read(again, restored)
+        assert [restored.compare(prompt, most) for prompt in said] == [recents.compare(prompt, most) for prompt in said]
+        assert [one.serial for one in restored.all()] == [one.serial for one in recents.all()]
+
+
+def test_any_damage_costs_what_follows_it_only() -> None:
+    recents, draw = Recents(), random.Random(5)
+    for number in range(6):
+        recents.add((*ONE[: 6 * number], 100 + number))
+    raw = b"".join(snapshot(recents.all()))
+    for at in range(len(raw)):
+        spoiled = bytearray(raw)
+        spoiled[at] ^= 1 << draw.randrange(8)
+        for odd in (bytes(spoiled), raw[:at]):
+            found = Recents()
+            assert not read(odd, found) or odd in (raw[:end] for end in ends(raw))
+            assert [one.rest for one in found.all()] == [one.rest for one in recents.all()][: len(found)]
+
+
+def ends(raw: bytes) -> list[int]:
+    """Where a file may end without anybody noticing."""
+    from adapters.store.recent import MAGIC  # noqa: PLC0415
+    from adapters.store.records import records  # noqa: PLC0415
+
+    return [len(MAGIC), *(end for _, end in records(raw, len(MAGIC)))]
+
+
+def test_a_record_that_cannot_be_is_not_taken() -> None:
+    recents = Recents()
+    one = recents.add(ONE)
+    two = recents.add((*ONE, 5))
+    assert not Recents().restore(two), "what it begins with is not there"
+    assert not recents.restore(one), "it is there already"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def test_they_survive_a_restart_for_their_identity_only(path: Path) -> None:
+    store = disk_store(path)
+    assert [store.joins(prompt, 30) for prompt in ((*ONE, 1), (*ONE, 2), (3, 3))] == [0, 40, 0]
+    settled(store)
+    store.close()
+    store = disk_store(path, layout=OTHER)
+    assert store.joins(ONE, 30) == 0
+    store.close()
+    store = disk_store(path)
+    assert len(store.recents) == 3
+    assert store.joins((*ONE, 3), 30) == 40
+    settled(store)
+    store.close()
+    assert len(disk_store(path).recents) == 4
+
+
+@pytest.mark.parametrize("spoil", ["remove", "empty", "tear", "flip", "other", "huge"])
+def test_their_file_may_be_lost(path: Path, spoil: str) -> None:
+    store = disk_store(path)
+    for number in range(3):
+        store.joins((*ONE[: 10 * number], 99), 30)
+    save(store, ONE)
+    settled(store)
+    store.close()
+    (file,) = path.glob(PREFIX + "*")
+    raw = file.read_bytes()
+    spoiled = {
+        "empty": b"",
+        "tear": raw[:-3],
+        "flip": raw[:-3] + bytes([raw[-3] ^ 1]) + raw[-2:],
+        "other": bytes(range(256)) * 9,
+        "huge": raw + bytes(140 << 20),
+    }
+    if spoil == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(spoiled[spoil])
+    store = disk_store(path)
+    assert len(store.recents) == (2 if spoil in ("tear", "flip") else 0)
+    store.joins(ONE, 30)
+    settled(store)
+    assert len(files(path)) == 1
+    store.close()
+    assert len(disk_store(path).recents) == (3 if spoil in ("tear", "flip") else 1), "it is written again"
+
+
+def test_their_file_is_written_anew_before_it_grows_beyond_measure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.store.disk.RECENT_SLACK", 4000)
+    store = disk_store(path)
+    for number in range(3 * MOST):
+        store.joins((number, number, 5), 1)
+    settled(store)
+    (file,) = path.glob(PREFIX + "*")
+    assert file.stat().st_size < 3 * MOST * 40
+    store.close()
+    store = disk_store(path)
+    assert len(store.recents) == MOST
+    assert store.recents.compare((3 * MOST - 1,) * 2, 1) == 2
+    store.close()
+
+
+def test_those_of_other_identities_do_not_pile_up(path: Path) -> None:
+    from attrs import evolve  # noqa: PLC0415
+
+    for number in range(12):
+        store = disk_store(path, layout=evolve(OTHER, identity=f"{number:032x}"))
+        store.joins(ONE, 30)
+        settled(store)
+        store.close()
+    assert len(list(path.glob(PREFIX + "*"))) <= 10
