@@ -51,13 +51,13 @@ class DraftRecipe:
     """Most blocks a row; an eighth of its tokens if that is less."""
 
     seed: int = 3
-    speaking: float = 0.1
+    speaking: float = 0.07
     """Of the time for training, how much more the target may spend on each of the speeches."""
 
-    questions: int = 64
+    questions: int = 48
     """Prompts a subject in the evaluation."""
 
-    saving: int = 8
+    saving: int = 4
     """Prompts a subject when a stage ends."""
 
 
@@ -68,12 +68,12 @@ SHORTER, LONGER = with_less_code(SHORT), with_less_code(LONG)
 
 DRAFT = DraftRecipe(
     {
-        1024: Speech(rows=2048, rounds=14, least=32, most=768, answer=256),
-        8192: Speech(rows=256, rounds=4, least=1536, most=7900, answer=256),
+        1024: Speech(rows=1024, rounds=20, least=32, most=768, answer=256),
+        8192: Speech(rows=128, rounds=6, least=1536, most=7900, answer=256),
     },
     (
-        *(Stage(f"1k {part}", Shape(64, 1024), SHORTER, steps=2000, share=0.185, whole=0.3) for part in "abcd"),
-        *(Stage(f"8k {part}", Shape(8, 8192), LONGER, steps=1000, share=0.13, whole=0.6) for part in "ab"),
+        *(Stage(f"1k {part}", Shape(64, 1024), SHORTER, steps=1000, share=0.25, whole=0.3) for part in "abc"),
+        Stage("8k", Shape(8, 8192), LONGER, steps=500, share=0.25, whole=0.6),
     ),
 )
 
