@@ -15,6 +15,7 @@ from effects.ports import CancelReason, Closed, Message
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.meter import Meter
 from engine.runner import Runner
+from states import residency
 from states.life import Cancelled, Submitted
 
 
@@ -58,7 +59,7 @@ class EngineDoor:
     runner: Runner
     meter: Meter
     facts: Mapping[str, Any]  # what never changes: numerics, model, settings
-    live: Callable[[], Mapping[str, Any]]  # what does: memory
+    live: Callable[[], Mapping[str, Any]]  # what does: memory, the cache
     closed: Callable[[Closed], None]
     _tickets: dict[RequestId, EngineTicket] = field(factory=dict[RequestId, EngineTicket])
     _last: int = 0
@@ -101,9 +102,14 @@ class EngineDoor:
             }
             for number, slot in enumerate(world.slots.slots)
         ]
+        live = self.live()
+        held = {name: (each["device"], each["host"]) for name, each in live.get("memory", {}).get("models", {}).items()}
+        settings = world.settings
+        draft = residency.shown(world.models, settings.residency, has_draft=settings.block > 0, held=held)
         return {
             **self.facts,
-            **self.live(),
+            **live,
+            "runtime": {"draft_residency": draft},
             "slots": slots,
             "slots_busy": sum(slot.holder is not None for slot in world.slots.slots),
             "queue": len(world.slots.waiting),

@@ -1,17 +1,28 @@
-"""Replay on the real model: the recorded effects are carried out again, in order, and the tokens compared."""
+"""Replay on the real model: the recorded effects are carried out again, in order, and the tokens compared.
+
+No draft is needed, whatever the trace was recorded with: what the target agreed to then is proposed to it again.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 import anyio
 from attrs import define, field
 from cyclopts import CycloptsError
+from torch import Tensor
 
+from adapters.device.drafting import Wish
 from adapters.device.executor import DeviceExecutor
+from adapters.device.slots import SlotState
+from adapters.device.tree import Tree, chain
+from adapters.models.shard import Kept, Step
 from effects.all import Ask, Launch, Outcome
-from effects.ids import RequestId
+from effects.ids import DeviceFailed, RequestId, Tokens
 from effects.prefill import OpenSlot, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.round import RoundDone, RunRound
@@ -20,10 +31,52 @@ from engine.refusal import Refusal
 from engine.replay import Diverged, Replay, show
 from engine.runner import Envelope
 from engine.target import load_target
-from engine.trace import Header, read
+from engine.trace import Header, Record, read
 from states.world import Out
 
 CARRIED_OUT = (RunPrefill, RunRound)
+MOST = 63  # tokens that are proposed in a row
+
+
+@define(eq=False)
+class Remembered:
+    """Proposes what the target picked when the trace was recorded. Every request's rounds, with their lines."""
+
+    rounds: Mapping[RequestId, deque[tuple[int, Tokens]]]
+    vocab: int
+    line: int = 0  # of what is carried out
+
+    @classmethod
+    def of(cls, records: Iterable[tuple[int, Record]], vocab: int) -> Remembered:
+        rounds: dict[RequestId, deque[tuple[int, Tokens]]] = defaultdict(deque)
+        for number, record in records:
+            if isinstance(record, Envelope) and isinstance(record.event, RoundDone | DeviceFailed):
+                tokens = record.event.tokens if isinstance(record.event, RoundDone) else ()
+                rounds[record.request].append((number, tokens))
+        return cls(rounds, vocab)
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
+        return [chain((wish.state.tokens[-1], *self.coming(wish))) for wish in wishes]
+
+    def coming(self, wish: Wish) -> Tokens:
+        """All but the last of the tokens that the next outcome brought; a trace is hostile input."""
+        later = self.rounds.get(wish.state.request, deque())
+        while later and later[0][0] <= self.line:
+            later.popleft()
+        tokens = later[0][1][:-1] if later else ()
+        known = takewhile(lambda token: 0 <= token < self.vocab, tokens)
+        return tuple(islice(known, min(wish.most, wish.depth, MOST)))
+
+    def follow(
+        self, step: Step, captures: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+    ) -> None:
+        """It knows what comes."""
+
+    def catch_up(self, slot: int) -> None:
+        """It knows what comes."""
+
+    def opened(self, source: int, target: int, state: SlotState) -> None:
+        """It knows what comes."""
 
 
 @define
@@ -87,7 +140,10 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
                 "the tokens are only promised to be equal within one identity"
             )
         run, execution = Replay.of(header), Execution(target.executor, header.settings.chunk)
+        remembered = Remembered.of(read(path)[1], target.checkpoint.config.vocab_size)
+        target.executor.proposed_to(remembered)
         for number, record in records:
+            remembered.line = number
             if until is not None and isinstance(record, Envelope) and record.seq > until:
                 return run, execution.tokens
             outs = run.feed(number, record)
@@ -110,7 +166,7 @@ def options_of(header: Header, model: str | None) -> Options:
     }
     if model is not None:
         wanted["model"] = model
-    wanted |= {"disk_prefix_cache": "off", "host_cache_budget": 0}
+    wanted |= {"disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}
     try:
         return checked(wanted)
     except CycloptsError as error:

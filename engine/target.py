@@ -17,22 +17,30 @@ from attrs import asdict, define
 from platformdirs import user_cache_dir
 
 from adapters import demo
+from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.config import CheckpointError, Qwen3Config
+from adapters.models.dflash import DFlashDraft
+from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics, probe, probe_key
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.store.executor import StoreExecutor
 from adapters.store.folder import FolderUnusable
-from adapters.store.format import Layout, Rows
+from adapters.store.format import Draft, Layout, Rows
 from adapters.store.opening import open_store
 from adapters.store.store import Store
-from effects.snapshot import SaveSnapshot
+from effects.draft import ParkDraft, UnparkDraft
+from effects.ids import DeviceFailed, RequestId
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from engine.draft import find_draft, load_draft
+from engine.measure import measured
 from engine.options import Options
 from engine.refusal import Refusal
+from states.residency import resolved
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
@@ -40,6 +48,7 @@ log = logging.getLogger("rekindle")
 GRAPH_CHUNK = 1024  # C on a CUDA device: within 1 % of 2048, and a cancelled prefill stops sooner
 CPU_CHUNK = 256
 BATCH_ROWS = 64  # rows of one batched round at most
+WIDTHS = (3, 7, 15)  # proposals of the rounds that are measured at start
 
 
 @define
@@ -56,6 +65,7 @@ class Target:
     identity: str
     model_id: str
     mode: str  # exact or fast
+    draft: DFlashDraft | None = None
     store: StoreExecutor | None = None  # None: neither host memory nor disk keep anything
 
     @property
@@ -81,8 +91,24 @@ class Target:
         }
 
     def live(self) -> Mapping[str, Any]:
-        cache = {"disk_policy": "off"} if self.store is None else dict(self.store.store.figures())
-        return {"memory": dict(self.shard.memory()), "full_cache": cache}
+        if self.store is None:
+            return {"memory": self.memory(0), "full_cache": {"disk_policy": "off"}}
+        cache = self.store.store.figures()
+        return {"memory": self.memory(cache["host"]["bytes"]), "full_cache": dict(cache)}
+
+    def memory(self, blocks: int) -> Mapping[str, Any]:
+        """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
+        target = self.shard.memory()
+        draft = {} if self.draft is None else self.draft.memory()
+        models = {"target": {"device": target["weights"], "host": 0}}
+        if draft:
+            models["draft"] = {"device": draft["weights"], "host": draft["host"]}
+        return {
+            "models": models,
+            "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
+            "buffers": {"target": target["buffers"], "draft": draft.get("buffers", 0)},
+            "blocks": {"host": blocks},
+        }
 
     @property
     def numerics_line(self) -> str:
@@ -123,11 +149,12 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
     context = options.max_ctx or config.max_positions
     if context > config.max_positions:
         raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
-    check_memory(config, dtype, device, options.slots, context)
     chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
     kernels = build_kernels(device, dtype)
     fast = options.numerics == "fast"
     numerics = probed(config, kernels, device=device, dtype=dtype, chunk=chunk, capacity=context)
+    found = find_draft(options, config, numerics)
+    check_memory(row_bytes(config, found, dtype), device, options.slots, context)
     shard = Qwen3Shard(
         config,
         checkpoint,
@@ -137,14 +164,27 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         slots=options.slots,
         capacity=context,
         rungs=row_counts(numerics.rungs, fast=fast),
+        capture=() if found is None else found.config.taps,
     )
     warm_up(shard, numerics.rungs)
+    draft = None if found is None else load_draft(found, shard)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
-    store = build_store(options, kv_layout(shard, named, numerics.grain))
-    stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving)
+    drafting = None if draft is None else Drafting(draft, shard.rungs, options.ddtree_budget if options.ddtree else 0)
+    if drafting is not None:
+        executor.proposed_to(drafting)
+        executor.handle(UnparkDraft, drafting.unpark)
+        executor.handle(ParkDraft, drafting.park)
+    rates = measured(executor, shard, chunk=numerics.chunk, context=context, widths=widths(drafting))
+    store = build_store(options, layout(shard, draft, named, numerics.grain))
+    stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving, draft)
     if stored is not None:
-        executor.handle(SaveSnapshot, stored.save)
+        executor.handle(SaveSnapshot, partial(save, stored, drafting))
+    residency, message = resolved(options.residency, has_draft=draft is not None, has_drafter=False)
+    if message:
+        log.warning(message)
+    if drafting is not None and residency.draft != "keep":
+        drafting.park(RequestId(0), ParkDraft(release=residency.draft == "release"))
     settings = Settings(
         slots=options.slots,
         max_context=context,
@@ -154,6 +194,10 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         keep_decoded=numerics.mode == "ladder",
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         store=stored is not None,
+        block=0 if draft is None else draft.block - 1,
+        tree=0 if drafting is None else drafting.nodes,
+        residency=residency,
+        rates=rates,
         min_tokens=options.kv_cache_min_tokens,
     )
     return Target(
@@ -167,13 +211,35 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         identity=named,
         model_id="demo" if options.model == "demo" else folder.resolve().name,
         mode=options.numerics,
+        draft=draft,
         store=stored,
     )
 
 
-def kv_layout(shard: Qwen3Shard, named: str, grain: int) -> Layout:
+def widths(drafting: Drafting | None) -> list[int]:
+    """Proposals of the rounds that are worth measuring."""
+    most = 0 if drafting is None else drafting.draft.block - 1
+    tree = 0 if drafting is None else drafting.nodes
+    return sorted({0, most, max(most, tree), *(width for width in WIDTHS if width < most)})
+
+
+def save(
+    stored: StoreExecutor, drafting: Drafting | None, request: RequestId, effect: SaveSnapshot
+) -> SnapshotSaved | DeviceFailed:
+    """The draft's rows are kept as well, those included that it has not followed yet."""
+    if drafting is not None:
+        drafting.catch_up(effect.slot)
+    return stored.save(request, effect)
+
+
+def layout(shard: Qwen3Shard, draft: DFlashDraft | None, named: str, grain: int) -> Layout:
     names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
-    return Layout(named, grain, Rows(names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype))
+    rows = Rows(names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype)
+    if draft is None:
+        return Layout(named, grain, rows)
+    names = tuple(f"draft.layers.{layer}.{part}" for layer in range(draft.config.num_layers) for part in "kv")
+    drafts = Rows(names, draft.config.num_kv_heads, draft.config.head_dim, shard.dtype)
+    return Layout(named, grain, rows, Draft(draft.identity, drafts))
 
 
 def build_store(options: Options, layout: Layout) -> Store | None:
@@ -195,11 +261,16 @@ def build_store(options: Options, layout: Layout) -> Store | None:
         return open_store(layout, None, **limits)
 
 
-def check_memory(config: Qwen3Config, dtype: torch.dtype, device: torch.device, slots: int, context: int) -> None:
+def row_bytes(config: Qwen3Config, draft: DraftCheckpoint | None, dtype: torch.dtype) -> int:
+    """Of one token in a slot, the draft's context included."""
+    return config.kv_bytes_per_token(dtype) + (0 if draft is None else draft.config.kv_bytes_per_token(dtype))
+
+
+def check_memory(token_bytes: int, device: torch.device, slots: int, context: int) -> None:
     """A host is killed where a GPU says no. Raises Refusal for a KV cache that is larger than the whole machine."""
     if device.type != "cpu":
         return
-    needed = slots * context * config.kv_bytes_per_token(dtype)
+    needed = slots * context * token_bytes
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         size = f"{slots} slots of {context} tokens take {needed / 1e9:.0f} GB"

@@ -2,6 +2,9 @@
 
 It proposes with the request's own sampler settings and noise. With coupled noise the target picks the largest of its
 logits / temperature + noise; so does the draft, of its own, which agrees far more often than its likeliest token would.
+Only the likeliest few are looked at: a proposal need not be exact.
+
+Rows that are decoded one by one, because nobody proposes now, are followed some time later, many at once.
 """
 
 from __future__ import annotations
@@ -10,23 +13,29 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Literal, Protocol
 
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.device.sampling import Row, adjusted, choose, noisy
+from adapters.device.noise import gumbel_of
+from adapters.device.sampling import Row, adjusted
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, best_first, chain
+from adapters.device.truncation import column
 from adapters.models.dflash import Ask
 from adapters.models.shard import Kept, Segment, Step
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import RequestId
+from effects.job import Sampling
 
 log = logging.getLogger("rekindle.device")
 
-CANDIDATES = 8  # of a position, at most: more are never reached by trees of the sizes that pay
+CANDIDATES = 64  # tokens that a position's proposal is drawn from, the draft's likeliest
+CHILDREN = 8  # of a node: more are never reached by trees of the sizes that pay
+BACKLOG = 64  # rows of a slot that the draft has not followed yet, at most
 
 
 class Draft(Protocol):
@@ -84,9 +93,23 @@ class Proposer(Protocol):
         """
         ...
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
-        """Slot `target` was opened with `state.valid` rows that were copied from `source`, another one."""
+    def catch_up(self, slot: int) -> None:
+        """The slot's rows are about to be taken over by another request, or kept."""
         ...
+
+    def opened(self, source: int, target: int, state: SlotState) -> None:
+        """Slot `target` was opened with `state.valid` rows of `source`, which may be itself."""
+        ...
+
+
+@frozen(eq=False)
+class Late:
+    """What the target left of one decoded row: row `index` of copies of its captures."""
+
+    state: SlotState
+    position: int
+    captures: Mapping[int, Tensor]
+    index: int
 
 
 @define(eq=False)
@@ -100,6 +123,7 @@ class Drafting:
     draft: Draft
     rungs: Sequence[int]
     nodes: int = 0
+    _late: dict[int, list[Late]] = field(init=False, factory=dict)  # by slot
 
     # --- proposals ---
 
@@ -107,6 +131,8 @@ class Drafting:
         trees = [chain((wish.state.tokens[-1],)) for wish in wishes]
         if self.draft.state != "loaded":
             return trees
+        for wish in wishes:
+            self.catch_up(wish.slot)
         asking = {index: self._ask(wish) for index, wish in enumerate(wishes)}
         asks = {index: ask for index, ask in asking.items() if ask.count > 0}
         if asks:
@@ -134,7 +160,7 @@ class Drafting:
         found: dict[int, Tree] = {}
         if together:
             rows = [row for index in together for row in rows_of(wishes[index].state, len(parts[index]))]
-            tokens = iter(choose(torch.cat([parts[index] for index in together]), rows).tolist())
+            tokens = iter(guesses(torch.cat([parts[index] for index in together]), rows))
             for index in together:
                 picked = tuple(next(tokens) for _ in range(len(parts[index])))
                 found[index] = chain((wishes[index].state.tokens[-1], *picked))
@@ -149,15 +175,11 @@ class Drafting:
 
     def _grow(self, wish: Wish, logits: Tensor) -> Tree:
         """Candidates are ranked by what is compared when one is picked: logits, or noisy ones."""
-        rows = rows_of(wish.state, len(logits))
-        sampling = wish.state.sampler.sampling
-        scores = (
-            noisy(logits, [sampling] * len(rows), [row.position for row in rows]) if sampling.temperature else logits
-        )
-        values, tokens = scores.float().log_softmax(-1).topk(min(CANDIDATES, logits.shape[-1]))
+        ids, scores = candidates(logits, rows_of(wish.state, len(logits)))
+        values, order = scores.log_softmax(-1).topk(min(CHILDREN, scores.shape[-1]))
         ranked = [
             [(token, value) for token, value in zip(*pair, strict=True) if value > -math.inf]
-            for pair in zip(tokens.tolist(), values.tolist(), strict=True)
+            for pair in zip(ids.gather(-1, order).tolist(), values.tolist(), strict=True)
         ]
         return best_first(wish.state.tokens[-1], ranked, min(wish.most, self.nodes))
 
@@ -168,21 +190,50 @@ class Drafting:
     ) -> None:
         if self.draft.state != "loaded" or not any(kept):
             return
-        shorter, rows = settled(step, kept, self.rungs)
+        if step.rows == len(kept) and not step.rows_only:
+            self._put_off(step, captures, states)
+        else:
+            shorter, rows = settled(step, kept, self.rungs)
+            taps = {tap: taken(captures[tap], rows, shorter.rung) for tap in self.draft.taps}
+            self._extend(shorter, taps, [state for state, keep in zip(states, kept, strict=True) if keep])
+
+    def _put_off(self, step: Step, captures: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
+        """One row each, and nothing was proposed."""
+        copies = {tap: captures[tap][: step.rows].clone() for tap in self.draft.taps}
+        for index, (segment, state) in enumerate(zip(step.segments, states, strict=True)):
+            late = self._late.setdefault(segment.slot, [])
+            late.append(Late(state, segment.start, copies, index))
+            if len(late) >= min(BACKLOG, max(self.rungs)):
+                self.catch_up(segment.slot)
+
+    def catch_up(self, slot: int) -> None:
+        """Follow what was put off of a slot."""
+        late = self._late.pop(slot, [])
+        for _, run in groupby(enumerate(late), lambda pair: pair[1].position - pair[0]):
+            rows = [row for _, row in run]
+            rung = next(rung for rung in self.rungs if rung >= len(rows))
+            taps = {}
+            for tap in self.draft.taps:
+                stacked = torch.stack([row.captures[tap][row.index] for row in rows])
+                taps[tap] = torch.nn.functional.pad(stacked, (0, 0, 0, rung - len(rows)))
+            self._extend(Step((Segment(slot, rows[0].position, len(rows)),), rung), taps, [rows[0].state])
+
+    def _extend(self, step: Step, taps: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
         try:
-            self.draft.extend(shorter, {tap: taken(captures[tap], rows, shorter.rung) for tap in self.draft.taps})
+            self.draft.extend(step, taps)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
             log.warning("the draft does not follow: %s", error)
             return
-        staying = [state for state, keep in zip(states, kept, strict=True) if keep]
-        for segment, state in zip(shorter.segments, staying, strict=True):
+        for segment, state in zip(step.segments, states, strict=True):
             state.draft(segment.start, segment.start + segment.count)
 
     def opened(self, source: int, target: int, state: SlotState) -> None:
-        for start, stop in state.context:
-            self.draft.copy_rows(source, target, start, stop)
+        self._late.pop(target, None)
+        if source != target:
+            for start, stop in state.context:
+                self.draft.copy_rows(source, target, start, stop)
 
     # --- residency ---
 
@@ -192,6 +243,8 @@ class Drafting:
         return DraftUnparked(self.draft.unpark(), time.perf_counter_ns() - started)
 
     def park(self, _: RequestId, effect: ParkDraft) -> DraftParked:
+        for slot in tuple(self._late):
+            self.catch_up(slot)
         started, held = time.perf_counter_ns(), self.draft.memory()["weights"]
         if effect.release:
             self.draft.release()
@@ -214,8 +267,37 @@ def one_by_one(wish: Wish, logits: Tensor) -> Tree:
     state, drafted = wish.state, list[int]()
     for number in range(len(logits)):
         row = Row(state.sampler, len(state.tokens) + number, tuple(drafted))
-        drafted.append(int(choose(adjusted(logits[number : number + 1], [row]), [row])))
+        drafted += guesses(adjusted(logits[number : number + 1], [row]), [row])
     return chain((state.tokens[-1], *drafted))
+
+
+def guesses(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """One token a row, from float32 `[R, V]` with bias and penalties."""
+    if not any(row.sampler.sampling.temperature for row in rows):
+        return list(logits.argmax(-1).tolist())
+    ids, scores = candidates(logits, rows)
+    return list(ids.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist())
+
+
+def candidates(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row, int64 `[R, n]`, and what is compared when one is drawn, float32 `[R, n]`.
+
+    That is logit / temperature + noise, and -inf where the request truncates; a greedy row's logits as they are.
+    """
+    found, ids = logits.topk(min(CANDIDATES, logits.shape[-1]))
+    asked = [row.sampler.sampling for row in rows]
+    samplings = [sampling if sampling.temperature else Sampling(temperature=1) for sampling in asked]
+    warmth = column([sampling.temperature for sampling in samplings], found)
+    scaled = found / warmth
+    noise = gumbel_of([(sampling.seed, row.position) for sampling, row in zip(asked, rows, strict=True)], ids)
+    scores = scaled + noise * column([float(sampling.temperature > 0) for sampling in asked], noise)
+    shares = (scaled - (logits / warmth).logsumexp(-1, keepdim=True)).exp()
+    before = shares.cumsum(-1) - shares
+    most = column([sampling.top_k or CANDIDATES for sampling in samplings], ids)
+    out = torch.arange(ids.shape[1], device=ids.device) >= most
+    out |= before >= column([sampling.top_p for sampling in samplings], before)
+    out |= shares < shares[:, :1] * column([sampling.min_p for sampling in samplings], shares)
+    return ids, scores.masked_fill_(out, -math.inf).float()
 
 
 def cut(tree: Tree, stops: frozenset[int]) -> Tree:

@@ -13,11 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
 import anyio
 import torch
 from attrs import frozen
+from torch import Tensor
 
 from adapters.device.drafting import Proposer, Wish, ran_out_of_memory
 from adapters.device.lane import DeviceLane
@@ -121,6 +123,10 @@ class DeviceExecutor:
         """From now on, this carries out effects of that type; before the first launch."""
         self._handlers[effect] = handler
 
+    def proposed_to(self, proposer: Proposer) -> None:
+        """From now on, this proposes; before the first launch."""
+        self._proposer = proposer
+
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why."""
         self._lane.post(partial(self._open, request, effect), partial(self._not_opened, effect.slot))
@@ -171,6 +177,15 @@ class DeviceExecutor:
         """For handlers that take long: should this one stop?"""
         return request in self._abandoned
 
+    def rehearse(self, opening: OpenSlot, following: Callable[[Sequence[Outcome]], Ask | None]) -> list[Outcome]:
+        """While nobody is served: open a slot, and carry out what follows from what came of it, one by one."""
+        outcomes = list[Outcome]()
+        self._open(RequestId(0), opening)
+        while (ask := following(outcomes)) is not None:
+            outcomes += self._carry_out((ask,))
+        del self._slots[opening.slot]
+        return outcomes
+
     def serving(self, slot: int, request: RequestId) -> SlotState | DeviceFailed:
         """The slot's state, if it was opened for this request."""
         state = self._slots.get(slot)
@@ -197,11 +212,13 @@ class DeviceExecutor:
             origin = self._slots.get(source)
             if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):
                 raise ValueError(f"slot {source} does not hold the first {keep} tokens of the prompt")
+            if self._proposer is not None:
+                self._proposer.catch_up(source)
             state.context = clipped(origin.context, keep)
             if source != slot:
                 self._shard.copy_rows(source, slot, keep)
-                if self._proposer is not None:
-                    self._proposer.opened(source, slot, state)
+        if self._proposer is not None:
+            self._proposer.opened(source, slot, state)
         self._slots[slot] = state
 
     def _not_opened(self, slot: int, error: BaseException) -> None:
@@ -306,8 +323,9 @@ class DeviceExecutor:
         rows = [row for member in members for row in member.rows]
         step = Step(tuple(segments), self._rung(len(rows)))
         forward = self._shard.forward(step, torch.tensor([token for member in members for token in member.tree.tokens]))
-        picks = iter(pick(self._shard.logits(step, forward.hidden), rows))
-        found = [agree(member, [next(picks) for _ in member.tree.tokens]) for member in members]
+        picked = self._picked(self._shard.logits(step, forward.hidden), rows)
+        firsts = accumulate((len(member.tree.tokens) for member in members), initial=0)
+        found = [agree(member, picked, first) for member, first in zip(members, firsts, strict=False)]
         kept: list[Kept] = [
             member.tree.kept(one.path if isinstance(one, Agreed) else ())
             for member, one in zip(members, found, strict=True)
@@ -317,6 +335,12 @@ class DeviceExecutor:
             self._proposer.follow(step, forward.captures, kept, [member.state for member in members])
         return found
 
+    def _picked(self, logits: Tensor, rows: Sequence[Row]) -> Callable[[int], Picked]:
+        """What is picked at a row. A GPU picks for all of them at once, a host where somebody asks."""
+        if self._lane.device.type == "cuda":
+            return pick(logits, rows).__getitem__
+        return lambda row: pick(logits[row : row + 1], rows[row : row + 1])[0]
+
     def _rung(self, rows: int) -> int:
         for rung in self._rungs:
             if rung >= rows:
@@ -324,14 +348,14 @@ class DeviceExecutor:
         raise ValueError(f"{rows} rows are more than the largest rung, {self._rungs[-1]}")
 
 
-def agree(member: Member, picks: Sequence[Picked]) -> Agreed | DeviceFailed:
+def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agreed | DeviceFailed:
     """Down the tree along what the target picks: the proposals that it picked too, and its first pick that differs or
-    goes beyond them. Nothing is kept past a token that ends the answer.
+    goes beyond them. Nothing is kept past a token that ends the answer. first: the step's row of node 0.
     """
     children = member.tree.children()
     path, kept = [0], list[Pick]()
     while True:
-        picked = picks[path[-1]]
+        picked = picked_at(first + path[-1])
         if isinstance(picked, NotFinite):
             if not kept:
                 return DeviceFailed("broken", f"slot {member.slot}: {picked.detail}")

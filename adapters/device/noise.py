@@ -49,7 +49,12 @@ def _shift(z: Tensor, by: int) -> Tensor:
 
 def gumbel(draws: Iterable[tuple[int, int]], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """Standard Gumbel noise for each (seed, position): float64 `[draws, vocab]`."""
+    return gumbel_of(draws, torch.arange(vocab, device=device))
+
+
+def gumbel_of(draws: Iterable[tuple[int, int]], tokens: Tensor) -> Tensor:
+    """The noise of some tokens: int64 `[n]`, or `[draws, n]` where they differ -> float64 `[draws, n]`."""
     keys = torch.tensor([key_of(seed, position) for seed, position in draws], dtype=torch.int64)
-    bits = bits_of(keys.unsqueeze(1).to(device, non_blocking=True), torch.arange(vocab, device=device))
+    bits = bits_of(keys.unsqueeze(1).to(tokens.device, non_blocking=True), tokens)
     uniform = _shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()

@@ -166,11 +166,6 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     if logits.device.type == "cpu" and len(logits) > 1:
         each = zip(logits.unbind(), samplings, positions, strict=True)
         return torch.cat([draw(row.unsqueeze(0), [sampling], [position]) for row, sampling, position in each])
-    return noisy(logits, samplings, positions).argmax(-1)
-
-
-def noisy(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """The scores whose largest is drawn, float64 `[R, V]`: logit / temperature + noise, -inf where it is truncated."""
     scaled = logits.double()
     scaled = scaled - scaled.amax(-1, keepdim=True)
     scaled /= column([sampling.temperature for sampling in samplings], scaled)
@@ -179,7 +174,7 @@ def noisy(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int
     keep = allowed(logits, scaled, samplings)
     if keep is not None:
         scores.masked_fill_(~keep, -math.inf)
-    return scores
+    return scores.argmax(-1)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:

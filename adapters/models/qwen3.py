@@ -154,6 +154,11 @@ class Qwen3Shard:
         return self._rungs
 
     @property
+    def kernels(self) -> Kernels:
+        """A draft beside it runs on fresh ones of their kind."""
+        return self._kernels
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._dtype
 

@@ -68,6 +68,9 @@ class Oracle:
     def follow(self, step, captures, kept, states):
         """It knows everything already."""
 
+    def catch_up(self, slot):
+        """The same."""
+
     def opened(self, source, target, state):
         """The same."""
 
@@ -233,6 +236,49 @@ async def test_rows_that_were_computed_while_the_draft_was_away_are_a_gap_in_its
     assert (await driver.rounds(client, propose=7))[0].proposed == 7
     assert client.answer == straightforward(FakeShard(), prompt_of(48, 70), GREEDY, len(client.answer))
     assert driver.executor.close()
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 31, 32, 33, 70])
+async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_proposes_again(rounds):
+    driver, draft, _ = drafted()
+    prompt = prompt_of(54, 40)
+    client, other = await driver.open(prompt), await driver.open(prompt_of(55, 9), slot=1)
+    for one in (client, other):
+        await one.prefill()
+    for number in range(rounds):
+        await driver.rounds(client, other, propose=0) if number % 3 else await driver.rounds(client, propose=0)
+    assert draft.asked == []
+    await driver.perform(Ask(RequestId(99), ParkDraft()))
+    await driver.perform(Ask(RequestId(99), UnparkDraft()))
+    assert len((await driver.rounds(client, propose=7))[0].tokens) == 8
+    await driver.perform(client.round(0), other.round(3))
+    assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [
+        (0, 39 + rounds),
+        (0, 8 + len(other.answer)),
+    ]
+    assert driver.executor.close()
+
+
+async def test_rows_that_were_not_followed_yet_are_when_their_slot_is_continued_or_copied_from():
+    driver, draft, _ = drafted()
+    prompt = prompt_of(56, 40)
+    client = await driver.open(prompt)
+    await client.prefill()
+    for _ in range(30):
+        await driver.rounds(client, propose=0)
+    assert await agreed(driver, client.tokens[:60] + prompt_of(57, 9), slot=1, source=0, keep=60) == [8, 8, 8]
+    assert await agreed(driver, client.tokens[:64] + prompt_of(58, 9), slot=0, keep=64) == [8, 8, 8]
+    for _ in range(2):
+        await driver.rounds(client := await fresh(driver, prompt), propose=0)
+        assert await agreed(driver, prompt_of(59, 20), slot=0) == [8, 8, 8], "rows of the one before"
+    assert all(ask.first == 0 for asks in draft.asked for ask in asks)
+    assert driver.executor.close()
+
+
+async def fresh(driver: Driver, prompt):
+    client = await driver.open(prompt)
+    await client.prefill()
+    return client
 
 
 @pytest.mark.parametrize("where", ["extend", "propose"])

@@ -1,0 +1,59 @@
+"""The draft beside a target: found, checked, loaded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from adapters import demo
+from adapters.models.config import CheckpointError, Qwen3Config
+from adapters.models.dflash import DFlashDraft
+from adapters.models.dflash_checkpoint import DraftCheckpoint
+from adapters.models.numerics import Numerics
+from adapters.models.qwen3 import Qwen3Shard
+from engine.options import Options
+from engine.refusal import Refusal
+
+log = logging.getLogger("rekindle")
+
+
+def find_draft(options: Options, config: Qwen3Config, numerics: Numerics) -> DraftCheckpoint | None:
+    """The folder that was asked for, or the demo's own. Raises Refusal for one that cannot draft for this target."""
+    folder = Path(options.draft)
+    if options.draft == "auto":
+        folder = demo.FOLDER / "draft"
+        if options.model != "demo" or not (folder / "config.json").is_file():
+            return None
+    if options.draft == "none":
+        return None
+    try:
+        found = DraftCheckpoint.open(folder, config)
+    except CheckpointError as error:
+        raise Refusal(f"--draft {error}") from error
+    if numerics.mode != "ladder":
+        log.warning("no draft: its proposals could not be verified exactly, since row counts differ here")
+        return None
+    return found
+
+
+def load_draft(found: DraftCheckpoint, shard: Qwen3Shard) -> DFlashDraft:
+    """Beside the target, whose embedding and head it shares."""
+    try:
+        return DFlashDraft(
+            found.config,
+            found,
+            shard.kernels.fresh(),
+            shard.head,
+            device=shard.device,
+            dtype=shard.dtype,
+            slots=shard.slots,
+            capacity=shard.capacity,
+            rungs=shard.rungs,
+        )
+    except torch.OutOfMemoryError as error:
+        why = "fewer --slots, a smaller --max-ctx or --draft none may help"
+        raise Refusal(f"the draft does not fit {shard.device} beside the model: {why}") from error
+    except ValueError as error:
+        raise Refusal(f"--draft {found.folder}: {error}") from error

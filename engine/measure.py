@@ -1,0 +1,85 @@
+"""How long things take here, measured at start: what policies decide by until they have seen better."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from adapters.device.executor import DeviceExecutor
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Segment, Step
+from effects.all import Ask, Outcome
+from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.job import Sampling
+from effects.prefill import OpenSlot, RunPrefill
+from effects.round import RoundDone, RunRound
+from states.rates import Rates
+
+BUDGET_NS = 400_000_000  # for all rounds: a slow model is measured less often
+PASSES = 5
+CONTEXT = 64  # rows before a measured round
+BAND = 1024  # tokens of the first span of `Rates.prefill`; each later one ends at twice its start
+FAR = 8192  # chunks are measured at 0 and up to here; beyond, time is taken to grow as it does between
+
+
+def measured(executor: DeviceExecutor, shard: Qwen3Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
+    """On the lane, before anybody is served. context: rows that a slot may come to. widths: proposals, ascending."""
+    return Rates(prefill=prefill(shard, chunk, context), rounds=rounds(executor, context, widths))
+
+
+def prefill(shard: Qwen3Shard, chunk: int, context: int) -> tuple[int, ...]:
+    """Per token, by where it stands, as `Rates.prefill` wants it; from two chunks and a straight line."""
+    rows = min(chunk, context)
+    far = min(context, FAR) - rows
+    near_ns = quickest(lambda: run_chunk(shard, 0, rows, chunk))
+    slope = max(0.0, quickest(lambda: run_chunk(shard, far, rows, chunk)) - near_ns) / far if far else 0.0
+    found, start, stop = list[int](), 0, BAND
+    while start < context:
+        middle = (start + min(stop, context)) / 2
+        found.append(max(1, round((near_ns + slope * max(0.0, middle - rows / 2)) / rows)))
+        start, stop = stop, stop * 2
+    return tuple(found)
+
+
+def run_chunk(shard: Qwen3Shard, start: int, rows: int, chunk: int) -> None:
+    step = Step((Segment(0, start, rows),), chunk, rows_only=True)
+    shard.forward(step, torch.zeros(rows, dtype=torch.int64))
+    if shard.device.type == "cuda":
+        torch.cuda.synchronize(shard.device)
+
+
+def quickest(work: Callable[[], None]) -> int:
+    """Nanoseconds, of two."""
+    found = list[int]()
+    for _ in range(2):
+        start = time.perf_counter_ns()
+        work()
+        found.append(time.perf_counter_ns() - start)
+    return min(found)
+
+
+def rounds(executor: DeviceExecutor, context: int, widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(proposals, nanoseconds) of one request's round, its draft included; the first of each width warms up."""
+    slot, known, started = SlotId(0), min(CONTEXT, context // 2), time.perf_counter_ns()
+    tokens, wanted = [0] * known, list(widths) * PASSES
+
+    def following(outcomes: Sequence[Outcome]) -> Ask | None:
+        if not outcomes:
+            return Ask(RequestId(0), RunPrefill(slot, 0, known - 1))
+        if isinstance(outcomes[-1], RoundDone):
+            tokens.extend(outcomes[-1].tokens)
+        late = len(outcomes) > 2 * len(widths) and time.perf_counter_ns() - started > BUDGET_NS
+        if len(outcomes) > len(wanted) or late or isinstance(outcomes[-1], DeviceFailed):
+            return None
+        return Ask(RequestId(0), RunRound(slot, len(tokens) - 1, tokens[-1], wanted[len(outcomes) - 1]))
+
+    if known < 2:
+        return ()
+    times: dict[int, list[int]] = {}
+    for done in executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following):
+        if isinstance(done, RoundDone):
+            times.setdefault(done.proposed, []).append(done.ns)
+    return tuple((width, round(median(found[1:] or found))) for width, found in sorted(times.items()))
