@@ -60,10 +60,14 @@ class TensorEntry:
     def read(self, name: str) -> Tensor:
         """The tensor, as stored, on the host; it is called `name` if that fails."""
         data = bytearray(self.stop - self.start)
-        with self.file.open("rb") as file:
-            file.seek(self.start)
-            if file.readinto(data) != len(data):
-                raise CheckpointError(f"{self.file}: truncated: {name} ends past the end of the file")
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.start)
+                count = file.readinto(data)
+        except OSError as error:
+            raise CheckpointError(f"{self.file}: cannot be read: {error.strerror}") from None
+        if count != len(data):
+            raise CheckpointError(f"{self.file}: truncated: {name} ends past the end of the file")
         return torch.frombuffer(data, dtype=self.dtype).view(self.shape)
 
 

@@ -140,8 +140,16 @@ class DFlashDraft:
         self._blocks: dict[int, BlockBuffers] = {}
         self._parking = Parking(self._load, self._device)
         self._parking.unpark()
+        self._try()
         facts = (weights.digest(), config.row_facts(), str(dtype))
         self.identity = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def _try(self) -> None:
+        """A first forward of each kind, over nothing: what the kernels cannot do they say now, as a ValueError."""
+        shape, rung = (self._rungs[0], self._config.hidden_size), self._rungs[0]
+        nothing = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self.extend(Step((Segment(0, 0, 1),), rung), dict.fromkeys(self.taps, nothing))
+        self.propose([Ask(0, 0, 1, 0, 1)])
 
     # --- what it is ---
 
@@ -320,7 +328,7 @@ class DFlashDraft:
     def unpark(self) -> int:
         """Bring the weights back; returns the bytes. Whatever fails leaves the draft as it was.
 
-        Raises torch.OutOfMemoryError where there is no room, and what reading a checkpoint raises.
+        Raises torch.OutOfMemoryError where there is no room, CheckpointError if the files have gone or are cut short.
         """
         return self._parking.unpark()
 

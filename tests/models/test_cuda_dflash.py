@@ -191,6 +191,12 @@ def test_more_keys_than_splits_are_weighed_in_larger_ones():
     assert distance(found, proposed(plain, Ask(0, 0, 19_968, 9, 15))[0]) < TOLERANCE[torch.bfloat16]
 
 
+def test_a_head_size_without_a_kernel_is_refused_at_once():
+    config = evolve(DEMO, head_dim=80, rotary=Rotary(80, 1e6))
+    with pytest.raises(ValueError, match="head_dim 80 is not supported on CUDA"):
+        draft_of(config, torch.bfloat16)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_forward_never_waits_for_the_device():
     draft, rows = draft_of(WIDE, torch.bfloat16), captures_of(WIDE, 16, torch.bfloat16)

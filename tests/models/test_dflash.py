@@ -318,6 +318,17 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     assert same_bits(large.propose([Ask(1, 0, 50, 9, 15)]), expected)
 
 
+def test_files_that_have_gone_leave_a_parked_draft(large, tmp_path):
+    large.park()
+    (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: No such file"):
+        large.unpark()
+    assert large.state == "parked"
+    (tmp_path / "elsewhere").rename(tmp_path / "model.safetensors")
+    large.unpark()
+    assert large.state == "loaded"
+
+
 class Failing(Tensors):
     error: Exception | None = None
 
