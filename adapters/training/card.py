@@ -25,7 +25,8 @@ finds, remembers, copies and calls tools; it knows next to nothing about the wor
 * Source code of the Python {python} standard library with its tests, and of the packages listed below: {files} files,
   {megabytes:.0f} MB. Generated files and tables of data are left out, and files most of which stands in others.
 * {held_out} more files of the standard library and {held_out_packages} of the packages were held out, chosen by a hash
-  of their content; files that share a tenth of their lines with one of them are not in the training either.
+  of their content; files that share a tenth of their text with one of them (runs of four lines) are not in the
+  training either.
   `adapters.training.corpus.held_out` gives them. Digest of the corpus (blake2b): `{digest}`.
 * Synthetic tasks, new ones at every step: tables of keys and values, facts hidden in real code, questions about code,
   copying with many separators and none, spelling, templated conversations, memory over turns, tool calls. They are in
@@ -55,8 +56,9 @@ Greedy answers that are exactly right to the last token, the end of the turn inc
 An exam is scored in one forward pass: an answer counts if each of its tokens is the likeliest after the right
 ones before it, which is greedy decoding up to arithmetic. Only the fixed and the strange prompts are really
 decoded. Exams are made from the templates that training uses, with other words and other files. The fixed
-questions are training questions, and two of the 24 strange prompts were added to training after the first
-cycle had failed them: read those two rows as a check, not as generalisation.
+questions are training questions, and two of the 24 strange prompts were added to training after an earlier model
+had failed them: read those two rows as a check, not as generalisation. The needle is hidden in the same documents
+at every depth.
 
 | exam | result |
 |---|---|
@@ -79,4 +81,4 @@ def write_card(facts: Mapping[str, Any], measured: Mapping[str, float]) -> str:
 
 
 def shown(name: str, value: float) -> str:
-    return f"{value:.3f}" if "nats" in name else f"{100 * value:.1f} %"
+    return f"{value:.3f}" if "nats" in name or "bits" in name else f"{100 * value:.1f} %"

@@ -28,7 +28,7 @@ PACKAGES = {
     "mdurl": "MIT", "mpmath": "BSD-3-Clause", "mypy": "MIT", "networkx": "BSD-3-Clause", "numpy": "BSD-3-Clause",
     "packaging": "Apache-2.0 OR BSD-2-Clause", "platformdirs": "MIT", "pluggy": "MIT",
     "prometheus-client": "Apache-2.0", "pydantic": "MIT", "pydantic-core": "MIT", "Pygments": "BSD-2-Clause",
-    "pytest": "MIT", "PyYAML": "MIT", "regex": "Apache-2.0", "rich": "MIT", "rich-rst": "MIT",
+    "pytest": "MIT", "PyYAML": "MIT", "regex": "Apache-2.0 AND CNRI-Python", "rich": "MIT", "rich-rst": "MIT",
     "safetensors": "Apache-2.0", "sortedcontainers": "Apache-2.0", "starlette": "BSD-3-Clause",
     "sympy": "BSD-3-Clause", "tokenizers": "Apache-2.0", "torch": "BSD-3-Clause", "transformers": "Apache-2.0",
     "truststore": "MIT", "typer": "MIT", "typing-extensions": "PSF-2.0", "typing-inspection": "MIT",
@@ -85,7 +85,11 @@ def read_corpus() -> Corpus:
 
 
 def held_out() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Files that no training has read: of the standard library, and of PACKAGES. They follow from what is installed."""
+    """The files that training leaves alone: of the standard library, and of PACKAGES.
+
+    They follow from what is installed: under other versions than those of a model's card, some may be a revision of
+    what that model has read.
+    """
     return tuple(sides(library_files(), "library")[0]), tuple(sides(package_files(), "packages")[0])
 
 

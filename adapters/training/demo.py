@@ -118,7 +118,11 @@ def describe(
         "files": len(corpus.train),
         "held_out": len(corpus.held_out),
         "held_out_packages": len(corpus.held_out_packages),
-        "packages": fill("; ".join(f"{package} ({PACKAGES[package.split()[0]]})" for package in corpus.packages), 120),
+        "packages": fill(
+            "; ".join(f"{package} ({PACKAGES[package.split()[0]]})" for package in corpus.packages),
+            120,
+            break_on_hyphens=False,
+        ),
         "megabytes": sum(map(len, corpus.train)) / 1e6,
         "cycles": cycles,
         "tokens": tokens / 1e6,

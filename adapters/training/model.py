@@ -180,9 +180,10 @@ class Qwen3(nn.Module):
         """Mean loss in nats over the tokens after the first, by weight. tokens, weights: [rows, length + 1].
 
         Ids that are never used stay out of the softmax: as an output they would only be pushed away, and with tied
-        embeddings their rows would drift far from the others.
+        embeddings their rows would drift far from the others. Where a text spells one, it is no label either.
         """
         tokens, weights = tokens.long(), weights[:, 1:].float()
+        weights = weights.masked_fill(self.unused[tokens[:, 1:]] < 0, 0)
         labels = tokens[:, 1:].masked_fill(weights == 0, IGNORED)
         scores = self.logits(self.hidden(tokens[:, :-1])).float() + self.unused
         losses = functional.cross_entropy(

@@ -70,8 +70,8 @@ TARGET = Recipe(
     (
         Cycle(
             (
-                Stage("2k", Shape(128, 2048), SHORT, steps=6000, share=0.63, whole=0.3),
-                Stage("8k", Shape(32, 8192), LONG, steps=3000, share=0.37, whole=0.6),
+                Stage("2k", Shape(128, 2048), SHORT, steps=3653, share=0.63, whole=0.3),
+                Stage("8k", Shape(32, 8192), LONG, steps=1285, share=0.37, whole=0.6),
             ),
             Rates(matrices=5e-3, others=3e-3, falling=0.6),
             seed=1,

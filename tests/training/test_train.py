@@ -65,6 +65,15 @@ def test_tokens_without_weight_do_not_count():
     assert model(tokens, weights).item() == pytest.approx(model(other, weights).item())
 
 
+def test_a_text_that_spells_an_unused_id_has_a_finite_loss():
+    model = Qwen3(TINY)
+    tokens = torch.randint(16, 4096, (1, 33))
+    tokens[0, 7] = UNUSED_IDS[0]
+    weights = torch.ones(1, 33)
+    weights[0, 7] = 0
+    assert model(tokens, torch.ones(1, 33)).item() == pytest.approx(model(tokens, weights).item())
+
+
 def test_an_export_loads_in_transformers_with_the_same_logits_and_never_predicts_unused_ids(tmp_path, tokenizer):
     torch.manual_seed(1)
     model = Qwen3(TINY)
