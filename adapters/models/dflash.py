@@ -358,6 +358,8 @@ class DFlashDraft:
 
     def _forget(self) -> None:
         """Buffers go, and recorded graphs with the weights' addresses in them: fresh kernels have recorded nothing."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._kernels = self._kernels.fresh()
         self._contexts.clear()
         self._blocks.clear()

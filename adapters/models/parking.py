@@ -6,6 +6,7 @@ A change of place is a transaction: it completes, or the previous state is still
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
@@ -13,6 +14,8 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import attrs
 import torch
 from torch import Tensor
+
+log = logging.getLogger("rekindle.models")
 
 T = TypeVar("T")
 State: TypeAlias = Literal["loaded", "parked", "released"]
@@ -52,7 +55,7 @@ class Parking(Generic[T]):
 
     @property
     def host_bytes(self) -> int:
-        """Pinned on the host."""
+        """On the host."""
         return self._host_bytes
 
     def park(self) -> int:
@@ -181,11 +184,17 @@ class PinnedMap(mmap.mmap):
 
 
 def pinned(size: int) -> Tensor:
-    """A uint8 tensor `[size]`, pinned where there is CUDA; its memory goes with the last tensor on it."""
-    memory = PinnedMap(-1, max(size, 1))
+    """A uint8 tensor `[size]`, pinned where CUDA can; its memory goes with the last tensor on it. Raises MemoryError."""
+    try:
+        memory = PinnedMap(-1, max(size, 1))
+    except OSError as error:
+        raise MemoryError(f"{size} bytes to park weights in: {error.strerror}") from error
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if torch.cuda.is_available():
-        memory.register(tensor.data_ptr())
+        try:
+            memory.register(tensor.data_ptr())
+        except torch.cuda.CudaError as error:
+            log.warning("weights are parked in memory that is not pinned, which is slower: %s", error)
     return tensor[:size]
 
 

@@ -16,6 +16,10 @@ from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.dflash_config import Yarn, formula_taps
 from adapters.models.kernels import Sight
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.training.draft_export import export_draft
+from adapters.training.draft_export import load_draft as load_trained
+from adapters.training.draft_model import Draft, DraftGeometry
+from adapters.training.model import Geometry
 from tests.models.checkpoints import same_bits
 from tests.models.drafts import (
     CAUSAL,
@@ -470,6 +474,22 @@ def test_published_drafts_propose_what_transformers_does_over_the_same_weights(t
         our_half = ours(config, checkpoint, rows.to(dtype), dtype)
         assert (our_half - exact).square().mean() <= 1.3 * (their_half - exact).square().mean()
         model.float().load_state_dict({{v: k for k, v in renamed.items()}.get(k, k): v for k, v in tensors.items()})
+
+
+def test_a_draft_that_was_trained_here_proposes_what_it_learnt_to(tmp_path):
+    geometry = DraftGeometry(Geometry(211, 64, 104, 9, 4, 2, 16, 4096, 1e4), 2, (1, 4, 6), 16)
+    torch.manual_seed(1)
+    trained = Draft(geometry)
+    export_draft(trained, tmp_path)
+    trained = load_trained(tmp_path, "cpu", torch.float32)
+    checkpoint = DraftCheckpoint.open(tmp_path, TARGET)
+    rows = captures_of(checkpoint.config, 90)
+    table = head_of(checkpoint.config, CpuKernels(torch.float32)).embedding
+    with torch.no_grad():
+        context = trained.context(rows.permute(1, 0, 2).reshape(1, 90, -1))
+        block = table[[17, *[checkpoint.config.mask_token_id] * 15]][None, None]
+        expected = trained(context, block, torch.tensor([[90]]))[0, 0, 1:] @ table.T
+    torch.testing.assert_close(ours(checkpoint.config, checkpoint, rows), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_draft_opened_from_its_folder_is_the_draft_of_its_tensors(folder):
