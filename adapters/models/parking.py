@@ -184,7 +184,7 @@ class PinnedMap(mmap.mmap):
 
 
 def pinned(size: int) -> Tensor:
-    """A uint8 tensor `[size]`, pinned where CUDA can; its memory goes with the last tensor on it. Raises MemoryError."""
+    """A uint8 tensor `[size]`, pinned where CUDA can; gone with the last tensor on it. Raises MemoryError."""
     try:
         memory = PinnedMap(-1, max(size, 1))
     except OSError as error:
