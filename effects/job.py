@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from attrs import field, frozen
 
 from effects.ids import Tokens
-from effects.scope import Scope
+from effects.scope import Scope, Selection
 
 
 def biases(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
@@ -64,3 +64,4 @@ class Report:
     accepted: int = 0  # proposals that became tokens of the answer
     speculation: str = ""  # why nothing (more) was proposed, machine-readable; empty: it was to the end
     compressed_from: int = 0  # length of the prompt before compression; 0: not compressed
+    cache: Selection = field(factory=Selection)  # what is kept of it for later

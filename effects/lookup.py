@@ -11,12 +11,14 @@ from effects.ids import Lane, LeaseId, StoreFailed, Tier, Tokens
 
 @frozen
 class PrefixFound:
-    """Rows `[0, length)` are kept and will stay until `lease` is released."""
+    """Rows `[0, length)` are kept and will stay until `lease` is released.
+
+    Where the model has positional state, its checkpoint at `length` is kept too.
+    """
 
     lease: LeaseId
     length: int  # tokens, a multiple of the grain
     tier: Tier
-    load_ns: int = 0  # predicted time to load one token's rows; 0: not yet measured
     served: Tokens | None = None  # what an earlier compression made of this prompt, when there was one
     shared: int = 0  # tokens that the prompt begins with as the likest of the recent prompts does, when it was asked
 
@@ -26,6 +28,7 @@ class PrefixMissed:
     reason: str  # machine-readable: empty_store, diverged_at:N, too_short ...
     served: Tokens | None = None
     shared: int = 0
+    length: int = 0  # tokens that are kept all the same: no more than were known to be on the device
 
 
 @frozen

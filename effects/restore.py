@@ -11,7 +11,10 @@ from effects.ids import Lane, LeaseId, SlotId, StoreFailed
 
 @frozen
 class BlocksRestored:
-    """Rows `[start, stop)` of the slot are on the device; the lease is released."""
+    """Rows `[start, stop)` of the slot are on the device; the lease is released.
+
+    The model's positional state, where it has any, is the one at `stop`, which then is all that was asked for.
+    """
 
     start: int
     stop: int

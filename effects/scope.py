@@ -33,6 +33,21 @@ class Scope:
         return {"auto": f"auto:{self.count}", "fixed": str(self.count)}.get(self.kind, self.kind)
 
 
+@frozen
+class Selection:
+    """What a scope picked of one sequence, and why."""
+
+    scope: str = ""
+    reason: str = ""  # machine-readable
+    shared: int = 0  # tokens that the prompt begins with as the likest of the recent prompts does
+    boundary: int = 0  # where the scope says to stop
+    rows: int = 0  # what is kept: up to there, as far as there are rows, in whole grains, if that is long enough
+
+    def __str__(self) -> str:
+        """For the log."""
+        return f"{self.scope} shared={self.shared} boundary={self.boundary} kept={self.rows} ({self.reason})"
+
+
 def parse(value: object) -> Scope:
     """A scope as people and requests write it, letters of any case. Raises ValueError with what is accepted."""
     if isinstance(value, str):

@@ -32,6 +32,7 @@ from states.life import (
 )
 from states.machine import Then
 from states.onward import Leave, LeaveEarly, leave, leave_early, let_go, park, trusted
+from states.scope import report
 
 Settled: TypeAlias = Then[Draining] | Leave
 SettledEarly: TypeAlias = Then[Draining] | LeaveEarly  # no draft yet
@@ -40,11 +41,11 @@ SettledEarly: TypeAlias = Then[Draining] | LeaveEarly  # no draft yet
 def drain(
     state: LookingUp | Compressing | Unparking | Prefilling | Speculating, event: Cancelled
 ) -> Then[Draining, CloseStream, Abandon]:
-    return Then(Draining(state.hold, 1), CloseStream(FINISH[event.reason], state.hold.report, event.reason), Abandon())
+    return Then(Draining(state.hold, 1), CloseStream(FINISH[event.reason], report(state.hold), event.reason), Abandon())
 
 
 def drain_both(state: Restoring, event: Cancelled) -> Then[Draining, CloseStream, Abandon]:
-    closing = CloseStream(FINISH[event.reason], state.hold.report, event.reason)
+    closing = CloseStream(FINISH[event.reason], report(state.hold), event.reason)
     return Then(Draining(state.hold, state.loading + state.computing), closing, Abandon())
 
 
@@ -54,7 +55,8 @@ def settle(state: Draining, _: PrefixMissed | PromptCompressed) -> LeaveEarly:
 
 
 def settle_loss(state: Draining, _: StoreFailed) -> SettledEarly:
-    return still(state, state.hold) if state.flying > 1 else leave_early(state.hold)
+    hold = evolve(state.hold, stored=0)
+    return still(state, hold) if state.flying > 1 else leave_early(hold)
 
 
 def settle_failure(state: Draining, event: DeviceFailed) -> Settled:
@@ -77,17 +79,23 @@ def settle_rows(state: Draining, event: PrefillAdvanced) -> Settled:
     return still(state, hold) if state.flying > 1 else leave(hold)
 
 
-def settle_restored(state: Draining, event: BlocksRestored) -> SettledEarly:
-    """Loaded rows are kept if none is missing before them."""
+def settle_restored(state: Draining, event: BlocksRestored) -> Then[Draining] | Then[Done]:
+    """Loaded rows stay in the slot if none is missing before them; the store has them all."""
     hold = state.hold
     if event.start <= hold.valid < event.stop:
         hold = evolve(hold, valid=event.stop, restored=hold.restored + event.stop - hold.valid)
-    return still(state, hold) if state.flying > 1 else leave_early(hold)
+    return still(state, hold) if state.flying > 1 else Then(Done(hold))
 
 
-def settle_round(state: Draining, _: RoundDone) -> Leave:
-    """The round fed one more token that the client has seen: its row is valid. What it picked, nobody saw."""
-    return leave(evolve(state.hold, valid=state.hold.valid + 1))
+def settle_round(state: Draining, event: RoundDone) -> Leave:
+    """The round fed one more token that the client has seen: its row is valid. What it picked, nobody saw.
+
+    Positional state has gone past that, and takes the slot's sequence with it.
+    """
+    hold = state.hold
+    if hold.settings.stateful:
+        return leave(evolve(hold, valid=hold.valid + len(event.tokens), answer=hold.answer + event.tokens))
+    return leave(evolve(hold, valid=hold.valid + 1))
 
 
 def still(state: Draining, hold: Hold) -> Then[Draining]:

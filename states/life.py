@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from effects.all import Outcome
 from effects.ids import SlotId, Tier, Tokens
 from effects.job import Job, Report
 from effects.ports import CancelReason
 from effects.stream import Finish
+from states.rates import Rates
 from states.settings import Settings
 
 
@@ -40,6 +41,7 @@ class Admitted:
     source: SlotId
     keep: int
     settings: Settings
+    rates: Rates = field(factory=Rates)
 
 
 @frozen
@@ -73,6 +75,9 @@ class Hold:
     proposed: int = 0
     accepted: int = 0  # proposals that became tokens of the answer
     speculation: str = ""  # why nothing (more) is proposed; empty while something is
+    shared: int = 0  # tokens that the job's prompt begins with as the likest of the recent prompts does
+    stored: int = 0  # rows that host memory or disk have, by what is known; 0 after one could not be restored
+    rates: Rates = field(factory=Rates)  # as they were at admission
 
     @property
     def target(self) -> int:
@@ -221,6 +226,12 @@ def kept(hold: Hold) -> int:
     return hold.valid if hold.settings.keep_decoded else min(hold.valid, hold.target)
 
 
+def left(hold: Hold) -> Tokens:
+    """What a slot keeps of a sequence. Positional state that went past its end takes all of it along."""
+    rows = kept(hold)
+    return () if hold.settings.stateful and rows < hold.valid else hold.rows[:rows]
+
+
 def usable(hold: Hold, length: int) -> int:
     """How many of `length` restorable tokens are worth having: the last prompt token is always computed."""
     return grained(hold.settings, min(length, hold.target))
@@ -228,10 +239,22 @@ def usable(hold: Hold, length: int) -> int:
 
 def serve(hold: Hold, prompt: Tokens) -> Hold:
     """From now on `prompt` is what is served; only rows that it shares with the old one stay valid."""
-    shared = common(hold.settings.grain, hold.rows, prompt)
-    hold = evolve(hold, prompt=prompt, compressed=True)
-    valid = usable(hold, shared)
+    valid = continued(hold.settings, hold.rows, prompt)
+    hold = evolve(hold, prompt=prompt, compressed=True, stored=0)
     return evolve(hold, valid=valid, restored=min(hold.restored, valid), tier=hold.tier if valid else "none")
+
+
+def continued(settings: Settings, rows: Tokens, prompt: Tokens) -> int:
+    """How many of a slot's rows, which stand for these tokens, a prompt can be continued from.
+
+    Whole grains of what both begin with; or, where the model has state at the last row only, all of them or none. The
+    last prompt token is always computed.
+    """
+    most = len(prompt) - 1
+    if not settings.stateful:
+        return grained(settings, min(common(settings.grain, rows, prompt), most))
+    whole = len(rows) <= most and prompt[: len(rows)] == rows
+    return len(rows) if whole and (settings.keep_decoded or len(rows) % settings.grain == 0) else 0
 
 
 def common(grain: int, one: Tokens, other: Tokens) -> int:
@@ -241,3 +264,13 @@ def common(grain: int, one: Tokens, other: Tokens) -> int:
         if one[start : start + grain] != other[start : start + grain]:
             return start
     return limit
+
+
+def alike(one: Tokens, other: Tokens) -> int:
+    """Tokens that both begin with, exactly."""
+    start = common(64, one, other)
+    for mine, its in zip(one[start : start + 64], other[start : start + 64], strict=False):
+        if mine != its:
+            break
+        start += 1
+    return start

@@ -36,7 +36,7 @@ from states.life import (
     usable,
 )
 from states.machine import Then
-from states.onward import Fill, Opened, Served, Verbatim, chunk, fill, onward, open_slot
+from states.onward import Onward, Opened, Served, Verbatim, chunk, onward, open_slot
 
 
 def submit(_: New, event: Submitted) -> Then[Waiting, ReportProgress]:
@@ -61,6 +61,7 @@ def admit(state: Waiting, event: Admitted) -> Opened:
         restored=event.keep,
         tier="device" if event.keep else "none",
         miss="" if event.keep else "nothing_shared_on_device",
+        rates=event.rates,
     )
     wanted = policy.speculate(hold)
     return open_slot(hold if wanted.go else evolve(hold, speculation=wanted.reason), event.source)
@@ -80,8 +81,9 @@ def found(state: LookingUp, event: PrefixFound) -> Found:
     """Load what is there, computing its front meanwhile; or let go of it, where computing is better."""
     hold = remembered(state.hold, event.served)
     opening = OpenSlot(hold.slot, hold.slot, hold.valid, hold.prompt, hold.job.sampling, hold.job.stop_tokens)
+    hold = evolve(hold, shared=hold.shared or event.shared, stored=event.length)
     stop = max(usable(hold, event.length), hold.valid)
-    front = policy.front(hold.settings, hold.valid, stop, event.load_ns)
+    front = policy.front(hold.settings, hold.rates, hold.valid, stop, event.tier)
     compress = policy.compress(hold, hold.target - stop).go
     if compress or front == stop:
         if hold.valid < stop:
@@ -94,16 +96,22 @@ def found(state: LookingUp, event: PrefixFound) -> Found:
     return Then(Restoring(hold, front, stop, event.tier), opening, restore)
 
 
-def missed(state: LookingUp, event: PrefixMissed) -> Fill | Served:
-    hold = remembered(evolve(state.hold, miss=event.reason), event.served)
+def missed(state: LookingUp, event: PrefixMissed) -> Onward | Served:
+    hold = remembered(without(state.hold, event.reason), event.served)
+    hold = evolve(hold, shared=hold.shared or event.shared, stored=event.length)
     if hold.prompt == state.hold.prompt:
-        return fill(hold)
+        return onward(hold)
     return cast("Served", open_slot(hold, hold.slot))
 
 
-def unanswered(state: LookingUp, event: StoreFailed) -> Fill:
+def unanswered(state: LookingUp, event: StoreFailed) -> Onward:
     """A failed lookup is a miss."""
-    return fill(evolve(state.hold, miss=f"lookup_{event.kind}"))
+    return onward(without(state.hold, f"lookup_{event.kind}"))
+
+
+def without(hold: Hold, reason: str) -> Hold:
+    """Nothing came of the lookup; nothing is missed where all was on the device."""
+    return evolve(hold, miss=reason) if policy.missing(hold) else hold
 
 
 def compressed(state: Compressing, event: PromptCompressed) -> Served:

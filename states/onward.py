@@ -14,7 +14,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.round import RunRound
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, Finish
-from states import policy
+from states import policy, scope
 from states.life import (
     Compressing,
     Done,
@@ -25,8 +25,6 @@ from states.life import (
     Snapshotting,
     Speculating,
     Unparking,
-    grained,
-    kept,
 )
 from states.machine import Then
 
@@ -55,9 +53,13 @@ def open_slot(hold: Hold, source: SlotId) -> Opened:
     """The slot serves this prompt from now on; then look for more of it elsewhere, or get to work."""
     opening = OpenSlot(hold.slot, source, hold.valid, hold.prompt, hold.job.sampling, hold.job.stop_tokens)
     if policy.lookup(hold).go:
-        return Then(LookingUp(hold), opening, FindPrefix(hold.prompt, hold.valid, policy.shorten(hold).go))
+        return Then(LookingUp(hold), opening, find(hold))
     then = onward(hold)
     return cast("Opened", Then(then.state, opening, *then.effects))  # checkers cannot splice; step() does
+
+
+def find(hold: Hold) -> FindPrefix:
+    return FindPrefix(hold.prompt, hold.valid, policy.shorten(hold).go, policy.window(hold))
 
 
 def onward(hold: Hold) -> Onward:
@@ -85,7 +87,11 @@ def work(hold: Hold) -> Work:
 
 
 def chunk(hold: Hold, target: int) -> RunPrefill:
-    return RunPrefill(hold.slot, hold.valid, min(hold.valid + hold.settings.chunk, target))
+    """The next rows of `[valid, target)`: C of them, or up to where the positional state is kept."""
+    stop, mark = min(hold.valid + hold.settings.chunk, target), scope.checkpoint(hold)
+    if mark is None or mark > stop:
+        return RunPrefill(hold.slot, hold.valid, stop)
+    return RunPrefill(hold.slot, hold.valid, mark, checkpoint=True)
 
 
 def next_round(hold: Hold) -> RunRound:
@@ -108,7 +114,7 @@ def leave(hold: Hold) -> Leave:
 def leave_early(hold: Hold) -> LeaveEarly:
     """The same, where the draft has not been asked for yet, or comes later."""
     if policy.snapshot(hold).go:
-        return Then(Snapshotting(hold), SaveSnapshot(hold.slot, hold.rows[: grained(hold.settings, kept(hold))]))
+        return Then(Snapshotting(hold), SaveSnapshot(hold.slot, hold.rows[: scope.select(hold).rows]))
     return Then(Done(hold))
 
 
@@ -120,12 +126,13 @@ def let_go(hold: Hold) -> Then[Parking, ParkDraft] | Then[Done]:
 
 def finish(hold: Hold, emit: EmitTokens, why: Finish) -> Finished:
     then = leave(hold)
-    return cast("Finished", Then(then.state, emit, CloseStream(why, hold.report), *then.effects))
+    return cast("Finished", Then(then.state, emit, CloseStream(why, scope.report(hold)), *then.effects))
 
 
 def fail(hold: Hold, event: DeviceFailed) -> Failing:
-    then = leave(trusted(hold, event))
-    return cast("Failing", Then(then.state, CloseStream("failed", hold.report, event.detail), *then.effects))
+    told, hold = hold.report, trusted(hold, event)
+    then, told = leave(hold), evolve(told, cache=scope.select(hold))
+    return cast("Failing", Then(then.state, CloseStream("failed", told, event.detail), *then.effects))
 
 
 def trusted(hold: Hold, event: DeviceFailed) -> Hold:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from attrs import frozen
 
-from states.life import Hold, grained, kept
+from effects.ids import Tier
+from states import scope
+from states.life import Hold, grained
+from states.rates import ALONE, Rates, load_time, prefill_time
 from states.settings import Settings
 
 
@@ -41,9 +46,22 @@ def lookup(hold: Hold) -> Decision:
         return Decision(False, "no_store")
     if hold.job.scope.kind == "off":
         return Decision(False, "scope_off")
-    if grained(hold.settings, hold.target) <= hold.valid:
-        return Decision(False, "on_device")
-    return Decision(True, "ask")
+    if missing(hold):
+        return Decision(True, "ask")
+    if window(hold):
+        return Decision(True, "compare")
+    return Decision(False, "on_device")
+
+
+def missing(hold: Hold) -> bool:
+    """Are there rows that could be restored?"""
+    return hold.valid < grained(hold.settings, hold.target)
+
+
+def window(hold: Hold) -> int:
+    """How many recent prompts the job's own is compared with, once, before anything else may be served instead."""
+    asked = hold.job.scope
+    return asked.count if asked.kind == "auto" and not hold.compressed else 0
 
 
 def speculate(hold: Hold) -> Decision:
@@ -59,26 +77,42 @@ def speculate(hold: Hold) -> Decision:
 
 def snapshot(hold: Hold) -> Decision:
     """Are there rows that the stores do not have?"""
-    if not hold.settings.store:
-        return Decision(False, "no_store")
-    if hold.job.scope.kind == "off":
-        return Decision(False, "scope_off")
-    if grained(hold.settings, kept(hold)) <= hold.restored:
+    picked = scope.select(hold)
+    if picked.rows == 0:
+        return Decision(False, picked.reason)
+    if picked.rows <= hold.stored:
         return Decision(False, "nothing_new")
     return Decision(True, "new_rows")
 
 
-def front(settings: Settings, start: int, stop: int, load_ns: int) -> int:
+def front(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -> int:
     """The planner's one number m: compute `[start, m)` while `[m, stop)` is loaded, both to end at once.
 
-    Rates are times per token; an unknown one means that restoring is trusted. m = start is pure restore, m = stop pure
-    recompute.
+    m = start is pure restore, m = stop pure recompute. A time that was never measured means that restoring is trusted.
+    Positional state cannot be computed for some rows and loaded for the rest: all or nothing.
     """
-    if load_ns == 0 or settings.prefill_ns == 0:
+    if start == stop or not load_time(rates, tier) or not prefill_time(rates, start, stop):
         return start
-    even = start + grained(settings, (stop - start) * load_ns // (load_ns + settings.prefill_ns))
-    return min(
-        even,
-        min(even + settings.grain, stop),
-        key=lambda m: max((m - start) * settings.prefill_ns, (stop - m) * load_ns),
-    )
+    choices = [start, stop]
+    if not settings.stateful:
+        grains = range((stop - start) // settings.grain)
+        even = bisect_left(grains, 0, key=lambda m: lead(rates, start, start + m * settings.grain, stop, tier))
+        choices[1:1] = [start + m * settings.grain for m in (even - 1, even) if 0 < m < len(grains)]
+    return min(choices, key=lambda m: ready(rates, start, m, stop, tier))
+
+
+def lead(rates: Rates, start: int, m: int, stop: int, tier: Tier) -> int:
+    """How much later the computed rows come than the loaded ones, while both sides hold each other up."""
+    computed = prefill_time(rates, start, m) * (rates.prefill_beside or ALONE)
+    return computed - (stop - m) * load_time(rates, tier) * (rates.load_beside or ALONE)
+
+
+def ready(rates: Rates, start: int, m: int, stop: int, tier: Tier) -> int:
+    """When all rows are there, by what was measured, in thousandths of nanoseconds."""
+    load = (stop - m) * load_time(rates, tier)
+    if m == start:
+        return load * ALONE
+    computed = prefill_time(rates, start, m)
+    if m == stop:
+        return computed * ALONE
+    return max(computed * (rates.prefill_beside or ALONE), load * (rates.load_beside or ALONE))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import evolve, frozen
+
+from effects.ids import Tier
+
+ALONE = 1000  # thousandths: as long as alone
+SLOWEST = 64 * ALONE  # no measurement counts for more
+FIRST = 1024  # tokens of the first span of positions; every next one ends at twice its start
 
 
 @frozen
@@ -11,15 +17,87 @@ class Rates:
 
     prefill: to compute one prompt token, by where it stands: [0, 1024), [1024, 2048), [2048, 4096), doubling.
     host, disk: to load one token's rows. rounds: (proposals, a whole round of one request that has so many), ascending.
+
+    These are times of either side alone. prefill_beside, load_beside: in thousandths of them, what computing and
+    loading take while both go on for one prompt. A mixture of the two conditions in one number would predict neither.
     """
 
     prefill: tuple[int, ...] = ()
     host: int = 0
     disk: int = 0
     rounds: tuple[tuple[int, int], ...] = ()
+    prefill_beside: int = 0
+    load_beside: int = 0
 
     def __attrs_post_init__(self) -> None:
         """Rates also come out of traces, which are hostile input."""
         spans = [number for pair in self.rounds for number in pair]
-        if min((*self.prefill, self.host, self.disk, *spans), default=0) < 0 or len(self.prefill) > 64:
+        single = (self.host, self.disk, self.prefill_beside, self.load_beside)
+        if min((*self.prefill, *single, *spans)) < 0 or len(self.prefill) > 64:
             raise ValueError(f"rates that cannot be: {self}")
+
+
+def span_of(position: int) -> int:
+    """Which entry of `Rates.prefill` a token's position belongs to."""
+    return (position // FIRST).bit_length()
+
+
+def filled(prefill: tuple[int, ...]) -> tuple[int, ...]:
+    """No gaps: what was never measured takes its neighbour's value, and later ones are at least as slow."""
+    times, slowest = list[int](), 0
+    first = next((time for time in prefill if time), 0)
+    for time in prefill:
+        times.append(time or max(slowest, first))
+        slowest = max(slowest, times[-1])
+    return tuple(times)
+
+
+def prefill_time(rates: Rates, start: int, stop: int) -> int:
+    """To compute rows `[start, stop)`. 0: unknown, for at least one token."""
+    times = filled(rates.prefill)
+    if not any(times):
+        return 0
+    total, after = 0, max(times)
+    while start < stop:
+        span = span_of(start)
+        end = min(stop, FIRST << span)
+        total += (end - start) * (times[span] if span < len(times) else after)
+        start = end
+    return total
+
+
+def load_time(rates: Rates, tier: Tier) -> int:
+    """To load one token's rows; 0: unknown."""
+    return {"host": rates.host, "disk": rates.disk}.get(tier, 0)
+
+
+def prefilled(rates: Rates, start: int, rows: int, took_ns: int, *, beside: bool) -> Rates:
+    """A whole chunk was computed; beside: while rows were loaded for the same prompt."""
+    if beside:
+        alone = prefill_time(rates, start, start + rows)
+        return evolve(rates, prefill_beside=slowed(rates.prefill_beside, took_ns, alone))
+    span = span_of(start)
+    times = [*rates.prefill, *(0,) * (span + 1 - len(rates.prefill))]
+    times[span] = blended(times[span], max(1, took_ns // rows))
+    return evolve(rates, prefill=tuple(times))
+
+
+def restored(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, beside: bool) -> Rates:
+    """Rows were loaded; beside: while others of the same prompt were computed."""
+    if beside:
+        alone = tokens * load_time(rates, tier)
+        return evolve(rates, load_beside=slowed(rates.load_beside, took_ns, alone))
+    took = blended(load_time(rates, tier), max(1, took_ns // tokens))
+    return evolve(rates, host=took) if tier == "host" else evolve(rates, disk=took)
+
+
+def slowed(factor: int, took_ns: int, alone_ns: int) -> int:
+    """A factor after one more measurement."""
+    if not alone_ns:
+        return factor
+    return blended(factor or ALONE, min(max(ALONE, took_ns * ALONE // alone_ns), SLOWEST))
+
+
+def blended(mean: int, value: int) -> int:
+    """A moving average that starts at its first value."""
+    return (3 * mean + value) // 4 if mean else value

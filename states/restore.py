@@ -13,20 +13,28 @@ from effects.stream import Abandon, CloseStream, ReportProgress
 from states.life import Draining, Hold, Restoring, grained
 from states.machine import Then
 from states.onward import FailEarly, Fill, Onward, chunk, fail, fill, onward, trusted
+from states.scope import select
 
 Restored: TypeAlias = Then[Restoring] | Onward
 Computed: TypeAlias = Then[Restoring, ReportProgress, RunPrefill] | Then[Restoring, ReportProgress] | Onward
 
 
 def loaded(state: Restoring, event: BlocksRestored) -> Restored:
-    """Trust the rows that were acknowledged, not the ones that were asked for."""
+    """Trust the rows that were acknowledged, not the ones that were asked for.
+
+    Rows without the positional state at their end are none.
+    """
+    if event.stop < state.stop:
+        state = evolve(state, hold=evolve(state.hold, stored=0))
+        if state.hold.settings.stateful:
+            return fill(evolve(state.hold, miss="restore_incomplete"))
     front, stop = max(state.front, event.start), grained(state.hold.settings, min(state.stop, event.stop))
     return settled(evolve(state, front=front, stop=stop, loading=False, loaded=True))
 
 
 def lost(state: Restoring, event: StoreFailed) -> Then[Restoring] | Fill:
     """A failed restore is a miss: what was computed stays, the rest is prefilled."""
-    hold = evolve(state.hold, miss=f"restore_{event.kind}")
+    hold = evolve(state.hold, miss=f"restore_{event.kind}", stored=0)
     return Then(evolve(state, hold=hold, loading=False)) if state.computing else fill(hold)
 
 
@@ -43,8 +51,9 @@ def advanced(state: Restoring, event: PrefillAdvanced) -> Computed:
 def failed(state: Restoring, event: DeviceFailed) -> Then[Draining, CloseStream, Abandon] | FailEarly:
     """The front could not be computed. The load, if it still runs, answers first."""
     if state.loading:
-        closing = CloseStream("failed", state.hold.report, event.detail)
-        return Then(Draining(trusted(state.hold, event), 1), closing, Abandon())
+        hold = trusted(state.hold, event)
+        closing = CloseStream("failed", evolve(state.hold.report, cache=select(hold)), event.detail)
+        return Then(Draining(hold, 1), closing, Abandon())
     return cast("FailEarly", fail(state.hold, event))
 
 

@@ -29,7 +29,6 @@ class Settings:
     residency: Resolved = field(factory=Resolved)  # what becomes of the draft's weights between requests
     compress_threshold: int = 0  # prompt tokens still missing from which PFlash pays; 0: never
     keep_permille: int = 100  # of the prompt's tokens, how many a compression keeps
-    prefill_ns: int = 0  # measured time to compute one prompt token; 0: not measured
     rates: Rates = field(factory=Rates)  # as measured at start
 
     def __attrs_post_init__(self) -> None:
@@ -37,7 +36,7 @@ class Settings:
         positive = (self.slots, self.max_context, self.chunk, self.grain, self.batch_rows)
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
-            *(self.compress_threshold, self.keep_permille, self.prefill_ns),
+            *(self.compress_threshold, self.keep_permille),
         )
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.grain or self.slots > MOST_SLOTS:
             raise ValueError(f"settings that cannot be: {self}")

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from attrs import evolve, frozen
 
 from effects.ids import RequestId, SlotId, Tokens
-from states.life import Admitted, Held, Hold, State, Waiting, common, grained, kept
+from states.life import Admitted, Held, Hold, State, Waiting, continued, grained, left
+from states.rates import Rates
 from states.settings import Settings
 
 
@@ -36,7 +37,7 @@ def leave_queue(slots: Slots, request: RequestId) -> Slots:
 
 
 def admit(
-    slots: Slots, requests: Mapping[RequestId, State], settings: Settings
+    slots: Slots, requests: Mapping[RequestId, State], settings: Settings, rates: Rates
 ) -> tuple[Slots, RequestId, Admitted] | None:
     """The next in the queue and the slot it gets: the longest shared prefix decides what can be kept."""
     free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
@@ -47,14 +48,14 @@ def admit(
     assert isinstance(state, Waiting)
     prompt = state.job.prompt
     rows = [resident(slot, requests) for slot in slots.slots]
-    shared = [grained(settings, min(common(settings.grain, row, prompt), len(prompt) - 1)) for row in rows]
+    shared = [continued(settings, row, prompt) for row in rows]
     spare = [number for number in free if not loses(settings, rows[number], shared[number])]
     source = max(range(len(rows)), key=lambda number: (shared[number], number in spare, number in free, -number))
     keep = shared[source]
     target = source if keep and source in spare else oldest(slots, free, source if keep else None)
     taken = evolve(slots.slots[target], tokens=(), holder=request)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
-    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, settings)
+    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, settings, rates)
     return evolve(slots, slots=after, waiting=tuple(rest)), request, admitted
 
 
@@ -69,11 +70,14 @@ def oldest(slots: Slots, free: list[int], source: int | None) -> int:
 
 
 def resident(slot: Slot, requests: Mapping[RequestId, State]) -> Tokens:
-    """The sequence whose rows are on the device in this slot, and may be continued or copied."""
+    """The sequence whose rows are on the device in this slot, and may be continued or copied.
+
+    A busy slot's positional state moves on, so there is nothing to be copied where the model has any.
+    """
     if slot.holder is None:
         return slot.tokens
     hold = hold_of(requests.get(slot.holder))
-    return () if hold is None else hold.rows[: kept(hold)]
+    return () if hold is None or hold.settings.stateful else left(hold)
 
 
 def hold_of(state: State | None) -> Hold | None:
@@ -84,6 +88,6 @@ def release(slots: Slots, request: RequestId, hold: Hold) -> Slots:
     """The request leaves; its slot keeps the sequence."""
     slot = slots.slots[hold.slot]
     assert slot.holder == request, (slot, request)
-    idle = Slot(hold.rows[: kept(hold)], None, slots.turn + 1)
+    idle = Slot(left(hold), None, slots.turn + 1)
     after = (*slots.slots[: hold.slot], idle, *slots.slots[hold.slot + 1 :])
     return evolve(slots, slots=after, turn=slots.turn + 1)

@@ -8,18 +8,20 @@ from typing import TypeAlias
 
 from attrs import field, frozen
 
-from effects.all import Ask, Launch
+from effects.all import Ask, Effect, Launch
 from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.ids import Lane as LaneName
 from effects.lookup import PrefixFound, PrefixMissed
+from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import Abandon
 from states import lane as lanes
-from states import residency
+from states import rates, residency
 from states import slots as seats
 from states.lane import Answer, Lane
-from states.life import Cancelled, Derived, Done, Event, External, New, Refused, State, Submitted
+from states.life import Cancelled, Derived, Done, Event, External, New, Refused, Restoring, State, Submitted
 from states.machine import IllegalEvent, step
+from states.rates import Rates
 from states.residency import Residency
 from states.settings import Settings
 from states.slots import Slot, Slots
@@ -35,10 +37,12 @@ class World:
     requests: Mapping[RequestId, State] = field(factory=dict[RequestId, State])
     lane: Lane = field(factory=Lane)
     models: Residency = field(factory=Residency)
+    rates: Rates = field(factory=Rates)
 
 
 def begin(settings: Settings) -> World:
-    return World(settings, Slots((Slot(),) * settings.slots), models=residency.boot(settings.residency))
+    slots, models = Slots((Slot(),) * settings.slots), residency.boot(settings.residency)
+    return World(settings, slots, models=models, rates=settings.rates)
 
 
 def advance(world: World, request: RequestId, event: Event) -> tuple[World, tuple[Out, ...]]:
@@ -55,7 +59,8 @@ def advance(world: World, request: RequestId, event: Event) -> tuple[World, tupl
     if not isinstance(event, External | Derived):
         fold.acknowledge(Answer(request, event))
     fold.play(request, event)
-    return World(world.settings, fold.slots, fold.requests, fold.lane, fold.models), tuple(fold.out)
+    after = World(world.settings, fold.slots, fold.requests, fold.lane, fold.models, fold.rates)
+    return after, tuple(fold.out)
 
 
 class Fold:
@@ -63,7 +68,7 @@ class Fold:
 
     def __init__(self, world: World) -> None:
         self.settings, self.slots, self.lane, self.models = world.settings, world.slots, world.lane, world.models
-        self.requests = dict(world.requests)
+        self.requests, self.rates = dict(world.requests), world.rates
         self.out: list[Out] = []
         self.todo: deque[tuple[RequestId, Event]] = deque()
 
@@ -77,10 +82,25 @@ class Fold:
         for ask in self.lane.running:
             if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
                 self.models = residency.acknowledged(self.models, ask, answer.outcome)
+                self.learn(ask.effect, answer)
                 self.lane = lanes.answered(self.lane, answer.request)
                 return
         if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | StoreFailed):
             raise IllegalEvent(f"nothing on the lane for request {answer.request} awaits {answer.outcome}")
+        self.learn(None, answer)
+
+    def learn(self, effect: Effect | None, answer: Answer) -> None:
+        """How long it took, if that says what it would take again."""
+        state = self.requests.get(answer.request)
+        match effect, answer.outcome:
+            case RunPrefill(_, start, stop), PrefillAdvanced(end, ns) if ns and end - start == self.settings.chunk:
+                beside = isinstance(state, Restoring) and state.loading
+                self.rates = rates.prefilled(self.rates, start, stop - start, ns, beside=beside)
+            case None, BlocksRestored(start, stop, _, ns) if ns and stop > start and isinstance(state, Restoring):
+                beside = state.front > state.hold.restored
+                self.rates = rates.restored(self.rates, state.tier, stop - start, ns, beside=beside)
+            case _:
+                pass
 
     def play(self, request: RequestId, event: Event) -> None:
         self.todo.append((request, event))
@@ -130,7 +150,7 @@ class Fold:
                     return
 
     def admit(self) -> None:
-        seated = seats.admit(self.slots, self.requests, self.settings)
+        seated = seats.admit(self.slots, self.requests, self.settings, self.rates)
         if seated is not None:
             self.slots, request, admitted = seated
             self.todo.append((request, admitted))

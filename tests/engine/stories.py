@@ -21,6 +21,7 @@ from effects.snapshot import SnapshotSaved
 from engine.runner import Envelope
 from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
 from states.life import Cancelled, Event, Submitted
+from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Settings
 from states.world import Out, World, advance, begin
@@ -34,7 +35,7 @@ RICH = evolve(
     residency=Resolved("request-scoped", "park"),
     compress_threshold=100,
     keep_permille=300,
-    prefill_ns=100,
+    rates=Rates(prefill=(100,), host=100, disk=100),
 )
 A, B, C, D = map(RequestId, range(1, 5))
 
@@ -117,7 +118,7 @@ def everything_goes_wrong_and_the_answer_comes() -> str:
     """The lookup hits, the restore fails half-way, the draft will not load, the snapshot fails. The tokens come."""
     story = Teller(RICH)
     story.tell(A, Submitted(Job(tuple(range(90)), 2)))
-    story.tell(A, PrefixFound(LeaseId(5), 64, "disk", load_ns=100))
+    story.tell(A, PrefixFound(LeaseId(5), 64, "disk"))
     story.tell(A, StoreFailed("io", "read error"), PrefillAdvanced(32))
     story.tell(A, DeviceFailed("out_of_memory", "no room for the draft"))
     story.tell(A, PrefillAdvanced(64), PrefillAdvanced(89))
@@ -131,7 +132,7 @@ def compressed_restored_and_speculated() -> str:
     story, short = Teller(RICH), tuple(range(0, 160, 2))
     story.tell(A, Submitted(Job(tuple(range(160)), 6, stop_tokens=(99,))), PrefixMissed("empty_store"))
     story.tell(A, PromptCompressed(short, ((0, 80),)))
-    story.tell(A, PrefixFound(LeaseId(6), 64, "host", load_ns=100))
+    story.tell(A, PrefixFound(LeaseId(6), 64, "host"))
     story.tell(A, BlocksRestored(32, 64, 4096), PrefillAdvanced(32))
     story.tell(A, DraftUnparked(), PrefillAdvanced(79))
     story.tell(A, RoundDone((60, 61, 62), proposed=4), RoundDone((63, 99, 64), proposed=2))

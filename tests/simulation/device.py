@@ -52,6 +52,12 @@ def answer_of(prompt: Tokens, seed: int, length: int) -> Tokens:
     return tuple(tokens[len(prompt) :])
 
 
+def alike(one: Tokens, other: Tokens) -> int:
+    """Tokens that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (mine, its) in pairs if mine != its), min(len(one), len(other)))
+
+
 def shortened(prompt: Tokens) -> Tokens:
     """What a compression makes of a prompt: its head, every third token, and its last one."""
     return (*prompt[:4], *prompt[4:-1:3], prompt[-1])
@@ -63,6 +69,7 @@ class DeviceSlot:
     tokens: list[int] = field(factory=list)  # what is served: the prompt, then what was picked
     seed: int = 0
     stops: Tokens = ()
+    state: int = 0  # where the positional state is, of a model that has any
     owner: RequestId | None = None
     broken: bool = False  # refuses all work until it is opened again
 
@@ -113,7 +120,11 @@ class Device:
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         slot, source = self.slots[opening.slot], self.slots[opening.source]
         assert opening.keep < len(opening.prompt), "the last prompt token is always computed"
-        assert opening.keep % self.settings.grain == 0, "kept rows end at a cache position"
+        if self.settings.stateful:
+            assert opening.keep in {0, source.state} or source.broken, "kept rows end where the state is"
+            slot.state = opening.keep
+        else:
+            assert opening.keep % self.settings.grain == 0, "kept rows end at a cache position"
         wanted = rows_of(opening.prompt[: opening.keep])
         slot.broken = opening.keep > 0 and source.broken
         assert slot.broken or source.rows[: opening.keep] == wanted, "a slot is opened on rows that are not there"
@@ -148,14 +159,16 @@ class Device:
 
     def perform_in(self, slot: DeviceSlot, effect: Any, failed: DeviceFailed | None) -> Any:
         match effect:
-            case RunPrefill(_, start, stop):
-                return self.prefill(slot, start, stop, failed)
+            case RunPrefill(_, start, stop, checkpoint):
+                return self.prefill(slot, start, stop, failed, checkpoint=checkpoint)
             case RunRound():
                 return self.round(slot, effect, failed)
             case SaveSnapshot(_, tokens):
                 assert tokens
+                assert slot.owner is not None
                 assert len(tokens) % self.settings.grain == 0
                 assert slot.rows[: len(tokens)] == rows_of(tokens), "a snapshot of something else"
+                self.store.asked.append((slot.owner, tokens))
                 if failed is None:
                     self.store.keep(tokens)
                 return failed or SnapshotSaved(len(tokens), len(tokens))
@@ -167,14 +180,20 @@ class Device:
             return DeviceFailed(self.rng.choice(DEVICE_FAILURES), "simulated")
         return None
 
-    def prefill(self, slot: DeviceSlot, start: int, stop: int, failed: DeviceFailed | None) -> Any:
+    def prefill(self, slot: DeviceSlot, start: int, stop: int, failed: DeviceFailed | None, *, checkpoint: bool) -> Any:
+        assert slot.state == start or not self.settings.stateful, "a chunk on another state"
         assert 0 < stop - start <= self.settings.chunk, "a chunk has a limit"
         assert stop < len(slot.tokens), "the last prompt token is fed by a round"
         assert slot.rows[:start] == rows_of(tuple(slot.tokens[:start])), "a chunk on rows that are not there"
         below = slot.rows[start - 1] if start else 0
         slot.rows[start:stop] = rows_of(tuple(slot.tokens[start:stop]), below)
         if failed is None:
-            return PrefillAdvanced(stop)
+            slot.state = stop
+            if checkpoint:
+                assert slot.owner is not None
+                self.store.asked.append((slot.owner, tuple(slot.tokens[:stop])))
+                self.store.mark(tuple(slot.tokens[:stop]))
+            return PrefillAdvanced(stop, ns=self.rng.choice((0, 30, 500)))
         self.spoil(slot, start, failed)
         return failed
 
@@ -183,6 +202,7 @@ class Device:
         assert self.draft == "loaded" or not one.propose, "proposals without a draft"
         assert one.propose <= self.settings.block
         assert len(slot.tokens) == at + 1, "a round out of step"
+        assert slot.state == at or not self.settings.stateful, "a round on another state"
         assert slot.tokens[at] == one.token, "a round that feeds another token"
         assert slot.rows[:at] == rows_of(tuple(slot.tokens[:at])), "a round on rows that are not there"
         assert at + 1 + one.propose < self.settings.max_context
@@ -190,7 +210,7 @@ class Device:
             self.spoil(slot, at, failed)
             return failed
         proposed, right = self.drafted(one.propose)
-        cuts = self.rng.random() < 0.9  # or leaves that to the core
+        cuts = self.settings.stateful or self.rng.random() < 0.9  # or leaves that to the core
         picked: list[int] = []
         for position in range(at, at + 1 + right):
             slot.rows[position] = rows_of((slot.tokens[position],), slot.rows[position - 1] if position else 0)[0]
@@ -198,7 +218,8 @@ class Device:
             slot.tokens.append(picked[-1])
             if cuts and picked[-1] in slot.stops:
                 break
-        self.forget(slot, at + len(picked))
+        slot.state = at + len(picked)
+        self.forget(slot, slot.state)
         return RoundDone(tuple(picked), proposed, ns=self.rng.choice((0, 5, 90)), accepted=min(len(picked), right))
 
     def drafted(self, most: int) -> tuple[int, int]:
@@ -223,14 +244,16 @@ class Device:
         assert list(transfer.rows) == wanted, "rows of another prompt"
         self.store.let_go(restore.lease)
         roll = self.rng.random()
-        stop = restore.stop - self.settings.grain * (roll < 0.1)
+        whole = roll >= 0.1 or self.settings.stateful
+        stop = restore.stop - self.settings.grain * (not whole)
         slot.rows[restore.start : stop] = transfer.rows[: stop - restore.start]
         if transfer.ask.request in self.store.abandoned and roll > 0.5:
             return StoreFailed("abandoned", "the flag was seen")
         if roll > 1 - self.failures:
             slot.rows[restore.start] = NOTHING
             return StoreFailed("io", "simulated")
-        return BlocksRestored(restore.start, stop, stop - restore.start)
+        slot.state = stop
+        return BlocksRestored(restore.start, stop, stop - restore.start, ns=self.rng.choice((0, 40, 800)))
 
     def spoil(self, slot: DeviceSlot, start: int, failed: DeviceFailed) -> None:
         """What was not acknowledged may be anything; of a broken slot, everything may."""
@@ -254,6 +277,10 @@ class Store:
     rng: random.Random
     failures: float
     kept: dict[Tokens, None] = field(factory=dict)
+    marks: set[Tokens] = field(factory=set)  # where the positional state is kept
+    recent: list[Tokens] = field(factory=list)  # the latest first
+    shared: dict[RequestId, int] = field(factory=dict)  # what requests were told that they share
+    asked: list[tuple[RequestId, Tokens]] = field(factory=list)  # everything that was asked to be kept
     memo: dict[Tokens, Tokens] = field(factory=dict)
     leases: dict[LeaseId, Tokens] = field(factory=dict)
     abandoned: set[RequestId] = field(factory=set)
@@ -265,22 +292,41 @@ class Store:
         while len(self.kept) > 40:
             del self.kept[next(iter(self.kept))]
 
+    def mark(self, tokens: Tokens) -> None:
+        assert self.settings.stateful, "a checkpoint of no state"
+        assert tokens
+        assert len(tokens) % self.settings.grain == 0, "a checkpoint between cache positions"
+        if self.rng.random() < 0.9:
+            self.marks.add(tokens)
+
+    def compared(self, request: RequestId, prompt: Tokens, window: int) -> int:
+        """What the prompt has in common with the likest of the recent ones; it joins them."""
+        if not window:
+            return 0
+        assert request not in self.shared, "a prompt is compared once"
+        lengths = (alike(prompt, other) for other in self.recent[:window])
+        self.shared[request] = max(lengths, default=0)
+        self.recent.insert(0, prompt)
+        return self.shared[request]
+
     def let_go(self, lease: LeaseId) -> None:
         assert self.leases.pop(lease, None) is not None, "a lease is used that nobody holds"
 
-    def find(self, find: FindPrefix) -> Any:
+    def find(self, request: RequestId, find: FindPrefix) -> Any:
         if self.rng.random() < self.failures:
             return StoreFailed("io", "simulated")
+        shared = self.compared(request, find.prompt, find.window)
         served = self.memo.get(find.prompt) if find.memo else None
         prompt = find.prompt if served is None else served
         lengths = range(self.settings.grain, len(prompt) + 1, self.settings.grain)
+        if self.settings.stateful:
+            lengths = [length for length in lengths if prompt[:length] in self.marks and length < len(prompt)]
         longest = max((length for length in lengths if prompt[:length] in self.kept), default=0)
         if longest <= find.beyond and self.rng.random() < 0.8:
-            return PrefixMissed(f"diverged_at:{longest}", served)
+            return PrefixMissed(f"diverged_at:{longest}", served, shared, longest)
         self.given += 1
         self.leases[LeaseId(self.given)] = prompt[:longest]
-        load_ns = self.rng.choice((0, 10, 50, 200, 5000))
-        return PrefixFound(LeaseId(self.given), longest, self.rng.choice(("host", "disk")), load_ns, served)
+        return PrefixFound(LeaseId(self.given), longest, self.rng.choice(("host", "disk")), served, shared)
 
     def load(self, ask: Ask) -> Transfer | StoreFailed:
         """Read what the lease keeps; it goes into the slot over the device's lane."""

@@ -17,11 +17,13 @@ from effects.scope import Scope
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.invariants import check
 from states.life import Cancelled, Event, Submitted
+from states.rates import Rates
 from states.residency import IDLE, Resolved
 from states.settings import Settings
 from states.world import Out, advance, begin
 from tests.simulation.device import Answer, Device, Store, Transfer, answer_of, rows_of, shortened
 
+SCOPES = (*(Scope("full"),) * 4, Scope("off"), Scope("fixed", 9), Scope("auto", 2), Scope("auto", 30))
 REASONS = ("client_gone", "deadline", "stop_string", "shutdown")
 RESIDENCIES = (Resolved(), Resolved("request-scoped", "park"), Resolved("request-scoped", "release"))
 EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
@@ -84,6 +86,24 @@ class Client:
         assert (report.rounds, report.proposed, report.accepted) == self.counted
         assert 0 <= report.accepted <= report.proposed
 
+    def check_kept(self, settings: Settings, tokens: Tokens, shared: int) -> None:
+        """Nothing is kept that the scope does not allow."""
+        scope, prompt = self.job.scope, self.job.prompt
+        assert settings.store, "there is nothing to keep it in"
+        assert len(tokens) + settings.grain > settings.min_tokens, "so few tokens are not worth keeping"
+        match scope.kind:
+            case "full":
+                assert (
+                    tokens
+                    == (*self.served, *self.tokens, *tokens[len(self.served) + len(self.tokens) :])[: len(tokens)]
+                )
+            case "auto":
+                assert tokens == prompt[: min(shared, len(tokens))]
+            case "fixed":
+                assert tokens == prompt[: min(scope.count, len(tokens))]
+            case "off":
+                raise AssertionError("kept although nothing should be")
+
 
 class Simulator:
     """Some requests, one house. `run` plays them to the end; a wrong step raises AssertionError."""
@@ -123,7 +143,11 @@ class Simulator:
             block=rng.choice((0, 0, 1, 4)),
             residency=rng.choice(RESIDENCIES),
             compress_threshold=rng.choice((0, 0, 6, 14)),
-            prefill_ns=rng.choice((0, 50)),
+            min_tokens=rng.choice((0, 0, 7)),
+            stateful=rng.random() < 0.25,
+            interval=rng.choice((0, 3, 8)),
+            cold_max=rng.choice((0, 12)),
+            rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90))),
         )
 
     def some_jobs(self) -> list[Job]:
@@ -136,10 +160,11 @@ class Simulator:
                 said = answer_of(earlier.prompt, earlier.sampling.seed, rng.randint(0, 8))
                 stem = (*earlier.prompt, *said)[: rng.choice((8, 16, 30))]
             prompt = (*stem, *(rng.randint(1, 10) for _ in range(rng.randint(1, 14))))
-            kept, compress, speculate = (rng.random() < 0.9 for _ in range(3))
+            compress, speculate = (rng.random() < 0.9 for _ in range(2))
             sampling = Sampling(seed=rng.randint(0, 1))
-            scope, stops = Scope("full" if kept else "off"), rng.choice(((), (0,), (0, 3)))
-            jobs.append(Job(prompt, rng.randint(1, 9), sampling, stops, scope, (), compress, speculate))
+            scope, stops = rng.choice(SCOPES), rng.choice(((), (0,), (0, 3)))
+            messages = tuple(at for at in range(1, len(prompt) + 1) if rng.random() < 0.3)
+            jobs.append(Job(prompt, rng.randint(1, 9), sampling, stops, scope, messages, compress, speculate))
         return jobs
 
     def remember(self, jobs: list[Job]) -> None:
@@ -148,6 +173,11 @@ class Simulator:
             for prompt in (job.prompt, shortened(job.prompt)):
                 if self.rng.random() < 0.4:
                     self.store.keep(prompt[: self.rng.randint(1, len(prompt))])
+                if self.settings.stateful:
+                    kept = [tokens for tokens in self.store.kept if self.rng.random() < 0.5]
+                    self.store.marks.update(kept)
+                if self.rng.random() < 0.2:
+                    self.store.recent.append(prompt)
             if self.rng.random() < 0.3:
                 self.store.memo[job.prompt] = shortened(job.prompt)
 
@@ -201,7 +231,7 @@ class Simulator:
 
     def load(self) -> None:
         ask = self.loading.pop(self.rng.randrange(len(self.loading)))
-        found = self.store.find(ask.effect) if isinstance(ask.effect, FindPrefix) else self.store.load(ask)
+        found = self.store.find(ask.request, ask.effect) if isinstance(ask.effect, FindPrefix) else self.store.load(ask)
         if isinstance(found, Transfer):
             self.device.lane.append(found)
         else:
@@ -260,6 +290,8 @@ class Simulator:
             assert real.broken or real.rows[:rows] == rows_of(slot.tokens), "a slot does not have what it is said to"
         for client in self.clients.values():
             client.check(self.settings, failures=self.failures > 0)
+        for request, tokens in self.store.asked:
+            self.clients[request].check_kept(self.settings, tokens, self.store.shared.get(request, 0))
 
     def replay(self) -> None:
         """Fold what happened again: the same asks at every step, and the same world at the end."""

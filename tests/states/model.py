@@ -22,17 +22,24 @@ from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.round import RoundDone, RunRound
+from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states.life import Admitted, Cancelled, Done, Draining, New, Parking, Refused, Snapshotting, Submitted, Waiting
 from states.machine import IllegalEvent, Table, step
+from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Settings
 
 STOP = 0
 JOB = Job(prompt=(1, 2, 3, 4), max_tokens=2, stop_tokens=(STOP,))
+JOBS = (
+    JOB,
+    *(evolve(JOB, scope=scope, boundaries=(1, 3)) for scope in (Scope("off"), Scope("fixed", 3), Scope("auto", 2))),
+)
 SERVED = (1, 5)
-SETTINGS = tuple(
+RATES = Rates(prefill=(10,), disk=10)  # loading is as fast as computing
+BLOCKS = tuple(
     Settings(
         grain=grain,
         chunk=grain,
@@ -40,11 +47,15 @@ SETTINGS = tuple(
         block=block,
         compress_threshold=threshold,
         keep_decoded=keep_decoded,
-        prefill_ns=10 * store,
         residency=Resolved("auto", "keep" if grain == 1 else "release"),
     )
     for grain, store, block, threshold, keep_decoded in product((1, 2), (False, True), (0, 1), (0, 2), (False, True))
 )
+STATEFUL = tuple(
+    Settings(grain=1, chunk=2, store=True, stateful=True, cold_max=2, interval=interval, keep_decoded=keep_decoded)
+    for interval, keep_decoded in ((0, True), (1, False))
+)
+SETTINGS = BLOCKS + STATEFUL
 BEHIND_THE_CLIENT = (Draining, Snapshotting, Parking, Done)
 DEVICE_FAILURES = (DeviceFailed("out_of_memory", ""), DeviceFailed("broken", ""), DeviceFailed("abandoned", ""))
 
@@ -70,11 +81,11 @@ class Walk:
 def outcomes(effect: Effect) -> Iterator[Any]:
     """Every kind of answer, with every value that makes a difference."""
     match effect:
-        case FindPrefix(prompt, beyond, memo):
-            for served in (None, SERVED) if memo else (None,):
-                yield PrefixMissed("diverged", served)
-                for length, load_ns in product(range(beyond, len(prompt) + 1), (0, 1, 10, 40, 1000)):
-                    yield PrefixFound(LeaseId(1), length, "disk", load_ns, served)
+        case FindPrefix(prompt, beyond, memo, window):
+            for served, shared in product((None, SERVED) if memo else (None,), (0, 2, 4) if window else (0,)):
+                yield PrefixMissed("diverged", served, shared)
+                for length in range(beyond, len(prompt) + 1):
+                    yield PrefixFound(LeaseId(1), length, "disk", served, shared)
             yield StoreFailed("io", "")
         case RestoreBlocks(_, _, start, stop):
             yield BlocksRestored(start, stop, 1)
@@ -85,7 +96,7 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield PromptCompressed(SERVED, ((0, 1),))
         case UnparkDraft():
             yield DraftUnparked()
-        case RunPrefill(_, _, stop):
+        case RunPrefill(stop=stop):
             yield PrefillAdvanced(stop)
         case RunRound(propose=propose):
             yield from (RoundDone(tokens[: propose + 1], propose) for tokens in ((7, 8), (7, STOP), (STOP, 8), (7,)))
@@ -102,12 +113,14 @@ def heard(node: Node, settings: Settings) -> Iterator[tuple[Any, Effect | None]]
     """All that can happen here, and what it answers."""
     match node.state:
         case New():
-            yield Submitted(JOB), None
+            scoped = settings.store and settings.grain == 1 and not settings.block and settings.keep_decoded
+            yield from ((Submitted(job), None) for job in (JOBS if scoped else JOBS[:1]))
             yield Refused(3), None
             return
         case Waiting():
+            rates = RATES if settings.grain == 1 else Rates()
             for keep, source in product(range(0, len(JOB.prompt), settings.grain), (0, 1)):
-                yield Admitted(SlotId(0), SlotId(source), keep, settings), None
+                yield Admitted(SlotId(0), SlotId(source), keep, settings, rates), None
     yield Cancelled("client_gone"), None
     for effect in node.flying:
         yield from ((outcome, effect) for outcome in outcomes(effect))

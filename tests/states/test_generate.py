@@ -14,6 +14,7 @@ from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import generate
 from states.life import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
 from states.machine import Then
+from states.scope import report, select
 from tests.states.builders import (
     DRAFT,
     EVERYTHING,
@@ -89,7 +90,7 @@ def test_the_limit_cuts_a_round_at_any_offset(room: int) -> None:
     before = a_prefilled(answer=(5,) * (6 - room), valid=26 - room, rounds=6 - room)
     then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 10)))
     after = evolve(before, valid=26, answer=before.answer + (7, 8, 9, 10)[:room], rounds=7 - room)
-    assert then == Then(Done(after), EmitTokens((7, 8, 9, 10)[:room]), CloseStream("length", after.report))
+    assert then == Then(Done(after), EmitTokens((7, 8, 9, 10)[:room]), CloseStream("length", report(after)))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
@@ -97,21 +98,21 @@ def test_a_stop_token_cuts_a_round_at_any_offset(at: int) -> None:
     tokens = (*(7, 8, 9)[:at], 0, *(7, 8, 9)[at:])
     then = generate.accept(Speculating(a_prefilled()), RoundDone(tokens))
     after = a_prefilled(valid=21 + at, answer=tokens[: at + 1], rounds=1)
-    assert then == Then(Done(after), EmitTokens(tokens[: at + 1]), CloseStream("stop", after.report))
+    assert then == Then(Done(after), EmitTokens(tokens[: at + 1]), CloseStream("stop", report(after)))
 
 
 def test_a_stop_token_that_is_the_last_one_allowed_is_a_stop() -> None:
     before = a_prefilled(valid=25, answer=(7,) * 5, rounds=5)
     after = a_prefilled(valid=26, answer=(7, 7, 7, 7, 7, 0), rounds=6)
     then = generate.accept(Speculating(before), RoundDone((0,)))
-    assert then == Then(Done(after), EmitTokens((0,)), CloseStream("stop", after.report))
+    assert then == Then(Done(after), EmitTokens((0,)), CloseStream("stop", report(after)))
 
 
 def test_a_stop_token_behind_the_limit_is_never_seen() -> None:
     before = a_prefilled(valid=25, answer=(7,) * 5, rounds=5)
     after = a_prefilled(valid=26, answer=(7,) * 6, rounds=6)
     then = generate.accept(Speculating(before), RoundDone((7, 0)))
-    assert then == Then(Done(after), EmitTokens((7,)), CloseStream("length", after.report))
+    assert then == Then(Done(after), EmitTokens((7,)), CloseStream("length", report(after)))
 
 
 def test_one_token_may_be_all_that_is_wanted() -> None:
@@ -120,7 +121,7 @@ def test_one_token_may_be_all_that_is_wanted() -> None:
     then = generate.unparked(Unparking(a_prefilled(DRAFT, job=job)), DraftUnparked())
     assert then.effects == (RunRound(HERE, 20, 120, propose=0),)
     then = generate.accept(Speculating(a_prefilled(DRAFT, job=job, draft=True)), RoundDone((7,)))
-    assert then == Then(Parking(after), EmitTokens((7,)), CloseStream("length", after.report), ParkDraft())
+    assert then == Then(Parking(after), EmitTokens((7,)), CloseStream("length", report(after)), ParkDraft())
 
 
 def test_the_stream_closes_before_the_snapshot_and_the_parking() -> None:
@@ -128,7 +129,7 @@ def test_the_stream_closes_before_the_snapshot_and_the_parking() -> None:
     after = evolve(before, valid=24, answer=(7, 8, 9, 0), rounds=1, proposed=3, accepted=3)
     then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 0), proposed=3))
     saving = SaveSnapshot(HERE, (*PROMPT, 7, 8, 9))
-    closing = CloseStream("stop", after.report)
+    closing = CloseStream("stop", report(after))
     assert then == Then(Snapshotting(after), EmitTokens((7, 8, 9, 0)), closing, saving)
 
 
@@ -136,14 +137,14 @@ def test_where_decoding_differs_from_prefill_only_the_prompt_is_kept() -> None:
     before = a_prefilled(evolve(STORE, keep_decoded=False))
     then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 0)))
     assert then.effects[-1] == SaveSnapshot(HERE, PROMPT[:20])
-    known = evolve(before, restored=20)
+    known = evolve(before, stored=20)
     assert isinstance(generate.accept(Speculating(known), RoundDone((7, 8, 9, 0))).state, Done)
 
 
 def test_a_failure_closes_the_stream_and_keeps_what_was_acknowledged() -> None:
     before = an_answering(STORE)
     then = generate.broken(Speculating(before), OUT_OF_MEMORY)
-    closing = CloseStream("failed", before.report, "no room for a chunk")
+    closing = CloseStream("failed", report(before), "no room for a chunk")
     assert then == Then(Snapshotting(before), closing, SaveSnapshot(HERE, PROMPT[:20]))
 
 
@@ -151,7 +152,8 @@ def test_a_slot_that_broke_keeps_nothing() -> None:
     before = an_answering(EVERYTHING, draft=True)
     forgotten = evolve(before, valid=0, restored=0)
     then = generate.broken(Speculating(before), BROKEN)
-    assert then == Then(Parking(forgotten), CloseStream("failed", before.report, "CUDA error"), ParkDraft())
+    closing = CloseStream("failed", evolve(before.report, cache=select(forgotten)), "CUDA error")
+    assert then == Then(Parking(forgotten), closing, ParkDraft())
     then = generate.broken(Prefilling(a_hold(PLAIN, valid=8, restored=8)), BROKEN)
-    closing = CloseStream("failed", a_hold(valid=8, restored=8).report, "CUDA error")
+    closing = CloseStream("failed", evolve(a_hold(valid=8, restored=8).report, cache=select(a_hold())), "CUDA error")
     assert then == Then(Done(a_hold(PLAIN)), closing)

@@ -31,6 +31,7 @@ from states.life import (
     Waiting,
 )
 from states.machine import Then
+from states.rates import Rates
 from tests.states.builders import (
     DRAFT,
     EVERYTHING,
@@ -125,64 +126,66 @@ def test_a_long_prompt_is_compressed_and_a_draft_is_fetched_before_prefill() -> 
 
 def test_a_hit_is_restored_up_to_the_last_grain_before_the_last_token() -> None:
     then = lookup.found(LookingUp(a_hold(STORE)), found(21))
-    assert then == Then(Restoring(a_hold(STORE), 0, 20, "disk"), opening(), RestoreBlocks(LEASE, HERE, 0, 20))
+    hold = a_hold(STORE, stored=21)
+    assert then == Then(Restoring(hold, 0, 20, "disk"), opening(), RestoreBlocks(LEASE, HERE, 0, 20))
 
 
 def test_a_hit_is_restored_behind_what_the_device_has() -> None:
     hold = a_hold(STORE, valid=8, restored=8, tier="device", miss="")
     then = lookup.found(LookingUp(hold), found(16))
-    assert then == Then(Restoring(hold, 8, 16, "disk"), opening(8), RestoreBlocks(LEASE, HERE, 8, 16))
+    restoring = Restoring(evolve(hold, stored=16), 8, 16, "disk")
+    assert then == Then(restoring, opening(8), RestoreBlocks(LEASE, HERE, 8, 16))
 
 
 def test_the_front_is_computed_while_the_rest_is_loaded() -> None:
-    hold = a_hold(evolve(STORE, prefill_ns=100))
-    then = lookup.found(LookingUp(hold), found(20, load_ns=100))
-    restoring = Restoring(hold, 8, 20, "disk", computing=True)
+    hold = a_hold(STORE, rates=Rates(prefill=(100,), disk=100))
+    then = lookup.found(LookingUp(hold), found(20))
+    restoring = Restoring(evolve(hold, stored=20), 8, 20, "disk", computing=True)
     assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 8, 20), RunPrefill(HERE, 0, 8))
 
 
 def test_the_front_is_computed_chunk_by_chunk() -> None:
-    hold = a_hold(evolve(STORE, prefill_ns=100))
-    then = lookup.found(LookingUp(hold), found(20, load_ns=250))
-    restoring = Restoring(hold, 16, 20, "disk", computing=True)
+    hold = a_hold(STORE, rates=Rates(prefill=(100,), disk=250))
+    then = lookup.found(LookingUp(hold), found(20))
+    restoring = Restoring(evolve(hold, stored=20), 16, 20, "disk", computing=True)
     assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 16, 20), RunPrefill(HERE, 0, 8))
 
 
 def test_a_store_that_is_slower_than_computing_is_let_go() -> None:
-    settings = evolve(STORE, prefill_ns=1)
-    then = lookup.found(LookingUp(a_hold(settings)), found(20, load_ns=1000))
-    prefilling = Prefilling(a_hold(settings, miss="recompute_is_quicker"))
+    hold = a_hold(STORE, rates=Rates(prefill=(1,), disk=1000))
+    then = lookup.found(LookingUp(hold), found(20))
+    prefilling = Prefilling(evolve(hold, miss="recompute_is_quicker", stored=20))
     assert then == Then(prefilling, ReleasePrefix(LEASE), opening(), RunPrefill(HERE, 0, 8))
 
 
 def test_a_hit_that_adds_nothing_is_let_go() -> None:
     hold = a_hold(evolve(STORE, block=3), valid=16, restored=16, tier="device", miss="")
     then = lookup.found(LookingUp(hold), found(16))
-    assert then == Then(Unparking(hold), ReleasePrefix(LEASE), opening(16), UnparkDraft())
+    assert then == Then(Unparking(evolve(hold, stored=16)), ReleasePrefix(LEASE), opening(16), UnparkDraft())
 
 
 def test_a_hit_that_leaves_too_much_missing_is_let_go_and_the_prompt_compressed() -> None:
     then = lookup.found(LookingUp(a_hold(EVERYTHING)), found(8))
-    compressing = Compressing(a_hold(EVERYTHING, miss="compression_is_quicker"))
+    compressing = Compressing(a_hold(EVERYTHING, miss="compression_is_quicker", stored=8))
     assert then == Then(compressing, ReleasePrefix(LEASE), opening(), CompressPrompt(PROMPT, 250))
 
 
 def test_a_continuation_is_not_compressed() -> None:
     then = lookup.found(LookingUp(a_hold(EVERYTHING)), found(12))
-    restoring = Restoring(a_hold(EVERYTHING), 0, 12, "disk")
+    restoring = Restoring(a_hold(EVERYTHING, stored=12), 0, 12, "disk")
     assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 0, 12))
 
 
 def test_what_was_compressed_before_is_served_and_found_again() -> None:
     then = lookup.found(LookingUp(a_hold(EVERYTHING)), found(4, served=SHORT))
-    hold = a_hold(EVERYTHING, prompt=SHORT, compressed=True)
+    hold = a_hold(EVERYTHING, prompt=SHORT, compressed=True, stored=4)
     assert then == Then(Restoring(hold, 0, 4, "disk"), opening(0, SHORT), RestoreBlocks(LEASE, HERE, 0, 4))
 
 
 def test_of_a_remembered_compression_the_device_may_have_all() -> None:
     hold = a_hold(evolve(EVERYTHING, block=0), valid=12, restored=12, tier="device", miss="")
     then = lookup.found(LookingUp(hold), found(4, served=SHORT))
-    served = evolve(hold, prompt=SHORT, compressed=True, valid=4, restored=4)
+    served = evolve(hold, prompt=SHORT, compressed=True, valid=4, restored=4, stored=4)
     assert then == Then(Prefilling(served), ReleasePrefix(LEASE), opening(4, SHORT), RunPrefill(HERE, 4, 5))
 
 

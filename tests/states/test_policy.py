@@ -15,6 +15,7 @@ from states.settings import Settings
 from tests.states.builders import DRAFT, EVERYTHING, PFLASH, PLAIN, PROMPT, SHORT, STORE, a_hold, a_job
 
 NO, YES = False, True
+AUTO = a_job(scope=Scope("auto", 30))
 
 
 @pytest.mark.parametrize(
@@ -54,10 +55,18 @@ def test_shorten(settings: Settings, changes: dict[str, Any], decision: Decision
         (STORE, {"valid": 16, "prompt": PROMPT[:20]}, Decision(NO, "on_device")),  # the last token is always computed
         (STORE, {"prompt": PROMPT[:4]}, Decision(NO, "on_device")),
         (STORE, {"prompt": PROMPT[:5]}, Decision(YES, "ask")),
+        (STORE, {"valid": 20, "job": AUTO}, Decision(YES, "compare")),  # and join those that others are compared with
+        (STORE, {"valid": 20, "job": AUTO, "compressed": True}, Decision(NO, "on_device")),
+        (PLAIN, {"valid": 20, "job": AUTO}, Decision(NO, "no_store")),
     ],
 )
 def test_lookup(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
     assert policy.lookup(a_hold(settings, **changes)) == decision
+
+
+@pytest.mark.parametrize(("changes", "window"), [({}, 0), ({"job": AUTO}, 30), ({"job": AUTO, "compressed": True}, 0)])
+def test_the_prompt_as_it_came_is_compared_with_the_recent_ones(changes: dict[str, Any], window: int) -> None:
+    assert policy.window(a_hold(STORE, **changes)) == window
 
 
 @pytest.mark.parametrize(
@@ -73,6 +82,7 @@ def test_speculate(settings: Settings, changes: dict[str, Any], decision: Decisi
 
 
 ANSWERED = {"valid": 24, "answer": (1, 2, 3, 4)}
+SHARED = a_job(scope=Scope("auto", 30), boundaries=(1, 9))
 
 
 @pytest.mark.parametrize(
@@ -80,48 +90,22 @@ ANSWERED = {"valid": 24, "answer": (1, 2, 3, 4)}
     [
         (PLAIN, {"valid": 20}, Decision(NO, "no_store")),
         (STORE, {"valid": 20, "job": a_job(scope=Scope("off"))}, Decision(NO, "scope_off")),
-        (STORE, {"valid": 3}, Decision(NO, "nothing_new")),
+        (STORE, {"valid": 0}, Decision(NO, "no_rows")),
+        (STORE, {"valid": 3}, Decision(NO, "too_short")),
         (STORE, {"valid": 4}, Decision(YES, "new_rows")),
-        (STORE, {"valid": 19, "restored": 16}, Decision(NO, "nothing_new")),
-        (STORE, {"valid": 20, "restored": 16}, Decision(YES, "new_rows")),
-        (STORE, {**ANSWERED, "restored": 20}, Decision(YES, "new_rows")),
-        (evolve(STORE, keep_decoded=False), {**ANSWERED, "restored": 20}, Decision(NO, "nothing_new")),
-        (evolve(STORE, keep_decoded=False), {**ANSWERED, "restored": 16}, Decision(YES, "new_rows")),
+        (STORE, {"valid": 19, "stored": 16}, Decision(NO, "nothing_new")),
+        (STORE, {"valid": 20, "stored": 16}, Decision(YES, "new_rows")),
+        (STORE, {"valid": 20, "restored": 20}, Decision(YES, "new_rows")),  # kept on the device, and nowhere else
+        (STORE, {**ANSWERED, "stored": 20}, Decision(YES, "new_rows")),
+        (evolve(STORE, keep_decoded=False), {**ANSWERED, "stored": 20}, Decision(NO, "nothing_new")),
+        (evolve(STORE, keep_decoded=False), {**ANSWERED, "stored": 16}, Decision(YES, "new_rows")),
+        (STORE, {"valid": 20, "job": SHARED}, Decision(NO, "nothing_shared")),
+        (STORE, {"valid": 20, "job": SHARED, "shared": 11, "stored": 4}, Decision(YES, "new_rows")),
+        (STORE, {"valid": 20, "job": SHARED, "shared": 11, "stored": 8}, Decision(NO, "nothing_new")),
     ],
 )
 def test_snapshot(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
     assert policy.snapshot(a_hold(settings, **changes)) == decision
-
-
-@pytest.mark.parametrize(
-    ("load_ns", "prefill_ns", "start", "front", "stop"),
-    [
-        (0, 0, 8, 8, 40),  # nothing measured: restoring is trusted
-        (0, 10, 8, 8, 40),
-        (10, 0, 8, 8, 40),
-        (10, 10, 8, 24, 40),  # as fast as each other: half each
-        (1, 1000, 8, 8, 40),  # pure restore
-        (1000, 1, 8, 40, 40),  # pure recompute
-        (30, 10, 0, 32, 40),  # 32 computed in 320 while 8 load in 240, rather than 28 in 280 while 12 load in 360
-        (10, 30, 0, 8, 40),  # 8 computed in 240 while 32 load in 320, rather than 12 in 360 while 28 load in 280
-        (10, 10, 8, 8, 12),  # one grain, a tie: load it
-        (11, 10, 8, 12, 12),  # one grain: compute it
-        (10, 10, 8, 8, 8),
-    ],
-)
-def test_front(load_ns: int, prefill_ns: int, start: int, front: int, stop: int) -> None:
-    assert policy.front(evolve(STORE, prefill_ns=prefill_ns), start, stop, load_ns) == front
-
-
-@pytest.mark.parametrize("load_ns", [1, 3, 10, 50, 1000])
-@pytest.mark.parametrize("stop", [4, 8, 12, 100])
-def test_the_front_ends_both_sides_as_early_as_can_be(load_ns: int, stop: int) -> None:
-    def time(m: int) -> int:
-        return max(m * 10, (stop - m) * load_ns)
-
-    best = policy.front(evolve(STORE, prefill_ns=10), 0, stop, load_ns)
-    assert best % 4 == 0
-    assert time(best) == min(time(m) for m in range(0, stop + 1, 4))
 
 
 @pytest.mark.parametrize(("tokens", "position"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8)])

@@ -15,6 +15,7 @@ from effects.stream import Abandon, CloseStream, ReportProgress
 from states import lookup, restore
 from states.life import Compressing, Done, Draining, LookingUp, Prefilling, Restoring, Snapshotting, Speculating
 from states.machine import Then
+from states.scope import report
 from tests.states.builders import EVERYTHING, HERE, PROMPT, STORE, a_hold, a_restoring
 
 OUT_OF_MEMORY = DeviceFailed("out_of_memory", "no room for a chunk")
@@ -104,18 +105,18 @@ def test_an_acknowledgement_of_nothing_is_a_miss() -> None:
 
 def test_a_front_that_fails_while_rows_are_loaded_drains_the_load() -> None:
     then = restore.failed(a_restoring(), OUT_OF_MEMORY)
-    closing = CloseStream("failed", a_hold(STORE).report, "no room for a chunk")
+    closing = CloseStream("failed", report(a_hold(STORE)), "no room for a chunk")
     assert then == Then(Draining(a_hold(STORE), 1), closing, Abandon())
 
 
 def test_a_front_that_fails_after_the_load_ends_the_request() -> None:
     state = a_restoring(loading=False, loaded=True)
-    closing = CloseStream("failed", a_hold(STORE).report, "no room for a chunk")
+    closing = CloseStream("failed", report(a_hold(STORE)), "no room for a chunk")
     assert restore.failed(state, OUT_OF_MEMORY) == Then(Done(a_hold(STORE)), closing)
     part = a_hold(STORE, valid=8)
     then = restore.failed(evolve(state, front=16, hold=part), OUT_OF_MEMORY)
     assert then == Then(
-        Snapshotting(part), CloseStream("failed", part.report, "no room for a chunk"), SaveSnapshot(HERE, PROMPT[:8])
+        Snapshotting(part), CloseStream("failed", report(part), "no room for a chunk"), SaveSnapshot(HERE, PROMPT[:8])
     )
 
 

@@ -8,6 +8,7 @@ from attrs import evolve
 from effects.ids import RequestId, SlotId, Tokens
 from states import slots
 from states.life import Admitted, LookingUp, Prefilling, Speculating, State, Waiting
+from states.rates import Rates
 from states.slots import Slot, Slots
 from tests.states.builders import ONE, PLAIN, PROMPT, THREE, TWO, a_hold, a_house, a_job, an_answering, waiting_for
 
@@ -17,7 +18,7 @@ OTHER: Tokens = tuple(range(500, 530))
 def admitted(house: Slots, requests: dict[RequestId, State] | None = None, prompt: Tokens = PROMPT) -> Admitted:
     """How request 1 is admitted to this house."""
     job = a_job(prompt=prompt)
-    seated = slots.admit(evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, PLAIN)
+    seated = slots.admit(evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, PLAIN, Rates())
     assert seated is not None
     after, request, event = seated
     assert request == ONE
@@ -33,13 +34,13 @@ def seat(slot: int, source: int, keep: int) -> Admitted:
 
 
 def test_nobody_is_admitted_without_a_free_slot_or_without_a_queue() -> None:
-    assert slots.admit(a_house(Slot(holder=TWO), waiting=(ONE,)), waiting_for(a_job()), PLAIN) is None
-    assert slots.admit(a_house(Slot()), {}, PLAIN) is None
+    assert slots.admit(a_house(Slot(holder=TWO), waiting=(ONE,)), waiting_for(a_job()), PLAIN, Rates()) is None
+    assert slots.admit(a_house(Slot()), {}, PLAIN, Rates()) is None
 
 
 def test_first_come_first_served() -> None:
     requests: dict[RequestId, State] = {TWO: Waiting(a_job()), ONE: Waiting(a_job())}
-    seated = slots.admit(a_house(Slot(), waiting=(TWO, ONE)), requests, PLAIN)
+    seated = slots.admit(a_house(Slot(), waiting=(TWO, ONE)), requests, PLAIN, Rates())
     assert seated is not None
     assert (seated[0].waiting, seated[1]) == ((ONE,), TWO)
 

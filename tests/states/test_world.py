@@ -13,11 +13,13 @@ from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Report
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.round import RoundDone, RunRound
+from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.invariants import check
 from states.life import Cancelled, Draining, Event, Prefilling, Submitted, Waiting
 from states.machine import IllegalEvent
 from states.residency import Model, Residency
+from states.scope import report
 from states.settings import Settings
 from states.slots import Slot
 from states.world import Out, World, advance, begin
@@ -75,11 +77,14 @@ def test_a_cancelled_place_in_the_queue_is_free_again() -> None:
     assert (world.slots.waiting, list(world.requests)) == ((), [ONE])
 
 
+NOT_KEPT = Selection("full", "no_store")
+
+
 def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> None:
     short = {"prompt": (1,), "max_tokens": 1}
     world, outs = after(SMALL, submitted(ONE, **short), submitted(TWO), (ONE, RoundDone((7,))))
     told = {"miss": "nothing_shared_on_device", "speculation": "no_draft"}
-    closing = Report(prompt_tokens=1, completion_tokens=1, rounds=1, **told)
+    closing = Report(prompt_tokens=1, completion_tokens=1, rounds=1, cache=NOT_KEPT, **told)
     assert outs == (
         Ask(ONE, EmitTokens((7,))),
         Ask(ONE, CloseStream("length", closing)),
@@ -104,7 +109,7 @@ def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> 
 
 def test_a_cancelled_request_that_only_waits_for_the_device_is_gone_at_once() -> None:
     world, outs = after(PLAIN, submitted(ONE), submitted(TWO), (TWO, GONE))
-    closing = CloseStream("cancelled", a_hold().report, "client_gone")
+    closing = CloseStream("cancelled", report(a_hold()), "client_gone")
     assert outs == (Ask(TWO, closing), Ask(TWO, Abandon()))
     assert list(world.requests) == [ONE]
 

@@ -1,0 +1,174 @@
+"""How many rows are computed while the rest is loaded, and the times that decide it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effects.ids import LeaseId
+from effects.lookup import PrefixFound
+from effects.prefill import PrefillAdvanced
+from effects.restore import BlocksRestored
+from states import policy, rates
+from states.life import Submitted
+from states.rates import Rates, filled, load_time, prefill_time, span_of
+from states.settings import Settings
+from states.world import advance, begin
+from tests.states.builders import ONE, STORE, a_job
+
+STATEFUL = evolve(STORE, stateful=True)
+
+
+def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
+    return Rates(prefill=prefill, disk=load_ns, **more)
+
+
+@pytest.mark.parametrize(
+    ("known", "start", "front", "stop"),
+    [
+        (Rates(), 8, 8, 40),  # nothing measured: restoring is trusted
+        (disk(0, 10), 8, 8, 40),
+        (disk(10), 8, 8, 40),
+        (disk(10, 0, 0), 8, 8, 40),
+        (Rates(prefill=(10,), host=10), 8, 8, 40),  # of another tier
+        (disk(10, 10), 8, 24, 40),  # as fast as each other: half each
+        (disk(1, 1000), 8, 8, 40),  # pure restore
+        (disk(1000, 1), 8, 40, 40),  # pure recompute
+        (disk(30, 10), 0, 32, 40),  # 32 computed in 320 while 8 load in 240, not 28 in 280 while 12 load in 360
+        (disk(10, 30), 0, 8, 40),  # 8 computed in 240 while 32 load in 320, not 12 in 360 while 28 load in 280
+        (disk(10, 10), 8, 8, 12),  # one grain, a tie: load it
+        (disk(11, 10), 8, 12, 12),  # one grain: compute it
+        (disk(10, 10), 8, 8, 8),
+        (disk(10, 10, prefill_beside=2000, load_beside=2000), 8, 8, 40),  # side by side is no gain: a tie, load it
+        (disk(11, 10, prefill_beside=2000, load_beside=2000), 8, 40, 40),
+        (disk(10, 10, prefill_beside=1000, load_beside=3000), 0, 32, 40),  # 32 computed in 320 while 8 load in 240
+        (disk(10, 10, 30), 0, 1024, 2048),  # further on it would be three times slower
+    ],
+)
+def test_front(known: Rates, start: int, front: int, stop: int) -> None:
+    assert policy.front(STORE, known, start, stop, "disk") == front
+
+
+times = st.integers(0, 300)
+factors = st.sampled_from((0, 1000, 1300, 2000, 9000))
+
+
+@given(
+    st.builds(
+        Rates,
+        prefill=st.lists(times, max_size=4).map(tuple),
+        host=times,
+        prefill_beside=factors,
+        load_beside=factors,
+    ),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.sampled_from((STORE, STATEFUL)),
+)
+def test_no_choice_is_better_and_neither_is_one_side_alone(
+    known: Rates, start: int, length: int, settings: Settings
+) -> None:
+    first, last = 16 * start, 16 * (start + length)
+    chosen = policy.front(evolve(settings, chunk=16, grain=16), known, first, last, "host")
+    assert type(chosen) is int
+    if not known.host or not any(known.prefill):
+        assert chosen == first
+        return
+    choices = (first, last) if settings.stateful else range(first, last + 1, 16)
+    ready = [policy.ready(known, first, m, last, "host") for m in choices]
+    assert chosen in choices
+    assert policy.ready(known, first, chosen, last, "host") == min(ready)
+
+
+@pytest.mark.parametrize(
+    ("position", "span"), [(0, 0), (1023, 0), (1024, 1), (2047, 1), (2048, 2), (4095, 2), (4096, 3), (1 << 20, 11)]
+)
+def test_positions_belong_to_spans_that_double(position: int, span: int) -> None:
+    assert span_of(position) == span
+
+
+@pytest.mark.parametrize(
+    ("measured", "whole"),
+    [
+        ((), ()),
+        ((0, 0), (0, 0)),
+        ((10, 0, 30), (10, 10, 30)),
+        ((0, 20, 0), (20, 20, 20)),
+        ((40, 30, 0), (40, 30, 40)),  # what was measured counts; what was not is no faster than anything before it
+    ],
+)
+def test_what_was_never_measured_takes_its_neighbours_time(measured: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    assert filled(measured) == whole
+
+
+@given(st.lists(times, max_size=4).map(tuple), st.integers(0, 9000), st.integers(0, 9000), st.integers(0, 9000))
+def test_the_time_of_a_prefill_is_that_of_its_parts(measured: tuple[int, ...], one: int, two: int, three: int) -> None:
+    known, (start, middle, stop) = Rates(measured), sorted((one, two, three))
+    parts = prefill_time(known, start, middle) + prefill_time(known, middle, stop)
+    assert prefill_time(known, start, stop) == parts
+    if any(measured):
+        slowest = max(measured)
+        assert parts == sum(
+            (filled(measured) + (slowest,) * 9)[span_of(at)] * (min(stop, at + 1) - at) for at in range(start, stop)
+        )
+
+
+def test_times_are_moving_averages_that_start_at_their_first_value() -> None:
+    once = rates.prefilled(Rates(), 1024, 10, 1000, beside=False)
+    assert once == Rates(prefill=(0, 100))
+    assert rates.prefilled(once, 1024, 10, 5000, beside=False) == Rates(prefill=(0, 200))
+    once = rates.restored(Rates(), "host", 10, 1000, beside=False)
+    assert once == Rates(host=100)
+    assert load_time(rates.restored(once, "disk", 10, 10, beside=False), "disk") == 1
+
+
+def test_what_both_sides_lose_by_each_other_is_kept_apart() -> None:
+    alone = Rates(prefill=(100,), host=10)
+    assert rates.prefilled(alone, 0, 10, 2000, beside=True) == evolve(alone, prefill_beside=1250)
+    assert rates.prefilled(alone, 0, 10, 500, beside=True) == evolve(alone, prefill_beside=1000)
+    assert rates.restored(alone, "host", 10, 10**9, beside=True).load_beside == (3 * 1000 + 64_000) // 4
+    assert rates.restored(alone, "disk", 10, 300, beside=True) == alone, "nothing to compare with"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"prefill": (-1,)}, {"disk": -1}, {"rounds": ((1, -1),)}, {"load_beside": -1}, {"prefill": (1,) * 65}]
+)
+def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="rates that cannot be"):
+        Rates(**wrong)
+
+
+# How the world learns them.
+
+
+def folded(*events: Any, known: Rates = Rates()) -> Rates:  # noqa: B008 - frozen
+    world = begin(evolve(STORE, rates=known))
+    for event in (Submitted(a_job()), PrefixFound(LeaseId(1), 20, "host"), *events):
+        world, _ = advance(world, ONE, event)
+    return world.rates
+
+
+def test_a_restore_alone_tells_its_tiers_time() -> None:
+    assert folded(BlocksRestored(0, 16, 99, ns=320)) == Rates(host=20)
+    assert folded(BlocksRestored(0, 16, 99)) == Rates(), "not measured"
+
+
+def test_whole_chunks_tell_what_computing_takes_and_part_of_one_does_not() -> None:
+    restored = BlocksRestored(0, 8, 99)
+    assert folded(restored, PrefillAdvanced(16, ns=80), PrefillAdvanced(20, ns=9999)) == Rates(prefill=(10,))
+
+
+def test_side_by_side_both_tell_how_much_they_lose() -> None:
+    known = Rates(prefill=(100,), host=100)
+    after = folded(PrefillAdvanced(8, ns=1600), BlocksRestored(8, 20, 99, ns=1800), known=known)
+    assert after == evolve(known, prefill_beside=1250, load_beside=1125)
+
+
+def test_what_was_measured_reaches_the_next_request() -> None:
+    world = begin(evolve(STORE, rates=Rates(host=7)))
+    world, _ = advance(world, ONE, Submitted(a_job()))
+    assert world.requests[ONE].hold.rates == Rates(host=7)  # type: ignore[union-attr]

@@ -1,0 +1,215 @@
+"""What a scope keeps of a sequence, and where checkpoints go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effects.ids import SlotId
+from effects.job import Job
+from effects.prefill import RunPrefill
+from effects.scope import Scope, Selection
+from states.life import Hold, alike, continued, kept
+from states.onward import chunk
+from states.scope import checkpoint, report, select
+from states.settings import Settings
+from tests.states.builders import HERE, PROMPT, SHORT, STORE, a_hold, a_job, an_answering
+
+FULL, AUTO = Scope("full"), Scope("auto", 30)
+LONG = evolve(STORE, min_tokens=9)
+STATEFUL = evolve(STORE, stateful=True, chunk=64, max_context=256)
+
+
+def kept_of(settings: Settings, scope: Scope, **changes: Any) -> tuple[str, int, int]:
+    job = a_job(scope=scope, boundaries=changes.pop("boundaries", ()))
+    picked = select(a_hold(settings, **{"job": job, "valid": 20, **changes}))
+    assert picked.scope == str(scope)
+    return picked.reason, picked.boundary, picked.rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "scope", "changes", "expected"),
+    [
+        (evolve(STORE, store=False), FULL, {}, ("no_store", 0, 0)),
+        (STORE, Scope("off"), {}, ("scope_off", 0, 0)),
+        (STORE, FULL, {}, ("whole", 21, 20)),
+        (STORE, FULL, {"answer": (7, 8, 9, 0), "valid": 24}, ("whole", 25, 24)),
+        (STORE, FULL, {"valid": 0}, ("no_rows", 21, 0)),
+        (STORE, FULL, {"valid": 9}, ("whole", 21, 8)),
+        (LONG, FULL, {"valid": 9}, ("whole", 21, 8)),
+        (LONG, FULL, {"valid": 8}, ("too_short", 21, 0)),
+        (evolve(STORE, keep_decoded=False), FULL, {"answer": (7, 8, 9, 0), "valid": 24}, ("whole", 25, 20)),
+        # fixed: no alignment to where messages open
+        (STORE, Scope("fixed", 14), {"boundaries": (1, 9)}, ("fixed", 14, 12)),
+        (STORE, Scope("fixed", 21), {}, ("fixed", 21, 20)),
+        (STORE, Scope("fixed", 22), {}, ("longer_than_prompt", 0, 0)),
+        (STORE, Scope("fixed", 3), {}, ("too_short", 3, 0)),
+        (LONG, Scope("fixed", 8), {}, ("too_short", 8, 0)),
+        (LONG, Scope("fixed", 9), {}, ("fixed", 9, 8)),
+        (STORE, Scope("fixed", 16), {"valid": 11}, ("fixed", 16, 8)),
+        # auto: down to where a message opens, or as it is where that is not known
+        (STORE, AUTO, {"boundaries": (1, 9)}, ("nothing_shared", 0, 0)),
+        (STORE, AUTO, {"shared": 15}, ("shared", 15, 12)),
+        (STORE, AUTO, {"shared": 15, "boundaries": (1, 9, 13, 17)}, ("boundary", 13, 12)),
+        (STORE, AUTO, {"shared": 13, "boundaries": (1, 9, 13, 17)}, ("boundary", 13, 12)),
+        (STORE, AUTO, {"shared": 12, "boundaries": (1, 9, 13, 17)}, ("boundary", 9, 8)),
+        (STORE, AUTO, {"shared": 5, "boundaries": (9, 13)}, ("no_boundary", 0, 0)),
+        (STORE, AUTO, {"shared": 21, "boundaries": (1, 21)}, ("boundary", 21, 20)),
+        (STORE, AUTO, {"shared": 3}, ("too_short", 3, 0)),
+        (LONG, AUTO, {"shared": 15, "boundaries": (8, 16)}, ("too_short", 8, 0)),
+        (LONG, AUTO, {"shared": 15, "boundaries": (9, 16)}, ("boundary", 9, 8)),
+        (STORE, AUTO, {"shared": 15, "valid": 6}, ("shared", 15, 4)),
+        # what compression rewrote: only what it left as it was, in whole messages
+        (STORE, FULL, {"prompt": SHORT, "valid": 5}, ("whole", 6, 4)),
+        (STORE, AUTO, {"prompt": SHORT, "valid": 5, "shared": 15}, ("rewritten", 0, 0)),
+        (STORE, AUTO, {"prompt": SHORT, "valid": 5, "shared": 15, "boundaries": (4, 9)}, ("rewritten", 4, 4)),
+        (STORE, AUTO, {"prompt": SHORT, "valid": 5, "shared": 3, "boundaries": (4, 9)}, ("rewritten", 0, 0)),
+        (STORE, Scope("fixed", 20), {"prompt": SHORT, "valid": 5, "boundaries": (4, 9)}, ("rewritten", 4, 4)),
+        (STORE, Scope("fixed", 20), {"prompt": SHORT, "valid": 5}, ("rewritten", 0, 0)),
+        (STORE, Scope("fixed", 3), {"prompt": SHORT, "valid": 5, "boundaries": (4, 9)}, ("rewritten", 0, 0)),
+    ],
+)
+def test_what_is_kept(
+    settings: Settings, scope: Scope, changes: dict[str, Any], expected: tuple[str, int, int]
+) -> None:
+    assert kept_of(settings, scope, **changes) == expected
+
+
+scopes = st.sampled_from((Scope("off"), FULL, AUTO, *(Scope("fixed", number) for number in (1, 4, 13, 30))))
+places = st.sets(st.integers(1, 21)).map(lambda found: tuple(sorted(found)))
+jobs = st.builds(Job, st.just(PROMPT), st.just(6), scope=scopes, boundaries=places)
+
+
+@given(
+    jobs, st.sampled_from((PROMPT, (*PROMPT[:11], 7, 7, 7))), st.integers(0, 21), st.integers(0, 20), st.integers(0, 12)
+)
+def test_nothing_is_kept_beyond_what_the_scope_allows(
+    job: Job, prompt: tuple[int, ...], shared: int, valid: int, least: int
+) -> None:
+    scope, rewritten, settings = job.scope, prompt != PROMPT, evolve(STORE, min_tokens=least)
+    hold = a_hold(settings, job=job, prompt=prompt, valid=min(valid, len(prompt) - 1), shared=shared)
+    rows = select(hold).rows
+    assert rows % 4 == 0
+    assert rows <= kept(hold)
+    assert rows == 0 or rows + 4 > least
+    if scope.kind == "off":
+        assert rows == 0
+    if scope.kind == "auto":
+        assert rows <= shared
+    if scope.kind == "fixed":
+        assert rows <= scope.count
+    if rewritten and scope.kind != "full":
+        assert rows <= 11
+
+
+def test_the_client_is_told_what_was_decided() -> None:
+    hold = an_answering(STORE, job=a_job(scope=AUTO, boundaries=(1, 9)), shared=14)
+    assert report(hold).cache == Selection("auto:30", "boundary", 14, 9, 8)
+    assert str(report(hold).cache) == "auto:30 shared=14 boundary=9 kept=8 (boundary)"
+
+
+# Checkpoints.
+
+
+def stateful(scope: Scope = FULL, length: int = 100, boundaries: tuple[int, ...] = (), **changes: Any) -> Hold:
+    settings = evolve(STATEFUL, **{name: changes.pop(name) for name in tuple(changes) if hasattr(STATEFUL, name)})
+    prompt = tuple(range(length))
+    job = Job(prompt, 9, scope=scope, boundaries=boundaries)
+    return Hold(job, settings, HERE, prompt, **{"valid": 0, "restored": 0, "tier": "none", **changes})
+
+
+def marks(hold: Hold) -> list[int]:
+    """All positions at which prefill stops to keep the state, if every chunk succeeds."""
+    found = []
+    while hold.valid < hold.target:
+        part = chunk(hold, hold.target)
+        assert hold.valid == part.start < part.stop <= hold.target
+        assert part.stop - part.start <= hold.settings.chunk
+        found += [part.stop] if part.checkpoint else []
+        hold = evolve(hold, valid=part.stop)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hold", "expected"),
+    [
+        (stateful(stateful=False, interval=10, cold_max=50, boundaries=(1, 30, 90)), []),
+        (stateful(store=False), []),
+        (stateful(Scope("off")), []),
+        (stateful(), [96]),  # the end of prefill, for the next turn
+        (stateful(length=97), [96]),
+        (stateful(length=96), [92]),
+        (stateful(length=4), []),
+        (stateful(min_tokens=99), [96]),
+        (stateful(min_tokens=100), []),
+        (stateful(interval=32), [32, 64, 96]),
+        (stateful(interval=33), [32, 64, 96]),  # 33, 66 and 99, each moved down
+        (stateful(interval=33, min_tokens=34), [64, 96]),
+        (stateful(interval=1, length=14), [4, 8, 12]),
+        (stateful(interval=500), [96]),
+        (stateful(interval=32, valid=32, restored=32), [64, 96]),
+        (stateful(cold_max=50, boundaries=(1, 30, 90)), [28, 96]),  # what a new session of the same agent shares
+        (stateful(cold_max=30, boundaries=(1, 30, 90)), [28, 96]),
+        (stateful(cold_max=29, boundaries=(1, 30, 90)), [96]),
+        (stateful(cold_max=50, boundaries=(1, 30, 90), min_tokens=31), [96]),
+        (stateful(cold_max=99, boundaries=(1, 30, 90)), [28, 96]),  # the last boundary opens the answer
+        (stateful(cold_max=50, boundaries=(1, 30, 90), valid=8, restored=8), [96]),  # this session is known
+        (stateful(cold_max=0, boundaries=(1, 30, 90)), [96]),
+        (stateful(Scope("fixed", 50), interval=10, cold_max=90, boundaries=(1, 30, 90)), [48]),
+        (stateful(Scope("fixed", 101)), []),
+        (stateful(Scope("fixed", 100)), [96]),
+        (stateful(AUTO, boundaries=(1, 30, 90), cold_max=90), []),  # nobody has come back yet
+        (stateful(AUTO, boundaries=(1, 30, 90), shared=70), [28]),
+        (stateful(AUTO, boundaries=(1, 30, 90), shared=70, valid=28, restored=28), []),
+        (stateful(AUTO, shared=70), [68]),
+    ],
+)
+def test_where_the_positional_state_is_kept(hold: Hold, expected: list[int]) -> None:
+    assert marks(hold) == expected
+
+
+def test_prefill_stops_where_the_state_is_kept() -> None:
+    hold = stateful(interval=32)
+    assert chunk(hold, hold.target) == RunPrefill(SlotId(0), 0, 32, checkpoint=True)
+    assert chunk(evolve(hold, valid=96), hold.target) == RunPrefill(SlotId(0), 96, 99)
+    assert chunk(stateful(length=200), 199) == RunPrefill(SlotId(0), 0, 64)
+
+
+def test_of_a_rewritten_prompt_only_messages_that_stayed_are_cold_boundaries() -> None:
+    hold = stateful(cold_max=80, boundaries=(1, 30, 60, 90))
+    served = evolve(hold, prompt=(*hold.prompt[:40], *hold.prompt[70:]))
+    assert marks(served) == [28, 68]
+    assert checkpoint(served) == 28
+
+
+# What a slot's rows are good for.
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt", "blocks", "state"),
+    [
+        ((), PROMPT, 0, 0),
+        (PROMPT[:10], PROMPT, 8, 10),
+        (PROMPT[:20], PROMPT, 20, 20),
+        (PROMPT, PROMPT, 20, 0),  # the last token is always computed, and the state is past it
+        ((*PROMPT[:10], 7), PROMPT, 8, 0),
+        ((7, *PROMPT[1:10]), PROMPT, 0, 0),
+    ],
+)
+def test_a_slot_with_positional_state_is_continued_where_it_ends_or_not_at_all(
+    rows: tuple[int, ...], prompt: tuple[int, ...], blocks: int, state: int
+) -> None:
+    assert continued(STORE, rows, prompt) == blocks
+    assert continued(STATEFUL, rows, prompt) == state
+    assert continued(evolve(STATEFUL, keep_decoded=False), rows, prompt) == state // 4 * 4 * (state % 4 == 0)
+
+
+@given(st.lists(st.integers(0, 1), max_size=200), st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200))
+def test_what_two_sequences_begin_with(one: list[int], other: list[int], same: int) -> None:
+    first, second = tuple(one), (*one[:same], *other)
+    expected = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    assert alike(first, second) == (min(len(first), len(second)) if expected is None else expected)
