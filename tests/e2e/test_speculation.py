@@ -1,0 +1,375 @@
+"""Speculation on the real demo model, in the real engine: the answer is the one that it gives alone, token by token.
+
+Proposals come from a draft with random weights, which is hardly ever right, or from somebody who knows the answer and
+errs now and then; so rounds are cut everywhere.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from attrs import define, evolve, field
+
+from adapters import demo
+from adapters.device.drafting import Proposer, Wish
+from adapters.device.tree import Tree, chain, ordered
+from adapters.models.dflash_config import DFlashConfig, Rotary
+from adapters.text.text import Text
+from benchmarks.exactness import prompts
+from effects.ids import Tokens
+from effects.job import Job, Sampling
+from effects.ports import Closed
+from effects.round import Logprob
+from effects.scope import Scope
+from effects.stream import EmitTokens
+from engine import __version__
+from engine.assemble import Engine, engine
+from engine.execute import execute
+from engine.options import Options
+from engine.target import Target, load_target
+from engine.trace import VERSION, Header, Recorder
+from states.residency import resolved
+from tests.e2e.server import command, serving
+from tests.models.drafts import FULL, random_tensors, save_draft
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.8, top_p=0.95, seed=1),
+    Sampling(temperature=1.1, top_k=40, min_p=0.02, seed=2, presence_penalty=0.4),
+    Sampling(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=3),
+]
+LENGTH = 24
+SHAPE = DFlashConfig(320, 832, 2, 5, 1, 64, Rotary(64, 1e6), (FULL,) * 2, (1, 4, 9), 8, 5)
+
+
+@define(eq=False)
+class Guided:
+    """Proposes what is known to come, spoilt here and there, while the real draft follows."""
+
+    target: Target
+    drafting: Proposer
+    known: Sequence[Tokens]
+    errors: random.Random
+    right: float = 0.8
+    branches: bool = False
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
+        return [self.proposal(wish) for wish in wishes]
+
+    def proposal(self, wish: Wish) -> Tree:
+        so_far = tuple(wish.state.tokens)
+        coming = next((one[len(so_far) :] for one in self.known if one[: len(so_far)] == so_far), ())
+        depth = min(wish.most, wish.depth)
+        guess = [
+            token if self.errors.random() < self.right else self.errors.randrange(4096) for token in coming[:depth]
+        ]
+        if not self.branches:
+            return chain((so_far[-1], *guess))
+        grown = [(node, token) for node, token in enumerate(guess)]
+        for node, token in enumerate(coming[: max(0, wish.most - len(grown))]):
+            if node <= len(guess) and node < wish.depth and (node, token) not in grown:
+                grown.append((node, token))  # where the guess was wrong, the right token hangs beside it
+        return ordered(so_far[-1], grown)
+
+    def follow(self, *how) -> None:
+        self.drafting.follow(*how)
+
+    def catch_up(self, slot) -> None:
+        self.drafting.catch_up(slot)
+
+    def opened(self, *how) -> None:
+        self.drafting.opened(*how)
+
+
+@define(eq=False)
+class Watched(Guided):
+    """The draft's own proposals, written down."""
+
+    seen: list[tuple[Tokens, ...]] = field(factory=list)
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
+        found = list(self.drafting.propose(wishes))
+        self.seen += [(tuple(wish.state.tokens), tree.tokens) for wish, tree in zip(wishes, found, strict=True)]
+        return found
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("draft")
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in random_tensors(SHAPE).items()}
+    save_draft(folder, SHAPE, tensors, num_target_layers=10, vocab_size=4096)
+    return folder
+
+
+@pytest.fixture(scope="module")
+async def target(draft_folder, tmp_path_factory) -> AsyncIterator[Target]:
+    folder = tmp_path_factory.mktemp("kv")
+    shape = {
+        "device": "cpu",
+        "max_ctx": 1024,
+        "kv_cache_dir": folder,
+        "host_cache_budget": 64,
+        "kv_cache_min_tokens": 64,
+    }
+    loaded = await load_target(Options(draft=str(draft_folder), **shape))
+    yield loaded
+    await loaded.close()
+
+
+@pytest.fixture(scope="module")
+async def jobs(target) -> list[Job]:
+    text = Text.load(target.folder)
+    made = [prompt[-300:] for prompt in (await prompts(text, 16))[-8:]]
+    await text.aclose()
+    return [Job(prompt, LENGTH, sampling=SAMPLINGS[n % 4], scope=Scope("off")) for n, prompt in enumerate(made)]
+
+
+@define
+class Told:
+    tokens: Tokens = ()
+    logprobs: tuple[Logprob, ...] = ()
+    closed: Closed | None = None
+
+
+async def told(running: Engine, job: Job) -> Told:
+    heard = Told()
+    async for message in running.door.submit(job):
+        match message:
+            case EmitTokens(tokens, logprobs):
+                heard.tokens += tokens
+                heard.logprobs += logprobs
+            case Closed():
+                heard.closed = message
+            case _:
+                pass
+    return heard
+
+
+async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **settings) -> list[Told]:
+    found = [Told()] * len(jobs)
+
+    async def one(running: Engine, number: int) -> None:
+        found[number] = await told(running, jobs[number])
+
+    how = {"facts": {}, "store": target.store, "paranoid": True}
+    async with engine(evolve(target.settings, **settings), target.executor, **how) as running:
+        for start in range(0, len(jobs), at_once):
+            async with anyio.create_task_group() as tasks:
+                for number in range(start, min(start + at_once, len(jobs))):
+                    tasks.start_soon(one, running, number)
+    return found
+
+
+@pytest.fixture(scope="module")
+async def plain(target, jobs) -> list[Told]:
+    """Every answer without a draft."""
+    found = await answers(target, [evolve(job, speculate=False) for job in jobs])
+    assert all(one.closed.report.proposed == 0 for one in found)
+    return found
+
+
+@pytest.fixture
+def guided(target, jobs, plain):
+    """Proposals from somebody who knows the plain answers, until the test is over."""
+    drafting = target.executor._proposer  # noqa: SLF001 - the wiring of the real thing, but for who proposes
+    known = [job.prompt + one.tokens for job, one in zip(jobs, plain, strict=True)]
+    guide = Guided(target, drafting, known, random.Random(0))
+    target.executor.proposed_to(guide)
+    yield guide
+    target.executor.proposed_to(drafting)
+
+
+def words(found: Sequence[Told]) -> list[tuple]:
+    return [(one.tokens, one.logprobs, one.closed.finish) for one in found]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
+async def test_tokens_and_logprobs_are_those_without_speculation(jobs, plain, guided, branches, at_once):
+    guided.branches = branches
+    found = await answers(guided.target, jobs, at_once=at_once, tree=15 if branches else 0)
+    assert words(found) == words(plain)
+    accepted = [one.closed.report.accepted for one in found]
+    assert sum(accepted) > 2 * len(jobs)
+    assert sum(accepted) < sum(one.closed.report.proposed for one in found)
+
+
+@pytest.mark.timeout(120)
+async def test_the_draft_of_the_model_changes_nothing_either(target, jobs, plain):
+    found = await answers(target, jobs, at_once=4)
+    assert words(found) == words(plain)
+    assert sum(one.closed.report.proposed for one in found) > 0
+
+
+@pytest.mark.timeout(120)
+async def test_an_answer_ends_at_every_limit_as_without_speculation(target, jobs, plain, guided):
+    guided.right = 1.0
+    for job, one in list(zip(jobs, plain, strict=True))[:4]:
+        limits = range(1, len(one.tokens) + 1)
+        found = await answers(target, [evolve(job, max_tokens=limit) for limit in limits])
+        assert [each.tokens for each in found] == [one.tokens[:limit] for limit in limits]
+        assert [each.logprobs for each in found] == [one.logprobs[:limit] for limit in limits]
+        assert {each.closed.finish for each in found} == {"length"}
+        assert max(each.closed.report.accepted for each in found) > len(one.tokens) // 2
+
+
+@pytest.mark.timeout(120)
+async def test_an_answer_ends_with_any_of_its_tokens_as_without_speculation(target, jobs, plain, guided):
+    guided.right = 1.0
+    for job, one in list(zip(jobs, plain, strict=True))[:4]:
+        stops = list(dict.fromkeys(one.tokens))
+        found = await answers(target, [evolve(job, stop_tokens=(stop,)) for stop in stops])
+        assert [each.tokens for each in found] == [one.tokens[: one.tokens.index(stop) + 1] for stop in stops]
+        assert {each.closed.finish for each in found} == {"stop"}
+
+
+async def test_requests_that_need_no_draft_have_none(target, jobs, plain):
+    for job, why in ((evolve(jobs[0], speculate=False), "declined"), (evolve(jobs[0], max_tokens=1), "one_token")):
+        (one,) = await answers(target, [job])
+        assert (one.closed.report.proposed, one.closed.report.speculation) == (0, why)
+        assert one.tokens == plain[0].tokens[: job.max_tokens]
+
+
+def moves(target: Target) -> dict[str, int]:
+    """Bytes of the draft's weights."""
+    held = target.memory(0)["models"]["draft"]
+    return {"device": held["device"], "host": held["host"]}
+
+
+@pytest.mark.timeout(120)
+async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_is_done_without(
+    target, jobs, plain, monkeypatch
+):
+    draft, scoped = target.draft, resolved("request-scoped", has_draft=True, has_drafter=False)[0]
+    weights = moves(target)["device"]
+    await target.lane.run(draft.park)
+    assert moves(target) == {"device": 0, "host": 0}
+    how = {"facts": {}, "live": target.live, "paranoid": True}
+    async with engine(evolve(target.settings, residency=scoped), target.executor, **how) as running:
+
+        def shown() -> dict:
+            return running.door.status()["runtime"]["draft_residency"]
+
+        async def asked() -> Told:
+            heard = await told(running, jobs[0])
+            with anyio.fail_after(20):
+                await running.door.empty()
+            return heard
+
+        assert (shown()["policy"], shown()["draft"]["state"]) == ("request-scoped", "parked")
+        one = await asked()
+        assert one.tokens == plain[0].tokens
+        assert one.closed.report.proposed > 0
+        after = shown()["draft"]
+        assert (after["state"], after["device_bytes"], after["loads"], after["parks"]) == ("parked", 0, 1, 1)
+        assert after["moved_bytes"] == 2 * weights
+
+        def exhausted() -> int:
+            raise torch.OutOfMemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(draft, "unpark", exhausted)
+            one = await asked()
+        assert one.tokens == plain[0].tokens
+        assert one.closed.report.proposed == 0
+        assert shown()["draft"]["last_error"] == "out_of_memory: no room"
+        assert shown()["draft"]["state"] == draft.state == "parked"
+        one = await asked()
+        assert one.tokens == plain[0].tokens
+        assert one.closed.report.proposed > 0
+    await target.lane.run(draft.unpark)
+    assert moves(target)["device"] == weights
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
+async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target, jobs, guided, branches, tmp_path):
+    guided.branches = branches
+    trace, settings = tmp_path / "trace.jsonl", evolve(target.settings, tree=15 if branches else 0)
+    header = Header(VERSION, __version__, settings, target.identity, {"device": "cpu", "max_ctx": 1024})
+    recorder = Recorder(trace, header)
+    recorder.start()
+    async with engine(settings, target.executor, facts={}, recorder=recorder) as running:
+        found = list[Told]()
+        async with anyio.create_task_group() as tasks:
+            for job in jobs:
+                tasks.start_soon(keep, found, running, job)
+    assert sum(one.closed.report.accepted for one in found) > len(jobs)
+    run, tokens = await execute(trace, "demo")
+    assert run.ended
+    assert tokens >= sum(len(one.tokens) for one in found)
+
+
+async def keep(found: list[Told], running: Engine, job: Job) -> None:
+    found.append(await told(running, job))
+
+
+@pytest.mark.timeout(120)
+async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(jobs, draft_folder, plain, tmp_path):
+    """Cold, from host memory, and from disk after a restart."""
+    asked = [evolve(job, scope=Scope("full")) for job in jobs[:4]]
+    shape = {"device": "cpu", "max_ctx": 1024, "kv_cache_dir": tmp_path, "kv_cache_min_tokens": 64}
+    seen, tiers, found = {}, {}, {}
+    for names, budget in ((("cold", "host"), 64), (("disk",), 0)):
+        target = await load_target(Options(draft=str(draft_folder), host_cache_budget=budget, **shape))
+        for name in names:
+            watched = Watched(target, target.executor._proposer, (), random.Random())  # noqa: SLF001 - as in `guided`
+            target.executor.proposed_to(watched)
+            rows = await answers(target, asked)
+            target.executor.proposed_to(watched.drafting)
+            seen[name], found[name] = {(known, len(tree)): tree for known, tree in watched.seen}, words(rows)
+            tiers[name] = {one.closed.report.tier for one in rows}
+        await target.close()
+    assert tiers == {"cold": {"none"}, "host": {"host"}, "disk": {"disk"}}
+    assert found["cold"] == found["host"] == found["disk"] == words(plain[:4])
+    for name in ("host", "disk"):  # how wide rounds are is measured anew, and wider blocks are other blocks
+        common = seen["cold"].keys() & seen[name].keys()
+        assert len(common) > 20
+        assert {key: seen[name][key] for key in common} == {key: seen["cold"][key] for key in common}
+
+
+@pytest.mark.timeout(120)
+def test_a_server_tells_of_its_draft(draft_folder):
+    with serving("--draft", str(draft_folder), "--lazy-draft", "--ddtree", "--max-ctx", "1024", "--paranoid") as server:
+        props = server.client.get("/props").json()
+        residency, models = props["runtime"]["draft_residency"], props["memory"]["models"]
+        assert (residency["policy"], residency["draft"]["state"]) == ("request-scoped", "parked")
+        assert (models["draft"]["device"], models["target"]["device"] > 0) == (0, True)
+        assert (props["settings"]["block"], props["settings"]["tree"]) == (7, 22)
+        assert props["settings"]["rates"]["rounds"][0][0] == 0
+        assert min(props["settings"]["rates"]["prefill"]) > 0
+        body = {"max_tokens": 12, "temperature": 0, "logprobs": 1}
+        first = server.complete([5, 6, 7], **body).json()
+        assert first["rekindle"]["speculation"]["rounds"] >= 1
+        assert first["rekindle"]["speculation"]["proposed"] > 0
+        other = server.complete([5, 6, 7], **body, speculation="off").json()
+        assert other["choices"] == first["choices"]
+        assert other["rekindle"]["speculation"]["proposed"] == 0
+        assert server.client.get("/props").json()["runtime"]["draft_residency"]["draft"]["loads"] == 1
+        assert server.stop() == 0
+
+
+REFUSED = {
+    "no such folder": (("--draft", "/nowhere"), "--draft /nowhere: no such folder"),
+    "a target": (("--draft", str(demo.FOLDER)), "tensor"),
+    "no budget": (("--ddtree", "--ddtree-budget", "0"), "--ddtree-budget"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_draft_that_cannot_be_used_is_told_in_one_line(case):
+    words, message = REFUSED[case]
+    done = subprocess.run(
+        command("serve", "--port", "0", *words), capture_output=True, text=True, check=False, timeout=50
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert message in line
