@@ -53,8 +53,21 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
         "restored_tokens": report.restored_tokens,
         "tier": report.tier,
         "miss": report.miss or None,
+        "prefix_cache": {
+            "scope": report.cache.scope,
+            "shared": report.cache.shared,
+            "selected": report.cache.boundary,
+            "kept": report.cache.rows,
+            "reason": report.cache.reason,
+        },
         "compressed_from": report.compressed_from or None,
-        "speculation": {"rounds": report.rounds, "proposed": report.proposed, "accepted": report.accepted},
+        "speculation": {
+            "rounds": report.rounds,
+            "proposed": report.proposed,
+            "accepted": report.accepted,
+            "acceptance_length": ratio(report.completion_tokens, report.rounds),  # tokens a round
+            "why": report.speculation or None,
+        },
         "numerics": options.numerics.get("mode", "exact"),
         "stages_ms": {state: round(spent_ms, 3) for state, spent_ms in ended.closed.stages_ms.items()},
     }

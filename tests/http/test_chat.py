@@ -51,7 +51,14 @@ async def test_a_whole_answer_has_every_field_that_openais_clients_read(site: Si
         "empty_store",
         "exact",
     )
-    assert told["speculation"] == {"rounds": len(tokens) + 1, "proposed": 2 * (len(tokens) + 1), "accepted": 0}
+    rounds = len(tokens) + 1
+    assert told["speculation"] == {
+        "rounds": rounds,
+        "proposed": 2 * rounds,
+        "accepted": 0,
+        "acceptance_length": 1.0,
+        "why": None,
+    }
 
 
 async def test_the_second_request_says_what_was_restored(site: Site) -> None:
