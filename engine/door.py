@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from engine.meter import Meter
 from engine.runner import Runner
 from states import residency
 from states.life import Cancelled, Submitted
+
+log = logging.getLogger("rekindle")
 
 
 @define
@@ -86,6 +89,8 @@ class EngineDoor:
 
     def close_stream(self, request: RequestId, effect: CloseStream) -> None:
         closed = Closed(effect.finish, effect.report, effect.detail, self.meter.stages_ms(request))
+        if effect.report.cache.scope:
+            log.info("request %d: %s", request, effect.report.cache)
         self._tickets.pop(request).put(closed)
         self.closed(closed)
 

@@ -11,6 +11,7 @@ from attrs import frozen
 from cyclopts import App, Parameter, Token
 from cyclopts.validators import Number
 
+from effects.scope import ACCEPTED, Scope, parse
 from engine.refusal import Refusal
 
 MODEL = "Model"
@@ -60,6 +61,13 @@ def known_chunk(_: Any, value: int) -> None:
 def known_host(_: Any, value: str) -> None:
     if not value or any(letter.isspace() or letter == "/" for letter in value):
         raise ValueError("Must be a host name or an address to listen on, such as 127.0.0.1 or ::1.")
+
+
+def known_scope(_: Any, value: str) -> None:
+    try:
+        parse(value)
+    except ValueError:
+        raise ValueError(f"Must be {ACCEPTED}.") from None
 
 
 def known_names(_: Any, value: tuple[str, ...]) -> None:
@@ -147,23 +155,31 @@ class Options(Model):
     grace: Annotated[float, flag(SERVER, validator=Number(gte=0, lte=3600))] = 10
     """Seconds that running requests get to finish on SIGTERM; a second signal stops at once."""
 
-    disk_prefix_cache: Annotated[Literal["off", "full"], flag(CACHE)] = "full"
-    """full: prompts and answers are kept on disk, and restored after a restart. off: the disk is not used."""
+    disk_prefix_cache: Annotated[str, flag(CACHE, validator=known_scope)] = "full"
+    """How much is kept. full: prompts and answers. auto:N: what a prompt shares with the likest of the last N, up to
+    where a message opens; auto is auto:30. N: the first N tokens. off: the disk is not used."""
 
     kv_cache_dir: Annotated[Path | None, flag(CACHE)] = None
     """Folder that the cache is kept in, for one process at a time; the default is in your user cache directory."""
 
-    kv_cache_budget: Annotated[int, flag(CACHE, validator=Number(gte=0, lte=1 << 30))] = 8192
+    kv_cache_budget: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 30))] = 8192
     """MiB that it may take on disk."""
 
-    host_cache_budget: Annotated[int, flag(CACHE, validator=Number(gte=0, lte=1 << 30))] = 512
+    host_cache_budget: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 30))] = 512
     """MiB of memory for prompts that have left the device."""
 
     kv_cache_codec: Annotated[Literal["auto", "zstd", "store"], flag(CACHE)] = "auto"
     """zstd: smaller files. store: quicker ones. auto: whichever is restored sooner, by what was measured."""
 
-    kv_cache_min_tokens: Annotated[int, flag(CACHE, validator=Number(gte=0, lte=1 << 21))] = 512
-    """Prompt and answer together must have this many tokens to be kept."""
+    kv_cache_min_tokens: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 512
+    """Less than this many tokens are not kept."""
+
+    kv_cache_cold_max: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 10240
+    """Models with recurrent state, full: it is kept at the last message that opens up to here, too, for new
+    sessions of the same agent; 0: not."""
+
+    kv_cache_interval: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 10240
+    """Models with recurrent state, full: it is kept every so many tokens, and where prefill ends (0: only there)."""
 
     trace: Annotated[Path | None, flag(TRACE)] = None
     """Record everything that happens to FILE (JSON Lines; zstd if it ends in .zst). Holds prompts: see --redact."""
@@ -185,6 +201,12 @@ class Options(Model):
     def residency(self) -> Residency:
         """The policy that both flags come to."""
         return "request-scoped" if self.lazy_draft else self.draft_residency
+
+    @property
+    def scope(self) -> Scope:
+        """Of requests that do not say. Without a disk, host memory still keeps everything."""
+        asked = parse(self.disk_prefix_cache)
+        return Scope("full") if asked.kind == "off" else asked
 
     def shown(self) -> dict[str, Any]:
         """For the trace's header and /props: everything but secrets."""

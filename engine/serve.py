@@ -160,6 +160,7 @@ def edge_options(options: Options, target: Target) -> EdgeOptions:
         allowed_hosts=(options.host.lower(), *map(str.lower, options.allow_host)),
         numerics=target.numerics_shown,
         model_info=target.model_info,
+        scope=target.scope,
         created=int(time.time()),
         version=__version__,
         max_body=options.max_body << 20,

@@ -35,6 +35,7 @@ from adapters.store.opening import open_store
 from adapters.store.store import Store
 from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
+from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.draft import find_draft, load_draft
 from engine.measure import measured
@@ -65,6 +66,7 @@ class Target:
     identity: str
     model_id: str
     mode: str  # exact or fast
+    scope: Scope  # of requests that do not say
     draft: DFlashDraft | None = None
     store: StoreExecutor | None = None  # None: neither host memory nor disk keep anything
 
@@ -94,7 +96,8 @@ class Target:
         if self.store is None:
             return {"memory": self.memory(0), "full_cache": {"disk_policy": "off"}}
         cache = self.store.store.figures()
-        return {"memory": self.memory(cache["host"]["bytes"]), "full_cache": dict(cache)}
+        policy = "off" if self.store.store.disk is None else str(self.scope)
+        return {"memory": self.memory(cache["host"]["bytes"]), "full_cache": {**cache, "disk_policy": policy}}
 
     def memory(self, blocks: int) -> Mapping[str, Any]:
         """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
@@ -199,6 +202,8 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         residency=residency,
         rates=rates,
         min_tokens=options.kv_cache_min_tokens,
+        interval=options.kv_cache_interval,
+        cold_max=options.kv_cache_cold_max,
     )
     return Target(
         folder=folder,
@@ -211,6 +216,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         identity=named,
         model_id="demo" if options.model == "demo" else folder.resolve().name,
         mode=options.numerics,
+        scope=options.scope,
         draft=draft,
         store=stored,
     )
@@ -245,7 +251,7 @@ def layout(shard: Qwen3Shard, draft: DFlashDraft | None, named: str, grain: int)
 def build_store(options: Options, layout: Layout) -> Store | None:
     """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
     folder: Path | None = None
-    if options.disk_prefix_cache != "off" and options.kv_cache_budget:
+    if parse(options.disk_prefix_cache).kind != "off" and options.kv_cache_budget:
         folder = options.kv_cache_dir or Path(user_cache_dir("rekindle", appauthor=False)) / "kv"
     limits: dict[str, Any] = {
         "host_bytes": options.host_cache_budget << 20,

@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 import engine.__main__ as command
+from effects.scope import Scope
 from engine.options import Options
 
 
@@ -64,7 +65,17 @@ def test_flags_win_over_environment_and_that_over_the_file(
         (["--max-queue", "-3"], ["--max-queue", ">= 0"]),
         (["--api-key", ""], ["--api-key", "empty"]),
         (["--host", "a b"], ["--host", "127.0.0.1"]),
-        (["--disk-prefix-cache", "some"], ["--disk-prefix-cache", "off", "full"]),
+        (["--disk-prefix-cache", "some"], ["--disk-prefix-cache", '"off", "full", "auto", "auto:N" or N', "1000000"]),
+        (["--disk-prefix-cache", "auto:0"], ["--disk-prefix-cache", "auto:N"]),
+        (["--disk-prefix-cache", "auto:"], ["--disk-prefix-cache", "auto:N"]),
+        (["--disk-prefix-cache", "0"], ["--disk-prefix-cache", "N from 1"]),
+        (["--disk-prefix-cache=-5"], ["--disk-prefix-cache", "N from 1"]),
+        (["--disk-prefix-cache", "1e3"], ["--disk-prefix-cache", "N from 1"]),
+        (["--disk-prefix-cache="], ["--disk-prefix-cache", "N from 1"]),
+        (["--kv-cache-interval", "-1"], ["--kv-cache-interval", ">= 0"]),
+        (["--kv-cache-interval", "1.5"], ["--kv-cache-interval", "'1.5' is not an integer"]),
+        (["--kv-cache-cold-max", "many"], ["--kv-cache-cold-max", "integer"]),
+        (["--kv-cache-min-tokens", "0.5"], ["--kv-cache-min-tokens", "integer"]),
         (["--kv-cache-codec", "gzip"], ["--kv-cache-codec", "auto", "zstd", "store"]),
         (["--kv-cache-budget", "-1"], ["--kv-cache-budget", ">= 0"]),
         (["--host-cache-budget", "x"], ["--host-cache-budget", "int"]),
@@ -140,3 +151,37 @@ def test_the_diagram_is_mermaid(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.startswith("stateDiagram-v2\n")
     assert "Speculating --> Draining : Cancelled" in shown
+
+
+@pytest.mark.parametrize(
+    ("word", "scope"),
+    [
+        ("full", Scope("full")),
+        ("FULL", Scope("full")),
+        ("auto", Scope("auto", 30)),
+        ("auto:8", Scope("auto", 8)),
+        ("Auto:8", Scope("auto", 8)),
+        ("1000", Scope("fixed", 1000)),
+        ("off", Scope("full")),  # of what host memory keeps; the disk is not used
+    ],
+)
+def test_how_much_is_kept_can_be_said_in_words_and_numbers(word: str, scope: Scope, served: list[Options]) -> None:
+    assert command.main(["serve", "--disk-prefix-cache", word]) == 0
+    assert (served[0].scope, served[0].disk_prefix_cache) == (scope, word)
+
+
+def test_a_file_may_give_a_scope_as_a_number(served: list[Options], tmp_path: Path) -> None:
+    file = tmp_path / "rekindle.toml"
+    file.write_text("disk-prefix-cache = 1000\nkv-cache-cold-max = 0\nkv-cache-interval = 0\n")
+    assert command.main(["serve", "--config", str(file)]) == 0
+    assert served[0].scope == Scope("fixed", 1000)
+    assert (served[0].kv_cache_cold_max, served[0].kv_cache_interval) == (0, 0)
+
+
+def test_the_defaults_of_what_is_worth_keeping(served: list[Options]) -> None:
+    assert command.main(["serve"]) == 0
+    assert (served[0].kv_cache_cold_max, served[0].kv_cache_interval, served[0].kv_cache_min_tokens) == (
+        10240,
+        10240,
+        512,
+    )
