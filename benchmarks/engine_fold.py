@@ -32,9 +32,13 @@ class Case:
     live: int  # requests that decode at once
     prompt: int  # tokens of each
     waiting: int = 0  # requests in the queue behind them
+    draft: bool = False  # a draft proposes; every third proposal is right
 
 
-CASES = (Case(1, 100), Case(4, 100), Case(1, 8000), Case(4, 8000), Case(4, 8000, waiting=64))
+CASES = (
+    *(Case(1, 100), Case(4, 100), Case(1, 8000), Case(4, 8000), Case(4, 8000, waiting=64)),
+    *(Case(1, 8000, draft=True), Case(4, 8000, draft=True)),
+)
 
 
 def launches(outs: tuple[Out, ...]) -> list[Launch]:
@@ -42,12 +46,14 @@ def launches(outs: tuple[Out, ...]) -> list[Launch]:
 
 
 def answer(effect: Any) -> RoundDone | PrefillAdvanced:
-    return PrefillAdvanced(effect.stop) if isinstance(effect, RunPrefill) else RoundDone((7,))
+    if isinstance(effect, RunPrefill):
+        return PrefillAdvanced(effect.stop)
+    return RoundDone((7,) * (1 + effect.propose // 3), effect.propose, ns=10**6)
 
 
 def aged(world: World, finished: int) -> World:
     """The world after this many short requests have come and gone."""
-    job = Job(prompt=(1, 2), max_tokens=1)
+    job = Job(prompt=(1, 2), max_tokens=1, speculate=False)
     for number in range(finished):
         request = RequestId(number)
         world, outs = advance(world, request, Submitted(job))
@@ -63,8 +69,8 @@ def measure(world: World, case: Case, rounds: int) -> list[float]:
     """Microseconds of each decode event, once every live request decodes."""
     todo, first = deque[Launch](), 10**9
     for number in range(case.live + case.waiting):
-        prompt = tuple(range(number, number + case.prompt))
-        world, outs = advance(world, RequestId(first + number), Submitted(Job(prompt, max_tokens=10**6)))
+        job = Job(tuple(range(number, number + case.prompt)), max_tokens=10**6, speculate=case.draft)
+        world, outs = advance(world, RequestId(first + number), Submitted(job))
         todo.extend(launches(outs))
     took = list[float]()
     while len(took) < rounds:
@@ -93,6 +99,7 @@ def run(worlds: dict[int, World], rounds: int) -> list[dict[str, Any]]:
                     "live": case.live,
                     "prompt": case.prompt,
                     "waiting": case.waiting,
+                    "draft": "yes" if case.draft else "no",
                     "finished before": finished,
                     "median_us": median(events),
                     "p99_us": events[len(events) * 99 // 100],
@@ -107,7 +114,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2_000)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    fresh = begin(Settings(slots=4, max_queue=64, max_context=16_384))
+    fresh = begin(Settings(slots=4, max_queue=64, max_context=16_384, block=15, batch_rows=64))
     worlds = {0: fresh, options.finished: aged(fresh, options.finished)}
     gc.collect()
     gc.freeze()

@@ -108,13 +108,10 @@ class EngineDoor:
             for number, slot in enumerate(world.slots.slots)
         ]
         live = self.live()
-        held = {name: (each["device"], each["host"]) for name, each in live.get("memory", {}).get("models", {}).items()}
-        settings = world.settings
-        draft = residency.shown(world.models, settings.residency, has_draft=settings.block > 0, held=held)
         return {
             **self.facts,
             **live,
-            "runtime": {"draft_residency": draft},
+            "runtime": {"draft_residency": residency.shown(world.models, world.settings, held(live))},
             "slots": slots,
             "slots_busy": sum(slot.holder is not None for slot in world.slots.slots),
             "queue": len(world.slots.waiting),
@@ -136,3 +133,9 @@ class EngineDoor:
     async def empty(self) -> None:
         while self.runner.world.requests or self._tickets:  # noqa: ASYNC110 - at the very end; an event would cost all
             await anyio.sleep(0.01)
+
+
+def held(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:
+    """Bytes of each model's weights (on its device, in host memory), where the memory ledger counts them."""
+    models: Mapping[str, Mapping[str, int]] = live.get("memory", {}).get("models", {})
+    return {name: (places["device"], places["host"]) for name, places in models.items()}

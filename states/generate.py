@@ -9,6 +9,7 @@ from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.round import RoundDone, RunRound
 from effects.stream import EmitTokens, ReportProgress
+from states import pace
 from states.life import Prefilling, Speculating, Unparking
 from states.machine import Then
 from states.onward import Failing, Finished, Work, chunk, fail, finish, next_round, work
@@ -16,7 +17,8 @@ from states.restore import progress
 
 
 def unparked(state: Unparking, _: DraftUnparked) -> Work:
-    return work(evolve(state.hold, draft=True))
+    hold = state.hold
+    return work(evolve(hold, draft=True, pace=pace.fresh(hold.settings, hold.rates)))
 
 
 def plain(state: Unparking, event: DeviceFailed) -> Work:
@@ -30,7 +32,8 @@ def prefilled(
     hold = evolve(state.hold, valid=event.stop)
     if event.stop < hold.target:
         return Then(Prefilling(hold), progress(hold), chunk(hold, hold.target))
-    return Then(Speculating(hold), progress(hold), next_round(hold))
+    hold, one = next_round(hold)
+    return Then(Speculating(hold), progress(hold), one)
 
 
 def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens, RunRound] | Finished:
@@ -50,11 +53,13 @@ def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens
         rounds=hold.rounds + 1,
         proposed=hold.proposed + event.proposed,
         accepted=hold.accepted + min(event.accepted, len(tokens)),
+        pace=hold.pace and pace.after(hold.pace, event.proposed, event.accepted, len(tokens)),
     )
     emit = EmitTokens(tokens, event.logprobs[: len(tokens)])
     if stops or len(hold.answer) == job.max_tokens:
         return finish(hold, emit, "stop" if stops else "length")
-    return Then(Speculating(hold), emit, next_round(hold))
+    hold, one = next_round(hold)
+    return Then(Speculating(hold), emit, one)
 
 
 def broken(state: Prefilling | Speculating, event: DeviceFailed) -> Failing:

@@ -17,6 +17,7 @@ from effects.ids import SlotId, Tier, Tokens
 from effects.job import Job, Report
 from effects.ports import CancelReason
 from effects.stream import Finish
+from states.pace import Pace
 from states.rates import Rates
 from states.settings import Settings
 
@@ -70,6 +71,7 @@ class Hold:
     miss: str = ""
     compressed: bool = False  # compression was tried, or remembered; once is enough
     draft: bool = False  # the draft is leased
+    pace: Pace | None = None  # what is known of it, while it is
     answer: Tokens = ()
     rounds: int = 0
     proposed: int = 0

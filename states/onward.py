@@ -14,7 +14,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.round import RunRound
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, Finish
-from states import policy, scope
+from states import pace, policy, scope
 from states.life import (
     Compressing,
     Done,
@@ -68,7 +68,7 @@ def onward(hold: Hold) -> Onward:
         return fill(hold)
     if policy.speculate(hold).go:
         return Then(Unparking(hold), UnparkDraft())
-    return Then(Speculating(hold), next_round(hold))
+    return decode(hold)
 
 
 def fill(hold: Hold) -> Fill:
@@ -83,7 +83,12 @@ def fill(hold: Hold) -> Fill:
 def work(hold: Hold) -> Work:
     if hold.valid < hold.target:
         return Then(Prefilling(hold), chunk(hold, hold.target))
-    return Then(Speculating(hold), next_round(hold))
+    return decode(hold)
+
+
+def decode(hold: Hold) -> Then[Speculating, RunRound]:
+    hold, one = next_round(hold)
+    return Then(Speculating(hold), one)
 
 
 def chunk(hold: Hold, target: int) -> RunPrefill:
@@ -94,10 +99,16 @@ def chunk(hold: Hold, target: int) -> RunPrefill:
     return RunPrefill(hold.slot, hold.valid, mark, checkpoint=True)
 
 
-def next_round(hold: Hold) -> RunRound:
+def next_round(hold: Hold) -> tuple[Hold, RunRound]:
+    """And why it proposes nothing, if so; the last token there is room for says nothing about that."""
     last = hold.answer[-1] if hold.answer else hold.prompt[-1]
     room = hold.job.max_tokens - len(hold.answer) - 1
-    return RunRound(hold.slot, hold.valid, last, min(hold.settings.block, room) if hold.draft else 0)
+    if hold.pace is None or room == 0:
+        return hold, RunRound(hold.slot, hold.valid, last)
+    choice = pace.choose(hold.pace, len(hold.answer), room)
+    if choice.reason != hold.speculation:
+        hold = evolve(hold, speculation=choice.reason)
+    return hold, RunRound(hold.slot, hold.valid, last, choice.propose)
 
 
 def park(hold: Hold) -> ParkDraft:

@@ -9,8 +9,9 @@ after it, each rest twice as long as the one before while tries keep failing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from typing import TypeAlias
 
 from attrs import evolve, frozen
 
@@ -25,6 +26,9 @@ SHORTEST, LONGEST = 8, 256  # plain rounds of a rest
 HOPE = 800  # before anything is known: how likely a draft is right about the next token
 DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
 RUNG = 4  # rows of the smallest forward: as many tokens are fed at the price of one
+
+
+Rounds: TypeAlias = tuple[tuple[int, int], ...]  # as in Rates
 
 
 @frozen
@@ -73,20 +77,20 @@ def guessed(width: int) -> int:
     return UNIT + DRAFT + ROW * max(0, width + 1 - RUNG)
 
 
-@cache
-def priced(useful: tuple[int, ...], rounds: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """Never falling with the width, and never below a plain round. What was not measured is taken from wider ones,
-    which cost at least as much, or goes on from narrower ones as a guess would.
-    """
+def priced(useful: tuple[int, ...], rounds: Rounds) -> tuple[int, ...]:
+    """What rounds of such widths cost, never less than a plain one."""
     plain = dict(rounds).get(0, 0)
     known = {width: max(UNIT, UNIT * took // plain) for width, took in rounds if width and took} if plain else {}
-    prices = list[int]()
-    for width in useful:
-        wider = [price for other, price in known.items() if other >= width]
-        narrower = max((other for other in known if other < width), default=0)
-        price = min(wider) if wider else guessed(width) + (known[narrower] - guessed(narrower) if narrower else 0)
-        prices.append(max(price, *prices, UNIT))
-    return tuple(prices)
+    return tuple(known.get(width) or presumed(width, known) for width in useful)
+
+
+def presumed(width: int, known: Mapping[int, int]) -> int:
+    """As much as the cheapest wider one, which costs no less; beyond the widest, as much more as would be guessed."""
+    wider = [price for other, price in known.items() if other > width]
+    if wider:
+        return min(wider)
+    widest = max(known, default=0)
+    return guessed(width) + (known[widest] - guessed(widest) if known else 0)
 
 
 def choose(pace: Pace, answered: int, room: int) -> Choice:
@@ -105,6 +109,57 @@ def choose(pace: Pace, answered: int, room: int) -> Choice:
 def value(pace: Pace, at: int, room: int) -> int:
     """Thousandths of a token for the time of a plain round."""
     return UNIT * (UNIT + min(pace.gains[at], UNIT * room)) // pace.prices[at]
+
+
+def share(wanted: Sequence[tuple[int, Pace | None]], limit: int) -> list[int]:
+    """How much each of several requests may propose of what it wants, in a launch of at most `limit` rows.
+
+    All get the same bound: the one with the most expected tokens for the time of the whole launch. Where nobody
+    proposes, there may still be more rows than `limit`.
+    """
+    costs = next((pace for _, pace in wanted if pace is not None), None)
+    most = [propose for propose, _ in wanted]
+    if len(wanted) == 1 or costs is None or not any(most):
+        return most
+    best, proposals = 0, most
+    for bound in (0, *costs.widths):
+        each = [min(propose, bound) for propose in most]
+        rows = len(each) + sum(each)
+        if bound and rows > limit:
+            break
+        tokens = sum(UNIT + gain(pace, propose) for propose, (_, pace) in zip(each, wanted, strict=True))
+        worth = UNIT * tokens // launch_price(costs, rows, sum(map(bool, each)))
+        if worth > best:
+            best, proposals = worth, each
+    return proposals
+
+
+def gain(pace: Pace | None, propose: int) -> int:
+    return min(pace.gains[covering(pace, propose)], UNIT * propose) if pace is not None and propose else 0
+
+
+def launch_price(pace: Pace, rows: int, drafting: int) -> int:
+    """Of a forward of so many rows with so many drafts before it, by what a single request's rounds cost."""
+    draft = pace.prices[0] - UNIT if pace.widths[0] < RUNG else DRAFT
+    beyond = rows - 1 - pace.widths[-1]
+    if rows <= RUNG:
+        verify = UNIT
+    elif beyond <= 0:
+        verify = pace.prices[covering(pace, rows - 1)] - draft
+    else:
+        dearer, wider = pace.prices[-1] - pace.prices[0], pace.widths[-1] - pace.widths[0]
+        verify = pace.prices[-1] - draft + beyond * (max(0, dearer) // wider if wider else ROW)
+    return max(verify, UNIT) + drafting * draft
+
+
+def timed(rounds: Rounds, useful: tuple[int, ...], proposed: int, took_ns: int) -> Rounds:
+    """`Rates.rounds` after one more round of a request that was alone. One slow round does not count for more."""
+    if proposed and proposed not in useful:
+        return rounds
+    known = dict(rounds)
+    mean = known.get(proposed, took_ns)
+    known[proposed] = (7 * mean + min(took_ns, 4 * mean)) // 8
+    return tuple(sorted(known.items()))
 
 
 def pays(pace: Pace) -> bool:

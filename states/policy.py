@@ -7,7 +7,7 @@ from bisect import bisect_left
 from attrs import frozen
 
 from effects.ids import Tier
-from states import scope
+from states import pace, scope
 from states.life import Hold, grained
 from states.rates import ALONE, Rates, load_time, prefill_time
 from states.settings import Settings
@@ -72,6 +72,8 @@ def speculate(hold: Hold) -> Decision:
         return Decision(False, "declined")
     if hold.job.max_tokens == 1:
         return Decision(False, "one_token")
+    if not pace.could_pay(pace.fresh(hold.settings, hold.rates)):
+        return Decision(False, "never_pays")
     return Decision(True, "draft")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import evolve, field, frozen
 
@@ -134,17 +134,28 @@ def failed(model: Model, why: DeviceFailed) -> Model:
     return evolve(model, failures=model.failures + 1, error=f"{why.kind}: {why.detail}")
 
 
+class Deciding(Protocol):
+    """Settings, as far as residency goes."""
+
+    @property
+    def residency(self) -> Resolved: ...
+
+    @property
+    def block(self) -> int: ...
+
+
 def shown(
-    models: Residency, residency: Resolved, *, has_draft: bool, held: Mapping[str, tuple[int, int]] | None = None
+    models: Residency, settings: Deciding, held: Mapping[str, tuple[int, int]] | None = None
 ) -> Mapping[str, Any]:
-    """`/props.runtime.draft_residency`. held: bytes that a model has (on its device, in host memory), as its executor
-    counts them; without, what the acknowledgements told.
+    """`/props.runtime.draft_residency`: the policy, and for every model that there is where it really is.
+
+    held: bytes of its weights (on its device, in host memory), as its executor counts them; without, what the
+    acknowledgements told.
     """
-    there = {"draft": (models.draft, residency.draft)} if has_draft else {}
-    return {
-        "policy": residency.policy,
-        **{name: shown_model(model, after, (held or {}).get(name)) for name, (model, after) in there.items()},
-    }
+    told: dict[str, Any] = {"policy": settings.residency.policy}
+    if settings.block:
+        told["draft"] = shown_model(models.draft, settings.residency.draft, (held or {}).get("draft"))
+    return told
 
 
 def shown_model(model: Model, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from effects.all import Ask, Effect, Launch
 from effects.ids import DeviceFailed, RequestId, StoreFailed
@@ -14,9 +14,10 @@ from effects.ids import Lane as LaneName
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
+from effects.round import RoundDone, RunRound
 from effects.stream import Abandon
 from states import lane as lanes
-from states import rates, residency
+from states import pace, rates, residency
 from states import slots as seats
 from states.lane import Answer, Lane
 from states.life import Cancelled, Derived, Done, Event, External, New, Refused, Restoring, State, Submitted
@@ -99,6 +100,11 @@ class Fold:
             case None, BlocksRestored(start, stop, _, ns) if ns and stop > start and isinstance(state, Restoring):
                 beside = state.front > state.hold.restored
                 self.rates = rates.restored(self.rates, state.tier, stop - start, ns, beside=beside)
+            case RunRound(propose=propose), RoundDone(proposed=proposed, ns=ns) if (
+                ns and proposed == propose and self.lane.members == 1
+            ):
+                rounds = pace.timed(self.rates.rounds, pace.widths(self.settings), proposed, ns)
+                self.rates = evolve(self.rates, rounds=rounds)
             case _:
                 pass
 
@@ -140,7 +146,7 @@ class Fold:
     def launch(self) -> None:
         """Decided at launch, not when the effect was queued: by then the world may look different."""
         while not self.todo:
-            self.lane, self.models, chosen = lanes.choose(self.lane, self.models, self.settings)
+            self.lane, self.models, chosen = lanes.choose(self.lane, self.models, self.settings, self.requests)
             match chosen:
                 case Launch():
                     self.out.append(chosen)

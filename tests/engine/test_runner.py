@@ -7,12 +7,14 @@ from itertools import pairwise
 import anyio
 import anyio.lowlevel
 import pytest
+from attrs import evolve
 
 from effects.all import Ask, Launch
 from effects.job import Job
 from effects.prefill import RunPrefill
 from effects.round import RunRound
 from effects.stream import EmitTokens, ReportProgress
+from states.residency import Resolved
 from states.settings import Settings
 from tests.engine.play import SETTINGS, ScriptedDevice, collect, engine, expected
 
@@ -199,6 +201,16 @@ async def test_stages_add_up_to_the_time_the_request_took() -> None:
     assert set(closed.stages_ms) == {"Prefilling", "Speculating"}
     assert sum(closed.stages_ms.values()) <= took / 1e6
     assert closed.stages_ms["Prefilling"] == 8.0
+
+
+async def test_where_the_draft_is_can_be_seen() -> None:
+    async with engine() as plain:
+        assert plain.door.status()["runtime"] == {"draft_residency": {"policy": "auto"}}
+    async with engine(evolve(SETTINGS, block=3, residency=Resolved("request-scoped", "park"))) as running:
+        running.door.live = lambda: {"memory": {"models": {"draft": {"device": 0, "host": 7}}}}
+        told = running.door.status()["runtime"]["draft_residency"]
+        assert told["policy"] == "request-scoped"
+        assert (told["draft"]["state"], told["draft"]["device_bytes"], told["draft"]["host_bytes"]) == ("parked", 0, 7)
 
 
 async def test_nothing_is_left_behind() -> None:

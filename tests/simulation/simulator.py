@@ -131,6 +131,7 @@ class Simulator:
     def some_settings(self) -> Settings:
         rng = self.rng
         grain = rng.choice((1, 2, 4))
+        rounds = rng.choice(((), ((0, 20), (3, 25), (7, 30)), ((0, 20), (3, 50))))
         return Settings(
             slots=rng.randint(1, 4),
             max_context=80,
@@ -140,14 +141,14 @@ class Simulator:
             keep_decoded=rng.random() < 0.7,
             batch_rows=rng.choice((1, 4, 16)),
             store=rng.random() < 0.6,
-            block=rng.choice((0, 0, 1, 4)),
+            block=rng.choice((0, 0, 1, 4, 7)),
             residency=rng.choice(RESIDENCIES),
             compress_threshold=rng.choice((0, 0, 6, 14)),
             min_tokens=rng.choice((0, 0, 7)),
             stateful=rng.random() < 0.25,
             interval=rng.choice((0, 3, 8)),
             cold_max=rng.choice((0, 12)),
-            rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90))),
+            rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90, rounds=rounds))),
         )
 
     def some_jobs(self) -> list[Job]:

@@ -9,8 +9,8 @@ from attrs import evolve
 
 import states.world
 from effects.all import Ask, Launch
-from effects.draft import DraftParked, ParkDraft
-from effects.ids import RequestId
+from effects.draft import DraftParked, ParkDraft, UnparkDraft
+from effects.ids import DeviceFailed, RequestId
 from effects.job import Job, Sampling
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
@@ -20,9 +20,11 @@ from states import residency
 from states.life import Draining, Restoring, Submitted
 from states.machine import Table, Then
 from states.policy import Decision
+from states.residency import Resolved
 from states.settings import Settings
 from states.table import TABLE
 from states.world import advance, begin
+from tests.simulation.device import Device
 from tests.simulation.simulator import Simulator
 
 CHUNK = 100
@@ -58,7 +60,7 @@ def test_the_schedules_go_nearly_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
         return then
 
     monkeypatch.setattr(states.world, "step", noted)
-    for seed in range(300):
+    for seed in range(500):
         play(seed, replay=False)
     arms = {(row.state, row.event, arm) for row in TABLE.values() for arm in row.arms}
     assert taken <= arms
@@ -76,6 +78,44 @@ def test_an_answer_in_a_crowd_is_the_answer_alone(seed: int) -> None:
         alone.run()
         (only,) = alone.clients.values()
         assert only.tokens[: len(client.tokens)] == client.tokens
+
+
+class NoRoom(Device):
+    """The draft never comes back."""
+
+    def perform(self, ask: Ask) -> Any:
+        if isinstance(ask.effect, UnparkDraft):
+            return DeviceFailed("out_of_memory", "no room for the draft")
+        return super().perform(ask)
+
+
+SPECULATING = Settings(slots=2, max_context=80, chunk=4, grain=2, block=7)
+PARKED = evolve(SPECULATING, residency=Resolved("request-scoped", "park"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_answer_is_the_same_with_a_draft_without_one_and_where_it_cannot_be_had(seed: int) -> None:
+    jobs = Simulator(seed).jobs
+    plain = [evolve(job, speculate=False) for job in jobs]
+    heard, told = list[list[Any]](), list[set[str]]()
+    for settings, some, device in (
+        (evolve(SPECULATING, block=0), jobs, Device),
+        (SPECULATING, jobs, Device),
+        (SPECULATING, plain, Device),
+        (PARKED, jobs, Device),
+        (evolve(PARKED, residency=Resolved("request-scoped", "release")), jobs, Device),
+        (PARKED, jobs, NoRoom),
+    ):
+        simulator = Simulator(seed, settings, some, calm=True)
+        simulator.device = device(settings, simulator.rng, simulator.store, 0)
+        simulator.failures = 1.0 if device is NoRoom else 0.0  # of the final check: the draft need not be where it was
+        simulator.run()
+        heard.append([client.tokens for client in simulator.clients.values()])
+        told.append({client.closing.report.speculation for client in simulator.clients.values() if client.closing})
+    assert all(tokens == heard[0] for tokens in heard)
+    assert told[0] == {"no_draft"}
+    assert told[2] == {"declined"}
+    assert told[5] <= {"unpark_out_of_memory", "one_token", "declined"}
 
 
 # Mutants: bugs that only a schedule shows, and that the simulator sees them.

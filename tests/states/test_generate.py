@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from attrs import evolve
 
@@ -11,9 +13,10 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.round import RoundDone, RunRound
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from states import generate
+from states import generate, pace
 from states.life import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
 from states.machine import Then
+from states.rates import Rates
 from states.scope import report, select
 from tests.states.builders import (
     DRAFT,
@@ -28,15 +31,16 @@ from tests.states.builders import (
     an_answering,
 )
 
+LEASED: dict[str, Any] = {"draft": True, "pace": pace.fresh(DRAFT, Rates())}
 BROKEN = DeviceFailed("broken", "CUDA error")
 OUT_OF_MEMORY = DeviceFailed("out_of_memory", "no room for a chunk")
 
 
 def test_an_unparked_draft_is_leased_and_the_work_begins() -> None:
     then = generate.unparked(Unparking(a_hold(DRAFT)), DraftUnparked())
-    assert then == Then(Prefilling(a_hold(DRAFT, draft=True)), RunPrefill(HERE, 0, 8))
+    assert then == Then(Prefilling(a_hold(DRAFT, **LEASED)), RunPrefill(HERE, 0, 8))
     then = generate.unparked(Unparking(a_prefilled(DRAFT)), DraftUnparked())
-    assert then == Then(Speculating(a_prefilled(DRAFT, draft=True)), RunRound(HERE, 20, 120, propose=3))
+    assert then == Then(Speculating(a_prefilled(DRAFT, **LEASED)), RunRound(HERE, 20, 120, propose=3))
 
 
 def test_a_failed_unpark_goes_on_without_a_draft() -> None:
@@ -73,8 +77,9 @@ def test_a_round_emits_its_token_and_feeds_it_to_the_next() -> None:
 
 
 def test_accepted_proposals_count_and_the_next_round_proposes_no_further_than_the_limit() -> None:
-    then = generate.accept(Speculating(a_prefilled(DRAFT, draft=True)), RoundDone((7, 8, 9), proposed=3))
-    hold = a_prefilled(DRAFT, draft=True, valid=23, answer=(7, 8, 9), rounds=1, proposed=3, accepted=2)
+    then = generate.accept(Speculating(a_prefilled(DRAFT, **LEASED)), RoundDone((7, 8, 9), proposed=3))
+    learnt = pace.after(LEASED["pace"], 3, 2, 3)
+    hold = a_prefilled(DRAFT, draft=True, pace=learnt, valid=23, answer=(7, 8, 9), rounds=1, proposed=3, accepted=2)
     assert then == Then(Speculating(hold), EmitTokens((7, 8, 9)), RunRound(HERE, 23, 9, propose=2))
     assert (hold.report.rounds, hold.report.proposed, hold.report.accepted) == (1, 3, 2)
 
@@ -99,6 +104,40 @@ def test_a_stop_token_cuts_a_round_at_any_offset(at: int) -> None:
     then = generate.accept(Speculating(a_prefilled()), RoundDone(tokens))
     after = a_prefilled(valid=21 + at, answer=tokens[: at + 1], rounds=1)
     assert then == Then(Done(after), EmitTokens(tokens[: at + 1]), CloseStream("stop", report(after)))
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["cut_by_the_executor", "cut_here"])
+@pytest.mark.parametrize("right", range(5))
+@pytest.mark.parametrize("stop", range(6))
+@pytest.mark.parametrize("room", range(1, 7))
+def test_the_report_is_exact_wherever_a_round_of_proposals_is_cut(room: int, stop: int, right: int, told: bool) -> None:
+    """Four proposals, some of them right, then the target's own pick; a stop token somewhere, and so many may come."""
+    said = tuple(0 if at == stop else 7 + at for at in range(right + 1))
+    ends = min(stop + 1, len(said))
+    done = RoundDone(said[:ends] if told else said, 4, accepted=min(right, ends) if told else right)
+    before = a_prefilled(DRAFT, **LEASED, answer=(5,) * (6 - room), valid=26 - room, rounds=6 - room)
+    then = generate.accept(Speculating(before), done)
+    kept = said[: min(ends, room)]
+    assert then.effects[0] == EmitTokens(kept)
+    figures = report(then.state.hold) if 0 in kept else then.state.hold.report
+    assert (figures.completion_tokens, figures.rounds, figures.proposed) == (6 - room + len(kept), 7 - room, 4)
+    assert figures.accepted == min(right, len(kept)), "proposals that became tokens of the answer, and no others"
+    ended = next((one for one in then.effects if isinstance(one, CloseStream)), None)
+    if 0 in kept:
+        assert ended == CloseStream("stop", figures)
+    else:
+        assert (ended is None) == (len(kept) < room)
+
+
+def test_why_nothing_more_is_proposed_is_told() -> None:
+    resting = evolve(LEASED["pace"], rest=2)
+    before = a_prefilled(DRAFT, draft=True, pace=resting, answer=(5,), valid=21, rounds=1)
+    then = generate.accept(Speculating(before), RoundDone((7,)))
+    assert then.effects[-1] == RunRound(HERE, 22, 7, propose=0)
+    assert then.state.hold.report.speculation == "does_not_pay"
+    then = generate.accept(then.state, RoundDone((8,)))
+    assert then.effects[-1] == RunRound(HERE, 23, 8, propose=2)
+    assert then.state.hold.report.speculation == ""
 
 
 def test_a_stop_token_that_is_the_last_one_allowed_is_a_stop() -> None:

@@ -12,10 +12,12 @@ from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
 from effects.round import RunRound
-from states import lane
+from states import lane, pace
 from states.lane import Answer, Lane
+from states.life import Speculating, State
+from states.rates import Rates
 from states.residency import Model, Residency
-from tests.states.builders import DRAFT, ONE, SCOPED, TWO
+from tests.states.builders import DRAFT, ONE, SCOPED, TWO, a_prefilled
 
 NOBODY = Residency()
 
@@ -37,7 +39,7 @@ def park(request: int) -> Ask:
 
 
 def choose(*waiting: Ask, rounds_last: bool = False, models: Residency = NOBODY, settings: Any = DRAFT) -> Any:
-    return lane.choose(Lane(waiting, (), rounds_last), models, settings)
+    return lane.choose(Lane(waiting, (), rounds_last), models, settings, {})
 
 
 def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
@@ -52,7 +54,7 @@ def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
 def test_an_idle_lane_without_work_and_a_busy_one_choose_nothing() -> None:
     assert choose() == (Lane(), Residency(), None)
     busy = Lane((a_round(1),), (chunk(2),))
-    assert lane.choose(busy, Residency(), DRAFT) == (busy, Residency(), None)
+    assert lane.choose(busy, Residency(), DRAFT, {}) == (busy, Residency(), None)
 
 
 def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
@@ -77,6 +79,35 @@ def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
 def test_a_batch_has_a_limit_in_rows_and_at_least_one_member(proposals: tuple[int, ...], taken: int) -> None:
     rounds = [a_round(number, propose) for number, propose in enumerate(proposals)]
     assert launched(*rounds) == tuple(rounds[:taken])
+
+
+def decoding(*requests: int, **changes: Any) -> dict[RequestId, State]:
+    known = evolve(pace.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates()), **changes)
+    return {RequestId(n): Speculating(a_prefilled(DRAFT, draft=True, pace=known)) for n in requests}
+
+
+def proposed(requests: dict[RequestId, State], rows: int, *wanted: int) -> list[int]:
+    rounds = tuple(a_round(request, most) for request, most in zip(requests, wanted, strict=True))
+    settings = evolve(DRAFT, batch_rows=rows)
+    _, _, chosen = lane.choose(Lane(rounds), Residency(), settings, requests)
+    assert isinstance(chosen, Launch)
+    return [ask.effect.propose for ask in chosen.asks if isinstance(ask.effect, RunRound)]
+
+
+def test_rounds_that_go_together_propose_what_fits_together() -> None:
+    cheap = {"prices": (1100, 1110, 1120, 1130), "gains": (2900, 6500, 13000, 13000)}
+    assert proposed(decoding(1, **cheap), 16, 15) == [15]
+    assert proposed(decoding(1, 2, **cheap), 64, 15, 15) == [15, 15]
+    assert proposed(decoding(1, 2, **cheap), 16, 15, 15) == [7, 7]
+    assert proposed(decoding(1, 2, 3, 4, **cheap), 16, 15, 2, 0, 15) == [3, 2, 0, 3]
+    assert proposed(decoding(1, 2, 3, 4, **cheap), 8, 15, 15, 15, 15) == [0, 0, 0, 0]
+
+
+def test_rounds_that_go_together_propose_less_where_rows_are_dear() -> None:
+    dear = {"prices": (1200, 1900, 3300, 6100), "gains": (2000, 3000, 3500, 3600)}
+    assert proposed(decoding(1, **dear), 64, 3) == [3]
+    assert proposed(decoding(1, 2, **dear), 64, 7, 7) == [3, 3]
+    assert proposed(decoding(1, 2, 3, 4, **dear), 64, 7, 7, 7, 7) == [0, 0, 0, 0]
 
 
 def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:
@@ -115,4 +146,4 @@ def test_a_draft_is_not_sent_away_while_somebody_waits_for_it() -> None:
     after, models, chosen = choose(park(1), unpark(2), models=last, settings=SCOPED)
     assert (after, models, chosen) == (Lane((park(1),)), two, Answer(TWO, DraftUnparked()))
     left = Residency(Model("loaded", (TWO,)))
-    assert lane.choose(after, models, SCOPED)[1:] == (left, Answer(ONE, DraftParked()))
+    assert lane.choose(after, models, SCOPED, {})[1:] == (left, Answer(ONE, DraftParked()))

@@ -21,7 +21,7 @@ from states.life import Cancelled, Event, Submitted
 from states.residency import IDLE, Model, Policy, Residency, Resolved, Use, boot, resolve, resolved, shown
 from states.settings import Settings
 from states.world import Out, World, advance, begin
-from tests.states.builders import DRAFT, ONE, SCOPED, THREE, TWO, asks
+from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, THREE, TWO, asks
 
 NO, YES = False, True
 
@@ -132,13 +132,13 @@ def test_a_failed_parking_leaves_it_loaded_for_the_next_one() -> None:
 @pytest.mark.parametrize("settings", [DRAFT, SCOPED], ids=["kept", "request-scoped"])
 def test_a_draft_that_somebody_else_needs_stays(settings: Settings) -> None:
     shared, left = Residency(Model("loaded", (ONE, TWO))), Residency(Model("loaded", (TWO,)))
-    assert lane.choose(Lane((park(1),)), shared, settings) == (Lane(), left, Answer(ONE, DraftParked()))
+    assert lane.choose(Lane((park(1),)), shared, settings, {}) == (Lane(), left, Answer(ONE, DraftParked()))
 
 
 def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
     last, waiting = Residency(Model("loaded", (ONE,))), Lane((park(1),))
-    assert lane.choose(waiting, last, DRAFT) == (Lane(), Residency(Model("loaded")), Answer(ONE, DraftParked()))
-    assert lane.choose(waiting, last, SCOPED) == (Lane((), (park(1),)), last, Launch((park(1),)))
+    assert lane.choose(waiting, last, DRAFT, {}) == (Lane(), Residency(Model("loaded")), Answer(ONE, DraftParked()))
+    assert lane.choose(waiting, last, SCOPED, {}) == (Lane((), (park(1),), members=1), last, Launch((park(1),)))
 
 
 def test_other_outcomes_leave_the_residency_alone() -> None:
@@ -150,7 +150,7 @@ def test_other_outcomes_leave_the_residency_alone() -> None:
 
 def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() -> None:
     parked = Residency(Model("parked", size=9, moved=18, loads=1, parks=1, failures=1, error="io: bad"))
-    told = shown(parked, SCOPED.residency, has_draft=True)
+    told = shown(parked, SCOPED)
     assert told["policy"] == "request-scoped"
     assert told["draft"] == {
         "state": "parked",
@@ -164,12 +164,12 @@ def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() ->
         "failures": 1,
         "last_error": "io: bad",
     }
-    counted = shown(Residency(), DRAFT.residency, has_draft=True, held={"draft": (7, 8)})["draft"]
+    counted = shown(Residency(), DRAFT, {"draft": (7, 8)})["draft"]
     assert (counted["state"], counted["device_bytes"], counted["host_bytes"], counted["last_error"]) == (
         *("loaded", 7, 8),
         None,
     )
-    assert shown(Residency(), DRAFT.residency, has_draft=False) == {"policy": "auto"}
+    assert shown(Residency(), PLAIN) == {"policy": "auto"}
 
 
 # Every order in which three requests come, draft, leave and fail: the whole fold, walked to its end.

@@ -18,6 +18,7 @@ from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.invariants import check
 from states.life import Cancelled, Draining, Event, Prefilling, Submitted, Waiting
 from states.machine import IllegalEvent
+from states.rates import Rates
 from states.residency import Model, Residency
 from states.scope import report
 from states.settings import Settings
@@ -99,7 +100,7 @@ def test_a_finished_request_leaves_nothing_but_the_rows_of_its_slot() -> None:
     world, _ = after(PLAIN, submitted(ONE, **short), (ONE, PrefillAdvanced(1)), (ONE, RoundDone((7,))))
     fresh = begin(PLAIN)
     kept = evolve(fresh.slots, slots=(Slot((1, 2), None, 1), Slot()), turn=1)
-    assert world == evolve(fresh, slots=kept, lane=evolve(fresh.lane, rounds_last=True))
+    assert world == evolve(fresh, slots=kept, lane=evolve(fresh.lane, rounds_last=True, members=1))
 
 
 def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> None:
@@ -167,6 +168,27 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
     assert outs == (alone(ONE, RunRound(HERE, 0, 1)),)
     _, outs = advance(world, ONE, RoundDone((7,)))
     assert outs[-1] == alone(TWO, UnparkDraft())
+
+
+def test_a_round_alone_tells_what_rounds_cost_and_one_in_company_does_not() -> None:
+    measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(rounds=((0, 800), (3, 1000))))
+    one, two = submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,))
+    world, outs = after(measured, one, (ONE, RoundDone((7, 8), 3, ns=1800)))
+    assert world.rates.rounds == ((0, 800), (3, 1100))
+    assert after(measured, one, (ONE, RoundDone((7, 8), 2, ns=1800)))[0].rates.rounds == ((0, 800), (3, 1000))
+    world, outs = after(measured, one, two, (ONE, RoundDone((7, 8), 3, ns=1000)))
+    assert outs[-1] == Launch((Ask(ONE, RunRound(HERE, 2, 8, 3)), Ask(TWO, RunRound(SlotId(1), 0, 2, 3))))
+    for request in (ONE, TWO):
+        world, _ = advance(world, request, RoundDone((7,), 3, ns=9000))
+    assert world.rates.rounds == ((0, 800), (3, 1000))
+
+
+def test_a_request_decides_by_the_rates_of_its_admission() -> None:
+    slow = evolve(DRAFT, rates=Rates(rounds=((0, 800), (3, 3200))))
+    world, outs = after(slow, submitted(ONE, prompt=(1,)))
+    assert outs[-1] == alone(ONE, RunRound(HERE, 0, 1)), "four tokens in the time of four rounds"
+    assert world.requests[ONE].hold.speculation == "never_pays"  # type: ignore[union-attr]
+    assert world.models.draft.leases == ()
 
 
 @pytest.mark.parametrize(
