@@ -12,10 +12,12 @@ from typing import Annotated, Any
 
 import cyclopts
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 
 from engine import __version__
 from engine.options import Options
 from engine.refusal import Refusal
+from engine.simulation.wanted import Wanted
 
 app = App(
     name="rekindle",
@@ -32,10 +34,11 @@ def serve(
 ) -> int:
     """Serve a model over an OpenAI-compatible API.
 
-    Examples:
-      rekindle serve
-      rekindle serve ~/models/Qwen3-4B --device cuda --max-ctx 32768
-      rekindle serve --trace today.jsonl.zst
+    `rekindle serve`
+
+    `rekindle serve ~/models/Qwen3-4B --device cuda --max-ctx 32768`
+
+    `rekindle serve --trace today.jsonl.zst`
 
     Parameters
     ----------
@@ -94,6 +97,119 @@ def replay(
 
 
 @app.command(sort_key=3)
+def simulate(
+    logs: Annotated[tuple[Path, ...], Parameter(name="LOG", help="Files of requests.")],
+    /,
+    *,
+    wanted: Annotated[Wanted, Parameter(name="*")] = Wanted(),  # noqa: B008 - a frozen value
+) -> int:
+    """Try cache policies on requests that were logged: the real engine and index on a virtual clock, no model.
+
+    What format a file has is seen from what is in it: a trace of `rekindle serve --trace`; JSON Lines with
+    `timestamp`, `input`, `output` and `session_id`; or a JSON object of token counts, with `requests` and `hash_ids`.
+    Any of them may be compressed (.zst).
+
+    `rekindle simulate today.jsonl.zst --scope full,auto,auto:8`
+
+    `rekindle simulate logs/*.json --budget-tokens 1000000 --interleave 8 --restart-every 100 --plot hits.svg`
+    """
+    from engine.simulate import run  # noqa: PLC0415
+
+    return run(logs, wanted)
+
+
+cache = App(name="cache", help="Look at a folder of kept prompts, check it, and make it smaller.", sort_key=4)
+app.command(cache)
+Folder = Annotated[Path | None, Parameter(name="DIR")]
+
+
+@cache.command(sort_key=1)
+def ls(
+    folder: Folder = None,
+    /,
+    *,
+    text: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    model: Path | None = None,
+    all_: Annotated[bool, Parameter(name="--all", negative="", show_default=False)] = False,
+    json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+) -> int:
+    """Show what is kept: models, sequences, tokens, sizes, hits. A server may be using the folder meanwhile.
+
+    Parameters
+    ----------
+    folder
+        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+    text
+        Show how each sequence begins, as text.
+    model
+        Checkpoint whose tokenizer makes the text; the demo's if there is none.
+    all_
+        Every sequence, not only those used last.
+    json_
+        Print JSON, and nothing else, on standard output.
+    """
+    from engine.cache import ls as show  # noqa: PLC0415
+    from engine.folders import cache_folder  # noqa: PLC0415
+
+    return show(folder or cache_folder(), text=text, model=model, everything=all_, as_json=json_)
+
+
+@cache.command(sort_key=2)
+def verify(
+    folder: Folder = None,
+    /,
+    *,
+    json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+) -> int:
+    """Read everything, compare every checksum and key, change nothing. Exit status 1 if a file is damaged.
+
+    Parameters
+    ----------
+    folder
+        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+    json_
+        Print JSON, and nothing else, on standard output.
+    """
+    from engine.cache import verify as check  # noqa: PLC0415
+    from engine.folders import cache_folder  # noqa: PLC0415
+
+    return check(folder or cache_folder(), as_json=json_)
+
+
+@cache.command(sort_key=3)
+def gc(
+    folder: Folder = None,
+    /,
+    *,
+    budget: Annotated[int | None, Parameter(validator=Number(gte=0, lte=1 << 30))] = None,
+    identity: Annotated[str, Parameter(show_default=False)] = "",
+    all_: Annotated[bool, Parameter(name="--all", negative="", show_default=False)] = False,
+    dry_run: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> int:
+    """Remove damaged and unfinished files, and what else is named here. No server may be using the folder.
+
+    Parameters
+    ----------
+    folder
+        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+    budget
+        MiB that may stay; what is worth least goes first, as in the server.
+    identity
+        Keep only this model's files: the beginning of an identity as `ls` shows it.
+    all_
+        Remove everything that is kept.
+    dry_run
+        Only say what would be removed.
+    """
+    from engine.cache import Unwanted  # noqa: PLC0415
+    from engine.cache import gc as collect  # noqa: PLC0415
+    from engine.folders import cache_folder  # noqa: PLC0415
+
+    unwanted = Unwanted(None if budget is None else budget << 20, identity, all_)
+    return collect(folder or cache_folder(), unwanted, dry_run=dry_run)
+
+
+@app.command(sort_key=5)
 def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Print the transition table as Mermaid.
 
@@ -110,7 +226,9 @@ def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int
 
 
 def configuration(argv: list[str]) -> tuple[Any, ...]:
-    """Environment, then the TOML file that `--config` (or REKINDLE_CONFIG) names."""
+    """Of `serve`: environment, then the TOML file that `--config` (or REKINDLE_CONFIG) names."""
+    if argv[:1] != ["serve"]:
+        return ()
     path = os.environ.get("REKINDLE_CONFIG")
     for at, word in enumerate(argv):
         if word.startswith("--config="):
@@ -118,7 +236,7 @@ def configuration(argv: list[str]) -> tuple[Any, ...]:
         elif word == "--config" and at + 1 < len(argv):
             path = argv[at + 1]
     sources: list[Any] = [cyclopts.config.Env("REKINDLE_", command=False)]
-    if path and argv[:1] == ["serve"]:
+    if path:
         check_file(path)
         sources.append(cyclopts.config.Toml(path, must_exist=True, use_commands_as_keys=False))
     return tuple(sources)

@@ -26,9 +26,9 @@ class FolderInUse(FolderUnusable):
 
 
 class Folder:
-    """Owned from `open` to `close`, by one process at a time."""
+    """Owned from `open` to `close`, by one process at a time. One that was opened to `look` is nobody's."""
 
-    def __init__(self, path: Path, descriptor: int, lock: int) -> None:
+    def __init__(self, path: Path, descriptor: int, lock: int | None) -> None:
         self.path = path
         self._descriptor, self._lock = descriptor, lock
 
@@ -47,8 +47,18 @@ class Folder:
             os.close(descriptor)
             raise
 
+    @classmethod
+    def look(cls, path: Path) -> Folder:
+        """To read in, and nothing else: it is not made, and whoever owns it keeps it. Raises FolderUnusable."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise FolderUnusable(f"{path}: {error.strerror}") from error
+        return cls(path, descriptor, None)
+
     def close(self) -> None:
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
         os.close(self._descriptor)
 
     def names(self) -> list[tuple[str, int]]:
@@ -60,7 +70,7 @@ class Folder:
                 if entry.is_file(follow_symlinks=False)
             ]
 
-    def opener(self, name: str, _: int = 0) -> int:
+    def opener(self, name: str) -> int:
         """For reading. Raises OSError; a file that is not regular is an OSError too, and never blocks."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=self._descriptor)

@@ -1,0 +1,307 @@
+"""A cache folder looked at from outside, of whatever model, without a lock: what it holds, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field, frozen
+
+from adapters.store import journal, recent, seekable
+from adapters.store.blocks import root
+from adapters.store.disk import QUARANTINE, entry_of, no_collection, read_head
+from adapters.store.folder import LOCK, TEMPORARY, Folder, FolderUnusable
+from adapters.store.format import DTYPES, MOST_HEAD, Newer, Outdated, Run, parse_head, parse_name
+from adapters.store.index import Entry
+from adapters.store.recent import Recents
+from adapters.store.seekable import Damaged, Sizes
+
+MOST_JOURNAL = 1 << 30  # bytes
+MOST_FRAME = 64 << 20  # content bytes: ours have 2 MiB
+WIDTHS = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+
+
+@frozen(eq=False)
+class Kept:
+    """A file as it describes itself. content: bytes of its tensors, uncompressed."""
+
+    name: str
+    entry: Entry
+    identity: str
+    grain: int
+    content: int
+
+    @property
+    def run(self) -> Run:
+        return self.entry.run
+
+
+@define
+class Survey:
+    """Everything in a folder, by name. damaged, unreadable: what is wrong with a file, or with reading it."""
+
+    kept: list[Kept] = field(factory=list[Kept])
+    damaged: dict[str, str] = field(factory=dict[str, str])
+    unreadable: dict[str, str] = field(factory=dict[str, str])
+    newer: list[str] = field(factory=list[str])
+    outdated: list[str] = field(factory=list[str])
+    aside: list[str] = field(factory=list[str])  # damaged-*
+    temporary: list[str] = field(factory=list[str])
+    recents: list[str] = field(factory=list[str])
+    strangers: list[str] = field(factory=list[str])  # not ours
+    sizes: dict[str, int] = field(factory=dict[str, int])
+    journal: journal.Kept | None = None
+
+    def bytes_of(self, names: Sequence[str]) -> int:
+        return sum(self.sizes.get(name, 0) for name in names)
+
+
+def is_cache(folder: Folder) -> bool:
+    """Has a server ever used it?"""
+    names = [name for name, _ in folder.names()]
+    return any(name in {LOCK, journal.NAME} or parse_name(name) is not None for name in names)
+
+
+def open_to_look(path: Path) -> Folder:
+    """Raises FolderUnusable, also for a folder that is no cache."""
+    folder = Folder.look(path)
+    try:
+        used = is_cache(folder)
+    except OSError as error:
+        folder.close()
+        raise FolderUnusable(f"{path}: {error.strerror}") from error
+    if not used:
+        folder.close()
+        raise FolderUnusable(f"{path}: no cache folder: there is neither {LOCK} nor {journal.NAME} nor a kept run")
+    return folder
+
+
+def survey(folder: Folder) -> Survey:
+    """Reads the journal, and of each run its seek table and first frame. A file that vanishes meanwhile was evicted."""
+    found = Survey(sizes=dict(folder.names()))
+    known = read_journal(folder, found)
+    with no_collection():
+        for name in sorted(found.sizes):
+            if name in {LOCK, journal.NAME}:
+                continue
+            if name.startswith(QUARANTINE):
+                found.aside.append(name)
+            elif name.startswith(TEMPORARY):
+                found.temporary.append(name)
+            elif name.startswith(recent.PREFIX):
+                found.recents.append(name)
+            elif parse_name(name) is None:
+                found.strangers.append(name)
+            else:
+                describe(folder, name, known, found)
+    return found
+
+
+def read_journal(folder: Folder, found: Survey) -> Mapping[int, Entry]:
+    if not 0 < found.sizes.get(journal.NAME, 0) <= MOST_JOURNAL:
+        return {}
+    try:
+        found.journal = journal.read(read_whole(folder, journal.NAME, MOST_JOURNAL))
+    except OSError:
+        return {}
+    return found.journal.entries
+
+
+def describe(folder: Folder, name: str, known: Mapping[int, Entry], found: Survey) -> None:
+    try:
+        descriptor = folder.opener(name)
+        try:
+            found.kept.append(described(name, descriptor, known))
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        found.sizes.pop(name, None)
+    except Newer:
+        found.newer.append(name)
+    except Outdated:
+        found.outdated.append(name)
+    except Damaged as error:
+        found.damaged[name] = str(error)
+    except OSError as error:
+        found.unreadable[name] = error.strerror or str(error)
+
+
+def described(name: str, descriptor: int, known: Mapping[int, Entry]) -> Kept:
+    named = parse_name(name)
+    assert named is not None
+    size = os.fstat(descriptor).st_size
+    run, identity, grain = read_head(descriptor, size)
+    if run.keys[-1] != named[0]:
+        raise Damaged("the file has another run's name")
+    entry = entry_of(run, named[1], size, root(identity, grain))
+    remembered = known.get(named[1])
+    if remembered is not None and remembered.keys == entry.keys:
+        entry.hits, entry.used = remembered.hits, remembered.used
+    return Kept(name, entry, identity, grain, sum(content for _, content in table(descriptor, size)[1:]))
+
+
+def table(descriptor: int, size: int) -> list[Sizes]:
+    """(compressed, content) bytes of each frame. Raises Damaged, OSError."""
+    foot = seekable.FOOT.size
+    if size < foot:
+        raise Damaged("the file is too short")
+    length = seekable.table_size(seekable.frame_count(os.pread(descriptor, foot, size - foot)))
+    if length > size:
+        raise Damaged("the seek table is longer than the file")
+    return seekable.parse_table(os.pread(descriptor, length, size - length), size)
+
+
+# --- every byte ---
+
+
+def verify(folder: Folder, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each run's name, and what is wrong with it; empty if it is whole, or was evicted meanwhile."""
+    for name in names:
+        try:
+            descriptor = folder.opener(name)
+            try:
+                check_run(name, descriptor)
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            yield name, ""
+        except (Damaged, OSError) as error:
+            yield name, str(error)
+        else:
+            yield name, ""
+
+
+def check_run(name: str, descriptor: int) -> None:
+    """Name, seek table, head, keys, tensors, every frame and its checksum. Raises Damaged, Newer, Outdated, OSError."""
+    size, named = os.fstat(descriptor).st_size, parse_name(name)
+    assert named is not None
+    frames, at = table(descriptor, size), 0
+    if len(frames) < 2 or frames[0][1] > MOST_HEAD or max(content for _, content in frames[1:]) > MOST_FRAME:
+        raise Damaged("a frame's size cannot be")
+    for number, (packed, content) in enumerate(frames):
+        raw = bytearray(content)
+        seekable.decompress(read_exactly(descriptor, at, packed), memoryview(raw))
+        at += packed
+        if not number:
+            run, _, _ = parse_head(raw)
+            if run.keys[-1] != named[0]:
+                raise Damaged("the file has another run's name")
+            check_tensors(raw, run, sum(size for _, size in frames[1:]))
+
+
+def check_tensors(raw: bytearray, run: Run, content: int) -> None:
+    """The header's tensors lie end to end: the token ids, then what the other frames hold, to the last byte."""
+    header = json.loads(bytes(raw[8 : 8 + int.from_bytes(raw[:8], "little")]))
+    tensors = [(name, about) for name, about in header.items() if name != "__metadata__"]
+    try:
+        if not tensors or tensors[0][0] != "tokens" or span(tensors[0][1]) != (0, len(run.tokens)):
+            raise Damaged("the token ids are not the first tensor")
+        at = 0
+        for name, about in tensors:
+            start, stop = span(about)
+            if start != at:
+                raise Damaged(f"tensor {name[:60]} does not begin where the one before it ends")
+            at = stop
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"the header's tensors cannot be read: {type(error).__name__}") from error
+    if at != len(run.tokens) + content:
+        raise Damaged("the tensors do not fill the file")
+
+
+def span(about: Mapping[str, Any]) -> tuple[int, int]:
+    """Of one tensor, which has to be as long as its shape says. Raises ValueError, KeyError or TypeError."""
+    start, stop = about["data_offsets"]
+    shape = about["shape"]
+    if not all(type(one) is int and one >= 0 for one in (start, stop, *shape)):
+        raise ValueError("no positions")
+    if stop - start != prod(shape) * WIDTHS[about["dtype"]]:
+        raise ValueError("another length than its shape")
+    return start, stop
+
+
+def check_recents(folder: Folder, name: str) -> str:
+    """What is wrong with a file of recent prompts; a torn tail is what a kill leaves, and nothing wrong."""
+    try:
+        raw = read_whole(folder, name, MOST_JOURNAL)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error)
+    recents = Recents(most_bytes=MOST_JOURNAL)
+    if raw and not recent.read(raw, recents) and not len(recents):
+        return "no recent prompts can be read from it"
+    return ""
+
+
+def read_exactly(descriptor: int, at: int, length: int) -> bytes:
+    raw = os.pread(descriptor, length, at)
+    if len(raw) != length:
+        raise Damaged("the file ends early")
+    return raw
+
+
+def read_whole(folder: Folder, name: str, most: int) -> bytes:
+    descriptor = folder.opener(name)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
+        return file.read(most)
+
+
+# --- what belongs together ---
+
+
+@define(eq=False)
+class Conversation:
+    """A sequence that nothing kept continues. files: its own, those of none listed before.
+
+    start: tokens that it begins with as one listed before does. whole: nothing in front of it is missing. beginning:
+    its first tokens, packed, or where they are missing the first that are there.
+    """
+
+    files: list[Kept]
+    start: int
+    whole: bool
+    beginning: bytes
+
+    @property
+    def stop(self) -> int:
+        return self.files[-1].entry.stop
+
+    @property
+    def used(self) -> int:
+        return max(one.entry.used for one in self.files)
+
+    @property
+    def hits(self) -> int:
+        return max(one.entry.hits for one in self.files)
+
+
+def conversations(kept: Sequence[Kept]) -> list[Conversation]:
+    """Of one identity, those used last first."""
+    runs = [one for one in kept if one.entry.kind == "rows"]
+    holders = {key: one for one in runs for key in one.entry.keys}
+    continued = {holders[one.entry.parent].name for one in runs if one.entry.parent in holders}
+    claimed: set[str] = set()
+    found = list[Conversation]()
+    for last in sorted(runs, key=lambda one: (-one.entry.used, one.name)):
+        if last.name not in continued:
+            found.append(conversation(last, holders, claimed))
+    return found
+
+
+def conversation(last: Kept, holders: Mapping[bytes, Kept], claimed: set[str]) -> Conversation:
+    files, one = [last], last
+    claimed.add(last.name)
+    before = holders.get(last.entry.parent)
+    while before is not None and before.name not in claimed:
+        claimed.add(before.name)
+        files.append(before)
+        one, before = before, holders.get(before.entry.parent)
+    files.reverse()
+    start = one.entry.start
+    while before is not None:
+        one, before = before, holders.get(before.entry.parent)
+    return Conversation(files, start, one.entry.start == 0, one.entry.tokens)

@@ -1,0 +1,82 @@
+"""What every log is read as: sessions of agents that send one request after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from itertools import chain
+
+from attrs import frozen
+
+from effects.ids import Tokens
+
+MOST_TOKENS = 1 << 22  # of one prompt or answer
+MOST_REQUESTS = 1 << 20  # of one file
+DIGEST = 64  # bytes, and tokens, of one blake2b digest
+
+
+class BadLog(Exception):
+    """A file that cannot be simulated. One line: which file, where in it, what was found and what is accepted."""
+
+
+@frozen(eq=False)
+class Request:
+    """One request. `pieces` are the prompt, end to end; requests share them, so that long logs fit in memory.
+
+    at_ns: when it was sent, by the session's clock. pause_ns: its client waits at least so long after an answer.
+    boundaries: ascending prompt positions at which a message begins.
+    """
+
+    at_ns: int
+    pieces: tuple[Tokens, ...]
+    answer: Tokens
+    boundaries: Tokens = ()
+    pause_ns: int = 0
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self.pieces))
+
+    @property
+    def prompt(self) -> Tokens:
+        return tuple(chain.from_iterable(self.pieces))
+
+
+@frozen(eq=False)
+class Agent:
+    """Requests in order of time. waits: each is sent only when the one before it has been answered."""
+
+    requests: tuple[Request, ...]
+    waits: bool = True
+
+
+@frozen(eq=False)
+class Session:
+    """What belongs together: an agent and its subagents. absolute: times are of one clock that all such sessions share,
+    not of the session's own.
+    """
+
+    name: str
+    agents: tuple[Agent, ...]
+    absolute: bool = False
+
+    @property
+    def start_ns(self) -> int:
+        return min(agent.requests[0].at_ns for agent in self.agents)
+
+    @property
+    def count(self) -> int:
+        return sum(len(agent.requests) for agent in self.agents)
+
+
+def made_up(name: str, length: int) -> Tokens:
+    """Tokens that stand for a text nobody has: always the same for one name. Small numbers, which take no memory."""
+    digests = (blake2b(f"{name}\0{at}".encode(), digest_size=DIGEST).digest() for at in range(0, length, DIGEST))
+    return tuple(chain.from_iterable(digests))[:length]
+
+
+def message_starts(length: int, marked: Iterable[int], earlier: Sequence[int]) -> Tokens:
+    """Safe boundaries of a prompt of `length` tokens: marked positions, ends of earlier prompts that it begins with (an
+    answer begins there), and its own end.
+    """
+    return tuple(sorted({at for at in (*marked, *earlier, length) if 0 < at <= length}))

@@ -1,0 +1,16 @@
+"""Where things are kept that a start can find again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from platformdirs import user_cache_dir
+
+
+def user_folder() -> Path:
+    return Path(user_cache_dir("rekindle", appauthor=False))
+
+
+def cache_folder() -> Path:
+    """Of the prefix cache, unless somebody chose another."""
+    return user_folder() / "kv"

@@ -1,0 +1,123 @@
+"""`rekindle simulate`: what cache policies would have done with requests that were logged: table, JSON, plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import evolve
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from effects.scope import Scope
+from engine.simulation.costs import Costs, figures, read_costs
+from engine.simulation.logs import Logs, read_logs
+from engine.simulation.plot import check, draw
+from engine.simulation.report import show
+from engine.simulation.run import NO_CACHE, Run, Setup, fitted
+from engine.simulation.wanted import Wanted
+from states.settings import Settings
+
+MIB = 1 << 20
+
+
+def run(paths: Sequence[Path], wanted: Wanted) -> int:
+    """Raises Refusal or OSError."""
+    if wanted.plot is not None:
+        check(wanted.plot)
+    logs = read_logs(paths, wanted.model, shared_head=wanted.shared_head)
+    setup = build_setup(wanted, logs)
+    runs = simulate(setup, logs, wanted.scopes)
+    if wanted.json:
+        print(json.dumps(described(wanted, logs, setup, runs), indent=2))
+    else:
+        show(Console(), logs, setup, runs)
+    if wanted.plot is not None:
+        draw(wanted.plot, runs, headline(logs, runs[0]))
+    return 0
+
+
+def headline(logs: Logs, run: Run) -> str:
+    figures_ = run.figures()
+    tokens = f"{figures_.prompt_tokens / 1e6:,.1f} million prompt tokens"
+    return f"{figures_.requests:,} requests of {len(logs.sessions)} sessions, {tokens}"
+
+
+def build_setup(wanted: Wanted, logs: Logs) -> Setup:
+    costs = logs.measured.applied(Costs(), "recorded in the traces")
+    if wanted.costs is not None:
+        costs = read_costs(wanted.costs)
+    settings = evolve(served(logs.settings), store=True, rates=costs.rates())
+    if wanted.slots is not None:
+        settings = evolve(settings, slots=wanted.slots)
+    if wanted.min_tokens is not None:
+        settings = evolve(settings, min_tokens=wanted.min_tokens)
+    budget = wanted.budget * MIB if wanted.budget_tokens is None else wanted.budget_tokens * costs.token_bytes
+    return Setup(
+        fitted(settings, logs.sessions),
+        costs,
+        disk_budget=budget,
+        host_budget=wanted.host_budget * MIB,
+        restart_every=wanted.restart_every,
+        interleave=wanted.interleave,
+    )
+
+
+def served(recorded: Settings | None) -> Settings:
+    """As it was recorded, less what is not simulated: draft, compression, positional state."""
+    if recorded is None:
+        return Settings(slots=4, min_tokens=512)
+    plain = Settings()
+    kept = ("slots", "chunk", "grain", "keep_decoded", "batch_rows", "min_tokens")
+    return evolve(plain, **{name: getattr(recorded, name) for name in kept})
+
+
+def simulate(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Run]:
+    """A run for each scope, and before them one without any cache."""
+    requests = sum(session.count for session in logs.sessions)
+    runs = list[Run]()
+    with progress(requests * (1 + len(wanted))) as step:
+        for scope in (None, *wanted):
+            name = NO_CACHE if scope is None else str(scope)
+            one = Run(setup, logs.sessions, scope, lambda name=name: step(name))  # type: ignore[misc]
+            one.run()
+            runs.append(one)
+    return runs
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error, for people only. Call with the scope that has got one request further."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda name: bar.update(task, advance=1, description=name)
+
+
+def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Run]) -> dict[str, Any]:
+    """What --json prints."""
+    return {
+        "logs": {
+            "files": logs.formats,
+            "sessions": len(logs.sessions),
+            "texts": logs.texts or None,
+            "shared_head": wanted.shared_head,
+        },
+        "costs": {"source": setup.costs.source, **figures(setup.costs)},
+        "settings": {
+            "slots": setup.settings.slots,
+            "chunk": setup.settings.chunk,
+            "grain": setup.settings.grain,
+            "min_tokens": setup.settings.min_tokens,
+            "budget_bytes": setup.disk_budget,
+            "host_budget_bytes": setup.host_budget,
+            "restart_every": setup.restart_every,
+            "interleave": setup.interleave,
+        },
+        "scopes": [attrs.asdict(one.figures()) for one in runs],
+    }

@@ -1,0 +1,149 @@
+"""The real store and its real indexes, around a disk that takes time and keeps nothing but the index."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import cast
+
+import torch
+from attrs import define, field
+
+from adapters.store.blocks import WIDTH
+from adapters.store.disk import MOST_QUEUED, Disk, Note, Write, entry_of
+from adapters.store.format import Layout, Rows
+from adapters.store.index import Entry, Index
+from adapters.store.memory import Buffer
+from adapters.store.opening import RECENT_SHARE, index
+from adapters.store.recent import MOST_BYTES, Recents
+from adapters.store.store import Miss, Part, Store
+from effects.ids import LeaseId, Span, Tokens
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
+from effects.restore import RestoreBlocks
+from engine.simulation.clock import Clock, Queue
+from engine.simulation.costs import Costs
+from engine.simulation.tally import Tally
+
+ZERO = torch.zeros(1, dtype=torch.uint8)
+
+
+def layout(costs: Costs, grain: int) -> Layout:
+    """Rows of so many bytes a token, whatever they consist of."""
+    return Layout("simulated", grain, Rows(("rows",), 1, costs.token_bytes, torch.uint8))
+
+
+def empty_rows(size: int) -> Buffer:
+    """So many bytes, as far as anybody asks: one, that stands for all."""
+    return Buffer(ZERO.expand(size))
+
+
+@define(eq=False)
+class SimulatedDisk:
+    """Does with the index what the disk's writer does, when the time has come. Outlives the process, as files do."""
+
+    index: Index
+    costs: Costs
+    clock: Clock
+    tally: Tally
+    recents: Recents = field(factory=Recents)
+    queued: int = 0  # bytes
+    counts: Counter[str] = field(factory=Counter[str])
+    reader: Queue = field(init=False)
+    writer: Queue = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.reader, self.writer = Queue(self.clock), Queue(self.clock)
+        self.recents.most_bytes = min(MOST_BYTES, self.index.budget // RECENT_SHARE)
+
+    def touch(self, entry: Entry) -> None:
+        self.index.touch(entry)
+
+    def submit(self, job: Write | Note) -> bool:
+        """A note is small and always written: only the room for rows is of interest here."""
+        if isinstance(job, Note):
+            return True
+        if self.queued + job.size > MOST_QUEUED:
+            self.counts["dropped_queue_full"] += 1
+            return False
+        self.queued += job.size
+        self.clock.at(self.writer.enter(job.run.length * self.costs.write), lambda: self.write(job))
+        return True
+
+    def write(self, job: Write) -> None:
+        size = job.size + job.run.length * WIDTH + self.costs.file
+        if size <= self.index.budget:
+            self.index.make_room(size, job.run.parent)
+        if self.index.fits(size):
+            entry = entry_of(job.run, self.index.next_handle(), size, self.index.origin)
+            if self.index.add(entry):
+                self.tally.wrote(self.clock.now, size)
+        else:
+            self.counts["dropped_no_room"] += 1
+        self.queued -= job.size
+        job.done()
+
+
+@define(eq=False)
+class Keeping:
+    """What a process asks of the store; `disk` is handed on to the next one."""
+
+    disk: SimulatedDisk | None
+    host_budget: int  # bytes
+    shape: Layout
+    costs: Costs
+    clock: Clock
+    store: Store = field(init=False)
+    _read: dict[LeaseId, list[Part]] = field(factory=dict[LeaseId, "list[Part]"])
+
+    def __attrs_post_init__(self) -> None:
+        host = index(self.shape, self.host_budget)
+        recents = Recents() if self.disk is None else self.disk.recents
+        disk = cast("Disk | None", self.disk)  # what a store needs of one
+        self.store = Store(self.shape, host, disk, threading.RLock(), recents=recents)
+
+    @property
+    def idle(self) -> bool:
+        return self.disk is None or not self.disk.queued
+
+    def find(self, effect: FindPrefix) -> PrefixFound | PrefixMissed:
+        shared = self.store.joins(effect.prompt, effect.window) if effect.window else 0
+        found = self.store.find(effect.prompt, effect.beyond)
+        if isinstance(found, Miss):
+            return PrefixMissed(found.reason, shared=shared, length=found.length)
+        name, lease = found
+        return PrefixFound(name, lease.length, lease.place, shared=shared)
+
+    def release(self, lease: LeaseId) -> None:
+        self.store.release(lease)
+
+    def load(self, effect: RestoreBlocks) -> int:
+        """When the rows that are wanted will have been read. Whole runs are read, whatever part of them is wanted."""
+        lease = self.store.lease(effect.lease)
+        wanted = [part for part in lease.parts if part.start < effect.stop and part.stop > effect.start]
+        self._read[effect.lease] = [part for part in wanted if part.place == "disk"]
+        host = sum(part.stop - part.start for part in wanted if part.place == "host") * self.costs.host
+        done = self.clock.now + host
+        if self._read[effect.lease]:
+            assert self.disk is not None
+            tokens = sum(part.entry.length for part in self._read[effect.lease])
+            done = max(done, self.disk.reader.enter(tokens * self.costs.disk))
+        return done
+
+    def restored(self, effect: RestoreBlocks) -> None:
+        """What was read stays in host memory, if it finds room there; the lease is released."""
+        for part in self._read.pop(effect.lease):
+            self.store.promote(part.entry, empty_rows(self.shape.size("rows", part.entry.length)))
+        self.store.release(effect.lease)
+
+    def gaps(self, tokens: Tokens) -> list[Span]:
+        return self.store.gaps(tokens)
+
+    def keep(self, tokens: Tokens, spans: list[Span]) -> int:
+        """Bytes that were taken in."""
+        saved = 0
+        for start, stop in spans:
+            size = self.shape.size("rows", stop - start)
+            if not self.store.keep(tokens[:stop], start, empty_rows(size)):
+                break
+            saved += size
+        return saved

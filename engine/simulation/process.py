@@ -1,0 +1,177 @@
+"""One life of the server on the virtual clock: the real fold, and executors that only take their time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from attrs import define, field
+
+from effects.all import Ask, Launch, Outcome
+from effects.ids import RequestId, Tokens
+from effects.job import Job
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored, RestoreBlocks
+from effects.round import RoundDone, RunRound
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from effects.stream import CloseStream, EmitTokens, ReportProgress
+from engine.simulation.clock import Clock, Queue
+from engine.simulation.costs import Costs
+from engine.simulation.keeping import Keeping
+from engine.simulation.tally import Count
+from states.life import Event, Submitted, grained
+from states.settings import Settings
+from states.world import Out, World, advance, begin
+
+
+@define(eq=False)
+class Live:
+    """A request in this process: what it is counted in, and the answer that the log says it got."""
+
+    count: Count
+    answer: Tokens
+    closed: Callable[[], None]
+    said: int = 0  # tokens of the answer
+    first_slot: bool = True
+
+
+@define(eq=False)
+class Process:
+    """Fed by `submit`; everything else follows on the clock.
+
+    An outcome says what really happened in the index and in the slots; only durations come from the costs. Nothing
+    fails here, nobody leaves, there is no draft and no compression: settings must not ask for them.
+    """
+
+    settings: Settings
+    costs: Costs
+    clock: Clock
+    keeping: Keeping
+    world: World = field(init=False)
+    lane: Queue = field(init=False)
+    live: dict[RequestId, Live] = field(factory=dict[RequestId, Live])
+
+    def __attrs_post_init__(self) -> None:
+        assert not any((self.settings.block, self.settings.compress_threshold, self.settings.stateful))
+        self.world = begin(self.settings)
+        self.lane = Queue(self.clock)
+
+    @property
+    def idle(self) -> bool:
+        return not self.world.requests
+
+    def submit(self, request: RequestId, job: Job, live: Live) -> None:
+        self.live[request] = live
+        self.feed(request, Submitted(job))
+
+    def feed(self, request: RequestId, event: Event) -> None:
+        self.world, outs = advance(self.world, request, event)
+        for out in outs:
+            self.carry_out(out)
+
+    def carry_out(self, out: Out) -> None:
+        match out:
+            case Launch(asks):
+                self.launch(asks)
+            case Ask(request, OpenSlot() as opening):
+                self.open(request, opening)
+            case Ask(request, FindPrefix() as find):
+                self.find(request, find)
+            case Ask(request, RestoreBlocks() as restore):
+                self.restore(request, restore)
+            case Ask(_, ReleasePrefix(lease)):
+                self.keeping.release(lease)
+            case Ask(request, EmitTokens()):
+                count = self.live[request].count
+                count.first = count.first or self.clock.now
+            case Ask(request, CloseStream() as closing):
+                self.close(request, closing)
+            case Ask(_, ReportProgress()):
+                pass
+            case _:
+                raise AssertionError(f"nobody asks for this in a simulation: {out}")
+
+    # --- the device ---
+
+    def launch(self, asks: tuple[Ask, ...]) -> None:
+        """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
+        match asks[0].effect:
+            case RunPrefill(_, start, stop):
+                took = self.costs.chunk_ns(start, stop)
+                self.after(took, partial(self.answer, asks[0].request, PrefillAdvanced(stop, took)))
+            case RunRound():
+                positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunRound)]
+                took = self.costs.rounds_ns(positions)
+                self.after(took, partial(self.round, [ask.request for ask in asks], took))
+            case SaveSnapshot(_, tokens):
+                self.after(self.costs.launch, partial(self.save, asks[0].request, tokens))
+            case other:
+                raise AssertionError(f"nobody launches this in a simulation: {other}")
+
+    def after(self, ns: int, action: Callable[[], None]) -> None:
+        self.clock.at(self.lane.enter(ns), action)
+
+    def answer(self, request: RequestId, outcome: Outcome) -> None:
+        self.feed(request, outcome)
+
+    def round(self, requests: list[RequestId], took: int) -> None:
+        """The next token of each answer."""
+        for request in requests:
+            live = self.live[request]
+            token = live.answer[live.said]
+            live.said += 1
+            self.feed(request, RoundDone((token,), ns=took))
+
+    def open(self, request: RequestId, opening: OpenSlot) -> None:
+        if opening.source != opening.slot:
+            self.lane.enter(opening.keep * self.costs.copy)
+        live = self.live[request]
+        if live.first_slot:
+            live.first_slot = False
+            live.count.device = live.count.found = opening.keep
+
+    def save(self, request: RequestId, tokens: Tokens) -> None:
+        """Copy out what no tier has; then it is kept, and waits to be written."""
+        spans = self.keeping.gaps(tokens)
+        copied = sum(stop - start for start, stop in spans)
+
+        def done() -> None:
+            saved = self.keeping.keep(tokens, spans)
+            self.feed(request, SnapshotSaved(len(tokens), saved))
+
+        self.after(copied * self.costs.copy, done)
+
+    # --- the store ---
+
+    def find(self, request: RequestId, effect: FindPrefix) -> None:
+        outcome = self.keeping.find(effect)
+        if isinstance(outcome, PrefixFound | PrefixMissed):
+            count = self.live[request].count
+            count.found = max(count.found, grained(self.settings, min(outcome.length, count.prompt - 1)))
+        took = len(effect.prompt) * self.costs.find
+        self.clock.at(self.clock.now + took, partial(self.answer, request, outcome))
+
+    def restore(self, request: RequestId, effect: RestoreBlocks) -> None:
+        """Rows from memory come at once, those from disk behind what is read for others; last, all go over the lane."""
+        asked, done = self.clock.now, self.keeping.load(effect)
+
+        def place() -> None:
+            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy), placed)
+
+        def placed() -> None:
+            self.keeping.restored(effect)
+            size = (effect.stop - effect.start) * self.costs.token_bytes
+            self.feed(request, BlocksRestored(effect.start, effect.stop, size, self.clock.now - asked))
+
+        self.clock.at(done, place)
+
+    def close(self, request: RequestId, closing: CloseStream) -> None:
+        """The client has its answer. What is kept of it is decided in the same breath, so it is known here."""
+        live, report = self.live.pop(request), closing.report
+        assert closing.finish == "length", closing
+        count = live.count
+        count.restored, count.tier, count.closed = report.restored_tokens, report.tier, self.clock.now
+        if report.cache.rows:
+            count.selected = grained(self.settings, min(report.cache.boundary, count.prompt - 1))
+        live.closed()

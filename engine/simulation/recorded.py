@@ -1,0 +1,131 @@
+"""Recorded traces as logs: the jobs that came in, the answers they got, and how long the device really took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from attrs import define, evolve, field
+
+from adapters.traces.requests import MOST_REQUESTS, Agent, BadLog, Request, Session
+from effects.all import Ask, Launch
+from effects.ids import RequestId, Tokens
+from effects.job import Job
+from effects.lookup import PrefixFound
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored
+from effects.round import RoundDone, RunRound
+from effects.stream import EmitTokens
+from engine.runner import Envelope
+from engine.simulation.costs import Measured
+from engine.trace import BadTrace, Record, read
+from states.life import Submitted
+from states.settings import Settings
+
+
+@define
+class Recorded:
+    """What a trace holds for a simulation."""
+
+    session: Session
+    settings: Settings
+    measured: Measured
+
+
+@define
+class Collector:
+    """Fed with a trace's records in order."""
+
+    jobs: dict[RequestId, tuple[int, Job]] = field(factory=dict[RequestId, "tuple[int, Job]"])
+    answers: dict[RequestId, list[int]] = field(factory=dict[RequestId, "list[int]"])
+    chunks: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
+    rounds: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
+    loads: dict[str, list[float]] = field(factory=dict[str, "list[float]"])
+    token_bytes: int = 0
+    _launched: dict[RequestId, RunPrefill | RunRound] = field(factory=dict[RequestId, "RunPrefill | RunRound"])
+    _alone: bool = False
+    _tiers: dict[RequestId, str] = field(factory=dict[RequestId, str])
+
+    def feed(self, record: Record) -> None:
+        match record:
+            case Envelope(_, at_ns, request, Submitted(job)):
+                self.jobs[request] = (at_ns, job)
+            case Envelope(_, _, request, event):
+                self.happened(request, event)
+            case Ask(request, EmitTokens(tokens)):
+                self.answers.setdefault(request, []).extend(tokens)
+            case Launch(asks):
+                self._alone = len(asks) == 1
+                for ask in asks:
+                    if isinstance(ask.effect, RunPrefill | RunRound):
+                        self._launched[ask.request] = ask.effect
+            case _:
+                pass
+
+    def happened(self, request: RequestId, event: object) -> None:
+        launched = self._launched.get(request)
+        match event, launched:
+            case PrefillAdvanced(stop, ns), RunPrefill(start=start) if ns and stop > start:
+                self.chunks.append(((start + stop) / 2, ns / (stop - start)))
+            case RoundDone(ns=ns), RunRound(position=position, propose=0) if ns and self._alone:
+                self.rounds.append((position, ns))
+            case PrefixFound(tier=tier), _:
+                self._tiers[request] = tier
+            case BlocksRestored(start, stop, size, ns=ns), _ if stop > start:
+                self.token_bytes = self.token_bytes or size // (stop - start)
+                if ns and request in self._tiers:
+                    self.loads.setdefault(self._tiers[request], []).append(ns / (stop - start))
+            case _:
+                pass
+
+    def requests(self, tokens: Callable[[Tokens], Tokens]) -> Iterable[Request]:
+        start = min((at_ns for at_ns, _ in self.jobs.values()), default=0)
+        for request, (at_ns, job) in self.jobs.items():
+            answer = tuple(self.answers.get(request, ())) or job.prompt[-1:]
+            yield Request(at_ns - start, (tokens(job.prompt),), tokens(answer), job.boundaries)
+
+
+def read_recorded(path: Path) -> Recorded:
+    """Raises BadLog. A request that was cut short is taken to have wanted what it got."""
+    collector = Collector()
+    try:
+        header, records = read(path)
+        for number, record in records:
+            collector.feed(record)
+            if len(collector.jobs) > MOST_REQUESTS:
+                raise BadLog(f"{path}: line {number}: more than {MOST_REQUESTS} requests")
+    except BadTrace as error:
+        raise BadLog(str(error)) from error
+    if not collector.jobs:
+        raise BadLog(f"{path}: no request was recorded in it")
+    if any(not job.prompt for _, job in collector.jobs.values()):
+        raise BadLog(f"{path}: a prompt without tokens was recorded in it")
+    requests = sorted(collector.requests(numbered()), key=lambda request: request.at_ns)
+    loads = {tier: tuple(values) for tier, values in collector.loads.items() if tier in {"host", "disk"}}
+    measured = Measured(tuple(collector.chunks), tuple(collector.rounds), loads, collector.token_bytes)
+    return Recorded(Session(path.name, (Agent(tuple(requests), waits=False),)), header.settings, measured)
+
+
+def numbered() -> Callable[[Tokens], Tokens]:
+    """Tokens by the order in which they were first seen: those of a redacted trace are longer than an index takes."""
+    numbers: dict[int, int] = {}
+
+    def tokens(given: Tokens) -> Tokens:
+        return tuple(numbers.setdefault(token, len(numbers)) for token in given)
+
+    return tokens
+
+
+def merged(parts: Iterable[Measured]) -> Measured:
+    """What several traces say together."""
+    total = Measured()
+    for part in parts:
+        loads = {tier: (*total.loads.get(tier, ()), *values) for tier, values in part.loads.items()}
+        total = evolve(
+            total,
+            chunks=total.chunks + part.chunks,
+            rounds=total.rounds + part.rounds,
+            loads={**total.loads, **loads},
+            token_bytes=total.token_bytes or part.token_bytes,
+        )
+    return total

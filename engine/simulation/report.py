@@ -1,0 +1,90 @@
+"""The figures of all scopes side by side, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.simulation.logs import Logs
+from engine.simulation.run import Run, Setup
+from engine.simulation.tally import Figures
+
+WIDTH = 110  # columns where there is no terminal to ask
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(count: float) -> str:
+    """Bytes as people read them."""
+    unit = 0
+    while count >= 1024 and unit < len(UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} B" if not unit else f"{count:.1f} {UNITS[unit]}"
+
+
+def duration(ms: float) -> str:
+    if ms < 1000:
+        return f"{ms:.0f} ms"
+    if ms < 120_000:
+        return f"{ms / 1000:.1f} s"
+    return f"{ms / 60_000:.1f} min"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
+    ("hit tokens", lambda one: f"{one.hit_tokens:,}"),
+    ("  of prompt tokens", lambda one: percent(one.hit_share)),
+    ("  of an infinite cache", lambda one: percent(one.of_infinite)),
+    ("not computed again", lambda one: f"{one.restored_tokens:,}"),
+    ("selected prefix, mean", lambda one: f"{one.selected_mean:,.0f}"),
+    ("  last", lambda one: f"{one.selected_last:,}"),
+    ("  found whole", lambda one: f"{one.whole_hits} of {one.requests}"),
+    ("written", lambda one: size(one.written_bytes)),
+    ("  of unique KV bytes", lambda one: f"{one.written_of_unique:.3f}x"),
+    ("on disk at the end", lambda one: size(one.disk_bytes)),
+    ("evicted runs", lambda one: f"{one.evictions:,}"),
+    ("dropped writes", lambda one: f"{one.dropped_writes:,}"),
+    ("first token, median", lambda one: duration(one.first_token_ms[0])),
+    ("  90th percentile", lambda one: duration(one.first_token_ms[1])),
+)
+
+
+def show(console: Console, logs: Logs, setup: Setup, runs: Sequence[Run]) -> None:
+    if not console.is_terminal:
+        console = Console(width=max(WIDTH, 24 + 14 * len(runs)))
+    every = [one.figures() for one in runs]
+    total = every[0]
+    console.print(
+        f"{total.requests:,} requests of {len(logs.sessions)} sessions, {total.prompt_tokens:,} prompt tokens; "
+        f"an infinite cache would have had {percent(total.infinite_share)} of them. "
+        f"Unique KV rows: {size(total.unique_bytes)}.",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    for one in every:
+        table.add_column(one.scope, justify="right")
+    for name, cell in ROWS:
+        table.add_row(name, *(cell(one) for one in every))
+    console.print(table)
+    for line in notes(logs, setup):
+        console.print(line, style="dim", highlight=False)
+
+
+def notes(logs: Logs, setup: Setup) -> list[str]:
+    """What the figures rest on."""
+    budget = f"Disk {size(setup.disk_budget)}, host memory {size(setup.host_budget)}, {setup.settings.slots} slots"
+    token = setup.costs.token_bytes
+    lines = [f"{budget}; a token's rows take {token:,} bytes, so the disk has room for {setup.disk_budget // token:,}."]
+    if setup.restart_every:
+        lines.append(f"Restarted after every {setup.restart_every} requests: slots and host memory start empty.")
+    if setup.interleave:
+        lines.append(f"Sessions in rounds of {setup.interleave}, whose clocks start together.")
+    lines.append(f"Times are predicted. Costs: {setup.costs.source}.")
+    if logs.texts:
+        lines.append(f"Texts were read with {logs.texts}.")
+    return lines

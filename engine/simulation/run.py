@@ -1,0 +1,162 @@
+"""One scope, from the first request to the last, across restarts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from attrs import define, evolve, field, frozen
+
+from adapters.store.opening import index
+from adapters.traces.requests import Request, Session
+from effects.ids import RequestId
+from effects.job import Job
+from effects.scope import Scope
+from engine.simulation.clients import Clients
+from engine.simulation.clock import Clock
+from engine.simulation.costs import Costs
+from engine.simulation.keeping import Keeping, SimulatedDisk, layout
+from engine.simulation.process import Live, Process
+from engine.simulation.tally import Count, Figures, Infinite, Tally, quantile, ratio
+from states.life import grained
+from states.settings import Settings
+
+NO_CACHE = "no cache"
+
+
+@frozen
+class Setup:
+    """What is the same for every scope. Budgets are bytes; restart_every and interleave are 0 for never and for all."""
+
+    settings: Settings
+    costs: Costs
+    disk_budget: int
+    host_budget: int
+    restart_every: int = 0
+    interleave: int = 0
+
+
+@define(eq=False)
+class Run:
+    """Sends every request of `sessions` under one scope. scope None: no prompt shares anything with another."""
+
+    setup: Setup
+    sessions: Sequence[Session]
+    scope: Scope | None
+    advanced: Callable[[], None] = lambda: None  # a request has been answered
+    clock: Clock = field(factory=Clock)
+    tally: Tally = field(init=False)
+    disk: SimulatedDisk = field(init=False)
+    process: Process = field(init=False)
+    _held: deque[tuple[Request, Callable[[], None]]] = field(factory=deque)  # sent while the process stops
+    _since: int = 0  # requests since the process started
+    _evicted: int = 0  # from the host tiers of earlier processes
+
+    def __attrs_post_init__(self) -> None:
+        settings, costs = self.setup.settings, self.setup.costs
+        self.tally = Tally(Infinite(settings.grain))
+        kept = index(layout(costs, settings.grain), self.setup.disk_budget)
+        self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
+        self._begin()
+
+    def run(self) -> None:
+        Clients(self.sessions, self.clock, self.send, self.setup.interleave).start()
+        while self.clock.step():
+            if self._stopping and self.process.idle and self.process.keeping.idle:
+                self._restart()
+        assert self.process.idle, "a request that was never answered"
+
+    def _begin(self) -> None:
+        setup = self.setup
+        shape = layout(setup.costs, setup.settings.grain)
+        keeping = Keeping(self.disk, setup.host_budget, shape, setup.costs, self.clock)
+        settings = setup.settings if self.scope is not None else evolve(setup.settings, store=False)
+        self.process, self._since = Process(settings, setup.costs, self.clock, keeping), 0
+
+    @property
+    def name(self) -> str:
+        return NO_CACHE if self.scope is None else str(self.scope)
+
+    @property
+    def _stopping(self) -> bool:
+        """Nobody is let in until those who are there have left."""
+        return 0 < self.setup.restart_every <= self._since
+
+    def _restart(self) -> None:
+        """What the slots and host memory held is gone; what was queued for the disk has been written, as at a drain."""
+        if not self._held and not self._left:
+            return
+        self.tally.restarts.append(self.clock.now)
+        self._begin()
+        waiting, self._held = list(self._held), deque()
+        for request, answered in waiting:
+            self.send(request, answered)
+
+    @property
+    def _left(self) -> int:
+        return sum(session.count for session in self.sessions) - len(self.tally.counts)
+
+    def send(self, request: Request, answered: Callable[[], None]) -> None:
+        if self._stopping:
+            self._held.append((request, answered))
+            return
+        self._since += 1
+        number = RequestId(len(self.tally.counts))
+        prompt = request.prompt
+        count = Count(len(prompt), self.clock.now, self.tally.infinite.ask(prompt, request.answer))
+        self.tally.counts[number] = count
+        if self.scope is None:
+            prompt = (-1 - number, *prompt[1:])
+
+        def closed() -> None:
+            self.advanced()
+            answered()
+
+        job = Job(prompt, len(request.answer), scope=self.scope or Scope("off"), boundaries=request.boundaries)
+        self.process.submit(number, job, Live(count, request.answer, closed))
+
+    # --- the outcome ---
+
+    def figures(self) -> Figures:
+        counts, grain = list(self.tally.counts.values()), self.setup.settings.grain
+        prompts = sum(count.prompt for count in counts)
+        hits, infinite = sum(count.found for count in counts), sum(count.infinite for count in counts)
+        selected = [count.selected for count in counts if count.selected]
+        written = self.tally.written[-1][1] if self.tally.written else 0
+        unique = len(self.tally.infinite.blocks) * grain * self.setup.costs.token_bytes
+        waits = [count.first_ms for count in counts]
+        return Figures(
+            scope=self.name,
+            requests=len(counts),
+            prompt_tokens=prompts,
+            hit_tokens=hits,
+            hit_share=ratio(hits, prompts),
+            infinite_hit_tokens=infinite,
+            infinite_share=ratio(infinite, prompts),
+            of_infinite=ratio(hits, infinite),
+            restored_tokens=sum(count.restored for count in counts),
+            whole_hits=sum(count.whole for count in counts),
+            selected_mean=ratio(sum(selected), len(selected)),
+            selected_last=next((count.selected for count in reversed(counts) if count.selected), 0),
+            written_bytes=written,
+            unique_bytes=unique,
+            written_of_unique=ratio(written, unique),
+            evictions=self.disk.index.evictions,
+            dropped_writes=sum(self.disk.counts.values()),
+            disk_bytes=self.disk.index.held,
+            restarts=len(self.tally.restarts),
+            first_token_ms=(quantile(waits, 0.5), quantile(waits, 0.9)),
+        )
+
+
+def fitted(settings: Settings, sessions: Sequence[Session]) -> Settings:
+    """The same, with slots that the longest request fits into, and a queue that refuses nobody."""
+    longest = max(
+        request.length + len(request.answer)
+        for session in sessions
+        for agent in session.agents
+        for request in agent.requests
+    )
+    context = grained(settings, longest) + settings.grain
+    requests = sum(session.count for session in sessions)
+    return evolve(settings, max_context=max(context, settings.max_context), max_queue=requests)

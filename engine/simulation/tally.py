@@ -1,0 +1,114 @@
+"""What a simulation counts, request by request, and what an infinite cache would have had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define, field, frozen
+
+from effects.ids import RequestId, Tokens
+
+
+@define
+class Count:
+    """One request. Tokens, and nanoseconds of the virtual clock."""
+
+    prompt: int
+    sent: int
+    infinite: int  # tokens of the prompt that an earlier prompt and its answer begin with, in whole grains
+    device: int = 0  # that its slot started with
+    found: int = 0  # that the device and the store had together, usable
+    restored: int = 0  # that were not computed again
+    tier: str = "none"
+    selected: int = 0  # that the scope takes, in whole grains
+    first: int = 0  # when its first token came
+    closed: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Was all of what the scope selects there? The seed's way of counting hits."""
+        return 0 < self.selected <= self.found
+
+    @property
+    def first_ms(self) -> float:
+        return (self.first - self.sent) / 1e6
+
+
+@define
+class Infinite:
+    """A cache that forgets nothing: every block of every prompt and answer, by what it continues."""
+
+    grain: int
+    blocks: set[int] = field(factory=set[int])
+
+    def chain(self, tokens: Tokens) -> list[int]:
+        link, links, grain = 0, list[int](), self.grain
+        for start in range(0, len(tokens) - grain + 1, grain):
+            link = hash((link, tokens[start : start + grain]))
+            links.append(link)
+        return links
+
+    def ask(self, prompt: Tokens, answer: Tokens) -> int:
+        """How many tokens of the prompt are there and usable: its last one never is. From now on all of it is there,
+        and of the answer all but the last token, which is fed to nobody.
+        """
+        links = self.chain(prompt + answer[:-1])
+        usable = links[: (len(prompt) - 1) // self.grain]
+        there = next((number for number, link in enumerate(usable) if link not in self.blocks), len(usable))
+        self.blocks.update(links)
+        return there * self.grain
+
+
+@define
+class Tally:
+    """Everything about one run."""
+
+    infinite: Infinite
+    counts: dict[RequestId, Count] = field(factory=dict[RequestId, Count])
+    written: list[tuple[int, int]] = field(factory=list["tuple[int, int]"])  # (nanoseconds, bytes so far)
+    restarts: list[int] = field(factory=list[int])  # nanoseconds
+
+    def wrote(self, now: int, size: int) -> None:
+        before = self.written[-1][1] if self.written else 0
+        self.written.append((now, before + size))
+
+
+@frozen
+class Figures:
+    """A run in numbers, as a table and JSON show it. Bytes count KV rows as they would lie on disk, stored plainly."""
+
+    scope: str
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    hit_share: float  # of the prompt tokens
+    infinite_hit_tokens: int
+    infinite_share: float
+    of_infinite: float
+    restored_tokens: int
+    whole_hits: int
+    selected_mean: float
+    selected_last: int
+    written_bytes: int
+    unique_bytes: int
+    written_of_unique: float
+    evictions: int
+    dropped_writes: int
+    disk_bytes: int
+    restarts: int
+    first_token_ms: tuple[float, float]  # median, 90th percentile
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Linear between neighbours; 0 for no values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
