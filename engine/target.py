@@ -14,7 +14,6 @@ from typing import Any
 import anyio.to_thread
 import torch
 from attrs import asdict, define
-from platformdirs import user_cache_dir
 
 from adapters import demo
 from adapters.device.drafting import Drafting
@@ -38,6 +37,7 @@ from effects.ids import DeviceFailed, RequestId
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.draft import find_draft, load_draft
+from engine.folders import cache_folder, user_folder
 from engine.measure import measured
 from engine.options import Options
 from engine.refusal import Refusal
@@ -252,7 +252,7 @@ def build_store(options: Options, layout: Layout) -> Store | None:
     """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
     folder: Path | None = None
     if parse(options.disk_prefix_cache).kind != "off" and options.kv_cache_budget:
-        folder = options.kv_cache_dir or Path(user_cache_dir("rekindle", appauthor=False)) / "kv"
+        folder = options.kv_cache_dir or cache_folder()
     limits: dict[str, Any] = {
         "host_bytes": options.host_cache_budget << 20,
         "disk_bytes": options.kv_cache_budget << 20,
@@ -285,7 +285,7 @@ def check_memory(token_bytes: int, device: torch.device, slots: int, context: in
 
 def probed(config: Qwen3Config, kernels: Kernels, **how: Any) -> Numerics:
     """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
-    kept = Path(user_cache_dir("rekindle", appauthor=False)) / "numerics" / f"{probe_key(config, kernels, **how)}.json"
+    kept = user_folder() / "numerics" / f"{probe_key(config, kernels, **how)}.json"
     with suppress(OSError, ValueError):
         return Numerics.from_json(kept.read_text(encoding="utf-8"))
     found = probe(config, kernels, **how)
