@@ -1,6 +1,10 @@
-"""The promise, measured: the same tokens cold, continued, alone, batched with three others, and executed again.
+"""The promise, measured: the same tokens with and without speculation, cold and restored from each tier, batched, with
+a draft that stays or one that comes and goes, as chains and as trees, and executed again from a trace.
 
-`python -m benchmarks.exactness [--prompts 200] [--model demo] [--device cpu] [--dtype auto]`
+`python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--draft auto] [--only cold,trees,...]`
+
+Prompts are code, tool calls, chat and retrieval in turn, half of them greedy and half sampled by a seed. Everything is
+compared with answers that are computed cold, alone and without a draft.
 """
 
 from __future__ import annotations
@@ -9,18 +13,22 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-from attrs import evolve
+from attrs import define, evolve
 
 from adapters.text.text import Text
 from benchmarks.report import machine, raw, table
+from benchmarks.subjects import NAMES
+from benchmarks.subjects import prompts as held_out_prompts
 from effects.ids import Tokens
-from effects.job import Job, Sampling
+from effects.job import Job, Report, Sampling
+from effects.ports import Closed
+from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine import __version__
 from engine.assemble import Engine, engine
@@ -28,8 +36,13 @@ from engine.execute import execute
 from engine.options import Options
 from engine.target import Target, load_target
 from engine.trace import VERSION, Header, Recorder
+from states.residency import resolved
 
 ANSWER = 48  # tokens
+LONGEST = 700  # tokens of a prompt
+SAMPLED = Sampling(temperature=0.8, top_p=0.95)
+OFF, FULL = Scope("off"), Scope("full")
+TREE = 22
 
 
 async def prompts(text: Text, count: int) -> list[Tokens]:
@@ -57,19 +70,32 @@ async def prompts(text: Text, count: int) -> list[Tokens]:
     return [prompt[-4000:] for prompt in made]
 
 
-async def answer(running: Engine, job: Job) -> tuple[Tokens, int]:
-    """The tokens of a job, and how much of its prompt was restored."""
+@define
+class Answered:
+    """The tokens of a job, and what became of it."""
+
     tokens: Tokens = ()
-    restored = 0
+    report: Report | None = None
+
+
+async def answered(running: Engine, job: Job) -> Answered:
+    found = Answered()
     async for message in running.door.submit(job):
         if isinstance(message, EmitTokens):
-            tokens += message.tokens
-        else:
-            restored = getattr(getattr(message, "report", None), "restored_tokens", restored)
-    return tokens, restored
+            found.tokens += message.tokens
+        elif isinstance(message, Closed):
+            found.report = message.report
+    return found
 
 
-async def each_cold(target: Target, jobs: list[Job]) -> list[Tokens]:
+async def answer(running: Engine, job: Job) -> tuple[Tokens, int]:
+    """The tokens of a job, and how much of its prompt was restored."""
+    found = await answered(running, job)
+    assert found.report is not None
+    return found.tokens, found.report.restored_tokens
+
+
+async def each_cold(target: Target, jobs: Sequence[Job]) -> list[Tokens]:
     """Every job in a world of its own: nothing to continue from, nobody beside it."""
     answers = list[Tokens]()
     for job in jobs:
@@ -80,7 +106,7 @@ async def each_cold(target: Target, jobs: list[Job]) -> list[Tokens]:
     return answers
 
 
-async def each_continued(target: Target, jobs: list[Job], restored: list[int]) -> list[Tokens]:
+async def each_continued(target: Target, jobs: Sequence[Job], restored: list[int]) -> list[Tokens]:
     """Every job after one that shares two thirds of its prompt."""
     answers = list[Tokens]()
     async with engine(target.settings, target.executor, facts={}) as running:
@@ -92,88 +118,184 @@ async def each_continued(target: Target, jobs: list[Job], restored: list[int]) -
     return answers
 
 
-async def each_batched(target: Target, jobs: list[Job], recorder: Recorder | None) -> list[Tokens]:
+async def each_batched(target: Target, jobs: Sequence[Job], recorder: Recorder | None) -> list[Tokens]:
     """Four at a time."""
-    answers: list[Tokens] = [()] * len(jobs)
+    return [one.tokens for one in await together(target, jobs, recorder=recorder)]
+
+
+async def together(
+    target: Target, jobs: Sequence[Job], *, at_once: int = 4, recorder: Recorder | None = None, **settings: Any
+) -> list[Answered]:
+    """In one world, so many at a time; with the target's store where there is one."""
+    found = [Answered()] * len(jobs)
 
     async def one(number: int) -> None:
-        answers[number] = (await answer(running, jobs[number]))[0]
+        found[number] = await answered(running, jobs[number])
 
-    async with engine(target.settings, target.executor, facts={}, recorder=recorder) as running:
-        for start in range(0, len(jobs), 4):
+    changed = evolve(target.settings, **settings)
+    async with engine(changed, target.executor, store=target.store, facts={}, recorder=recorder) as running:
+        for start in range(0, len(jobs), at_once):
             async with anyio.create_task_group() as tasks:
-                for number in range(start, min(start + 4, len(jobs))):
+                for number in range(start, min(start + at_once, len(jobs))):
                     tasks.start_soon(one, number)
-    return answers
+    return found
 
 
-async def timed(
-    name: str, work: Callable[[], Awaitable[list[Tokens]]], cold: list[Tokens] | None
-) -> tuple[list[Tokens], dict[str, Any]]:
-    start = time.monotonic()
-    answers = await work()
-    differing = 0 if cold is None else sum(one != other for one, other in zip(answers, cold, strict=True))
-    return answers, {
-        "how": name,
-        "jobs": len(answers),
-        "differing": differing,
-        "seconds": round(time.monotonic() - start, 1),
-    }
+# --- what is compared ---
 
 
-async def measure(options: Options, count: int) -> int:
-    target = await load_target(options)
-    text = Text.load(target.folder)
-    made = await prompts(text, count)
-    jobs = [Job(prompt, ANSWER, stop_tokens=tuple(text.tokenizer.end_tokens)) for prompt in made]
-    seeded = [evolve(job, sampling=Sampling(temperature=0.8, top_p=0.95, seed=n)) for n, job in enumerate(jobs)]
-    rows, restored = list[dict[str, Any]](), list[int]()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "batched.jsonl.zst"
-        for kind, these in (("greedy", jobs), ("seeded", seeded)):
-            cold, row = await timed(f"{kind}, cold and alone", partial(each_cold, target, these), None)
-            rows.append(row)
-            rows.append((await timed(f"{kind}, continued", partial(each_continued, target, these, restored), cold))[1])
-            recorder = None
-            if kind == "seeded":
-                recorder = Recorder(
-                    trace, Header(VERSION, __version__, target.settings, target.identity, options.shown())
-                )
-                recorder.start()
-            rows.append(
-                (await timed(f"{kind}, batched by four", partial(each_batched, target, these, recorder), cold))[1]
-            )
+@define(eq=False)
+class Comparison:
+    """Answers against the plain ones, and what the reports told."""
+
+    target: Target
+    jobs: list[Job]
+    folder: Path
+    plain: list[Tokens]
+    rows: list[dict[str, Any]]
+
+    async def run(self, name: str, work: Callable[[], Awaitable[list[Answered]]]) -> None:
+        start = time.monotonic()
+        found = await work()
+        reports = [one.report for one in found if one.report is not None]
+        tiers = {report.tier for report in reports if report.restored_tokens}
+        row = {
+            "how": name,
+            "jobs": len(found),
+            "differing": sum(one.tokens != other for one, other in zip(found, self.plain, strict=True)),
+            "tokens": sum(len(one.tokens) for one in found),
+            "rounds": sum(report.rounds for report in reports),
+            "proposed": sum(report.proposed for report in reports),
+            "accepted": sum(report.accepted for report in reports),
+            "restored": sum(report.restored_tokens for report in reports),
+            "tier": ",".join(sorted(tiers)) or "none",
+            "seconds": round(time.monotonic() - start, 1),
+        }
+        self.rows.append(row)
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+
+    # Every mode: the same jobs, done differently.
+
+    async def cold(self) -> list[Answered]:
+        found = list[Answered]()
+        for job in self.jobs:
+            found += await together(self.target, [job])
+        return found
+
+    async def batched(self) -> list[Answered]:
+        return await together(self.target, self.jobs)
+
+    async def trees(self) -> list[Answered]:
+        return await together(self.target, self.jobs, tree=TREE)
+
+    async def continued(self) -> list[Answered]:
+        """Each after one that shares two thirds of its prompt, in the slots."""
+        found = list[Answered]()
+        async with engine(self.target.settings, self.target.executor, facts={}) as running:
+            for job in self.jobs:
+                begun = evolve(job, prompt=job.prompt[: max(1, len(job.prompt) * 2 // 3)], max_tokens=3)
+                await answered(running, begun)
+                found.append(await answered(running, job))
+        return found
+
+    async def scoped(self) -> list[Answered]:
+        """The draft is parked whenever nobody needs it."""
+        target = self.target
+        assert target.draft is not None
+        residency, _ = resolved("request-scoped", has_draft=True, has_drafter=False)
+        await target.lane.run(target.draft.park)
+        try:
+            return await together(target, self.jobs, residency=residency)
+        finally:
+            await target.lane.run(target.draft.unpark)
+
+    async def restored(self) -> list[Answered]:
+        """Beyond the device: the slots are empty, and everything was kept before."""
+        return await together(self.target, [evolve(job, scope=FULL) for job in self.jobs])
+
+
+MODES = ("cold", "batched", "continued", "trees", "scoped", "host", "disk", "executed")
+
+
+def made(count: int, ends: Tokens) -> list[Job]:
+    """Of every kind in turn; of each the first one greedy, the next one sampled, and so on."""
+    by_kind = held_out_prompts(list(NAMES), -(-count // len(NAMES)), LONGEST)
+    mixed = [prompt for row in zip(*by_kind.values(), strict=True) for prompt in row][:count]
+    return [
+        Job(prompt, ANSWER, Sampling() if n // len(NAMES) % 2 == 0 else evolve(SAMPLED, seed=n), ends, OFF)
+        for n, prompt in enumerate(mixed)
+    ]
+
+
+async def measure(options: Options, count: int, modes: Sequence[str]) -> int:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        kept = evolve(options, kv_cache_dir=folder / "kv", kv_cache_min_tokens=0, host_cache_budget=4096)
+        target = await load_target(kept)
+        text = Text.load(target.folder)
+        jobs = made(count, tuple(text.tokenizer.end_tokens))
         await text.aclose()
+        compared = Comparison(target, jobs, folder, [()] * len(jobs), [])
+        silent = [evolve(job, speculate=False) for job in jobs]
+        found = await together(target, silent, at_once=1)
+        compared.plain = [one.tokens for one in found]
+        await compare(compared, modes)
+        executed = await again(compared, options) if "executed" in modes else {}
         await target.close()
-        run, tokens = await execute(trace, options.model)
-    table("Exactness", rows)
-    executed = {"events": run.events, "tokens": tokens, "differing": 0}
-    table("The batched run, executed again from its trace", [executed])
-    where = {"numerics": dict(target.numerics_shown), "machine": machine()}
+        if "disk" in modes:
+            compared.target = await load_target(evolve(kept, host_cache_budget=0))
+            await compared.run("from disk, after a restart", compared.restored)
+            await compared.target.close()
+    table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
+    where = {"numerics": dict(target.numerics_shown), "machine": machine(), "draft": target.draft is not None}
     raw(
-        "exactness",
-        {
-            "rows": rows,
-            "restored_tokens": sum(restored),
-            "prompt_tokens": sum(map(len, made)),
-            "executed": executed,
-            **where,
-        },
+        "exactness", {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     )
-    return sum(row["differing"] for row in rows)
+    return sum(row["differing"] for row in compared.rows) + executed.get("differing", 0)
+
+
+async def compare(compared: Comparison, modes: Sequence[str]) -> None:
+    ways = {
+        "cold": ("cold and alone", compared.cold),
+        "batched": ("batched by four", compared.batched),
+        "continued": ("continued in a slot", compared.continued),
+        "trees": (f"trees of {TREE}", compared.trees),
+        "scoped": ("request-scoped draft", compared.scoped),
+    }
+    if compared.target.draft is None:
+        ways = {mode: way for mode, way in ways.items() if mode not in {"trees", "scoped"}}
+    for mode, (name, work) in ways.items():
+        if mode in modes:
+            await compared.run(name, work)
+    if {"host", "disk"} & set(modes):
+        await compared.run("cold, and kept", compared.restored)
+    if "host" in modes:
+        await compared.run("from host memory", compared.restored)
+
+
+async def again(compared: Comparison, options: Options) -> dict[str, Any]:
+    """The batched run, executed again from its trace: without a draft."""
+    trace, target = compared.folder / "batched.jsonl.zst", compared.target
+    header = Header(VERSION, __version__, target.settings, target.identity, options.shown())
+    recorder = Recorder(trace, header)
+    recorder.start()
+    await compared.run("batched by four, recorded", partial(together, target, compared.jobs, recorder=recorder))
+    run, tokens = await execute(trace, options.model)
+    print(f"executed again: {run.events} events, {tokens} tokens, 0 differing")
+    return {"executed": {"events": run.events, "tokens": tokens}}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--draft", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--only", default=",".join(MODES), help="of " + ", ".join(MODES))
     given = parser.parse_args()
-    options = Options(
-        model=given.model, device=given.device, dtype=given.dtype, slots=4, disk_prefix_cache="off", host_cache_budget=0
-    )
-    return 1 if anyio.run(measure, options, given.prompts) else 0
+    options = Options(model=given.model, draft=given.draft, device=given.device, dtype=given.dtype, slots=4)
+    return 1 if anyio.run(measure, options, given.prompts, given.only.split(",")) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""Prompts by subject, from text that neither the demo nor its draft was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import evolve
+from tokenizers import Tokenizer
+
+from adapters import demo
+from adapters.training.corpus import held_out
+from adapters.training.draft_evaluate import SUBJECTS, prompts_of
+from adapters.training.words import Source
+from effects.ids import Tokens
+
+NAMES = {
+    "code": "code",
+    "tool calls": "tool calls (JSON)",
+    "chat": "chat",
+    "retrieval": "key to value, 2048",
+}
+
+
+def prompts(kinds: Sequence[str], count: int, longest: int) -> dict[str, list[Tokens]]:
+    """`count` prompts of each kind, the same ones every time, of at most `longest` tokens."""
+    tokenizer = Tokenizer.from_file(str(demo.FOLDER / "tokenizer.json"))
+    source = Source(held_out()[0])
+    subjects = {subject.name: subject for subject in SUBJECTS}
+    found: dict[str, list[Tokens]] = {}
+    for kind in kinds:
+        subject = subjects[NAMES[kind]]
+        short = evolve(subject, room=min(subject.room, longest))
+        found[kind] = [tuple(prompt[-longest:]) for prompt in prompts_of(short, tokenizer, source, count)]
+    return found
