@@ -83,6 +83,7 @@ class Agreed:
 
     path: tuple[int, ...]
     picks: tuple[Pick, ...]
+    accepted: int  # how many of the picks were proposed
 
 
 def row_counts(rungs: Sequence[int], *, fast: bool) -> tuple[int, ...]:
@@ -359,11 +360,11 @@ def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agr
         if isinstance(picked, NotFinite):
             if not kept:
                 return DeviceFailed("broken", f"slot {member.slot}: {picked.detail}")
-            return Agreed(tuple(path[:-1]), tuple(kept))
+            return Agreed(tuple(path[:-1]), tuple(kept), len(kept))
         kept.append(picked)
         child = children.get((path[-1], picked.token))
         if child is None or picked.token in member.state.stops:
-            return Agreed(tuple(path), tuple(kept))
+            return Agreed(tuple(path), tuple(kept), len(kept) - (child is None))
         path.append(child)
 
 
@@ -373,7 +374,7 @@ def commit(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> RoundDone 
     tokens = tuple(picked.token for picked in agreed.picks)
     member.state.commit(tokens)
     logprobs = tuple(picked.logprob for picked in agreed.picks if picked.logprob is not None)
-    return RoundDone(tokens, member.tree.size, logprobs, ns)
+    return RoundDone(tokens, member.tree.size, logprobs, ns, agreed.accepted)
 
 
 def abandoned(request: RequestId) -> DeviceFailed:

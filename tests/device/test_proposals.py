@@ -106,6 +106,32 @@ async def test_proposals_never_change_the_answer(shard, sampling, branches):
     assert driver.executor.close()
 
 
+class Sure(Oracle):
+    """Proposes what will come, as far as it is asked to, and then something wrong."""
+
+    def spoilt(self, wish: Wish) -> tuple[int, ...]:
+        state = wish.state
+        coming = self.answers[state.request][len(state.tokens) :][: wish.most - 1]
+        return (state.tokens[-1], *coming, (coming[-1] + 1) % VOCAB)
+
+
+@pytest.mark.parametrize("offset", range(9))
+async def test_a_round_tells_how_many_of_its_tokens_were_proposed_wherever_it_ends(offset):
+    prompt = prompt_of(46, 20)
+    answer = straightforward(FakeShard(), prompt, GREEDY, 40)
+    place = next(at for at in range(offset, 40) if answer[at] not in answer[:at])
+    driver = drive(FakeShard(), proposer=Sure({1: prompt + answer}, random.Random(0)))
+    client = await driver.open(prompt, stops=(answer[place],))
+    await client.prefill()
+    while len(client.answer) <= place:
+        (done,) = await driver.rounds(client, propose=5)
+        proposals = answer[len(client.answer) - len(done.tokens) :][:4]
+        assert done.accepted == sum(1 for one, other in zip(done.tokens, proposals, strict=False) if one == other)
+        assert done.accepted == len(done.tokens) - (len(done.tokens) == 5)
+    assert client.answer == answer[: place + 1]
+    assert driver.executor.close()
+
+
 async def test_no_more_is_proposed_than_a_slot_has_room_for():
     fake, draft = FakeShard(capacity=16), FakeDraft(capacity=16)
     driver = drive(fake, proposer=Drafting(draft, RUNGS))
