@@ -9,7 +9,13 @@ import pytest
 import torch
 from attrs import evolve
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.dflash import Ask, DFlashDraft
+from adapters.models.dflash_checkpoint import DraftCheckpoint
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.shard import Segment, Step, TargetHead
 from adapters.training.batches import Batches, Shape
 from adapters.training.dialogues import chat
 from adapters.training.draft import DRAFT, smallest_draft
@@ -30,9 +36,11 @@ from adapters.training.draft_export import LARGEST, config_of, export_draft, loa
 from adapters.training.draft_generate import generate, greedy
 from adapters.training.draft_model import MASK_ID, Draft, DraftGeometry, blocks_at, head, read
 from adapters.training.draft_train import DraftLoss, Pool, Speech, block_loss, choose, let_speak, mixed
+from adapters.training.export import load
 from adapters.training.model import Geometry, Qwen3
 from adapters.training.tasks import code
 from adapters.training.train import Rates, Stage, digest, train
+from tests.training.conftest import DEMO
 
 TINY = Geometry(hidden=64, inner=96, layers=3, heads=4, kv_heads=2, head_dim=16, context=256)
 SMALL = DraftGeometry(TINY, layers=2, taps=(0, 2), block=4)
@@ -303,3 +311,51 @@ def test_the_smallest_recipe_keeps_every_stage():
     assert [stage.name for stage in small.stages] == [stage.name for stage in DRAFT.stages]
     assert {stage.shape.length for stage in small.stages} == set(small.speeches)
     assert math.isclose(sum(stage.share for stage in DRAFT.stages), 1)
+
+
+# The draft that is shipped
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return load(DEMO, "cpu", torch.float32).requires_grad_(requires_grad=False), load_draft(
+        DEMO / "draft", "cpu", torch.float32
+    )
+
+
+def test_the_shipped_draft_was_trained_for_the_shipped_target(shipped):
+    card = (DEMO / "draft" / "README.md").read_text(encoding="utf-8")
+    assert f"in bf16) `{digest(shipped[0])}`" in card
+
+
+def test_the_server_computes_what_training_measured(shipped, source):
+    target, draft = shipped
+    tokens = torch.tensor([Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(source.texts[0]).ids[:130]])
+    anchors = torch.tensor([[129, 77, 64, 1]])  # falling: a served block overwrites what follows it
+    with torch.no_grad():
+        _, taps = read(target, tokens, draft.geometry.taps)
+        blocks = blocks_at(target, tokens, anchors, 16)
+        ours = head(target, draft(draft.context(taps), blocks, anchors)[0, :, 1:])
+    checkpoint = DraftCheckpoint.open(DEMO / "draft", Checkpoint.open(DEMO).config)
+    kernels, table = CpuKernels(torch.float32), target.model.embed_tokens.weight.detach()
+    served = DFlashDraft(
+        checkpoint.config, checkpoint, kernels.fresh(), TargetHead(table, kernels.pack(table)), capacity=256
+    )
+    captures = dict(zip(served.taps, taps[0].chunk(len(served.taps), -1), strict=True))
+    for start in (0, 64):
+        step = Step((Segment(0, start, 64),), 64)
+        served.extend(step, {tap: rows[start : start + 64] for tap, rows in captures.items()})
+    tail = {tap: rows[126:130].roll(2, 0) for tap, rows in captures.items()}  # two rows, two that are not looked at
+    served.extend(Step((Segment(0, 128, 2),), 4), tail)
+    for anchor, logits in zip(anchors[0].tolist(), ours, strict=True):
+        theirs = served.propose([Ask(0, 0, anchor, int(tokens[0, anchor]), 15)])
+        torch.testing.assert_close(theirs, logits, atol=2e-3, rtol=1e-3)
+        assert torch.equal(theirs.argmax(-1), logits.argmax(-1))
+
+
+def test_the_shipped_draft_foresees_tool_calls(shipped, source):
+    target, draft = shipped
+    subject = next(subject for subject in SUBJECTS if subject.opening is not None)
+    prompts = prompts_of(subject, Tokenizer.from_file(str(DEMO / "tokenizer.json")), source, 3)
+    said = answers(target, prompts, subject.limit, 0.0)
+    assert examine_draft(draft, target, said, 16, 0.0).a_round > 3
