@@ -40,12 +40,10 @@ async def jobs(target: Target) -> list[Job]:
 
 def gridded(target: Target) -> Target:
     """As if the probe had found that rungs differ: whole chunks from position 0, one width for decoding."""
-    settings = evolve(target.settings, grain=target.settings.chunk, keep_decoded=False, batch_rows=8)
-    executor = DeviceExecutor(target.shard, (8, settings.chunk), lane=target.lane)
-    return Target(**{**{name: getattr(target, name) for name in FIELDS}, "settings": settings, "executor": executor})
-
-
-FIELDS = ("folder", "checkpoint", "shard", "lane", "numerics", "identity", "model_id", "mode")
+    settings = evolve(target.settings, grain=target.settings.chunk, keep_decoded=False, batch_rows=8, block=0)
+    return evolve(
+        target, settings=settings, executor=DeviceExecutor(target.shard, (8, settings.chunk), lane=target.lane)
+    )
 
 
 @pytest.mark.timeout(120)
