@@ -68,7 +68,7 @@ async def engine(
     notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: (abandon,)}
     perform: dict[type, Perform] = {}
     if store is not None:
-        notify |= {ReleasePrefix: (store.release,)}
+        notify |= {OpenSlot: (executor.open, store.opened), ReleasePrefix: (store.release,)}
         perform |= {FindPrefix: store.find, RestoreBlocks: store.restore}
     runner = Runner(
         begin(settings),

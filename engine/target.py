@@ -179,7 +179,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         executor.handle(UnparkDraft, drafting.unpark)
         executor.handle(ParkDraft, drafting.park)
     rates = measured(executor, shard, chunk=numerics.chunk, context=context, widths=widths(drafting))
-    store = build_store(options, layout(shard, draft, named, numerics.grain))
+    store = build_store(options, layout(shard, draft, named, numerics.grain), gpu=device.type == "cuda")
     stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving, draft)
     if stored is not None:
         executor.handle(SaveSnapshot, partial(save, stored, drafting))
@@ -248,7 +248,7 @@ def layout(shard: Qwen3Shard, draft: DFlashDraft | None, named: str, grain: int)
     return Layout(named, grain, rows, Draft(draft.identity, drafts))
 
 
-def build_store(options: Options, layout: Layout) -> Store | None:
+def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store | None:
     """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
     folder: Path | None = None
     if parse(options.disk_prefix_cache).kind != "off" and options.kv_cache_budget:
@@ -257,6 +257,7 @@ def build_store(options: Options, layout: Layout) -> Store | None:
         "host_bytes": options.host_cache_budget << 20,
         "disk_bytes": options.kv_cache_budget << 20,
         "codec": options.kv_cache_codec,
+        "pin": gpu,
     }
     try:
         return open_store(layout, folder, **limits)

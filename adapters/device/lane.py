@@ -95,6 +95,11 @@ class DeviceLane:
         """Do it in its turn; nobody waits. An exception goes to `failed`, on the lane, before anything posted later."""
         self._put(_Posted(work, failed))
 
+    def synchronize(self) -> None:
+        """On the lane: wait until the device has done what it was told to."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     @property
     def closed(self) -> bool:
         return self._closed

@@ -20,7 +20,7 @@ LADDER = (4, 8, 16, 32, 64, 128, 256)
 
 @frozen
 class Layer:
-    """One decoder layer's weights, fused and packed, and its caches `[slots, KV, capacity, hd]`."""
+    """One decoder layer's weights, fused and packed, and its caches `[slots, KV, capacity, hd]`, views of all rows."""
 
     input_norm: Tensor
     qkv: Any
@@ -84,6 +84,8 @@ class Qwen3Shard:
         self._weights_bytes = 0
         self._buffers: dict[int, Buffers] = {}
         self._rope = rope_tables(config, self._capacity, self._device)
+        shape = (len(self._layers), 2, slots, config.num_kv_heads, self._capacity, config.head_dim)
+        self._rows = torch.zeros(shape, dtype=dtype, device=self._device)
         self._load(weights)
 
     def _load(self, weights: Weights) -> None:
@@ -114,10 +116,9 @@ class Qwen3Shard:
         return tensor.contiguous()
 
     def _load_layer(self, weights: Weights, index: int) -> Layer:
-        config, kernels = self._config, self._kernels
-        prefix = f"model.layers.{index}."
+        kernels, prefix = self._kernels, f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        shape = (self._slots, config.num_kv_heads, self._capacity, config.head_dim)
+        k_cache, v_cache = self._rows[index - self._layers.start]
         projections = [f"{attention}{part}_proj.weight" for part in "qkv"]
         return Layer(
             input_norm=self._read(weights, prefix + "input_layernorm.weight"),
@@ -128,8 +129,8 @@ class Qwen3Shard:
             post_norm=self._read(weights, prefix + "post_attention_layernorm.weight"),
             gate_up=kernels.pack_gated(self._read(weights, mlp + "gate_proj.weight", mlp + "up_proj.weight")),
             down=kernels.pack(self._read(weights, mlp + "down_proj.weight")),
-            k_cache=torch.zeros(shape, dtype=self._dtype, device=self._device),
-            v_cache=torch.zeros(shape, dtype=self._dtype, device=self._device),
+            k_cache=k_cache,
+            v_cache=v_cache,
         )
 
     @property
@@ -292,9 +293,11 @@ class Qwen3Shard:
     def copy_rows(self, source: int, target: int, count: int) -> None:
         self._check_span(source, 0, count)
         self._check_span(target, 0, count)
-        for layer in self._blocks:
-            layer.k_cache[target, :, :count] = layer.k_cache[source, :, :count]
-            layer.v_cache[target, :, :count] = layer.v_cache[source, :, :count]
+        self._rows[:, :, target, :, :count] = self._rows[:, :, source, :, :count]
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+        self._check_span(slot, start, stop)
+        return self._rows[:, :, slot, :, start:stop]
 
     def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
         self._check_span(slot, start, stop)
@@ -321,20 +324,20 @@ class Qwen3Shard:
             layer.v_cache[slot, :, start : start + count] = rows[f"layers.{index}.v"]
 
     def memory(self) -> Mapping[str, int]:
-        kv = sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in self._blocks)
         buffers = self._rope.cos.nbytes + self._rope.sin.nbytes
         for held in self._buffers.values():
             buffers += held.batch.table.nbytes + held.hidden.nbytes
             buffers += 0 if held.logits is None else held.logits.nbytes
             buffers += sum(capture.nbytes for capture in held.forward.captures.values())
             buffers += 0 if held.branches is None else held.branches.nbytes
-        return {"weights": self._weights_bytes, "kv": kv, "buffers": buffers}
+        return {"weights": self._weights_bytes, "kv": self._rows.nbytes, "buffers": buffers}
 
     def close(self) -> None:
         """Give the memory back; the shard is of no use afterwards."""
         self._blocks.clear()
         self._buffers.clear()
         self._embedding = self._norm = self._head = None
+        self._rows = self._rows.new_empty(0)
 
 
 def _check_arguments(

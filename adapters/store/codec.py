@@ -13,7 +13,7 @@ from adapters.store.seekable import Buffer, Compress
 
 Codec: TypeAlias = Literal["auto", "zstd", "store"]
 LEVELS = {"store": -5, "zstd": 1}  # -5 leaves KV as it is and decodes at the speed of memory
-DECODERS = max(1, min(4, os.cpu_count() or 1))  # frames that are decoded at once
+DECODERS = max(2, min(16, os.cpu_count() or 1))  # pieces that are read and decoded at once
 WORTH = 0.9  # of the time: less of a gain is not worth the processor
 
 

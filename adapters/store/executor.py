@@ -1,12 +1,11 @@
-"""Carries store effects out: finds prefixes, brings rows back through the device lane, and takes new rows in."""
+"""Carries store effects out: finds prefixes, brings rows back into slots beside the lane, and takes new rows in."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import zip_longest
 from typing import Protocol, TypeAlias, TypeGuard
 
 import anyio
@@ -18,28 +17,22 @@ from adapters.device.slots import SlotState
 from adapters.models.shard import NamedTensors, Shard
 from adapters.store.format import Kind
 from adapters.store.memory import Buffer
+from adapters.store.moving import Mover, Slots
 from adapters.store.seekable import Damaged
 from adapters.store.store import Lease, Miss, Part, Store
 from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.prefill import OpenSlot
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 
 log = logging.getLogger("rekindle.store")
 
-AHEAD = 3  # runs that are read at once: one reader alone leaves a disk idle between its reads
+AHEAD = 6  # runs that are on their way at once: one reader alone leaves a disk idle between its reads
 GIVEN_UP = StoreFailed("abandoned", "the request was abandoned")
 LONG = 8192  # tokens: a longer prompt is looked up beside the event loop
 # The state of a slot, if it was opened for this request; asked on the lane.
 Serving: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
-
-
-class DraftRows(Protocol):
-    """The draft's context rows of each slot. Called on the lane."""
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors: ...
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None: ...
 
 
 class Stateful(Protocol):
@@ -51,38 +44,71 @@ class Stateful(Protocol):
 
 
 @define(eq=False)
-class Restoring:
-    """How far one restore has come."""
+class Move:
+    """One part on its way into the slot. buffer: what is not put there yet, as a checkpoint is at the very end."""
 
-    stop: int  # rows up to here are on the device
-    bytes: int = 0
-    abandoned: bool = False
+    part: Part
+    span: Span
+    done: bool = False
     failure: StoreFailed | None = None
+    buffer: Buffer | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return self.part.entry.kind
 
 
 @define(eq=False)
-class Fetch:
-    """One run on its way into memory."""
+class Restoring:
+    """One restore, how far it has come, and why it ended before its time."""
 
-    part: Part
-    ready: anyio.Event = field(factory=anyio.Event)
-    rows: Buffer | None = None
+    effect: RestoreBlocks
+    moves: tuple[Move, ...]
+    abandoned: bool = False
+    failure: StoreFailed | None = None
+
+    def ready(self) -> list[Move]:
+        """What is there, as far as it is of use: the target's rows from the front on, and the draft's."""
+        rows = [move for move in self.moves if move.kind == "rows"]
+        gap = next((at for at, move in enumerate(rows) if not move.done), len(rows))
+        self.failure = self.failure or (rows[gap].failure if gap < len(rows) else None)
+        return rows[:gap] + [move for move in self.moves if move.kind == "draft" and move.done]
+
+
+@define(eq=False)
+class Fence:
+    """Behind everything that was asked of a slot before it was opened for this request."""
+
+    request: RequestId
+    passed: anyio.Event = field(factory=anyio.Event)
     failure: StoreFailed | None = None
 
 
 @define(eq=False)
 class StoreExecutor:
-    """find, restore, release and abandon are called on the event loop, save and checkpoint on the lane.
+    """find, restore, opened, release and abandon are called on the event loop, save and checkpoint on the lane.
 
     draft: where there is one, its rows are kept and restored with the target's.
+
+    A restore does not occupy the lane: while it is in flight, its slot is the request's alone and nobody reads rows
+    that have not been acknowledged, so threads of its own may write them. Only what the slot is known to hold is
+    changed on the lane, when all of them are there.
     """
 
     store: Store
     shard: Shard
     lane: DeviceLane
     serving: Serving
-    draft: DraftRows | None = None
+    draft: Slots | None = None
     _restoring: dict[RequestId, Restoring] = field(factory=dict[RequestId, Restoring])
+    _fences: dict[SlotId, Fence] = field(factory=dict[SlotId, Fence])
+    _movers: dict[Kind, Mover] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        layout = self.store.layout
+        self._movers = {"rows": Mover(self.shard, layout.rows)}
+        if self.draft is not None and layout.draft is not None:
+            self._movers["draft"] = Mover(self.draft, layout.draft.rows)
 
     async def find(self, request: RequestId, effect: FindPrefix) -> PrefixFound | PrefixMissed:
         if len(effect.prompt) < LONG:
@@ -102,117 +128,156 @@ class StoreExecutor:
     def release(self, _: RequestId, effect: ReleasePrefix) -> None:
         self.store.release(effect.lease)
 
+    def opened(self, request: RequestId, effect: OpenSlot) -> None:
+        """Right behind the opening itself: what is asked of the lane next must not keep a restore waiting."""
+        self._fences[effect.slot] = self._fence(request, effect.slot)
+
     def abandon(self, request: RequestId) -> None:
-        """A restore in flight stops after the run that it is at."""
+        """A restore in flight stops after the runs that it is at."""
         if (restoring := self._restoring.get(request)) is not None:
             restoring.abandoned = True
 
     async def restore(self, request: RequestId, effect: RestoreBlocks) -> BlocksRestored | StoreFailed:
         """What really came, without a gap from `start` on. The lease is released whatever happens."""
         lease, started = self.store.lease(effect.lease), time.perf_counter_ns()
-        self._restoring[request] = now = Restoring(effect.start)
+        now = Restoring(effect, tuple(moves(lease, effect)))
+        self._restoring[request] = now
         try:
-            await self._restore(request, effect, lease, now)
+            return await self._restore(request, lease, now, started)
         finally:
             del self._restoring[request]
             self.store.release(effect.lease)
-        taken = time.perf_counter_ns() - started
-        tokens = now.stop - effect.start
+
+    async def _restore(
+        self, request: RequestId, lease: Lease, now: Restoring, started: int
+    ) -> BlocksRestored | StoreFailed:
+        effect = now.effect
+        if lease.state is not None and effect.stop != lease.length:
+            return StoreFailed("broken", f"the checkpoint is at {lease.length}, not at {effect.stop}")
+        fence = self._fences.get(effect.slot)
+        if fence is None or fence.request != request:
+            fence = self._fence(request, effect.slot)
+        await fence.passed.wait()
+        if fence.failure is not None:
+            return fence.failure
+        queue = iter(now.moves)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(AHEAD):
+                tasks.start_soon(self._work, now, queue)
+        ready = now.ready()
+        if now.failure is not None and lease.state is not None:
+            return now.failure  # rows alone do not continue a sequence that has a state beside them
+        failure = await self.lane.run(partial(self._landed, request, now, ready))
+        stop = max((move.span[1] for move in ready if move.kind == "rows"), default=effect.start)
+        if failure is not None or stop == effect.start:
+            return failure or now.failure or GIVEN_UP
+        taken, loaded = time.perf_counter_ns() - started, sum(map(self._bytes, ready))
         log.info(
             "request %d: %d tokens, %d bytes restored from %s in %.1f ms%s",
-            *(request, tokens, now.bytes, lease.place, taken / 1e6),
+            *(request, stop - effect.start, loaded, lease.place, taken / 1e6),
             f"; then {now.failure.detail}" if now.failure else "",
         )
-        if now.failure is not None and (not tokens or lease.state is not None):
-            return now.failure  # rows alone do not continue a sequence that has a state beside them
-        return BlocksRestored(effect.start, now.stop, now.bytes, taken)
+        return BlocksRestored(effect.start, stop, loaded, taken)
 
-    async def _restore(self, request: RequestId, effect: RestoreBlocks, lease: Lease, now: Restoring) -> None:
-        """Runs are put into the slot in order, while the next ones are read side by side."""
-        if lease.state is not None and effect.stop != lease.length:
-            now.failure = StoreFailed("broken", f"the checkpoint is at {lease.length}, not at {effect.stop}")
-            return
-        fetches = [Fetch(part) for part in wanted(lease, effect.start, effect.stop)]
-        async with anyio.create_task_group() as tasks:
-            for fetch in fetches[:AHEAD]:
-                tasks.start_soon(self._fetch, fetch)
-            for fetch, later in zip_longest(fetches, fetches[AHEAD:]):
-                await fetch.ready.wait()
-                now.failure = GIVEN_UP if now.abandoned else fetch.failure
-                if now.failure is None:
-                    now.failure = await self._place(request, effect, fetch, now)
-                if now.failure is not None and fetch.part.entry.kind == "draft" and not now.abandoned:
-                    log.warning("request %d: a draft's rows are missing: %s", request, now.failure.detail)
-                    now.failure = None  # the target goes on without them
-                if now.failure is not None:
-                    return
-                if later is not None:
-                    tasks.start_soon(self._fetch, later)
+    def _fence(self, request: RequestId, slot: SlotId) -> Fence:
+        fence = Fence(request)
 
-    async def _fetch(self, fetch: Fetch) -> None:
+        def passed(failure: StoreFailed | None, error: BaseException | None) -> None:
+            fence.failure = failure if error is None else StoreFailed("broken", str(error))
+            fence.passed.set()
+
+        self.lane.submit(partial(self._reached, request, slot), passed)
+        return fence
+
+    def _reached(self, request: RequestId, slot: SlotId) -> StoreFailed | None:
+        """On the lane: everything that was asked of it has been done."""
+        self.lane.synchronize()
+        state = self.serving(slot, request)
+        return StoreFailed(state.kind, state.detail) if isinstance(state, DeviceFailed) else None
+
+    async def _work(self, now: Restoring, queue: Iterator[Move]) -> None:
+        """One of a few that take a restore's parts, in order, until there are no more or they are of no use."""
+        for move in queue:
+            if now.abandoned:
+                now.failure = GIVEN_UP
+            if now.failure is not None:
+                return
+            mover = self._movers.get(move.kind)
+            await to_thread.run_sync(self._carry, now.effect.slot, move, mover)
+            if move.buffer is not None and mover is not None:
+                buffer, move.buffer = move.buffer, None
+                await self.lane.run(partial(self._put, now.effect.slot, move, mover, buffer))
+                del buffer
+            if move.failure is not None and move.kind == "rows":
+                now.failure = now.failure or move.failure
+
+    def _carry(self, slot: SlotId, move: Move, mover: Mover | None) -> None:
+        """In a worker thread: into memory, and on into the slot if that can be done here."""
         try:
-            fetch.rows = await self._rows(fetch.part)
+            buffer = self._fetched(move.part)
         except Damaged as error:
-            fetch.failure = StoreFailed("broken", str(error))
+            move.failure = StoreFailed("broken", str(error))
         except OSError as error:
-            fetch.failure = StoreFailed("io", error.strerror or str(error))
+            move.failure = StoreFailed("io", error.strerror or str(error))
         except MemoryError:
-            fetch.failure = StoreFailed("out_of_memory", "no memory to read into")
-        fetch.ready.set()
+            move.failure = StoreFailed("out_of_memory", "no memory to read into")
+        else:
+            if mover is not None and mover.anywhere:
+                self._put(slot, move, mover, buffer)
+            else:
+                move.buffer = buffer
+            return
+        if move.kind != "rows":
+            log.warning("what goes with a target's rows is missing (%s): %s", move.kind, move.failure.detail)
 
-    async def _place(
-        self, request: RequestId, effect: RestoreBlocks, fetch: Fetch, now: Restoring
-    ) -> StoreFailed | None:
-        part, buffer, fetch.rows = fetch.part, fetch.rows, None
-        assert buffer is not None, "it came, or there is a failure"
-        tensors = self.store.layout.views(part.entry.kind, buffer.data, part.entry.length)
-        start, stop = max(part.start, effect.start), min(part.stop, effect.stop)
-        if part.entry.kind != "state":
-            first = part.entry.start
-            tensors = {name: tensor[:, start - first : stop - first] for name, tensor in tensors.items()}
-        failure = await self.lane.run(partial(self._put, request, effect.slot, part.entry.kind, (start, stop), tensors))
-        if failure is None:
-            now.stop = stop if part.entry.kind == "rows" else now.stop
-            now.bytes += sum(tensor.nbytes for tensor in tensors.values())
-        return failure
+    @staticmethod
+    def _put(slot: SlotId, move: Move, mover: Mover, buffer: Buffer) -> None:
+        try:
+            mover.put(slot, move.span, buffer.data, move.part.entry.start)
+            move.done = True
+        except (ValueError, RuntimeError) as error:  # a device that finds no memory is a RuntimeError
+            move.failure = StoreFailed("broken", str(error))
 
-    async def _rows(self, part: Part) -> Buffer:
+    def _fetched(self, part: Part) -> Buffer:
+        """Raises Damaged, OSError or MemoryError."""
         entry, disk = part.entry, self.store.disk
         if part.place == "host" or disk is None:
             return self.store.rows[entry.handle]
         started = time.perf_counter()
         buffer = self.store.memory.take(disk.layout.size(entry.kind, entry.length))
-        await to_thread.run_sync(disk.read, entry, buffer.data.numpy().data)
+        disk.read(entry, buffer.data.numpy().data)
         disk.chooser.read.add(entry.size / (time.perf_counter() - started))
         self.store.promote(entry, buffer)
         return buffer
 
-    def _put(
-        self, request: RequestId, slot: SlotId, kind: Kind, span: Span, tensors: NamedTensors
-    ) -> StoreFailed | None:
-        """On the lane: into the slot, if it still serves this request."""
-        state = self.serving(slot, request)
+    def _landed(self, request: RequestId, now: Restoring, ready: list[Move]) -> StoreFailed | None:
+        """On the lane: from now on the slot holds what has come."""
+        state = self.serving(now.effect.slot, request)
         if isinstance(state, DeviceFailed):
             return StoreFailed(state.kind, state.detail)
+        for move in ready:
+            if move.kind == "rows":
+                state.load(*move.span)
+            else:
+                state.draft(*move.span)
+        checkpoints = [move for move in now.moves if move.kind == "state"]
+        return self._put_state(state, now, checkpoints[0]) if checkpoints else None
+
+    def _put_state(self, state: SlotState, now: Restoring, move: Move) -> StoreFailed | None:
+        """Behind all rows: a front that is still computed would move it on."""
+        slot, at, layout = now.effect.slot, now.effect.stop, self.store.layout
+        if move.buffer is None:
+            return move.failure or GIVEN_UP
+        if not has_state(self.shard) or state.valid != at:
+            return StoreFailed("broken", f"slot {slot} has {state.valid} rows: the state at {at} does not go with them")
         try:
-            if kind == "rows":
-                self.shard.import_rows(slot, span[0], tensors)
-                state.load(*span)
-            elif kind == "draft" and self.draft is not None:
-                self.draft.import_rows(slot, span[0], tensors)
-                state.draft(*span)
-            elif kind == "state":
-                return self._put_state(slot, state, span[1], tensors)
-        except (ValueError, RuntimeError) as error:  # a device that finds no memory is a RuntimeError
+            self.shard.import_state(slot, layout.views("state", move.buffer.data, 0))
+        except (ValueError, RuntimeError) as error:
             return StoreFailed("broken", str(error))
         return None
 
-    def _put_state(self, slot: SlotId, state: SlotState, at: int, tensors: NamedTensors) -> StoreFailed | None:
-        """Behind all rows: a front that is still computed would move it on."""
-        if not has_state(self.shard) or state.valid != at:
-            return StoreFailed("broken", f"slot {slot} has {state.valid} rows: the state at {at} does not go with them")
-        self.shard.import_state(slot, tensors)
-        return None
+    def _bytes(self, move: Move) -> int:
+        return self.store.layout.size(move.kind, move.span[1] - move.span[0])
 
     def save(self, request: RequestId, effect: SaveSnapshot) -> SnapshotSaved | DeviceFailed:
         """On the lane: copy out what no tier has, and leave the rest to the background."""
@@ -222,7 +287,7 @@ class StoreExecutor:
         if not state.holds(effect.tokens):
             return DeviceFailed("broken", f"slot {effect.slot} does not hold the rows that are to be kept")
         saved = self._save(effect.slot, effect.tokens)
-        if self.draft is not None and self.store.layout.draft is not None:
+        if "draft" in self._movers:
             start, stop = state.drafted
             saved += self._save(effect.slot, effect.tokens[:stop], "draft", start)
         log.info("request %d: %d tokens kept, %d bytes of them new", request, len(effect.tokens), saved)
@@ -230,9 +295,10 @@ class StoreExecutor:
 
     def _save(self, slot: SlotId, tokens: Tokens, kind: Kind = "rows", start: int = 0) -> int:
         """The bytes that are new."""
-        saved, source = 0, self.shard if kind == "rows" or self.draft is None else self.draft
+        saved = 0
         for first, stop in self.store.gaps(tokens, kind, start):
-            buffer = self._gathered(kind, source.export_rows(slot, first, stop), stop - first)
+            buffer = self.store.memory.take(self.store.layout.size(kind, stop - first))
+            self._movers[kind].take(slot, (first, stop), buffer.data)
             if not self.store.keep(tokens[:stop], first, buffer, kind):
                 break
             saved += buffer.data.nbytes
@@ -249,14 +315,14 @@ class StoreExecutor:
         tokens = tuple(state.tokens[:at])
         if not self.store.lacks_checkpoint(tokens):
             return True
-        return self.store.keep_checkpoint(tokens, self._gathered("state", self.shard.export_state(slot), 0))
+        return self.store.keep_checkpoint(tokens, self._gathered(self.shard.export_state(slot)))
 
-    def _gathered(self, kind: Kind, tensors: NamedTensors, tokens: int) -> Buffer:
-        """End to end, as they are kept."""
+    def _gathered(self, state: NamedTensors) -> Buffer:
+        """End to end, as it is kept."""
         layout = self.store.layout
-        buffer = self.store.memory.take(layout.size(kind, tokens))
-        for name, view in layout.views(kind, buffer.data, tokens).items():
-            view.copy_(tensors[name])
+        buffer = self.store.memory.take(layout.size("state", 0))
+        for name, view in layout.views("state", buffer.data, 0).items():
+            view.copy_(state[name])
         return buffer
 
 
@@ -264,7 +330,11 @@ def has_state(shard: object) -> TypeGuard[Stateful]:
     return hasattr(shard, "export_state") and hasattr(shard, "import_state")
 
 
-def wanted(lease: Lease, start: int, stop: int) -> list[Part]:
-    """What there is of rows `[start, stop)`, and the checkpoint, which comes last."""
-    rows = [part for part in (*lease.parts, *lease.draft) if part.start < stop and part.stop > start]
-    return rows if lease.state is None else [*rows, lease.state]
+def moves(lease: Lease, effect: RestoreBlocks) -> Iterator[Move]:
+    """What there is of the rows that are wanted, and the checkpoint."""
+    for part in (*lease.parts, *lease.draft):
+        start, stop = max(part.start, effect.start), min(part.stop, effect.stop)
+        if start < stop:
+            yield Move(part, (start, stop))
+    if lease.state is not None:
+        yield Move(lease.state, (lease.state.start, lease.state.stop))

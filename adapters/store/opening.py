@@ -14,7 +14,8 @@ from adapters.store.memory import Memory
 from adapters.store.recent import MOST_BYTES, Recents
 from adapters.store.store import RUN_BYTES, Store
 
-MOVING = 4  # runs that are on their way to or from the device
+GPU_RUN_BYTES = 32 << 20  # a copy of less does not reach the bus's speed
+MOVING = 8  # runs that are on their way to or from the device
 RECENT_SHARE = 16  # of the disk's budget, recent prompts may take the 16th part
 
 
@@ -26,14 +27,14 @@ def open_store(
     disk_bytes: int = 0,
     codec: Codec = "auto",
     pin: bool = False,
-    run_bytes: int = RUN_BYTES,
 ) -> Store | None:
     """None if there is nothing to keep anything in. Raises FolderUnusable.
 
-    path: the disk tier's folder. pin: the device copies from page-locked memory. run_bytes: of rows, saved together.
+    path: the disk tier's folder. pin: a GPU copies from our memory, which is page-locked then.
     """
     if path is None and not host_bytes:
         return None
+    run_bytes = GPU_RUN_BYTES if pin else RUN_BYTES
     lock, memory = threading.RLock(), Memory(host_bytes + MOVING * run_bytes, pin)
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
     return Store(layout, index(layout, host_bytes), disk, lock, memory, run_bytes)

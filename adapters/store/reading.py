@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import mmap
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Executor, wait
+from contextlib import contextmanager
 
+import numpy as np
 from attrs import frozen
 
 from adapters.store import seekable
@@ -13,21 +19,11 @@ from adapters.store.folder import Folder
 from adapters.store.format import Layout, Run, check_frames, cuts, head
 from adapters.store.seekable import Damaged, Sizes
 
-PIECE = (2 << 20) + (64 << 10)  # bytes that are read at once: a frame that did not get smaller
-_scratch = threading.local()
-
-
-@frozen
-class Batch:
-    """Neighbouring frames of an open file: where they begin in it, and their contents in the target."""
-
-    at: int
-    frames: tuple[Sizes, ...]
-    content: int
-
-    @property
-    def packed(self) -> int:
-        return sum(packed for packed, _ in self.frames)
+PIECE = (2 << 20) + (64 << 10)  # bytes that are read at once: a frame that did not get smaller, and the head
+PAGE = 4096  # direct reads begin and end at its multiples
+MOSTLY = 0.5  # of a file's pages
+LIBC = ctypes.CDLL(None)
+_own = threading.local()
 
 
 @frozen
@@ -39,23 +35,54 @@ class Expected:
     layout: Layout
 
 
+@frozen
+class File:
+    """An open file. direct: its content does not pass through the page cache, and is read in whole pages."""
+
+    descriptor: int
+    size: int
+    direct: bool
+
+    def read(self, at: int, length: int) -> memoryview:
+        """In this thread's own memory, until it reads again. Raises Damaged if there is less."""
+        if not self.direct:
+            view = own_memory(length)[:length]
+            fill(self.descriptor, view, at, length)
+            return view
+        first = at % PAGE
+        space = own_memory(first + length)
+        fill(self.descriptor, space, at - first, first + length)
+        return space[first : first + length]
+
+
+@frozen
+class Batch:
+    """Neighbouring frames: where they begin in the file, and where their contents begin (the head is before 0)."""
+
+    at: int
+    frames: tuple[Sizes, ...]
+    content: int
+
+    @property
+    def packed(self) -> int:
+        return sum(packed for packed, _ in self.frames)
+
+
 def read_run(folder: Folder, name: str, expected: Expected, target: memoryview, pool: Executor) -> None:
     """Fill `target` with the tensors of a run, end to end (`Layout.views` names them). For a worker thread.
 
     Raises Damaged where the file is not exactly the one that we would write for this run, OSError where reading fails.
     """
     size, first = expected.size, head(expected.run, expected.layout)
-    descriptor = folder.opener(name)
-    try:
-        if os.fstat(descriptor).st_size != size:
+    with opened(folder, name) as file:
+        if file.size != size:
             raise Damaged("the file has another size than when it was written")
-        read_ahead(descriptor, size)
-        frames = read_table(descriptor, size, 1 + len(cuts(len(target))))
+        frames = read_table(file, size, 1 + len(cuts(len(target))))
         check_frames(frames, len(first), len(target))
         own, *others = batches(frames)
-        futures = [pool.submit(read_batch, descriptor, batch, target) for batch in others]
+        futures = [pool.submit(read_batch, file, batch, first, target) for batch in others]
         try:
-            check_head(read(descriptor, own.at, own.packed), first)
+            read_batch(file, own, first, target)
         except (Damaged, OSError):
             for future in futures:
                 future.cancel()
@@ -64,27 +91,63 @@ def read_run(folder: Folder, name: str, expected: Expected, target: memoryview, 
             wait(futures)  # nobody may write into the target, or read from the file, any more
         for future in futures:
             future.result()
+
+
+@contextmanager
+def opened(folder: Folder, name: str) -> Iterator[File]:
+    """What is in the page cache is read from there. What is not is read once and needs no place in it: to find one for
+    every page takes more processor time than everything else that is done with the content.
+    """
+    descriptor = folder.opener(name)
+    try:
+        size = os.fstat(descriptor).st_size
+        direct = not resident(descriptor, size) and bypass(descriptor)
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
+        yield File(descriptor, size, direct)
     finally:
         os.close(descriptor)
 
 
-def read_ahead(descriptor: int, size: int) -> None:
-    """The kernel may begin with all of it at once."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
+def resident(descriptor: int, size: int) -> bool:
+    """Is most of the file in the page cache? Asking does not bring it there."""
+    if not size or not hasattr(LIBC, "mincore"):
+        return True
+    try:
+        with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
+            pages = np.zeros(-(-size // PAGE), np.uint8)
+            address = np.frombuffer(mapped, np.uint8).ctypes.data
+            failed = LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data))
+    except (OSError, BufferError):
+        return True
+    return bool(failed) or int((pages & 1).sum()) > MOSTLY * len(pages)
 
 
-def read_table(descriptor: int, size: int, frames: int) -> list[Sizes]:
+def bypass(descriptor: int) -> bool:
+    """From now on reads go past the page cache; False where the file system cannot do that, as those in memory."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def read_table(file: File, size: int, frames: int) -> list[Sizes]:
     length = seekable.table_size(frames)
     if length > size:
         raise Damaged("the file is too short")
-    return seekable.parse_table(read(descriptor, size - length, length), size)
+    return seekable.parse_table(file.read(size - length, length), size)
 
 
-def read_batch(descriptor: int, batch: Batch, target: memoryview) -> None:
-    raw, at = read(descriptor, batch.at, batch.packed), batch.content
+def read_batch(file: File, batch: Batch, first: bytes, target: memoryview) -> None:
+    raw, at = file.read(batch.at, batch.packed), batch.content
     for packed, content in batch.frames:
-        seekable.decompress(raw[:packed], target[at : at + content])
+        if at < 0:
+            check_head(raw[:packed], first)
+        else:
+            seekable.decompress(raw[:packed], target[at : at + content])
         raw, at = raw[packed:], at + content
 
 
@@ -96,9 +159,9 @@ def check_head(frame: memoryview, expected: bytes) -> None:
 
 
 def batches(frames: list[Sizes]) -> list[Batch]:
-    """The head by itself, then neighbours that are read together."""
-    together: list[list[Sizes]] = [[frames[0]], []]
-    for frame in frames[1:]:
+    """Neighbours that are read together."""
+    together: list[list[Sizes]] = [[]]
+    for frame in frames:
         if together[-1] and sum(packed for packed, _ in together[-1]) + frame[0] > PIECE:
             together.append([])
         together[-1].append(frame)
@@ -110,16 +173,20 @@ def batches(frames: list[Sizes]) -> list[Batch]:
     return found
 
 
-def read(descriptor: int, at: int, length: int) -> memoryview:
-    """In this thread's own memory, until it reads again. A read may give less than it was asked for."""
-    space: bytearray = getattr(_scratch, "space", None) or bytearray(PIECE)
-    if len(space) < length:
-        space = bytearray(length)
-    _scratch.space = space
-    view, done = memoryview(space)[:length], 0
-    while done < length:
+def own_memory(length: int) -> memoryview:
+    """Whole pages, this thread's own, and the same ones again next time: pages that were never touched are slow."""
+    whole = -(-length // PAGE) * PAGE
+    space: mmap.mmap | None = getattr(_own, "space", None)
+    if space is None or len(space) < whole:
+        space = _own.space = mmap.mmap(-1, max(whole, PIECE + 2 * PAGE))
+    return memoryview(space)[:whole]
+
+
+def fill(descriptor: int, view: memoryview, at: int, least: int) -> None:
+    """Read into `view` until it has `least` bytes. A read may give less than it was asked for."""
+    done = 0
+    while done < least:
         count = os.preadv(descriptor, [view[done:]], at + done)
         if not count:
             raise Damaged("the file ends early")
         done += count
-    return view

@@ -21,7 +21,7 @@ from effects.ids import LeaseId, Span, Tokens
 
 log = logging.getLogger("rekindle.store")
 
-RUN_BYTES = 8 << 20  # of rows that are saved together: one file, one entry
+RUN_BYTES = 4 << 20  # of rows that are saved together: one file, one entry
 Place = Literal["host", "disk"]
 
 
@@ -330,7 +330,6 @@ class Store:
             disk = {} if self.disk is None else dict(self.disk.figures())
             host = {"bytes": self.host.held, "budget": self.host.budget, "entries": len(self.host)}
             return {
-                "disk_policy": "off" if self.disk is None else "full",
                 **disk,
                 "host": {**host, "evictions": self.host.evictions},
                 "hits": dict(self.hits),

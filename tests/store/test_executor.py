@@ -184,12 +184,13 @@ async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
     bench.open(2, 1)
     put = StoreExecutor._put  # noqa: SLF001
 
-    def leave(stored: StoreExecutor, *about):
-        if about[3] == (32, 48):
-            stored.abandon(RequestId(2))
-        return put(stored, *about)
+    def leave(slot, move, mover, buffer):
+        if move.span == (32, 48):
+            bench.stored.abandon(RequestId(2))
+        put(slot, move, mover, buffer)
 
-    monkeypatch.setattr(StoreExecutor, "_put", leave)
+    monkeypatch.setattr("adapters.store.executor.AHEAD", 1)
+    monkeypatch.setattr(StoreExecutor, "_put", staticmethod(leave))
     restored = await bench.restore(2, await bench.found(2), 1)
     assert restored == BlocksRestored(0, 48, 48 * bench.stored.store.layout.token_bytes)
     monkeypatch.undo()
