@@ -91,7 +91,7 @@ class Edge:
         asked = chat.read_chat_controls(fields, self.options, self.text)
         conversation = chat.read_chat(fields, self.text)
         prompt = await chat.encode_chat(conversation, self.text)
-        planned = controls.plan([prompt], ["$.messages"], asked, self.options)
+        planned = controls.plan([prompt], ["$.messages"], asked, self.options, self.text.openings)
         named = Named(new_id("chatcmpl-"), self.options.model_id)
         return self._answer(planned, ChatShape(named, asked, self.options, self.text.tokenizer), asked)
 
@@ -99,7 +99,7 @@ class Edge:
         fields = await self._ready(request)
         asked = completions.read_completion_controls(fields, self.options, self.text)
         prompts, paths = await completions.read_prompts(fields, self.options, self.text)
-        planned = controls.plan(prompts, paths, asked, self.options)
+        planned = controls.plan(prompts, paths, asked, self.options, self.text.openings)
         named = Named(new_id("cmpl-"), self.options.model_id)
         return self._answer(planned, CompletionShape(named, asked, self.options, self.text.tokenizer), asked)
 

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from adapters.http.errors import context_exceeded, invalid, model_not_found
 from adapters.http.fields import Fields, shown
 from adapters.http.options import EdgeOptions
+from adapters.text.boundaries import Openings
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.scope import ACCEPTED, MOST, Scope, count, parse
@@ -156,7 +157,9 @@ def read_scope(fields: Fields, default: Scope) -> Scope:
     return Scope("auto", recent) if scope.kind == "auto" else scope
 
 
-def plan(prompts: list[Tokens], paths: list[str], controls: Controls, options: EdgeOptions) -> tuple[Planned, ...]:
+def plan(
+    prompts: list[Tokens], paths: list[str], controls: Controls, options: EdgeOptions, openings: Openings
+) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 
     Choice i draws with seed + i. Raises ApiError for a prompt that is empty or leaves no room.
@@ -174,6 +177,7 @@ def plan(prompts: list[Tokens], paths: list[str], controls: Controls, options: E
             raise invalid(path, "must have at least one token")
         if room < 1:
             raise context_exceeded(len(prompt), options.max_ctx, path)
+        boundaries = openings.boundaries(prompt)
         for choice in range(controls.choices):
             sampling = evolve(controls.sampling, seed=(controls.sampling.seed + choice) % (1 << 63))
             job = Job(
@@ -182,6 +186,7 @@ def plan(prompts: list[Tokens], paths: list[str], controls: Controls, options: E
                 sampling=sampling,
                 stop_tokens=controls.stop_tokens,
                 scope=controls.scope,
+                boundaries=boundaries,
                 speculate=controls.speculate,
             )
             planned.append(Planned(number * controls.choices + choice, number, job, controls.stops))

@@ -9,6 +9,7 @@ from typing import Any
 from attrs import define, field
 
 from adapters.models.config import CheckpointError
+from adapters.text.boundaries import Openings, find_openings
 from adapters.text.template import ChatTemplate, Rendered, TemplateFailed, TemplateRefused, find_template, text_of
 from adapters.text.tokenizer import Tokenizer, read_json
 from effects.ids import Tokens
@@ -22,6 +23,7 @@ class Text:
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     sampling: Sampling = field(factory=Sampling)
+    openings: Openings = field(factory=Openings)  # of messages, as the template writes them; known from `check` on
 
     @staticmethod
     def load(folder: Path) -> Text:
@@ -36,11 +38,13 @@ class Text:
     async def check(self) -> tuple[str, ...]:
         """Try the template. Returns warnings; raises CheckpointError if it does not work at all.
 
-        Warns where a template puts control tokens together from parts, which then are served as plain text.
+        Warns where a template puts control tokens together from parts, which then are served as plain text. From now
+        on it is known how the template opens messages.
         """
         if self.template is None:
             return ("the checkpoint has no chat template: only completions are served",)
         await self.template.check()
+        self.openings = await find_openings(self.template, self.tokenizer)
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
         try:
             rendered = await self.template.render([*messages, messages[0]])

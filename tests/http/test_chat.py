@@ -292,3 +292,25 @@ def test_errors_have_all_four_keys() -> None:
     from adapters.http.errors import openai_error  # noqa: PLC0415
 
     assert openai_error(ApiError(400, "no"))["error"].keys() == {"message", "type", "param", "code"}
+
+
+async def test_a_job_knows_where_its_messages_open(site: Site) -> None:
+    await site.text.check()
+    words = {"messages": [{"role": role, "content": "Hello"} for role in ("system", "user", "assistant", "user")]}
+    assert (await site.post(PATH, words)).status_code == 200
+    job = site.door.tickets[-1].job
+    opener = site.text.tokenizer.controls["<|im_start|>"].id
+    assert job.boundaries == tuple(at + 1 for at, token in enumerate(job.prompt) if token == opener)
+    assert len(job.boundaries) == 5
+    written = site.text.tokenizer.decode(job.prompt, special=True)
+    await site.complete(written, parse_special=True)
+    assert site.door.tickets[-1].job.boundaries == job.boundaries
+    await site.complete(list(job.prompt))
+    assert site.door.tickets[-1].job.boundaries == job.boundaries
+    await site.complete(written)
+    assert site.door.tickets[-1].job.boundaries == (), "what is typed is text"
+
+
+async def test_the_answer_tells_how_much_was_kept_and_why(site: Site) -> None:
+    body = (await site.chat()).json()
+    assert body["rekindle"]["prefix_cache"].keys() == {"scope", "shared", "selected", "kept", "reason"}
