@@ -93,7 +93,7 @@ async def before_tool(template: ChatTemplate) -> Units:
     """What stands between a call and the tool's answer."""
     function = {"name": CALL, "arguments": {"place": CALL}}
     call = {"id": "call12345", "type": "function", "function": function}
-    messages = [
+    messages: list[Message] = [
         {"role": "user", "content": USER},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "name": CALL, "content": TOOL},
