@@ -42,7 +42,7 @@ log = logging.getLogger("rekindle.store")
 
 QUARANTINE = "damaged-"
 MOST_QUARANTINED = 8  # files that are kept for people to look at
-MOST_QUEUED = 1 << 30  # bytes that may wait to be written
+MOST_QUEUED = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
 MOST_RECENT_FILES = 8  # of other identities
 RECENT_SLACK = 1 << 20  # bytes of that file beyond twice what it says, before it is written anew
 SLACK = 4096  # journal records beyond what its entries need, before it is written anew
@@ -88,6 +88,7 @@ class Disk:
     lock: threading.RLock
     chooser: Chooser
     recents: Recents = field(factory=Recents)
+    most_queued: int = MOST_QUEUED
     counts: Counter[str] = field(factory=Counter[str])
     queued: int = 0
     _queue: SimpleQueue[Write | Note | None] = field(factory=SimpleQueue)
@@ -155,7 +156,7 @@ class Disk:
     def submit(self, job: Write | Note) -> bool:
         """Taken, or dropped and counted: the queue is bounded."""
         with self.lock:
-            if self._closing or self.queued + job.size > MOST_QUEUED:
+            if self._closing or self.queued + job.size > self.most_queued:
                 self.counts["dropped_queue_full"] += 1
                 self._recent_lost = self._recent_lost or isinstance(job, Note)
                 return False

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol, TypeAlias, TypeGuard
 
 import anyio
-from anyio import to_thread
+from anyio import from_thread, to_thread
 from attrs import define, field
 
 from adapters.device.lane import DeviceLane
@@ -160,18 +161,18 @@ class StoreExecutor:
         await fence.passed.wait()
         if fence.failure is not None:
             return fence.failure
-        queue = iter(now.moves)
+        queue = deque(now.moves)
         async with anyio.create_task_group() as tasks:
-            for _ in range(AHEAD):
-                tasks.start_soon(self._work, now, queue)
-        ready = now.ready()
+            for _ in range(min(AHEAD, len(queue))):
+                tasks.start_soon(to_thread.run_sync, self._work, now, queue)
+        taken, ready = time.perf_counter_ns() - started, now.ready()
         if now.failure is not None and lease.state is not None:
             return now.failure  # rows alone do not continue a sequence that has a state beside them
         failure = await self.lane.run(partial(self._landed, request, now, ready))
         stop = max((move.span[1] for move in ready if move.kind == "rows"), default=effect.start)
         if failure is not None or stop == effect.start:
             return failure or now.failure or GIVEN_UP
-        taken, loaded = time.perf_counter_ns() - started, sum(map(self._bytes, ready))
+        loaded = sum(map(self._bytes, ready))
         log.info(
             "request %d: %d tokens, %d bytes restored from %s in %.1f ms%s",
             *(request, stop - effect.start, loaded, lease.place, taken / 1e6),
@@ -195,24 +196,27 @@ class StoreExecutor:
         state = self.serving(slot, request)
         return StoreFailed(state.kind, state.detail) if isinstance(state, DeviceFailed) else None
 
-    async def _work(self, now: Restoring, queue: Iterator[Move]) -> None:
-        """One of a few that take a restore's parts, in order, until there are no more or they are of no use."""
-        for move in queue:
+    def _work(self, now: Restoring, queue: deque[Move]) -> None:
+        """One of a few worker threads that take a restore's parts, in order, while they are of use."""
+        while queue and now.failure is None:
             if now.abandoned:
                 now.failure = GIVEN_UP
-            if now.failure is not None:
+                return
+            try:
+                move = queue.popleft()
+            except IndexError:  # another one took the last
                 return
             mover = self._movers.get(move.kind)
-            await to_thread.run_sync(self._carry, now.effect.slot, move, mover)
+            self._carry(now.effect.slot, move, mover)
             if move.buffer is not None and mover is not None:
                 buffer, move.buffer = move.buffer, None
-                await self.lane.run(partial(self._put, now.effect.slot, move, mover, buffer))
+                from_thread.run(self.lane.run, partial(self._put, now.effect.slot, move, mover, buffer))
                 del buffer
             if move.failure is not None and move.kind == "rows":
                 now.failure = now.failure or move.failure
 
     def _carry(self, slot: SlotId, move: Move, mover: Mover | None) -> None:
-        """In a worker thread: into memory, and on into the slot if that can be done here."""
+        """Into memory, and on into the slot if that can be done here."""
         try:
             buffer = self._fetched(move.part)
         except Damaged as error:

@@ -436,13 +436,13 @@ def test_what_is_read_is_not_evicted(path: Path) -> None:
     store.close()
 
 
-def test_a_full_queue_drops_and_what_was_dropped_is_written_later(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_drops_and_what_was_dropped_is_written_later(path: Path) -> None:
     store = disk_store(path, host=1 << 20)
-    monkeypatch.setattr("adapters.store.disk.MOST_QUEUED", 0)
+    store.disk.most_queued = 0
     save(store, ONE)
     assert store.figures()["dropped_writes"] == 1
     assert kept(store) == 40, "host memory has it"
-    monkeypatch.undo()
+    store.disk.most_queued = 1 << 20
     save(store, ONE)
     settled(store)
     store.close()
