@@ -1,0 +1,304 @@
+"""Prompts of an 8B-shaped model brought back from host memory and from a cold disk, against computing them again.
+
+    python -m benchmarks.cuda_store [--json FILE] [--tokens 2048 8192 32768] [--runs 5] [--folder DIR]
+    python -m benchmarks.cuda_store --device cpu --tiny        the same on any machine, to see that it runs
+
+The model has random weights. In one run: how fast page-locked memory is copied and the files' bytes are read raw; what
+a restore reaches beside that; and, at each length, the prompt computed whole, restored whole, and as the planner wants
+it with the rates it has measured by then: `[0, m)` computed while `[m, n)` is loaded. Every mode ends with the same
+rows, bit for bit. Medians; host memory first, then the same entries from disk, out of the page cache each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from attrs import define, field
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.config import Qwen3Config
+from adapters.models.qwen3 import LADDER, Qwen3Shard
+from adapters.models.synthetic import RandomWeights
+from adapters.store.executor import StoreExecutor
+from adapters.store.format import Layout, Rows
+from adapters.store.opening import open_store
+from adapters.store.store import Store
+from benchmarks.report import machine, median, raw, table
+from benchmarks.restart import forget, read_raw
+from effects.all import Ask, Launch
+from effects.ids import RequestId, SlotId, Tier, Tokens
+from effects.job import Sampling
+from effects.lookup import FindPrefix, PrefixFound, ReleasePrefix
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored, RestoreBlocks
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from engine import measure
+from engine.target import build_kernels
+from states import policy, rates
+from states.rates import Rates
+from states.settings import Settings
+
+GRAIN = 64
+SLOT = SlotId(0)
+COPIED = 1 << 30  # bytes of the raw copy
+
+
+def config_of(given: argparse.Namespace) -> Qwen3Config:
+    positions = max(given.tokens) + 1024
+    if given.tiny:
+        return Qwen3Config(4096, 256, 512, 4, 4, 2, 64, positions, 1e6)
+    return Qwen3Config(151936, 4096, 12288, given.layers, 32, 8, 128, positions, 1e6)
+
+
+@define
+class Bench:
+    """One slot, its executors, and what the planner knows."""
+
+    shard: Qwen3Shard
+    lane: DeviceLane
+    executor: DeviceExecutor
+    store: Store
+    stored: StoreExecutor
+    settings: Settings
+    rates: Rates
+    request: int = 0
+    _plain: dict[str, Any] = field(factory=dict[str, Any])
+
+    async def perform(self, effect: Any) -> Any:
+        (outcome,) = await self.executor.perform(Launch((Ask(RequestId(self.request), effect),)))
+        return outcome
+
+    def open(self, prompt: Tokens) -> None:
+        self.request += 1
+        opening = OpenSlot(SLOT, SLOT, 0, prompt, Sampling())
+        self.executor.open(RequestId(self.request), opening)
+        self.stored.opened(RequestId(self.request), opening)
+
+    async def compute(self, start: int, stop: int, *, beside: bool = False) -> None:
+        """Chunk by chunk, as the core asks for it; whole chunks teach the rates."""
+        while start < stop:
+            end = min(stop, start // self.settings.chunk * self.settings.chunk + self.settings.chunk)
+            outcome = await self.perform(RunPrefill(SLOT, start, end))
+            assert isinstance(outcome, PrefillAdvanced), outcome
+            if end - start == self.settings.chunk:
+                self.rates = rates.prefilled(self.rates, start, end - start, outcome.ns, beside=beside)
+            start = end
+
+    async def run(self, prompt: Tokens, tier: Tier, mode: str) -> dict[str, Any]:
+        """Until all rows but the last token's are there. mode: recompute, restore or planner."""
+        self.open(prompt)
+        started = time.perf_counter()
+        request = RequestId(self.request)
+        found = await self.stored.find(request, FindPrefix(prompt, 0))
+        assert isinstance(found, PrefixFound), found
+        assert found.tier == tier, f"it is in {found.tier} and not in {tier}"
+        stop = found.length
+        front = {"recompute": stop, "restore": 0}.get(mode, policy.front(self.settings, self.rates, 0, stop, tier))
+        restored: list[BlocksRestored] = []
+        if front == stop:
+            self.stored.release(request, ReleasePrefix(found.lease))
+            await self.compute(0, stop)
+        else:
+
+            async def restore() -> None:
+                outcome = await self.stored.restore(request, RestoreBlocks(found.lease, SLOT, front, stop))
+                assert isinstance(outcome, BlocksRestored), outcome
+                restored.append(outcome)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(restore)
+                await self.compute(0, front, beside=True)
+        await self.compute(stop, len(prompt) - 1)
+        seconds = time.perf_counter() - started
+        for one in restored:
+            assert (one.start, one.stop) == (front, stop), one
+            self.rates = rates.restored(self.rates, tier, stop - front, one.ns, beside=front > 0)
+        loaded = sum(one.bytes for one in restored)
+        spent = sum(one.ns for one in restored)
+        return {"seconds": seconds, "front": front, "bytes": loaded, "rate": loaded / spent * 1e9 if spent else 0.0}
+
+    async def rows(self, prompt: Tokens) -> torch.Tensor:
+        return await self.lane.run(lambda: self.shard.rows(SLOT, 0, len(prompt) - 1).clone())
+
+    async def same(self, prompt: Tokens, truth: torch.Tensor) -> bool:
+        """Bit for bit, asked on the device."""
+        there = partial(self.shard.rows, SLOT, 0, len(prompt) - 1)
+        kinds = {2: torch.int16, 4: torch.int32}
+        kind = kinds[truth.element_size()]
+        return await self.lane.run(lambda: torch.equal(there().view(kind), truth.view(kind)))
+
+    async def keep(self, prompt: Tokens, folder: Path) -> dict[str, Any]:
+        """Computed, copied out on the lane, and written behind its back."""
+        before = set(files_in(folder))
+        self.open(prompt)
+        await self.compute(0, len(prompt) - 1)
+        kept = (len(prompt) - 1) // GRAIN * GRAIN
+        started = time.perf_counter()
+        saved = await self.perform(SaveSnapshot(SLOT, prompt[:kept]))
+        assert isinstance(saved, SnapshotSaved), saved
+        copied = time.perf_counter() - started
+        await anyio.to_thread.run_sync(self.settle)
+        written = time.perf_counter() - started
+        files = sorted(set(files_in(folder)) - before)
+        return {"tokens": len(prompt), "bytes": saved.bytes, "copy_s": copied, "write_s": written, "files": files}
+
+    def settle(self) -> None:
+        """Until everything is written."""
+        while self.store.disk is not None and self.store.disk.queued:
+            time.sleep(0.005)
+
+    def only_disk(self, prompt: Tokens) -> None:
+        """Host memory lets everything go."""
+        self.store.host.budget = 0
+        found = self.store.find(prompt, 0)
+        assert isinstance(found, tuple), found
+        self.store.release(found[0])
+        assert not self.store.host.entries
+
+
+def files_in(folder: Path) -> list[Path]:
+    return list(folder.glob("*.zst"))
+
+
+def raw_copy(device: torch.device) -> float:
+    """Bytes a second from page-locked memory to the device (ordinary memory on a CPU)."""
+    gpu = device.type == "cuda"
+    source = torch.empty(COPIED if gpu else COPIED >> 4, dtype=torch.uint8, pin_memory=gpu).fill_(1)
+    target = torch.empty_like(source, device=device)
+    times = []
+    for _ in range(6):
+        started = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        if gpu:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return source.nbytes / median(times[1:])
+
+
+async def compared(bench: Bench, prompt: Tokens, tier: Tier, runs: int, files: Sequence[Path]) -> dict[str, Any]:
+    """All modes in turn, again and again; the first round teaches the planner and is not counted."""
+    found: dict[str, list[dict[str, Any]]] = {"recompute": [], "restore": [], "planner": []}
+    reads, truth = list[float](), None
+    for round_ in range(runs + 1):
+        for mode, results in found.items():
+            if tier == "disk":
+                forget(files)
+            result = await bench.run(prompt, tier, mode)
+            if truth is None:
+                truth = await bench.rows(prompt)
+            assert await bench.same(prompt, truth), f"{mode} from {tier} at {len(prompt)}: other rows"
+            if round_:
+                results.append(result)
+        if tier == "disk" and round_:
+            forget(files)
+            read, seconds = read_raw(files)
+            reads.append(read / seconds)
+    middle = {mode: median([one["seconds"] for one in results]) for mode, results in found.items()}
+    best = min(middle["recompute"], middle["restore"])
+    rate = median([one["rate"] for one in found["restore"]])
+    return {
+        "tier": tier,
+        "tokens": len(prompt),
+        **{f"{mode}_s": seconds for mode, seconds in middle.items()},
+        "front": median([one["front"] for one in found["planner"]]),
+        "of_recompute": middle["planner"] / middle["recompute"],
+        "of_better": middle["planner"] / best,
+        "restore_GB/s": rate / 1e9,
+        "raw_GB/s": median(reads) / 1e9 if reads else 0.0,
+        "of_raw": rate / median(reads) if reads else 0.0,
+        "runs": found,
+    }
+
+
+def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> Bench:
+    """On the lane."""
+    config, device = config_of(given), lane.device
+    dtype = torch.float32 if given.tiny else torch.bfloat16
+    weights, rungs = RandomWeights(config, 0, device, dtype), (*(r for r in LADDER if r < given.chunk), given.chunk)
+    shard = Qwen3Shard(
+        config,
+        weights,
+        build_kernels(device, dtype),
+        device=device,
+        dtype=dtype,
+        slots=1,
+        capacity=config.max_positions,
+        rungs=rungs,
+    )
+    names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
+    layout = Layout("bench", GRAIN, Rows(names, config.num_kv_heads, config.head_dim, dtype))
+    size = 2 * sum(given.tokens) * layout.token_bytes
+    store = open_store(layout, folder, host_bytes=size, disk_bytes=2 * size, codec="store", pin=device.type == "cuda")
+    assert store is not None
+    executor = DeviceExecutor(shard, rungs, lane=lane)
+    stored = StoreExecutor(store, shard, lane, executor.serving)
+    executor.handle(SaveSnapshot, stored.save)
+    settings = Settings(
+        slots=1, max_context=config.max_positions, chunk=given.chunk, grain=GRAIN, batch_rows=1, store=True
+    )
+    for _ in range(3):
+        measure.run_chunk(shard, 0, given.chunk, given.chunk)
+    known = Rates(prefill=measure.prefill(shard, given.chunk, config.max_positions))
+    return Bench(shard, lane, executor, store, stored, settings, known)
+
+
+async def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    lane = DeviceLane(given.device)
+    started = time.perf_counter()
+    copy = await lane.run(partial(raw_copy, lane.device))
+    bench = await lane.run(partial(build, given, lane, folder))
+    print(f"model ready after {time.perf_counter() - started:.0f} s; raw copy {copy / 1e9:.1f} GB/s", flush=True)
+    draw, kept, rows = random.Random(7), list[dict[str, Any]](), list[dict[str, Any]]()
+    vocabulary = bench.shard.config.vocab_size
+    prompts = [tuple(draw.randrange(vocabulary) for _ in range(count)) for count in given.tokens]
+    for prompt in prompts:
+        kept.append(await bench.keep(prompt, folder))
+    shown = [{name: value for name, value in one.items() if name != "files"} for one in kept]
+    table("Snapshots: copied out on the lane, then written in the background", shown)
+    for tier in ("host", "disk"):
+        if tier == "disk":
+            bench.only_disk(prompts[0])
+        for prompt, one in zip(prompts, kept, strict=True):
+            result = await compared(bench, prompt, tier, given.runs, one["files"])
+            result["of_copy"] = result["restore_GB/s"] * 1e9 / copy
+            rows.append(result)
+            print(f"{tier} {len(prompt)} after {time.perf_counter() - started:.0f} s", flush=True)
+    assert bench.executor.close(60)
+    assert bench.store.close()
+    return {"raw_copy_GB/s": copy / 1e9, "snapshots": shown, "modes": rows, "machine": machine()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="four narrow layers instead of an 8B model's")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        found = anyio.run(measured, given, Path(folder) / "kv")
+    shown = [{name: value for name, value in row.items() if name != "runs"} for row in found["modes"]]
+    table("Seconds until the prompt's rows are there; planner against recompute and the better forced mode", shown)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    raw("cuda_store", {**found, "modes": shown})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
