@@ -1,0 +1,79 @@
+"""What a scope keeps is what comes back after a kill, and never anything else; answers do not depend on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Running, serving
+from tests.e2e.test_restart import cache, kill, written
+
+SYSTEM = "You help with a small project. " + " ".join(f"Rule {n}: keep file {n * 37 % 101} short." for n in range(40))
+GRAIN = 64
+
+
+def ask(server: Running, content: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+    asked = {"messages": messages, "max_tokens": 8, "temperature": 0.7, "seed": 3, **fields}
+    body = server.client.post("/v1/chat/completions", json=asked).json()
+    return body["choices"][0]["message"]["content"], body["rekindle"]
+
+
+def told(server: Running) -> list[str]:
+    """The log's lines about scopes."""
+    return [line.partition(": auto:4 ")[2] for line in server.errors if ": auto:4 " in line]
+
+
+@pytest.mark.timeout(120)
+def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
+    words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-min-tokens", "64", "--paranoid", "--slots", "1")
+    words = (*words, "--disk-prefix-cache", "auto:4")
+    with serving(*words) as server:
+        assert cache(server)["disk_policy"] == "auto:4"
+        _, how = ask(server, "What is a grain?")
+        assert how["prefix_cache"] == {
+            "scope": "auto:4",
+            "shared": 0,
+            "selected": 0,
+            "kept": 0,
+            "reason": "nothing_shared",
+        }
+        _, how = ask(server, "Name three colours.")
+        decided = how["prefix_cache"]
+        assert how["tier"] == "device"
+        assert decided["reason"] == "boundary"
+        assert decided["shared"] >= decided["selected"] > 300
+        assert decided["kept"] == decided["selected"] // GRAIN * GRAIN
+        now = written(server)
+        assert sum(1 for line in told(server) if f"kept={decided['kept']}" in line) == 1
+        _, how = ask(server, "Name three colours.", prefix_cache={"scope": "off"})
+        assert how["prefix_cache"] | {"scope": "off", "kept": 0, "reason": "scope_off"} == how["prefix_cache"]
+        kill(server)
+    with serving(*words) as server:
+        assert cache(server)["entries"] == now["entries"]
+        cold, how = ask(server, "Why is the sky blue?", prefix_cache={"scope": "off"})
+        assert how["restored_tokens"] == 0
+        ask(server, "x", messages=[{"role": "user", "content": "Something else in the only slot."}])
+        warm, how = ask(server, "Why is the sky blue?")
+        assert (warm, how["tier"], how["restored_tokens"]) == (cold, "disk", decided["kept"])
+        assert how["prefix_cache"]["kept"] == decided["kept"], "the recent prompts outlive the process"
+
+
+@pytest.mark.timeout(120)
+def test_a_number_keeps_so_many_tokens_whatever_they_are(tmp_path: Path) -> None:
+    words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-min-tokens", "64", "--paranoid")
+    with serving(*words, "--disk-prefix-cache", "200") as server:
+        assert cache(server)["disk_policy"] == "200"
+        _, how = ask(server, "What is a grain?")
+        assert (how["prefix_cache"]["selected"], how["prefix_cache"]["kept"]) == (200, 192)
+        written(server)
+        _, how = ask(server, "And now?", prefix_cache={"scope": 10_000})
+        assert (how["prefix_cache"]["reason"], how["prefix_cache"]["kept"]) == ("longer_than_prompt", 0)
+        kill(server)
+    with serving(*words, "--disk-prefix-cache", "full") as server:
+        _, how = ask(server, "And now?")
+        assert (how["tier"], how["restored_tokens"]) == ("disk", 192)
+        assert how["prefix_cache"]["scope"] == "full"
+        assert how["prefix_cache"]["kept"] > 300
