@@ -90,7 +90,7 @@ class EngineDoor:
     def close_stream(self, request: RequestId, effect: CloseStream) -> None:
         closed = Closed(effect.finish, effect.report, effect.detail, self.meter.stages_ms(request))
         if effect.report.cache.scope:
-            log.info("request %d: %s", request, effect.report.cache)
+            log.info("request %d: %s", request, described(effect.report))
         self._tickets.pop(request).put(closed)
         self.closed(closed)
 
@@ -139,3 +139,9 @@ def held(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:
     """Bytes of each model's weights (on its device, in host memory), where the memory ledger counts them."""
     models: Mapping[str, Mapping[str, int]] = live.get("memory", {}).get("models", {})
     return {name: (places["device"], places["host"]) for name, places in models.items()}
+
+
+def described(report: Report) -> str:
+    """For the log: what was kept of a request, and what of it was there before."""
+    came = f"{report.restored_tokens} of {report.prompt_tokens} prompt tokens restored ({report.tier})"
+    return f"{report.cache}; {came}{report.miss and ', '}{report.miss}"

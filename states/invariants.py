@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from states.life import Done, New, Waiting
+from states.life import Done, Hold, New, Restoring, Snapshotting, State, Waiting
+from states.scope import select
 from states.slots import hold_of
 from states.world import World
 
@@ -17,6 +18,8 @@ def check(world: World) -> None:
         assert world.slots.slots[hold.slot].holder == request, "a request works in a slot that is not its own"
         assert 0 <= hold.restored <= hold.valid <= len(hold.prompt) + len(hold.answer), hold
         assert len(hold.answer) <= hold.job.max_tokens, "more tokens than asked for"
+        assert hold.shared <= len(hold.job.prompt), "more is shared than there is"
+        check_cache(world.requests[request], hold)
     waiting = [request for request, state in world.requests.items() if isinstance(state, Waiting)]
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
     assert not waiting or len(holders) == len(world.slots.slots), "somebody waits although a slot is free"
@@ -31,3 +34,14 @@ def check(world: World) -> None:
     assert not leases or draft.place == "loaded", "the draft is leased and not loaded"
     leasing = {request for request, hold in held.items() if hold.draft}
     assert set(leases) == leasing, "leases and holds disagree"
+
+
+def check_cache(state: State, hold: Hold) -> None:
+    """What is loaded fits what is computed, and nothing is kept that the scope does not allow."""
+    if isinstance(state, Restoring):
+        assert hold.valid <= state.front <= state.stop <= hold.target, "rows are loaded where they do not belong"
+    if isinstance(state, Snapshotting):
+        rows, scope = select(hold).rows, hold.job.scope
+        most = {"full": hold.valid, "auto": hold.shared, "fixed": scope.count, "off": 0}[scope.kind]
+        assert 0 < rows <= min(most, hold.valid), "more is kept than the scope allows"
+        assert scope.kind == "full" or hold.rows[:rows] == hold.job.prompt[:rows], "an answer is kept as a prompt"

@@ -189,6 +189,26 @@ def test_a_compression_that_the_client_declined_is_noticed(monkeypatch: pytest.M
     assert caught()
 
 
+def test_keeping_more_than_the_scope_allows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("states.scope.reach", lambda hold: (len(hold.prompt), "mutant"))
+    assert "kept" in caught()
+
+
+def test_a_checkpoint_beyond_the_scope_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("states.scope.positions", lambda hold: iter((hold.target,)))
+    assert caught()
+
+
+def test_state_that_is_believed_to_be_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("states.slots.left", lambda hold: hold.rows[: hold.valid // 2])
+    assert "state" in caught()
+
+
+def test_a_prompt_that_is_compared_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("states.policy.window", lambda _: 3)
+    assert "a prompt is compared once" in caught()
+
+
 def test_a_forgotten_lane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("states.lane.answered", lambda lane, _: lane)
     assert caught()

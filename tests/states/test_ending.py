@@ -107,6 +107,12 @@ def test_of_a_round_that_was_running_the_row_of_the_token_it_fed_is_kept() -> No
     assert evolve(before, valid=23).rows == (*PROMPT, 7, 8)
 
 
+def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() -> None:
+    before = an_answering(evolve(DRAFT, stateful=True), draft=True)
+    hold = settle(before, RoundDone((9, 10))).state.hold
+    assert (hold.valid, hold.rows) == (24, (*PROMPT, 7, 8, 9))
+
+
 def test_both_sides_answer_in_any_order_and_what_joins_is_kept() -> None:
     first = settle(a_hold(STORE), PrefillAdvanced(8), flying=2)
     assert first == Then(a_draining(a_hold(STORE, valid=8)))

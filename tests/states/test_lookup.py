@@ -13,6 +13,7 @@ from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, RunPrefill
 from effects.restore import RestoreBlocks
 from effects.round import RunRound
+from effects.scope import Scope
 from effects.stream import CloseStream, ReportProgress
 from states import lookup
 from states.life import (
@@ -203,6 +204,37 @@ def test_a_memo_that_nobody_asked_for_is_a_bug() -> None:
 def test_a_miss_keeps_its_reason_and_goes_on() -> None:
     then = lookup.missed(LookingUp(a_hold(STORE)), PrefixMissed("empty_store"))
     assert then == Then(Prefilling(a_hold(STORE, miss="empty_store")), RunPrefill(HERE, 0, 8))
+
+
+AUTO = a_job(scope=Scope("auto", 30), boundaries=(1, 9))
+
+
+def test_auto_asks_what_is_shared_even_where_all_is_on_the_device() -> None:
+    then = lookup.admit(Waiting(AUTO), Admitted(HERE, HERE, 20, STORE))
+    hold = a_hold(STORE, job=AUTO, valid=20, restored=20, tier="device", miss="")
+    assert then == Then(LookingUp(hold), opening(20), FindPrefix(PROMPT, 20, window=30))
+    then = lookup.missed(LookingUp(hold), PrefixMissed("diverged_at:8", shared=14, length=8))
+    known = evolve(hold, shared=14, stored=8)
+    assert then == Then(Speculating(known), RunRound(HERE, 20, 120))
+    assert lookup.unanswered(LookingUp(hold), StoreFailed("io", "")) == Then(Speculating(hold), RunRound(HERE, 20, 120))
+
+
+def test_a_compressed_prompt_is_not_compared_again_and_what_was_shared_is_remembered() -> None:
+    before = a_hold(EVERYTHING, job=AUTO, shared=14, stored=8)
+    then = lookup.compressed(Compressing(before), PromptCompressed(SHORT, ((0, 4),)))
+    hold = a_hold(EVERYTHING, job=AUTO, prompt=SHORT, compressed=True, shared=14)
+    assert then == Then(LookingUp(hold), opening(0, SHORT), FindPrefix(SHORT, 0))
+    then = lookup.missed(LookingUp(hold), PrefixMissed("diverged_at:0"))
+    assert then.state == Unparking(evolve(hold, miss="diverged_at:0"))
+
+
+def test_positional_state_is_loaded_whole_or_not_at_all() -> None:
+    hold = a_hold(evolve(STORE, stateful=True), rates=Rates(prefill=(100,), disk=90))
+    then = lookup.found(LookingUp(hold), found(20))
+    restoring = Restoring(evolve(hold, stored=20), 0, 20, "disk")
+    assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 0, 20))
+    slow = evolve(hold, rates=Rates(prefill=(100,), disk=110))
+    assert isinstance(lookup.found(LookingUp(slow), found(20)).state, Prefilling)
 
 
 def test_a_failed_lookup_is_a_miss() -> None:

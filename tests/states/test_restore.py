@@ -120,6 +120,23 @@ def test_a_front_that_fails_after_the_load_ends_the_request() -> None:
     )
 
 
+def test_rows_that_could_not_be_restored_are_not_taken_for_kept() -> None:
+    hold = a_hold(STORE, stored=20)
+    then = restore.lost(Restoring(hold, 0, 16, "disk"), StoreFailed("broken", "checksum"))
+    assert then.state.hold.stored == 0
+    then = restore.loaded(Restoring(hold, 0, 20, "disk"), BlocksRestored(0, 12, 99))
+    assert (then.state.hold.valid, then.state.hold.stored) == (12, 0)
+    then = restore.loaded(Restoring(hold, 0, 20, "disk"), BlocksRestored(0, 20, 99))
+    assert (then.state.hold.valid, then.state.hold.stored) == (20, 20)
+
+
+def test_rows_without_the_state_at_their_end_are_none() -> None:
+    hold = a_hold(evolve(STORE, stateful=True), stored=20)
+    then = restore.loaded(Restoring(hold, 0, 20, "disk"), BlocksRestored(0, 12, 99))
+    after = evolve(hold, miss="restore_incomplete", stored=0)
+    assert then == Then(Prefilling(after), RunPrefill(HERE, 0, 8))
+
+
 def test_rows_of_another_slot_are_never_named() -> None:
     hold = a_hold(STORE, slot=SlotId(1))
     then = lookup.found(LookingUp(hold), PrefixFound(LeaseId(5), 20, "disk"))
