@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from attrs import frozen
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from effects.ports import Closed
 
@@ -32,6 +38,10 @@ class Metrics:
         self._slots = Gauge("rekindle_slots", "Slots by use", ["use"], registry=registry)
         self._shown = (-1, -1, -1)
         self._http = Counter("rekindle_http_responses", "HTTP responses", ["path", "status"], registry=registry)
+
+    def watch_cache(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """From now on the prefix cache's own figures (`full_cache` of /props) are exposed too."""
+        self.registry.register(CacheFigures(figures))
 
     def stage(self, state: str, seconds: float) -> None:
         """A request has left a state."""
@@ -71,3 +81,64 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """(text exposition, its content type)"""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+# Name and meaning of what the disk tier counts, as they stand in its figures.
+DISK_COUNTERS = {
+    "quarantined": "Damaged cache files that were put aside",
+    "outdated": "Cache files of an earlier format that were removed",
+    "write_errors": "Writes to the cache folder that failed",
+    "read_errors": "Reads from the cache folder that failed",
+    "dropped_writes": "Runs that were not written: the queue was full, or there was no room",
+    "written_bytes": "Bytes written to the cache folder",
+    "read_bytes": "Bytes read from the cache folder",
+}
+
+
+@frozen(eq=False)
+class CacheFigures(Collector):
+    """Reads the prefix cache's figures when somebody asks, so that nothing is counted twice."""
+
+    figures: Callable[[], Mapping[str, Any]]
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: else registering would ask for the figures."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self.figures()
+        tiers = {"host": figures["host"], **({"disk": figures} if figures["budget"] else {})}
+        for name, meaning in (("bytes", "Bytes kept"), ("budget", "Bytes that may be kept"), ("entries", "Runs kept")):
+            unit = "_bytes" if name == "budget" else ""
+            gauge = GaugeMetricFamily(f"rekindle_cache_{name}{unit}", meaning, labels=["tier"])
+            for tier, one in tiers.items():
+                gauge.add_metric([tier], one[name])
+            yield gauge
+        evictions = {tier: one["evictions"] for tier, one in tiers.items()}
+        yield labelled("rekindle_cache_evictions", "Runs that had to go", "tier", evictions)
+        yield labelled("rekindle_cache_hits", "Lookups that found more than the device had", "tier", figures["hits"])
+        yield labelled("rekindle_cache_misses", "Lookups that did not", "reason", figures["misses"])
+        yield from restores(figures["restores"])
+        for name, meaning in DISK_COUNTERS.items():
+            if name in figures:
+                yield CounterMetricFamily(f"rekindle_cache_{name}", meaning, value=figures[name])
+        if "queued_bytes" in figures:
+            yield GaugeMetricFamily(
+                "rekindle_cache_queued_bytes", "Bytes that wait to be written", value=figures["queued_bytes"]
+            )
+
+
+def labelled(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
+    counter = CounterMetricFamily(name, meaning, labels=[label])
+    for value, count in values.items():
+        counter.add_metric([value], count)
+    return counter
+
+
+def restores(by_tier: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+    seconds = SummaryMetricFamily("rekindle_cache_restore_seconds", "Time to bring rows back", labels=["tier"])
+    for tier, one in by_tier.items():
+        seconds.add_metric([tier], count_value=int(one["count"]), sum_value=one["seconds"])
+    yield seconds
+    loaded = {tier: one["bytes"] for tier, one in by_tier.items()}
+    yield labelled("rekindle_cache_restored_bytes", "Bytes brought back to the device", "tier", loaded)

@@ -68,6 +68,7 @@ async def engine(
     notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: (abandon,)}
     perform: dict[type, Perform] = {}
     if store is not None:
+        metrics.watch_cache(store.store.figures)
         notify |= {OpenSlot: (executor.open, store.opened), ReleasePrefix: (store.release,)}
         perform |= {FindPrefix: store.find, RestoreBlocks: store.restore}
     runner = Runner(

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
@@ -41,6 +41,7 @@ from adapters.store.seekable import Damaged
 log = logging.getLogger("rekindle.store")
 
 QUARANTINE = "damaged-"
+COUNTED = ("quarantined", "outdated", "newer", "write_errors", "read_errors", "written_bytes", "read_bytes")
 MOST_QUARANTINED = 8  # files that are kept for people to look at
 MOST_QUEUED = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
 MOST_RECENT_FILES = 8  # of other identities
@@ -184,22 +185,20 @@ class Disk:
             raise
         self.counts["read_bytes"] += entry.size
 
-    def figures(self) -> Mapping[str, Any]:
-        return {
-            "bytes": self.index.held,
-            "budget": self.index.budget,
-            "entries": len(self.index),
-            "evictions": self.index.evictions,
-            "quarantined": self.counts["quarantined"],
-            "dropped_writes": self.counts["dropped_queue_full"] + self.counts["dropped_no_room"],
-            "write_errors": self.counts["write_errors"],
-            "read_errors": self.counts["read_errors"],
-            "outdated": self.counts["outdated"],
-            "written_bytes": self.counts["written_bytes"],
-            "read_bytes": self.counts["read_bytes"],
-            "queued_bytes": self.queued,
-            "codec": self.chooser.chosen or self.chooser.codec,
-        }
+    def figures(self) -> dict[str, Any]:
+        with self.lock:
+            counted = {name: self.counts[name] for name in COUNTED}
+            return {
+                "bytes": self.index.held,
+                "budget": self.index.budget,
+                "entries": len(self.index),
+                "evictions": self.index.evictions,
+                "dropped_writes": self.counts["dropped_queue_full"] + self.counts["dropped_no_room"],
+                **counted,
+                "queued_bytes": self.queued,
+                "recent_prompts": len(self.recents),
+                "codec": self.chooser.chosen or self.chooser.codec,
+            }
 
     @property
     def scanning(self) -> bool:

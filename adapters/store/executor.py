@@ -173,6 +173,7 @@ class StoreExecutor:
         if failure is not None or stop == effect.start:
             return failure or now.failure or GIVEN_UP
         loaded = sum(map(self._bytes, ready))
+        self.store.restored(lease.place, loaded, taken / 1e9)
         log.info(
             "request %d: %d tokens, %d bytes restored from %s in %.1f ms%s",
             *(request, stop - effect.start, loaded, lease.place, taken / 1e6),

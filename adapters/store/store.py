@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from attrs import Factory, define, evolve, field, frozen
+from attrs import Factory, asdict, define, evolve, field, frozen
 
 from adapters.store.blocks import WIDTH, chain, checkpoint_key, pack
 from adapters.store.disk import Disk, Note, Write, entry_of
@@ -67,6 +67,15 @@ class Miss:
     length: int = 0
 
 
+@frozen
+class Restored:
+    """All restores so far."""
+
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
 @frozen(eq=False)
 class Path:
     """A sequence's whole blocks: their keys and their packed tokens."""
@@ -98,6 +107,7 @@ class Store:
     rows: dict[int, Buffer] = field(factory=dict[int, Buffer])
     hits: Counter[str] = field(factory=Counter[str])
     misses: Counter[str] = field(factory=Counter[str])
+    restores: dict[str, Restored] = field(factory=dict[str, Restored])  # by place
     _leases: dict[LeaseId, Lease] = field(factory=dict[LeaseId, Lease])
     _last: int = 0
     _waiting: set[int] = field(factory=set[int])  # handles of host entries that are to be written
@@ -324,15 +334,23 @@ class Store:
     def close(self) -> bool:
         return self.disk is None or self.disk.close()
 
-    def figures(self) -> Mapping[str, Any]:
-        """What /props shows as `full_cache`."""
+    def restored(self, place: Place, size: int, seconds: float) -> None:
+        """A restore brought so many bytes."""
         with self.lock:
-            disk = {} if self.disk is None else dict(self.disk.figures())
+            before = self.restores.get(place, Restored())
+            self.restores[place] = Restored(before.count + 1, before.bytes + size, before.seconds + seconds)
+
+    def figures(self) -> Mapping[str, Any]:
+        """What /props shows as `full_cache`; at its top what is on disk, where there is a disk tier."""
+        with self.lock:
+            nothing = {"bytes": 0, "budget": 0, "entries": 0, "evictions": 0, "quarantined": 0}
             host = {"bytes": self.host.held, "budget": self.host.budget, "entries": len(self.host)}
             return {
-                **disk,
+                "disk_policy": "off" if self.disk is None else "full",
+                **(nothing if self.disk is None else self.disk.figures()),
                 "host": {**host, "evictions": self.host.evictions},
                 "hits": dict(self.hits),
                 "misses": dict(self.misses),
+                "restores": {place: asdict(restored) for place, restored in self.restores.items()},
                 "leases": len(self._leases),
             }

@@ -13,6 +13,7 @@ from attrs import define, evolve
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
+from adapters.metrics import Metrics
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.store.executor import StoreExecutor
 from adapters.store.folder import Folder
@@ -218,3 +219,29 @@ def test_loaded_rows_count_when_those_before_them_do() -> None:
     assert state.valid == 60
     state.advance(64)
     assert state.valid == 64
+
+
+async def test_metrics_say_what_the_cache_does(bench: Bench) -> None:
+    metrics = Metrics()
+    metrics.watch_cache(bench.stored.store.figures)
+    await bench.kept()
+    bench.open(2, 3)
+    found = await bench.found(2)
+    await bench.restore(2, found, 3)
+    await bench.stored.find(RequestId(2), FindPrefix((9, *PROMPT), 0))
+    text = metrics.render()[0].decode()
+    size = 96 * bench.stored.store.layout.token_bytes
+    for line in (
+        f'rekindle_cache_hits_total{{tier="{found.tier}"}} 1.0',
+        'rekindle_cache_misses_total{reason="diverged_at"} 1.0',
+        f'rekindle_cache_restore_seconds_count{{tier="{found.tier}"}} 1.0',
+        f'rekindle_cache_restored_bytes_total{{tier="{found.tier}"}} {float(size)}',
+        'rekindle_cache_entries{tier="disk"} 1.0',
+        "rekindle_cache_quarantined_total 0.0",
+        "rekindle_cache_write_errors_total 0.0",
+        "rekindle_cache_dropped_writes_total 0.0",
+        "rekindle_cache_queued_bytes 0.0",
+    ):
+        assert line in text.splitlines(), line
+    for name in ("bytes", "budget_bytes", "evictions_total", "written_bytes_total", "read_bytes_total"):
+        assert f"rekindle_cache_{name}" in text
