@@ -17,6 +17,7 @@ from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.round import RoundDone
+from effects.scope import Scope
 from effects.snapshot import SnapshotSaved
 from engine.runner import Envelope
 from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
@@ -37,6 +38,7 @@ RICH = evolve(
     keep_permille=300,
     rates=Rates(prefill=(100,), host=100, disk=100),
 )
+AGENT = evolve(PLAIN, store=True, stateful=True, min_tokens=40)
 A, B, C, D = map(RequestId, range(1, 5))
 
 
@@ -140,6 +142,29 @@ def compressed_restored_and_speculated() -> str:
     return story.end()
 
 
+def sessions_of_one_agent() -> str:
+    """`auto`: the second session shares the first one's head, up to where its message opens; the third one loads it.
+
+    What loading took is known from then on. The model has positional state, so prefill stops where it is to be kept.
+    """
+    story, head = Teller(AGENT), tuple(range(70))
+    jobs = [
+        Job((*head, *range(1000 * n, 1000 * n + 20)), 1, scope=Scope("auto", 30), boundaries=(1, 68, 86))
+        for n in (1, 2, 3)
+    ]
+    story.tell(A, Submitted(jobs[0]), PrefixMissed("empty_store"))
+    story.tell(A, *(PrefillAdvanced(stop, ns=64_000) for stop in (32, 64, 89)), RoundDone((7,)))
+    story.tell(B, Submitted(jobs[1]), PrefixMissed("empty_store", shared=70))
+    story.tell(
+        B, *(PrefillAdvanced(stop, ns=64_000) for stop in (32, 64, 89)), RoundDone((8,)), SnapshotSaved(64, 4096)
+    )
+    story.tell(
+        C, Submitted(jobs[2]), PrefixFound(LeaseId(1), 64, "host", shared=70), BlocksRestored(0, 64, 4096, ns=6_400)
+    )
+    story.tell(C, PrefillAdvanced(89, ns=64_000), RoundDone((9,)))
+    return story.end()
+
+
 STORIES: dict[str, Callable[[], str]] = {
     story.__name__: story
     for story in (
@@ -148,6 +173,7 @@ STORIES: dict[str, Callable[[], str]] = {
         a_full_house,
         everything_goes_wrong_and_the_answer_comes,
         compressed_restored_and_speculated,
+        sessions_of_one_agent,
     )
 }
 
