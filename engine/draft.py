@@ -57,3 +57,11 @@ def load_draft(found: DraftCheckpoint, shard: Qwen3Shard) -> DFlashDraft:
         raise Refusal(f"the draft does not fit {shard.device} beside the model: {why}") from error
     except ValueError as error:
         raise Refusal(f"--draft {found.folder}: {error}") from error
+
+
+def short_of_memory(device: torch.device) -> bool:
+    """With everything loaded: does the device have less than a twentieth of its memory left? A CPU can page."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free * 20 < total

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import torch
 
@@ -82,4 +81,4 @@ def rounds(executor: DeviceExecutor, context: int, widths: Sequence[int]) -> tup
     for done in executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following):
         if isinstance(done, RoundDone):
             times.setdefault(done.proposed, []).append(done.ns)
-    return tuple((width, round(median(found[1:] or found))) for width, found in sorted(times.items()))
+    return tuple((width, min(found[1:] or found)) for width, found in sorted(times.items()))

@@ -36,7 +36,7 @@ from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from engine.draft import find_draft, load_draft
+from engine.draft import find_draft, load_draft, short_of_memory
 from engine.folders import cache_folder, user_folder
 from engine.measure import measured
 from engine.options import Options
@@ -183,7 +183,9 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
     stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving, draft)
     if stored is not None:
         executor.handle(SaveSnapshot, partial(save, stored, drafting))
-    residency, message = resolved(options.residency, has_draft=draft is not None, has_drafter=False)
+    residency, message = resolved(
+        options.residency, has_draft=draft is not None, has_drafter=False, low_memory=short_of_memory(device)
+    )
     if message:
         log.warning(message)
     if drafting is not None and residency.draft != "keep":

@@ -81,16 +81,21 @@ def priced(useful: tuple[int, ...], rounds: Rounds) -> tuple[int, ...]:
     """What rounds of such widths cost, never less than a plain one."""
     plain = dict(rounds).get(0, 0)
     known = {width: max(UNIT, UNIT * took // plain) for width, took in rounds if width and took} if plain else {}
-    return tuple(known.get(width) or presumed(width, known) for width in useful)
+    return tuple(presumed(width, known) for width in useful)
 
 
 def presumed(width: int, known: Mapping[int, int]) -> int:
-    """As much as the cheapest wider one, which costs no less; beyond the widest, as much more as would be guessed."""
-    wider = [price for other, price in known.items() if other > width]
-    if wider:
-        return min(wider)
-    widest = max(known, default=0)
-    return guessed(width) + (known[widest] - guessed(widest) if known else 0)
+    """What was measured, or what that of other widths says, if it is less: noise only ever adds.
+
+    A wider round costs no less, and no more than as many narrower ones as have its rows. Where only narrower ones are
+    known, it costs as much more than the widest of them as would be guessed, up to that.
+    """
+    if not known:
+        return guessed(width)
+    ceilings = [price * -(-(width + 1) // (other + 1)) for other, price in known.items() if other < width]
+    wider = [price for other, price in known.items() if other >= width]
+    widest = max(known)
+    return min([*ceilings, *wider] if wider else [*ceilings, guessed(width) + known[widest] - guessed(widest)])
 
 
 def choose(pace: Pace, answered: int, room: int) -> Choice:
@@ -153,12 +158,16 @@ def launch_price(pace: Pace, rows: int, drafting: int) -> int:
 
 
 def timed(rounds: Rounds, useful: tuple[int, ...], proposed: int, took_ns: int) -> Rounds:
-    """`Rates.rounds` after one more round of a request that was alone. One slow round does not count for more."""
+    """`Rates.rounds` after one more round of a request that was alone.
+
+    Whatever else the machine does makes rounds slower, never quicker: so a quick one counts for much and a slow one for
+    little, and widths stay comparable. What stays slow is believed in time.
+    """
     if proposed and proposed not in useful:
         return rounds
     known = dict(rounds)
     mean = known.get(proposed, took_ns)
-    known[proposed] = (7 * mean + min(took_ns, 4 * mean)) // 8
+    known[proposed] = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
     return tuple(sorted(known.items()))
 
 

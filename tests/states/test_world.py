@@ -174,7 +174,7 @@ def test_a_round_alone_tells_what_rounds_cost_and_one_in_company_does_not() -> N
     measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(rounds=((0, 800), (3, 1000))))
     one, two = submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,))
     world, outs = after(measured, one, (ONE, RoundDone((7, 8), 3, ns=1800)))
-    assert world.rates.rounds == ((0, 800), (3, 1100))
+    assert world.rates.rounds == ((0, 800), (3, 1025))
     assert after(measured, one, (ONE, RoundDone((7, 8), 2, ns=1800)))[0].rates.rounds == ((0, 800), (3, 1000))
     world, outs = after(measured, one, two, (ONE, RoundDone((7, 8), 3, ns=1000)))
     assert outs[-1] == Launch((Ask(ONE, RunRound(HERE, 2, 8, 3)), Ask(TWO, RunRound(SlotId(1), 0, 2, 3))))
