@@ -36,6 +36,7 @@ from engine.execute import execute
 from engine.options import Options
 from engine.target import Target, load_target
 from engine.trace import VERSION, Header, Recorder
+from states.rates import Rates
 from states.residency import resolved
 
 ANSWER = 48  # tokens
@@ -186,7 +187,8 @@ class Comparison:
         return await together(self.target, self.jobs)
 
     async def trees(self) -> list[Answered]:
-        return await together(self.target, self.jobs, tree=TREE)
+        """As if the largest ones cost no more than a plain round, so that there is nothing else."""
+        return await together(self.target, self.jobs, tree=TREE, rates=Rates(rounds=((0, 1000), (TREE, 1001))))
 
     async def continued(self) -> list[Answered]:
         """Each after one that shares two thirds of its prompt, in the slots."""

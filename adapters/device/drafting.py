@@ -114,7 +114,8 @@ class Late:
 
 @define(eq=False)
 class Drafting:
-    """rungs: the row counts that forwards run with. nodes: of a tree; 0: proposals are chains.
+    """rungs: the row counts that forwards run with. nodes: of a tree at most, which is grown where more proposals are
+    asked for than a chain may have; 0: never.
 
     A draft that is not loaded proposes nothing and follows nothing: its context has a gap then. So it is when there is
     no memory for its buffers.
@@ -170,8 +171,8 @@ class Drafting:
         return [cut(found[index], wish.state.stops) for index, wish in enumerate(wishes)]
 
     def _wide(self, wish: Wish) -> bool:
-        """A tree is worth it only where there is room for more than the chain."""
-        return self.nodes > 0 and wish.state.sampler.plain and wish.most > min(wish.depth, self.draft.block - 1)
+        """Penalties would need the path before each token: there it is a chain all the same."""
+        return self.nodes > 0 and wish.state.sampler.plain and wish.most >= self.draft.block
 
     def _grow(self, wish: Wish, logits: Tensor) -> Tree:
         """Candidates are ranked by what is compared when one is picked: logits, or noisy ones."""

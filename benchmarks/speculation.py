@@ -1,0 +1,272 @@
+"""Speculation, measured: how much sooner answers come, what the draft is right about, what trees and steps cost, and
+where the draft's weights are.
+
+    python -m benchmarks.speculation [--parts speed,acceptance,tier] [--device cpu] [--json FILE]
+
+speed: decode tokens/s of the same answers without a draft, with one, and with trees, in turn, by subject; the engine
+decides itself how wide to speculate. acceptance: tokens a round when every round is as wide as can be. tier: are the
+proposals after a restore those of a cold prompt. On CUDA also steps: an 8B-shaped target and draft with random weights
+and forced acceptance, against the same target's plain step; residency: device bytes by stage for each policy, and
+parking against a plain copy of pinned memory. Prompts are held-out text (`benchmarks/subjects.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from attrs import define, evolve
+
+from adapters.device.drafting import Proposer, Wish
+from adapters.device.slots import SlotState
+from adapters.device.tree import Tree
+from adapters.models.shard import Kept, Step
+from adapters.text.text import Text
+from benchmarks.report import machine, median, raw, table
+from benchmarks.subjects import NAMES, prompts
+from effects.all import Ask, Outcome
+from effects.ids import RequestId, SlotId, Tokens
+from effects.job import Job, Report, Sampling
+from effects.ports import Closed
+from effects.prefill import OpenSlot, RunPrefill
+from effects.round import RoundDone, RunRound
+from effects.scope import Scope
+from effects.stream import EmitTokens
+from engine.assemble import Engine, engine
+from engine.options import Options
+from engine.target import Target, load_target
+
+SAMPLED = Sampling(temperature=0.8, top_p=0.95)
+LONGEST = 512  # tokens of a prompt
+TREE = 22
+
+
+@define
+class Answer:
+    """What an answer took. seconds: of decoding alone."""
+
+    tokens: Tokens = ()
+    seconds: float = 0.0
+    report: Report | None = None
+
+
+async def answer(running: Engine, job: Job) -> Answer:
+    found = Answer()
+    async for message in running.door.submit(job):
+        match message:
+            case EmitTokens(tokens):
+                found.tokens += tokens
+            case Closed():
+                found.report, found.seconds = message.report, message.stages_ms.get("Speculating", 0.0) / 1000
+            case _:
+                pass
+    return found
+
+
+# --- speed ---
+
+
+async def speed(targets: Mapping[str, Target], ends: Tokens, count: int, most: int) -> list[dict[str, Any]]:
+    """Every answer in every way, one right after the other. targets: by way; `plain` does without its draft."""
+    rows = list[dict[str, Any]]()
+    for subject, asked in prompts(list(NAMES), count, LONGEST).items():
+        for name, sampling in (("greedy", Sampling()), ("sampled", SAMPLED)):
+            took: dict[str, list[Answer]] = {way: [] for way in targets}
+            for number, prompt in enumerate(asked):
+                job = Job(prompt, most, evolve(sampling, seed=number), ends, Scope("off"))
+                for way, target in targets.items():
+                    async with engine(target.settings, target.executor, facts={}) as running:
+                        took[way].append(await answer(running, evolve(job, speculate=way != "plain")))
+            differing = sum(
+                one.tokens != other.tokens
+                for answers in took.values()
+                for one, other in zip(took["plain"], answers, strict=True)
+            )
+            rows.append({"subject": subject, "sampling": name, **rates(took), "differing": differing})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def rates(took: Mapping[str, list[Answer]]) -> dict[str, Any]:
+    """Tokens a second, after the first token of each answer; and against plain decoding."""
+    found: dict[str, Any] = {"tokens": sum(len(one.tokens) for one in took["plain"])}
+    spent = {way: sum(one.seconds for one in answers) for way, answers in took.items()}
+    for way, answers in took.items():
+        found[f"{way} tok/s"] = round(found["tokens"] / spent[way], 1)
+        if way != "plain":
+            rounds = sum(one.report.rounds for one in answers if one.report is not None)
+            found[f"{way} x"] = round(spent["plain"] / spent[way], 3)
+            found[f"{way} tok/round"] = round(found["tokens"] / rounds, 2)
+    return found
+
+
+# --- acceptance ---
+
+
+async def acceptance(target: Target, ends: Tokens, count: int, most: int) -> list[dict[str, Any]]:
+    """Tokens a round at several widths that never change, the widest a tree; an answer's last round counts whole."""
+    assert target.draft is not None
+    rows = list[dict[str, Any]]()
+    block = target.draft.block
+    widths = sorted({min(7, block - 1), block - 1, max(block, TREE)})
+    for subject, asked in prompts(list(NAMES), count, LONGEST).items():
+        for name, sampling in (("greedy", Sampling()), ("sampled", SAMPLED)):
+            row: dict[str, Any] = {"subject": subject, "sampling": name}
+            for width in widths:
+                tokens, rounds, ns = 0, 0, list[float]()
+                for prompt in asked:
+                    job = Job(prompt, most, sampling, ends)
+                    done = await target.lane.run(partial(forced, target, job, width))
+                    tokens, rounds = tokens + sum(len(one.tokens) for one in done), rounds + len(done)
+                    ns += [one.ns / 1e6 for one in done]
+                row |= {f"width {width}": round(tokens / rounds, 2), f"ms a round at {width}": round(median(ns), 2)}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
+def forced(target: Target, job: Job, width: int) -> list[RoundDone]:
+    """On the lane: every round proposes so many."""
+    known, request, slot = list(job.prompt), RequestId(0), SlotId(0)
+    done = list[RoundDone]()
+
+    def following(outcomes: Sequence[Outcome]) -> Ask | None:
+        filled = max((getattr(outcome, "stop", 0) for outcome in outcomes), default=0)
+        if filled < len(job.prompt) - 1:
+            stop = min(filled + target.settings.chunk, len(job.prompt) - 1)
+            return Ask(request, RunPrefill(slot, filled, stop))
+        if outcomes and isinstance(outcomes[-1], RoundDone):
+            done.append(outcomes[-1])
+            known.extend(outcomes[-1].tokens)
+            if len(known) - len(job.prompt) >= job.max_tokens or known[-1] in job.stop_tokens:
+                return None
+        return Ask(request, RunRound(slot, len(known) - 1, known[-1], width))
+
+    target.executor.rehearse(OpenSlot(slot, slot, 0, job.prompt, job.sampling, job.stop_tokens), following)
+    return done
+
+
+# --- tiers ---
+
+
+@define(eq=False)
+class Watched:
+    """What is proposed, and after which tokens."""
+
+    proposer: Proposer
+    seen: dict[tuple[Tokens, int], Tokens]
+
+    def propose(self, wishes: Sequence[Wish]) -> Sequence[Tree]:
+        found = self.proposer.propose(wishes)
+        for wish, tree in zip(wishes, found, strict=True):
+            self.seen[tuple(wish.state.tokens), tree.size] = tree.tokens
+        return found
+
+    def follow(
+        self, step: Step, captures: Mapping[int, torch.Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+    ) -> None:
+        self.proposer.follow(step, captures, kept, states)
+
+    def catch_up(self, slot: int) -> None:
+        self.proposer.catch_up(slot)
+
+    def opened(self, source: int, target: int, state: SlotState) -> None:
+        self.proposer.opened(source, target, state)
+
+
+async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any]]:
+    """Each prompt cold, from host memory, and from disk after a restart."""
+    asked = [prompt for group in prompts(list(NAMES), count, LONGEST).values() for prompt in group if len(prompt) > 128]
+    jobs = [Job(prompt, 48, evolve(SAMPLED, seed=n) if n % 2 else Sampling(), ends) for n, prompt in enumerate(asked)]
+    seen: dict[str, dict[tuple[Tokens, int], Tokens]] = {}
+    rows = list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        kept = evolve(options, kv_cache_dir=Path(folder), kv_cache_min_tokens=0, disk_prefix_cache="full")
+        for names, budget in ((("cold", "host"), 2048), (("disk",), 0)):
+            target = await load_target(evolve(kept, host_cache_budget=budget))
+            proposer = target.executor._proposer  # noqa: SLF001 - to look over its shoulder
+            assert proposer is not None
+            for name in names:
+                watched = Watched(proposer, {})
+                target.executor.proposed_to(watched)
+                async with engine(target.settings, target.executor, store=target.store, facts={}) as running:
+                    answers = [await answer(running, job) for job in jobs]
+                seen[name] = watched.seen
+                rows.append({"tier": name, **compared(seen["cold"], watched.seen, answers)})
+            await target.close()
+    return rows
+
+
+def compared(
+    cold: Mapping[tuple[Tokens, int], Tokens], now: Mapping[tuple[Tokens, int], Tokens], answers: Sequence[Answer]
+) -> dict[str, Any]:
+    common = cold.keys() & now.keys()
+    reports = [one.report for one in answers if one.report is not None]
+    return {
+        "restored": sum(report.restored_tokens for report in reports),
+        "tok/round": round(sum(len(one.tokens) for one in answers) / sum(report.rounds for report in reports), 3),
+        "proposals compared": len(common),
+        "differing": sum(cold[key] != now[key] for key in common),
+    }
+
+
+# --- all of it ---
+
+PARTS = ("speed", "acceptance", "tier", "steps", "residency")
+
+
+async def measure(options: Options, given: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    parts = given.parts.split(",")
+    if {"speed", "acceptance"} & set(parts):
+        target = await load_target(evolve(options, disk_prefix_cache="off", host_cache_budget=0))
+        found["rounds"] = target.settings.rates.rounds
+        text = Text.load(target.folder)
+        ends = tuple(text.tokenizer.end_tokens)
+        await text.aclose()
+        if "speed" in parts:
+            branching = await load_target(evolve(options, disk_prefix_cache="off", host_cache_budget=0, ddtree=True))
+            targets = {"plain": target, "chain": target, "tree": branching}
+            found["speed"] = await speed(targets, ends, given.prompts, given.tokens)
+            await branching.close()
+        if "acceptance" in parts:
+            found["acceptance"] = await acceptance(target, ends, given.prompts, given.tokens)
+        await target.close()
+    if "tier" in parts:
+        found["tier"] = await tier(options, (), max(2, given.prompts // 2))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="speed,acceptance,tier", help="of " + ",".join(PARTS))
+    parser.add_argument("--prompts", type=int, default=6, help="of each subject")
+    parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    options = Options(model=given.model, draft=given.draft, device=given.device, threads=given.threads)
+    found = anyio.run(measure, options, given)
+    if {"steps", "residency"} & set(given.parts.split(",")):
+        from benchmarks.speculation_8b import measure_8b  # noqa: PLC0415 - Triton comes with CUDA only
+
+        found |= measure_8b(given.parts.split(","))
+    for part, rows in found.items():
+        if part != "rounds":
+            table(part, rows)
+    raw("speculation", {**found, "machine": machine()})
+    if given.json:
+        given.json.write_text(json.dumps({**found, "machine": machine()}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
