@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -375,6 +377,134 @@ def test_a_kill_at_any_step_leaves_whole_runs(tmp_path: Path) -> None:
         assert store.figures()["quarantined"] == 0
         assert not list((tmp_path / str(at)).glob(".new-*"))
         store.close()
+
+
+NOTED = """
+import os, sys
+from pathlib import Path
+from tests.store.kit import Opening, die, disk_store, settled
+
+def child(path, at, known):
+    opening = Opening(die)
+    store = disk_store(path, folder=opening)
+    for number in range(known):
+        store.joins((1, 2, 3, number), 30)
+        settled(store)
+    opening.arm(at)
+    store.joins((1, 2, 3, 99), 30)
+    settled(store)
+    os._exit(0)
+
+for known in (0, 2):
+    at, code = 0, -9
+    while code == -9:
+        at += 1
+        if not (pid := os.fork()):
+            child(Path(sys.argv[1]) / f"{known}-{at}", at, known)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(known, at, code)
+"""
+
+
+def test_a_kill_at_any_step_leaves_the_recent_prompts_before(tmp_path: Path) -> None:
+    """The first one makes the file, later ones are appended to it."""
+    words = [sys.executable, "-c", NOTED, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        known, steps_taken, code = map(int, line.split())
+        assert code == 0
+        assert steps_taken > 3
+        for at in range(1, steps_taken):
+            store = disk_store(tmp_path / f"{known}-{at}")
+            assert len(store.recents) in (known, known + 1)
+            assert store.recents.compare((1, 2, 3, 1), 2) == (4 if known == 2 else 3 * len(store.recents))
+            assert not list((tmp_path / f"{known}-{at}").glob(".new-*"))
+            store.joins((1, 2, 3, 7), 30)
+            settled(store)
+            store.close()
+            store = disk_store(tmp_path / f"{known}-{at}")
+            assert store.recents.compare((1, 2, 3, 7), 1) == 4, "it goes on"
+            store.close()
+
+
+def test_a_disk_that_is_full_costs_hits_only(tmp_path: Path) -> None:
+    """A real one, where this may be mounted."""
+    small = tmp_path / "small"
+    small.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "none", str(small)]
+    if shutil.which("mount") is None or subprocess.run(words, check=False, capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here")
+    try:
+        store = disk_store(small / "kv")
+        sequences = [(number, *ONE[1:]) for number in range(60, 80)]
+        for tokens in sequences:
+            save(store, tokens)
+            store.joins(tokens, 30)
+        settled(store)
+        figures = store.figures()
+        assert figures["write_errors"] > 0
+        assert 0 < figures["entries"] < len(sequences)
+        assert sum(kept(store, tokens) for tokens in sequences) == 40 * figures["entries"]
+        store.close()
+        store = reopened(small / "kv")
+        assert sum(kept(store, tokens) for tokens in sequences) == 40 * figures["entries"]
+        assert not list((small / "kv").glob(".new-*"))
+        store.disk.index.budget = store.disk.index.held
+        save(store, TWO)
+        settled(store)
+        assert kept(store, TWO) == 60, "what is evicted makes room"
+        store.close()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_read_error_in_the_middle_deletes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(path, ONE)
+    real = os.preadv
+    for at in range(1, 5):
+        store, calls = reopened(path), [0]
+
+        def fail(*about, at=at, calls=calls) -> int:
+            calls[0] += 1
+            if calls[0] == at:
+                raise OSError(errno.EIO, "input/output error")
+            return real(*about)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("adapters.store.reading.os.preadv", fail)
+            with suppress(OSError):
+                assert kept(store) == 40
+        assert store.figures()["read_errors"] == (1 if calls[0] >= at else 0)
+        assert kept(store) == 40, "it was better the next time"
+        store.close()
+
+
+def test_no_clock_is_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the machine's clocks nor the files' times decide what is kept: they may jump as they like."""
+
+    def history(folder: Path) -> list[tuple[int, int, int]]:
+        store = disk_store(folder, disk=9000, codec="store")
+        for number in range(9):
+            save(store, (number % 4, *ONE[1:], number))
+            settled(store)
+            kept(store, (number % 3, *ONE[1:]))
+        for file in files(folder):
+            os.utime(file, (number * 10**9, 0))
+        store.close()
+        store = reopened(folder, disk=7000, codec="store")
+        for number in range(9, 14):
+            save(store, (number, *ONE[1:]))
+            settled(store)
+        found = sorted((entry.handle, entry.hits, entry.used) for entry in store.disk.index.entries.values())
+        store.close()
+        return found
+
+    truth = history(path)
+    draw = random.Random(3)
+    for name, unit in (("time", 1.0), ("time_ns", 1), ("perf_counter", 1.0), ("perf_counter_ns", 1)):
+        monkeypatch.setattr(time, name, lambda unit=unit: unit * draw.randrange(-(10**18), 10**18))
+    assert history(path.with_name("again")) == truth
+    assert len(truth) > 1
 
 
 def test_a_folder_that_disappears_costs_hits_only(path: Path) -> None:

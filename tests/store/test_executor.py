@@ -208,6 +208,23 @@ async def test_a_lease_that_is_not_used_is_given_back(bench: Bench) -> None:
         bench.stored.store.lease(LeaseId(found.lease))
 
 
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_lookup_tells_what_recent_prompts_share(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    monkeypatch.setattr("adapters.store.executor.LONG", 1 if beside else 1 << 20)
+    prompts = (PROMPT, (*PROMPT[:50], 96, 96), PROMPT)
+    shared = [(await bench.stored.find(RequestId(1), FindPrefix(one, 0, window=2))).shared for one in prompts]
+    assert shared == [0, 50, 101]
+    assert (await bench.stored.find(RequestId(1), FindPrefix(PROMPT, 0))).shared == 0, "nobody asked"
+    await bench.kept()
+    found = await bench.stored.find(RequestId(1), FindPrefix((*PROMPT, 5), 0, window=1))
+    assert (found.shared, found.length) == (101, 96)
+    bench.stored.release(RequestId(1), ReleasePrefix(found.lease))
+    missed = await bench.stored.find(RequestId(1), FindPrefix(PROMPT, 96))
+    assert missed == PrefixMissed("diverged_at:96", length=96)
+
+
 def test_loaded_rows_count_when_those_before_them_do() -> None:
     state = SlotState(RequestId(1), list(range(100)), 10, sampler=None)  # type: ignore[arg-type]
     state.load(30, 40)

@@ -60,6 +60,16 @@ def test_what_is_written_is_read_back_bit_for_bit(private: Path, layout, level: 
     assert same(read(private, blob(layout, level), layout), rows_of(TOKENS, 8, layout))
 
 
+@pytest.mark.parametrize("in_cache", [True, False])
+def test_both_ways_of_reading_give_the_same(private: Path, monkeypatch: pytest.MonkeyPatch, in_cache: bool) -> None:
+    """Through the page cache, and past it where the file system can do that; frames begin anywhere in a page."""
+    monkeypatch.setattr("adapters.store.reading.resident", lambda *_: in_cache)
+    for layout in (LAYOUT, WIDE):
+        assert same(read(private, blob(layout), layout), rows_of(TOKENS, 8, layout))
+        with pytest.raises(Damaged):
+            read(private, blob(layout)[:-1], layout)
+
+
 @pytest.mark.parametrize("level", [-5, 1])
 def test_zstandard_and_safetensors_alone_open_a_file(level: int) -> None:
     """The recipe of docs/CACHE_FORMAT.md."""

@@ -365,3 +365,10 @@ TestHistory.settings = settings(
     max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestHistory.pytestmark = [pytest.mark.timeout(120)]
+
+
+class TestLongHistory(TestHistory):
+    settings = settings(
+        max_examples=600, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]  # noqa: RUF012 - pytest's own
