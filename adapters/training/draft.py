@@ -51,7 +51,7 @@ class DraftRecipe:
     """Most blocks a row; an eighth of its tokens if that is less."""
 
     seed: int = 3
-    speaking: float = 0.07
+    speaking: float = 0.15
     """Of the time for training, how much more the target may spend on each of the speeches."""
 
     questions: int = 48
@@ -68,12 +68,12 @@ SHORTER, LONGER = with_less_code(SHORT), with_less_code(LONG)
 
 DRAFT = DraftRecipe(
     {
-        1024: Speech(rows=1024, rounds=20, least=32, most=768, answer=256),
-        8192: Speech(rows=128, rounds=6, least=1536, most=7900, answer=256),
+        1024: Speech(rows=4096, rounds=12, least=32, most=768, answer=256),
+        8192: Speech(rows=256, rounds=4, least=1536, most=7900, answer=256),
     },
     (
-        *(Stage(f"1k {part}", Shape(64, 1024), SHORTER, steps=1000, share=0.25, whole=0.3) for part in "abc"),
-        Stage("8k", Shape(8, 8192), LONGER, steps=500, share=0.25, whole=0.6),
+        *(Stage(f"1k {part}", Shape(64, 1024), SHORTER, steps=1000, share=0.24, whole=0.3) for part in "abc"),
+        Stage("8k", Shape(8, 8192), LONGER, steps=500, share=0.28, whole=0.6),
     ),
 )
 
@@ -126,7 +126,7 @@ def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict
     pools = {
         length: let_speak(
             target,
-            Batches(tokenizer, source, {code: 1.0}, Shape(speech.rows, speech.most), seed=length),
+            Batches(tokenizer, source, {code: 1.0}, Shape(min(speech.rows, 128), speech.most), seed=length),
             speech,
             length + 1,
             seconds=limits.seconds * recipe.speaking,
@@ -155,13 +155,18 @@ def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict
         workers=limits.workers,
         after=save,
     )
-    trained = describe(recipe, pools, progress, draft, target)
+    trained = describe(recipe, pools, progress, draft, target) | {"ended": ended(limits.seconds)}
     print(json.dumps(trained), flush=True)
     shipped = load_draft(folders.out, device, next(target.parameters()).dtype)
     answered = answer_all(target, tokenizer, corpus.held_out, recipe.questions, (0.0, TEMPERATURE))
     measured = evaluate_draft(shipped, target, answered, BLOCKS)
     (folders.out / "README.md").write_text(write_draft_card(trained, measured, TEMPERATURE), encoding="utf-8")
     return measured
+
+
+def ended(seconds: float) -> str:
+    """What the model card tells about a run that the clock ended."""
+    return "" if math.isinf(seconds) else f' This one was ended by the clock, with `ARGS="--seconds {seconds:g}"`.'
 
 
 def describe(

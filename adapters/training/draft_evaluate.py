@@ -60,6 +60,7 @@ class Subject:
 
 SUBJECTS = (
     Subject("code", None, 2048, 128),
+    Subject("code, 32 tokens", None, 2048, 32),
     Subject("code in a chat", tasks.continue_code, 1024, 128),
     Subject("tool calls (JSON)", tool_chat, 2048, 128, TOOL_CALL),
     Subject("chat", chat, 2048, 128),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 from random import Random
 
 import numpy as np
@@ -143,8 +144,8 @@ class Pool:
 
 
 def let_speak(target: Qwen3, batches: Batches, speech: Speech, length: int, *, seconds: float, workers: int) -> Pool:
-    """Continue code from `batches`, windows of at least `speech.most` tokens; at most for `seconds`, at least one
-    round. `length`: of the pool's rows, at least `speech.most + speech.answer`."""
+    """Continue code from `batches`, windows of at least `speech.most` tokens, a whole number of them a round; for at
+    most `seconds`, but at least one round. `length`: of the pool's rows, at least `speech.most + speech.answer`."""
     device = target.cos.device
     generator = torch.Generator(device).manual_seed(batches.seed)
     temperatures = torch.tensor(speech.temperatures, device=device).repeat(speech.rows)[: speech.rows, None]
@@ -154,10 +155,13 @@ def let_speak(target: Qwen3, batches: Batches, speech: Speech, length: int, *, s
         return (logits + temperatures * noise).argmax(-1)
 
     began, tokens, starts = time.monotonic(), [], []
-    for step, (windows, _) in enumerate(batches.load(range(speech.rounds), workers)):
+    parts = speech.rows // batches.shape.rows
+    loaded = batches.load(range(speech.rounds * parts), workers)
+    for step in range(speech.rounds):
         rng = row_random(batches.seed, step, -1)
         sizes = [split_room(rng, speech.most, speech.least) for _ in range(speech.rows)]
-        prompts = [window[:size] for window, size in zip(windows.tolist(), sizes, strict=True)]
+        windows = (window for part, _ in islice(loaded, parts) for window in part.tolist())
+        prompts = [window[:size] for window, size in zip(windows, sizes, strict=True)]
         said = generate(target, prompts, speech.answer, pick).to(torch.int16).cpu().numpy()
         tokens.append(np.pad(said, ((0, 0), (0, length - said.shape[1]))))
         starts += sizes

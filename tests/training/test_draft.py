@@ -299,7 +299,20 @@ def test_prompts_end_where_an_answer_begins_and_are_the_same_again(source, token
 
 def test_the_card_has_a_row_for_every_subject():
     facts = dict.fromkeys(("parameters", "said", "falling", "seconds"), 0.5) | dict.fromkeys(
-        ("layers", "taps", "block", "mask", "cache", "target_weights", "weights", "stages", "matrices", "others"), "x"
+        (
+            "layers",
+            "taps",
+            "block",
+            "mask",
+            "ended",
+            "cache",
+            "target_weights",
+            "weights",
+            "stages",
+            "matrices",
+            "others",
+        ),
+        "x",
     )
     facts |= dict.fromkeys(("hardware", "torch", "questions"), "x") | {"target_layers": 10}
     card = write_draft_card(facts, {"code": {"greedy": 3.14159}, "chat": {"greedy": 5.0}}, 0.8)
