@@ -16,6 +16,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 

@@ -173,12 +173,13 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
     draft = None if found is None else load_draft(found, shard)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
-    drafting = None if draft is None else Drafting(draft, shard.rungs, options.ddtree_budget if options.ddtree else 0)
+    drafting = None if draft is None else Drafting(draft, shard.rungs, options.ddtree_budget)
+    tree = options.ddtree_budget if options.ddtree and draft is not None else 0
     if drafting is not None:
         executor.proposed_to(drafting)
         executor.handle(UnparkDraft, drafting.unpark)
         executor.handle(ParkDraft, drafting.park)
-    rates = measured(executor, shard, chunk=numerics.chunk, context=context, widths=widths(drafting))
+    rates = measured(executor, shard, chunk=numerics.chunk, context=context, widths=widths(draft, tree))
     store = build_store(options, layout(shard, draft, named, numerics.grain), gpu=device.type == "cuda")
     stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving, draft)
     if stored is not None:
@@ -200,7 +201,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         store=stored is not None,
         block=0 if draft is None else draft.block - 1,
-        tree=0 if drafting is None else drafting.nodes,
+        tree=tree,
         residency=residency,
         rates=rates,
         min_tokens=options.kv_cache_min_tokens,
@@ -224,10 +225,9 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
     )
 
 
-def widths(drafting: Drafting | None) -> list[int]:
+def widths(draft: DFlashDraft | None, tree: int) -> list[int]:
     """Proposals of the rounds that are worth measuring."""
-    most = 0 if drafting is None else drafting.draft.block - 1
-    tree = 0 if drafting is None else drafting.nodes
+    most = 0 if draft is None else draft.block - 1
     return sorted({0, most, max(most, tree), *(width for width in WIDTHS if width < most)})
 
 
