@@ -1,0 +1,307 @@
+"""An 8B-shaped Qwen3 with an 8B-shaped draft, random weights, on one CUDA device: what steps cost, where weights are.
+
+Part of `benchmarks.speculation` (parts steps, residency). With random weights a draft is never right, so acceptance is
+forced: the draft does all its work, and what it says is replaced by what the target is known to pick, up to a length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from adapters.device.drafting import Drafting, Proposer, Wish
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.device.slots import SlotState
+from adapters.device.tree import Tree, chain
+from adapters.models.dflash import Ask as Wanted
+from adapters.models.dflash import DFlashDraft
+from adapters.models.dflash_checkpoint import draft_tensors
+from adapters.models.dflash_config import DFlashConfig, Rotary
+from adapters.models.kernels import Sight
+from adapters.models.kernels.triton_cuda import TritonKernels
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Kept, Segment, Step
+from adapters.models.synthetic import RandomWeights
+from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
+from benchmarks.report import median
+from effects.all import Ask, Outcome
+from effects.draft import ParkDraft, UnparkDraft
+from effects.ids import RequestId, SlotId, Tokens
+from effects.job import Job, Sampling
+from effects.prefill import OpenSlot, RunPrefill
+from effects.round import RoundDone, RunRound
+from effects.scope import Scope
+from effects.stream import EmitTokens
+from engine.assemble import engine
+from states.residency import Policy, resolved
+from states.settings import Settings
+
+LAYERS, BLOCK = 36, 16
+TAPS = (1, 9, 17, 25, 33)
+RUNGS = (4, 8, 16, 32, 1024)
+CONTEXT, CAPACITY = 2048, 4096
+ACCEPTED = (1, 4, 8, 16)
+POLICIES: tuple[Policy, ...] = ("persistent", "auto", "request-scoped")
+
+
+@define
+class RandomDraft:
+    """Weights of any draft, made on the device."""
+
+    config: DFlashConfig
+    shapes: Mapping[str, tuple[int, ...]] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.shapes = draft_tensors(self.config, len(self.config.taps))
+
+    def read(self, name: str) -> Tensor:
+        key = hashlib.blake2b(name.encode(), digest_size=7).digest()
+        generator = torch.Generator(DEVICE).manual_seed(int.from_bytes(key, "little"))
+        tensor = torch.empty(self.shapes[name], device=DEVICE, dtype=DTYPE).normal_(0.0, 0.02, generator=generator)
+        return tensor.add_(1.0) if tensor.dim() == 1 else tensor
+
+    def has(self, name: str) -> bool:
+        return name in self.shapes
+
+    def digest(self) -> str:
+        return "random"
+
+
+@define(eq=False)
+class Forced:
+    """The draft does its work; then so many of the tokens that will come are proposed, and a wrong one behind them."""
+
+    drafting: Proposer
+    known: Tokens
+    right: int
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
+        return [self.replaced(wish, tree) for wish, tree in zip(wishes, self.drafting.propose(wishes), strict=True)]
+
+    def replaced(self, wish: Wish, tree: Tree) -> Tree:
+        at, size = len(wish.state.tokens), tree.size
+        coming = list(self.known[at : at + min(self.right, size)])
+        wrong = [(token + 1) % 100 for token in self.known[at + len(coming) : at + size]]
+        padded = [*coming, *wrong, *([0] * (size - len(coming) - len(wrong)))]
+        return chain((wish.state.tokens[-1], *padded))
+
+    def follow(
+        self, step: Step, captures: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+    ) -> None:
+        self.drafting.follow(step, captures, kept, states)
+
+    def catch_up(self, slot: int) -> None:
+        self.drafting.catch_up(slot)
+
+    def opened(self, source: int, target: int, state: SlotState) -> None:
+        self.drafting.opened(source, target, state)
+
+
+@define(eq=False)
+class Pair:
+    shard: Qwen3Shard
+    draft: DFlashDraft
+    lane: DeviceLane
+    executor: DeviceExecutor
+    drafting: Drafting
+
+
+def build(lane: DeviceLane) -> Pair:
+    config = config_8b(LAYERS, CAPACITY)
+    shape = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": CAPACITY, "rungs": RUNGS}
+    shard = Qwen3Shard(config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), capture=TAPS, **shape)
+    drafts = DFlashConfig(4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (Sight(),) * 5, TAPS, BLOCK, 151669)
+    draft = DFlashDraft(drafts, RandomDraft(drafts), shard.kernels.fresh(), shard.head, **shape)
+    executor, drafting = DeviceExecutor(shard, RUNGS, lane=lane), Drafting(draft, RUNGS)
+    executor.handle(UnparkDraft, drafting.unpark)
+    executor.handle(ParkDraft, drafting.park)
+    return Pair(shard, draft, lane, executor, drafting)
+
+
+def prompt() -> Tokens:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(0, 150_000, (CONTEXT,), generator=generator).tolist())
+
+
+# --- steps ---
+
+
+def decoded(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Tokens, list[RoundDone]]:
+    """On the lane: greedy rounds that propose so many, until there are `most` tokens."""
+    known, request, slot = list(prompt()), RequestId(0), SlotId(0)
+    pair.executor.proposed_to(proposer)
+    done = list[RoundDone]()
+
+    def following(outcomes: Sequence[Outcome]) -> Ask | None:
+        filled = max((getattr(outcome, "stop", 0) for outcome in outcomes), default=0)
+        if filled < CONTEXT - 1:
+            return Ask(request, RunPrefill(slot, filled, min(filled + RUNGS[-1], CONTEXT - 1)))
+        if isinstance(outcomes[-1], RoundDone):
+            done.append(outcomes[-1])
+            known.extend(outcomes[-1].tokens)
+        if len(known) - CONTEXT >= most:
+            return None
+        return Ask(request, RunRound(slot, len(known) - 1, known[-1], width))
+
+    pair.executor.rehearse(OpenSlot(slot, slot, 0, prompt(), Sampling()), following)
+    return tuple(known), done
+
+
+def steps(pair: Pair) -> list[dict[str, Any]]:
+    """On the lane. The plain step is timed with the draft out of the way, then with one that follows."""
+    answer = 160
+    pair.draft.park()
+    plain, done = decoded(pair, pair.drafting, 0, answer + BLOCK)
+    base = median(one.ns for one in done[8:]) / 1e6
+    rows = [{"what": "plain, no draft", "tokens a round": 1.0, "ms a round": base, "x plain": 1.0, "differing": 0}]
+    pair.draft.unpark()
+    found, done = decoded(pair, pair.drafting, 0, answer)
+    rows.append(row("plain, a draft that follows", base, plain, found, done))
+    decoded(pair, pair.drafting, BLOCK - 1, BLOCK)  # records graphs
+    for accepted in ACCEPTED:
+        found, done = decoded(pair, Forced(pair.drafting, plain, accepted - 1), BLOCK - 1, answer)
+        rows.append(row(f"forced acceptance {accepted}", base, plain, found, done))
+    return [*rows, *pieces(pair, base)]
+
+
+def row(what: str, base: float, plain: Tokens, found: Tokens, done: Sequence[RoundDone]) -> dict[str, Any]:
+    """Without the rounds at the start, which may record graphs, and the last one, which may be cut."""
+    steady = done[2:-1]
+    spent, tokens = median(one.ns for one in steady) / 1e6, sum(len(one.tokens) for one in steady) / len(steady)
+    common = min(len(plain), len(found))
+    return {
+        "what": what,
+        "tokens a round": round(tokens, 2),
+        "ms a round": spent,
+        "x plain": tokens * base / spent,
+        "differing": sum(one != other for one, other in zip(plain[:common], found[:common], strict=True)),
+    }
+
+
+def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
+    """What a round of a whole block is made of."""
+    tokens = torch.zeros(BLOCK, dtype=torch.int64)
+    step = Step((Segment(0, CONTEXT, BLOCK),), BLOCK)
+
+    def verify() -> None:
+        pair.shard.logits(step, pair.shard.forward(step, tokens).hidden).argmax(-1).tolist()
+
+    def propose() -> None:
+        pair.draft.propose([Wanted(0, 0, CONTEXT, 1, BLOCK - 1)]).argmax(-1).tolist()
+
+    captures = pair.shard.forward(step, tokens).captures
+    work: dict[str, Callable[[], None]] = {
+        "verify 16 rows": verify,
+        "propose 15": propose,
+        "follow 16 rows": lambda: pair.draft.extend(step, captures),
+    }
+    rows = []
+    for name, run in work.items():
+        spent = list[float]()
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            spent.append((time.perf_counter() - start) * 1e3)
+        ms = median(spent[4:])
+        rows.append({"what": name, "tokens a round": 0.0, "ms a round": ms, "x plain": ms / base, "differing": 0})
+    return rows
+
+
+# --- residency ---
+
+
+async def residency(pair: Pair) -> list[dict[str, Any]]:
+    """Device bytes before, during and after a request, by policy."""
+    rows = list[dict[str, Any]]()
+    pair.executor.proposed_to(pair.drafting)
+    for policy in POLICIES:
+        resolution, _ = resolved(policy, has_draft=True, has_drafter=False)
+        await pair.lane.run(pair.draft.park if resolution.draft == "park" else pair.draft.unpark)
+        settings = Settings(
+            slots=1,
+            max_context=CAPACITY,
+            chunk=RUNGS[-1],
+            batch_rows=BLOCK,
+            block=BLOCK - 1,
+            residency=resolution,
+        )
+        job = Job(prompt(), 24, scope=Scope("off"))
+        async with engine(settings, pair.executor, facts={}) as running:
+            rows.append(await held(pair, policy, "idle"))
+            async for message in running.door.submit(job):
+                if isinstance(message, EmitTokens) and rows[-1]["stage"] == "idle":
+                    rows.append(await held(pair, policy, "decoding"))
+            with anyio.fail_after(30):
+                await running.door.empty()
+            rows.append(await held(pair, policy, "afterwards"))
+    return rows
+
+
+async def held(pair: Pair, policy: str, stage: str) -> dict[str, Any]:
+    """In MB: what the ledger says, and what CUDA has given out."""
+    draft, target = pair.draft.memory(), pair.shard.memory()
+    allocated = await pair.lane.run(torch.cuda.memory_allocated)
+    figures = {
+        "target weights": target["weights"],
+        "draft weights": draft["weights"],
+        "draft, pinned on host": draft["host"],
+        "rows": target["kv"] + draft["kv"],
+        "allocated": allocated,
+    }
+    return {"policy": policy, "stage": stage, **{name: round(size / 1e6) for name, size in figures.items()}}
+
+
+def moves(pair: Pair) -> list[dict[str, Any]]:
+    """On the lane: GB/s of parking and unparking against plain copies of pinned memory of the same size."""
+    pair.draft.release()
+    pair.draft.unpark()
+    found: dict[str, list[float]] = {"park (first: copied out)": [], "unpark": [], "park again": []}
+    size = pair.draft.memory()["weights"]
+    again = [("unpark", pair.draft.unpark), ("park again", pair.draft.park)] * 3
+    for name, run in [("park (first: copied out)", pair.draft.park), *again]:
+        found[name].append(size / timed(run) / 1e9)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    for name, run in (
+        ("pinned copy to the device", lambda: device.copy_(host, non_blocking=True)),
+        ("pinned copy to the host", lambda: host.copy_(device, non_blocking=True)),
+    ):
+        found[name] = [size / timed(run) / 1e9 for _ in range(4)]
+    pair.draft.unpark()
+    return [{"what": name, "MB": round(size / 1e6), "GB/s": max(rates)} for name, rates in found.items()]
+
+
+def timed(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+async def measured(parts: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    lane = DeviceLane(DEVICE)
+    pair = await lane.run(partial(build, lane))
+    found: dict[str, list[dict[str, Any]]] = {}
+    if "steps" in parts:
+        found["steps"] = await lane.run(partial(steps, pair))
+    if "residency" in parts:
+        found["residency"] = await residency(pair)
+        found["moves"] = await lane.run(partial(moves, pair))
+    pair.executor.close()
+    return found
+
+
+def measure_8b(parts: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    return anyio.run(measured, parts)
