@@ -1,0 +1,86 @@
+"""Hit tokens and written bytes on real agent logs: sessions interleaved, restarts, a budget, against an infinite cache.
+
+`python -m benchmarks.agent_logs LOG... [--interleave 8] [--restart-every 100] [--tokens 1000000] [--scopes full]`.
+LOG: any files that `rekindle simulate` reads. Every scope runs with the budget, in host memory nothing, and `full` once
+more without a limit; each on two servers: one that takes no time, so the logs' own timestamps decide the order, and
+the demo on two cores, where sessions wait for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from adapters.traces.requests import Session
+from benchmarks.report import machine, raw, table
+from effects.scope import Scope, parse
+from engine.simulation.costs import Costs
+from engine.simulation.logs import read_logs
+from engine.simulation.run import Run, Setup, fitted
+from states.settings import Settings
+
+TIMELESS = Costs(
+    source="a server that takes no time",
+    **dict.fromkeys(
+        ("prefill", "prefill_slope", "round", "round_slope", "round_more", "host", "disk", "copy", "write", "find"), 0
+    ),
+    launch=0,
+)
+SERVERS = {"takes no time": TIMELESS, "demo, two cores": Costs()}
+ENDLESS = 1 << 50  # bytes
+
+
+def one(setup: Setup, sessions: Sequence[Session], scope: Scope, server: str, budget: str) -> dict[str, Any]:
+    started = time.perf_counter()
+    run = Run(setup, sessions, scope)
+    run.run()
+    found = run.figures()
+    return {
+        "server": server,
+        "scope": str(scope),
+        "budget": budget,
+        "hits_%": 100 * found.hit_share,
+        "infinite_%": 100 * found.infinite_share,
+        "of_infinite_%": 100 * found.of_infinite,
+        "written_GiB": found.written_bytes / 2**30,
+        "of_unique": found.written_of_unique,
+        "evicted": found.evictions,
+        "dropped": found.dropped_writes,
+        "restarts": found.restarts,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("logs", nargs="+", type=Path)
+    parser.add_argument("--interleave", type=int, default=8)
+    parser.add_argument("--restart-every", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--scopes", default="full")
+    given = parser.parse_args()
+    logs, rows = read_logs(given.logs), list[dict[str, Any]]()
+    for server, costs in SERVERS.items():
+        settings = fitted(Settings(slots=4, store=True, min_tokens=512, rates=costs.rates()), logs.sessions)
+        budget = given.tokens * costs.token_bytes
+        setup = Setup(settings, costs, budget, 0, given.restart_every, given.interleave)
+        for scope in map(parse, given.scopes.split(",")):
+            rows.append(one(setup, logs.sessions, scope, server, f"{given.tokens:,} tokens"))
+        endless = attrs.evolve(setup, disk_budget=ENDLESS)
+        rows.append(one(endless, logs.sessions, Scope("full"), server, "none"))
+    requests = sum(session.count for session in logs.sessions)
+    title = f"{requests} requests of {len(logs.sessions)} sessions, {given.interleave} at a time"
+    table(
+        f"{title}, a restart every {given.restart_every} (goals: 99 % of infinite; 1.05 of unique without limit)", rows
+    )
+    raw("agent_logs", {"sessions": [session.name for session in logs.sessions], "rows": rows, "machine": machine()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
