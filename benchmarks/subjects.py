@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from attrs import evolve
 from tokenizers import Tokenizer
@@ -21,10 +22,15 @@ NAMES = {
 }
 
 
+@cache
+def held_out_source() -> Source:
+    return Source(held_out()[0])
+
+
 def prompts(kinds: Sequence[str], count: int, longest: int) -> dict[str, list[Tokens]]:
     """`count` prompts of each kind, the same ones every time, of at most `longest` tokens."""
     tokenizer = Tokenizer.from_file(str(demo.FOLDER / "tokenizer.json"))
-    source = Source(held_out()[0])
+    source = held_out_source()
     subjects = {subject.name: subject for subject in SUBJECTS}
     found: dict[str, list[Tokens]] = {}
     for kind in kinds:

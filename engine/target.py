@@ -36,7 +36,7 @@ from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from engine.draft import find_draft, load_draft, short_of_memory
+from engine.draft import find_draft, load_draft, short_of_memory, warm_up_draft
 from engine.folders import cache_folder, user_folder
 from engine.measure import measured
 from engine.options import Options
@@ -175,7 +175,8 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
     executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
     drafting = None if draft is None else Drafting(draft, shard.rungs, options.ddtree_budget)
     tree = options.ddtree_budget if options.ddtree and draft is not None else 0
-    if drafting is not None:
+    if draft is not None and drafting is not None:
+        warm_up_draft(draft, shard, numerics.rungs, BATCH_ROWS)
         executor.proposed_to(drafting)
         executor.handle(UnparkDraft, drafting.unpark)
         executor.handle(ParkDraft, drafting.park)
