@@ -4,6 +4,9 @@
 the first computes the prompts and is killed once they are written; then the page cache forgets the files, and the
 second one is asked for the same. A short prompt before warms up what is only done once in a process, in both. The
 device's raw rate is measured in the same run: the same files, forgotten again, read with preadv.
+
+Answers must have the same tokens and log-probabilities, and the row of logits behind the prompt the same digest: the
+servers are ours but for one function that writes it down (`python -m benchmarks.restart serve FILE ...`).
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from benchmarks.report import machine, median, raw, table
 
@@ -30,10 +35,29 @@ STAGES = ("LookingUp", "Restoring", "Prefilling")
 PIECE = 4 << 20
 
 
+def serve(digests: str, words: Sequence[str]) -> None:
+    """`rekindle serve`, with a digest of the first row of all logits appended to a file."""
+    from adapters.models.qwen3 import Qwen3Shard  # noqa: PLC0415 - only this process needs them
+    from adapters.models.shard import Step  # noqa: PLC0415
+    from engine.__main__ import main as rekindle  # noqa: PLC0415
+
+    logits = Qwen3Shard.logits
+
+    def digested(shard: Qwen3Shard, step: Step, hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(shard, step, hidden)
+        with Path(digests).open("a", encoding="ascii") as file:
+            file.write(blake2b(found[0].cpu().numpy().tobytes(), digest_size=16).hexdigest() + "\n")
+        return found
+
+    Qwen3Shard.logits = digested  # type: ignore[assignment, method-assign]
+    sys.argv = ["rekindle", "serve", *words]
+    rekindle()
+
+
 @contextmanager
-def server(*words: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
+def server(digests: Path, *words: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine", "serve", "--port", "0", *words],
+        [sys.executable, "-m", "benchmarks.restart", "serve", str(digests), "--port", "0", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -52,13 +76,21 @@ def server(*words: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
         process.stdout.close()
 
 
-def ask(client: httpx.Client, prompt: Sequence[int]) -> dict[str, Any]:
+def ask(client: httpx.Client, prompt: Sequence[int], digests: Path) -> dict[str, Any]:
+    """The answer, with the digest of the logits that its first token was picked from."""
+    before = len(lines(digests))
     body = {"prompt": list(prompt), "max_tokens": 8, "logprobs": 5}
-    return client.post("/v1/completions", json=body).raise_for_status().json()
+    answer = client.post("/v1/completions", json=body).raise_for_status().json()
+    return {**answer, "logits": lines(digests)[before]}
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text(encoding="ascii").splitlines() if file.exists() else []
 
 
 def prefill_ms(answer: dict[str, Any]) -> float:
-    return sum(answer["rekindle"]["stages_ms"].get(stage, 0) for stage in STAGES)
+    stages: dict[str, float] = answer["rekindle"]["stages_ms"]
+    return sum(stages.get(stage, 0.0) for stage in STAGES)
 
 
 def wait_until_written(client: httpx.Client, more_than: int) -> None:
@@ -101,24 +133,25 @@ def prompts(sizes: Sequence[int], seed: int) -> list[list[int]]:
 def one_run(folder: Path, codec: str, sizes: Sequence[int], seed: int, threads: str) -> list[dict[str, Any]]:
     words = ("--kv-cache-dir", str(folder), "--kv-cache-codec", codec, "--host-cache-budget", "0", "--threads", threads)
     asked, warm_up = prompts(sizes, seed), prompts([100], seed + 1)[0]
-    cold, groups = [], []
-    with server(*words) as (client, process):
-        ask(client, warm_up)
+    cold, groups, digests = [], [], folder.with_name("logits")
+    with server(digests, *words) as (client, process):
+        ask(client, warm_up, digests)
         for prompt in asked:
             before = set(folder.glob("*.zst"))
-            cold.append(ask(client, prompt))
+            cold.append(ask(client, prompt, digests))
             wait_until_written(client, len(before))
             groups.append(sorted(set(folder.glob("*.zst")) - before))
         process.kill()
         process.wait(30)
     forget([file for files in groups for file in files])
     rows = []
-    with server(*words) as (client, _):
-        ask(client, warm_up)
+    with server(digests, *words) as (client, _):
+        ask(client, warm_up, digests)
         for size, prompt, files, first in zip(sizes, asked, groups, cold, strict=True):
-            hit = ask(client, prompt)
+            hit = ask(client, prompt, digests)
             assert hit["rekindle"]["tier"] == "disk", hit["rekindle"]
             assert hit["choices"] == first["choices"], "not the same tokens and log-probabilities"
+            assert hit["logits"] == first["logits"], "not the same logits"
             forget(files)
             read, seconds = read_raw(files)
             restoring = hit["rekindle"]["stages_ms"]["Restoring"]
@@ -135,6 +168,7 @@ def one_run(folder: Path, codec: str, sizes: Sequence[int], seed: int, threads: 
                     "restore_MB/s": read / restoring / 1e3,
                     "raw_MB/s": read / seconds / 1e6,
                     "of_raw": read / restoring / 1e3 / (read / seconds / 1e6),
+                    "logits": hit["logits"][:8],
                 }
             )
     return rows
@@ -151,6 +185,9 @@ def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["serve"]:
+        serve(sys.argv[2], sys.argv[3:])
+        return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--tokens", default="2048,4096,8160")
@@ -164,7 +201,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
                 rows += one_run(Path(folder) / "kv", codec, sizes, 100 * run, given.threads)
     found = medians(rows)
-    table("Prefill stage cold and after kill -9 with a cold page cache; medians, answers identical", found)
+    table("Prefill stage cold and after kill -9 with a cold page cache; medians, answers and logits identical", found)
     raw("restart", {"medians": found, "runs": rows, "machine": machine()})
     return 0
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from tests.e2e.server import Running, serving
 
@@ -32,6 +34,17 @@ def written(server: Running, least: int = 1) -> dict:
     return now
 
 
+def first_rows(folder: Path) -> Path:
+    """The file with the first rows of the prompt."""
+    for file in folder.glob("*.safetensors.zst"):
+        with zstandard.ZstdDecompressor().stream_reader(file.read_bytes()) as reader:
+            head = reader.read(8)
+            about = json.loads(reader.read(int.from_bytes(head, "little")))["__metadata__"]
+        if (about["kind"], about["start"]) == ("rows", "0"):
+            return file
+    raise AssertionError("there is none")
+
+
 def kill(server: Running) -> None:
     server.process.send_signal(signal.SIGKILL)
     server.process.wait(10)
@@ -47,7 +60,7 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
         written(server)
         kill(server)
     with serving(*words) as server:
-        assert cache(server)["entries"] == 1
+        assert cache(server)["entries"] >= 2
         warm, how = ask(server)
         assert warm == cold
         assert how["restored_tokens"] >= len(PROMPT) - 64
@@ -55,7 +68,7 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
         assert cache(server)["hits"] == {"disk": 1}
         again, how = ask(server)
         assert (again, how["tier"]) == (cold, "device")
-        file = next(folder.glob("*.safetensors.zst"))
+        file = first_rows(folder)
         assert server.stop() == 0
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
