@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from attrs import define, field, frozen
@@ -80,6 +81,11 @@ class Memory:
             span_ = slab.take(whole)
             assert span_ is not None, "a slab is as large as what it was made for"
             return self._buffer(slab, span_, size)
+
+    def prepare(self, size: int) -> None:
+        """So much is registered, and mapped, before anybody waits for it. For a thread of its own."""
+        with suppress(MemoryError):
+            self.take(size).data.numpy().fill(0)
 
     def _grow(self, size: int) -> Slab:
         size = max(size, min(SLAB, self.most - self.held))

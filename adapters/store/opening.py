@@ -37,6 +37,7 @@ def open_store(
     run_bytes = GPU_RUN_BYTES if pin else RUN_BYTES
     lock, memory = threading.RLock(), Memory(host_bytes + MOVING * run_bytes, pin)
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
+    threading.Thread(target=memory.prepare, args=(MOVING * run_bytes,), name="store-memory", daemon=True).start()
     if disk is not None:
         disk.most_queued = max(disk.most_queued, host_bytes)
     return Store(layout, index(layout, host_bytes), disk, lock, memory, run_bytes)

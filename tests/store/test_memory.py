@@ -1,0 +1,86 @@
+"""Slabs: what is taken does not overlap, what is given back is taken again, and the limit holds."""
+
+from __future__ import annotations
+
+import random
+import threading
+from itertools import pairwise
+
+import pytest
+
+from adapters.store.memory import ALIGN, SLAB, Memory
+
+
+def place(buffer) -> tuple[int, int]:
+    return buffer.data.data_ptr(), buffer.data.data_ptr() + buffer.data.nbytes
+
+
+def test_what_is_given_back_is_taken_again() -> None:
+    memory = Memory(SLAB)
+    first = memory.take(5000)
+    assert first.data.nbytes == 5000
+    assert first.data.data_ptr() % 64 == 0
+    was = place(first)
+    del first
+    assert place(memory.take(6000))[0] == was[0]
+    assert memory.held == SLAB
+
+
+def test_a_view_does_not_keep_it_but_the_buffer_does() -> None:
+    memory = Memory(SLAB)
+    one, other = memory.take(ALIGN), memory.take(ALIGN)
+    one.data.fill_(1)
+    other.data.fill_(2)
+    assert one.data.sum() == ALIGN
+    del other
+    memory.take(ALIGN).data.fill_(3)
+    assert one.data.sum() == ALIGN
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_two_overlap(seed: int) -> None:
+    draw, memory, held = random.Random(seed), Memory(3 << 20), []
+    for _ in range(400):
+        if held and draw.random() < 0.5:
+            held.pop(draw.randrange(len(held)))
+        else:
+            held.append(memory.take(draw.randint(1, 1 << draw.randint(4, 20))))
+        assert memory.held <= 3 << 20
+        spans = sorted(map(place, held))
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+    held.clear()
+    whole = memory.take(memory.held)
+    assert whole.data.nbytes == memory.held == 3 << 20, "all of it is in one piece again"
+
+
+def test_beyond_the_limit_memory_comes_from_the_system() -> None:
+    memory = Memory(1 << 20)
+    held = [memory.take(600_000) for _ in range(4)]
+    assert memory.held <= 1 << 20
+    assert len({place(buffer)[0] for buffer in held}) == 4
+    assert Memory().take(10).data.nbytes == 10, "no slabs at all"
+
+
+def test_more_than_there_is_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError):
+        Memory(1 << 62).take(1 << 61)
+    Memory(1 << 62).prepare(1 << 61)
+
+
+def test_threads_may_take_and_give_back_at_once() -> None:
+    memory, odd = Memory(8 << 20), list[int]()
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            buffer = memory.take(40_000)
+            buffer.data.fill_(number)
+            if not bool((buffer.data == number).all()):
+                odd.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not odd
+    assert memory.held <= 8 << 20
