@@ -25,7 +25,7 @@ from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.refusal import Refusal
 from engine.simulation.report import WIDTH as COLUMNS
-from engine.simulation.report import size
+from engine.simulation.report import counted, size
 
 LISTED = 20  # conversations, unless all are asked for
 SHOWN_TOKENS = 200  # of a conversation's beginning
@@ -280,7 +280,7 @@ def verify(path: Path, *, as_json: bool) -> int:
         console = wide(Console())
         for name, wrong in damaged.items():
             console.print(Line(f"{name}: {wrong}", style="red"), soft_wrap=True)
-        console.print(f"{len(names):,} files read, {size(checked)}: {len(damaged)} damaged", highlight=False)
+        console.print(f"{counted(len(names), 'file')} read, {size(checked)}: {len(damaged)} damaged", highlight=False)
     return 1 if damaged else 0
 
 

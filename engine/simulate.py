@@ -17,7 +17,7 @@ from effects.scope import Scope
 from engine.simulation.costs import Costs, figures, read_costs
 from engine.simulation.logs import Logs, read_logs
 from engine.simulation.plot import check, draw
-from engine.simulation.report import show
+from engine.simulation.report import counted, show
 from engine.simulation.run import NO_CACHE, Run, Setup, fitted
 from engine.simulation.wanted import Wanted
 from states.settings import Settings
@@ -44,7 +44,7 @@ def run(paths: Sequence[Path], wanted: Wanted) -> int:
 def headline(logs: Logs, run: Run) -> str:
     figures_ = run.figures()
     tokens = f"{figures_.prompt_tokens / 1e6:,.1f} million prompt tokens"
-    return f"{figures_.requests:,} requests of {len(logs.sessions)} sessions, {tokens}"
+    return f"{counted(figures_.requests, 'request')} of {counted(len(logs.sessions), 'session')}, {tokens}"
 
 
 def build_setup(wanted: Wanted, logs: Logs) -> Setup:

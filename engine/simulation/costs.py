@@ -22,15 +22,15 @@ MOST_FILE = 1 << 16  # bytes
 class Costs:
     """Nanoseconds, unless a name says otherwise. What depends on the position p is a + b * p."""
 
-    source: str = "measured with the demo in bf16 on two cores of a server CPU"
+    source: str = "the demo in bf16 on two cores (docs/BENCHMARKS.md)"
     token_bytes: int = 2560  # KV rows of one token
-    prefill: int = 150_000  # one prompt token, in a chunk, at position 0
-    prefill_slope: float = 66.0  # more for each token before it
-    round: int = 6_500_000  # one token of one answer at position 0
-    round_slope: float = 550.0
+    prefill: int = 185_000  # one prompt token, in a chunk, at position 0
+    prefill_slope: float = 69.0  # more for each token before it
+    round: int = 6_200_000  # one token of one answer at position 0
+    round_slope: float = 560.0
     round_more: int = 1_000_000  # for each further request in the same round
     host: int = 600  # to load one token's rows from host memory
-    disk: int = 4_500  # from disk
+    disk: int = 4_300  # from disk
     copy: int = 500  # to copy one token's rows: from slot to slot, or out to be kept
     write: int = 6_000  # to write one token's rows, behind the requests
     find: int = 40  # to look for one prompt token in the index

@@ -173,5 +173,6 @@ class Process:
         count = live.count
         count.restored, count.tier, count.closed = report.restored_tokens, report.tier, self.clock.now
         if report.cache.rows:
-            count.selected = grained(self.settings, min(report.cache.boundary, count.prompt - 1))
+            count.selected = min(report.cache.boundary, count.prompt)
+            count.needed = grained(self.settings, min(count.selected, count.prompt - 1))
         live.closed()

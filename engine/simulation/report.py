@@ -53,13 +53,18 @@ ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
 )
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def show(console: Console, logs: Logs, setup: Setup, runs: Sequence[Run]) -> None:
     if not console.is_terminal:
         console = Console(width=max(WIDTH, 24 + 14 * len(runs)))
     every = [one.figures() for one in runs]
     total = every[0]
     console.print(
-        f"{total.requests:,} requests of {len(logs.sessions)} sessions, {total.prompt_tokens:,} prompt tokens; "
+        f"{counted(total.requests, 'request')} of {counted(len(logs.sessions), 'session')}, "
+        f"{counted(total.prompt_tokens, 'prompt token')}; "
         f"an infinite cache would have had {percent(total.infinite_share)} of them. "
         f"Unique KV rows: {size(total.unique_bytes)}.",
         highlight=False,

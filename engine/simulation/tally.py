@@ -20,14 +20,15 @@ class Count:
     found: int = 0  # that the device and the store had together, usable
     restored: int = 0  # that were not computed again
     tier: str = "none"
-    selected: int = 0  # that the scope takes, in whole grains
+    selected: int = 0  # that the scope takes; 0: none, or too few to be kept
+    needed: int = 0  # of those, what can be found: whole grains, and never the last token
     first: int = 0  # when its first token came
     closed: int = 0
 
     @property
     def whole(self) -> bool:
-        """Was all of what the scope selects there? The seed's way of counting hits."""
-        return 0 < self.selected <= self.found
+        """Was all of what the scope selects there?"""
+        return 0 < self.needed <= self.found
 
     @property
     def first_ms(self) -> float:
