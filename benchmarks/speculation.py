@@ -42,6 +42,7 @@ from effects.stream import EmitTokens
 from engine.assemble import Engine, engine
 from engine.options import Options
 from engine.target import Target, load_target
+from states.rates import Rates
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 LONGEST = 512  # tokens of a prompt
@@ -182,7 +183,7 @@ class Watched:
 
 
 async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any]]:
-    """Each prompt cold, from host memory, and from disk after a restart."""
+    """Each prompt cold, from host memory, and from disk after a restart; every round as wide as can be."""
     asked = [prompt for group in prompts(list(NAMES), count, LONGEST).values() for prompt in group if len(prompt) > 128]
     jobs = [Job(prompt, 48, evolve(SAMPLED, seed=n) if n % 2 else Sampling(), ends) for n, prompt in enumerate(asked)]
     seen: dict[str, dict[tuple[Tokens, int], Tokens]] = {}
@@ -196,7 +197,9 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             for name in names:
                 watched = Watched(proposer, {})
                 target.executor.proposed_to(watched)
-                async with engine(target.settings, target.executor, store=target.store, facts={}) as running:
+                flat = Rates(rounds=((0, 1000), (target.settings.block, 1001)))
+                settings = evolve(target.settings, rates=flat)
+                async with engine(settings, target.executor, store=target.store, facts={}) as running:
                     answers = [await answer(running, job) for job in jobs]
                 seen[name] = watched.seen
                 rows.append({"tier": name, **compared(seen["cold"], watched.seen, answers)})
