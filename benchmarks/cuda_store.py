@@ -28,14 +28,16 @@ from attrs import define, field
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.models.config import Qwen3Config
+from adapters.models.kernels import Kernels
+from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import LADDER, Qwen3Shard
 from adapters.models.synthetic import RandomWeights
 from adapters.store.executor import StoreExecutor
 from adapters.store.format import Layout, Rows
 from adapters.store.opening import open_store
 from adapters.store.store import Store
+from benchmarks.cold import forget, read_raw
 from benchmarks.report import machine, median, raw, table
-from benchmarks.restart import forget, read_raw
 from effects.all import Ask, Launch
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Sampling
@@ -44,7 +46,6 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine import measure
-from engine.target import build_kernels
 from states import policy, rates
 from states.rates import Rates
 from states.settings import Settings
@@ -52,6 +53,14 @@ from states.settings import Settings
 GRAIN = 64
 SLOT = SlotId(0)
 COPIED = 1 << 30  # bytes of the raw copy
+
+
+def kernels_of(device: torch.device, dtype: torch.dtype) -> Kernels:
+    if device.type == "cuda":
+        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton
+
+        return TritonKernels(device)
+    return CpuKernels(dtype)
 
 
 def config_of(given: argparse.Namespace) -> Qwen3Config:
@@ -229,7 +238,7 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> Bench:
     shard = Qwen3Shard(
         config,
         weights,
-        build_kernels(device, dtype),
+        kernels_of(device, dtype),
         device=device,
         dtype=dtype,
         slots=1,

@@ -12,7 +12,6 @@ servers are ours but for one function that writes it down (`python -m benchmarks
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
 import subprocess
@@ -28,11 +27,11 @@ from typing import Any
 import httpx
 import torch
 
+from benchmarks.cold import forget, read_raw
 from benchmarks.report import machine, median, raw, table
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("LookingUp", "Restoring", "Prefilling")
-PIECE = 4 << 20
 
 
 def serve(digests: str, words: Sequence[str]) -> None:
@@ -102,27 +101,6 @@ def wait_until_written(client: httpx.Client, more_than: int) -> None:
             return
         entries = cache["entries"]
         time.sleep(0.3)
-
-
-def forget(files: Sequence[Path]) -> None:
-    """Out of the page cache, where the kernel agrees."""
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def read_raw(files: Sequence[Path]) -> tuple[int, float]:
-    """(bytes, seconds) of reading them one after the other."""
-    buffer, total, start = bytearray(PIECE), 0, time.perf_counter()
-    for file in files:
-        descriptor, at = os.open(file, os.O_RDONLY), 0
-        while count := os.preadv(descriptor, [buffer], at):
-            at += count
-        os.close(descriptor)
-        total += at
-    return total, time.perf_counter() - start
 
 
 def prompts(sizes: Sequence[int], seed: int) -> list[list[int]]:

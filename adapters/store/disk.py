@@ -222,9 +222,9 @@ class Disk:
             except (OSError, MemoryError) as error:
                 self._failed(error)
             finally:
+                job.done()
                 with self.lock:
                     self.queued -= job.size
-                job.done()
             del job
         self._journal()
 

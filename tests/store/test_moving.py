@@ -1,0 +1,98 @@
+"""Runs between host memory and slots: bit for bit, any part of them, from several threads at once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from adapters.store.format import Rows
+from adapters.store.memory import Memory
+from adapters.store.moving import Mover
+
+LAYERS, SLOTS, HEADS, CAPACITY, WIDTH = 3, 2, 2, 96, 8
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+
+
+class Named:
+    """Slots behind names only, as on another machine."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        shape = (LAYERS, 2, SLOTS, HEADS, CAPACITY, WIDTH)
+        self.all = torch.randn(shape).to(dtype).to(device)
+
+    def tensors(self, slot: int) -> dict[str, torch.Tensor]:
+        return {f"layers.{n}.{part}": self.all[n, p, slot] for n in range(LAYERS) for p, part in enumerate("kv")}
+
+    def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        return {name: one[:, start:stop].cpu() for name, one in self.tensors(slot).items()}
+
+    def import_rows(self, slot: int, start: int, rows: dict[str, torch.Tensor]) -> None:
+        for name, one in self.tensors(slot).items():
+            one[:, start : start + rows[name].shape[1]] = rows[name]
+
+
+class Direct(Named):
+    """Slots that can be reached where they are."""
+
+    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self.all[:, :, slot, :, start:stop]
+
+
+def rows_of(dtype: torch.dtype) -> Rows:
+    return Rows(tuple(f"layers.{n}.{part}" for n in range(LAYERS) for part in "kv"), HEADS, WIDTH, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    slots, layout = Direct(device, dtype), rows_of(dtype)
+    mover, memory = Mover(slots, layout), Memory(1 << 20, pin=device == "cuda")
+    truth, other = slots.rows(0, 16, 80).clone(), slots.all[:, :, 1].clone()
+    assert mover.anywhere
+    buffer = memory.take(64 * layout.token_bytes)
+    mover.take(0, (16, 80), buffer.data)
+    for start, stop in ((16, 80), (16, 32), (64, 80), (31, 50)):
+        slots.all[:, :, 0] = 7
+        mover.put(0, (start, stop), buffer.data, 16)
+        assert torch.equal(slots.rows(0, start, stop), truth[..., start - 16 : stop - 16, :])
+        assert bool((slots.rows(0, 0, start) == 7).all())
+        assert bool((slots.rows(0, stop, CAPACITY) == 7).all())
+    assert torch.equal(slots.all[:, :, 1], other), "another slot's"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_runs_at_once(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    slots, layout = Direct(device, torch.bfloat16), rows_of(torch.bfloat16)
+    mover, memory, truth = Mover(slots, layout), Memory(1 << 20, pin=device == "cuda"), slots.all.clone()
+    spans = [(slot, start, start + 16) for slot in range(SLOTS) for start in range(0, CAPACITY, 16)]
+    buffers = [memory.take(16 * layout.token_bytes) for _ in spans]
+    for (slot, start, stop), buffer in zip(spans, buffers, strict=True):
+        mover.take(slot, (start, stop), buffer.data)
+    slots.all.zero_()
+    with ThreadPoolExecutor(6) as pool:
+        moved = [
+            pool.submit(mover.put, slot, (start, stop), buffer.data, start)
+            for (slot, start, stop), buffer in zip(spans, buffers, strict=True)
+        ]
+    assert all(future.result() is None for future in moved)
+    assert torch.equal(slots.all, truth)
+
+
+def test_slots_behind_names_get_the_same() -> None:
+    direct, named = Direct("cpu", torch.float32), Named("cpu", torch.float32)
+    layout, memory = rows_of(torch.float32), Memory(1 << 20)
+    one, other = Mover(direct, layout), Mover(named, layout)
+    assert not other.anywhere
+    buffer, again = memory.take(32 * layout.token_bytes), memory.take(32 * layout.token_bytes)
+    one.take(1, (8, 40), buffer.data)
+    other.put(0, (20, 40), buffer.data, 8)
+    assert torch.equal(named.all[:, :, 0, :, 20:40], direct.rows(1, 20, 40))
+    other.put(0, (8, 40), buffer.data, 8)
+    other.take(0, (8, 40), again.data)
+    assert torch.equal(buffer.data, again.data)
