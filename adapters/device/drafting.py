@@ -25,10 +25,11 @@ from adapters.device.sampling import Row, adjusted
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, best_first, chain
 from adapters.device.truncation import column
+from adapters.models.config import CheckpointError
 from adapters.models.dflash import Ask
 from adapters.models.shard import Kept, Segment, Step
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
-from effects.ids import RequestId
+from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 
 log = logging.getLogger("rekindle.device")
@@ -238,10 +239,14 @@ class Drafting:
 
     # --- residency ---
 
-    def unpark(self, _: RequestId, __: UnparkDraft) -> DraftUnparked:
-        """Raises torch.OutOfMemoryError, and nothing has changed."""
+    def unpark(self, _: RequestId, __: UnparkDraft) -> DraftUnparked | DeviceFailed:
+        """Raises torch.OutOfMemoryError; whatever fails leaves the draft where it was."""
         started = time.perf_counter_ns()
-        return DraftUnparked(self.draft.unpark(), time.perf_counter_ns() - started)
+        try:
+            moved = self.draft.unpark()
+        except (CheckpointError, OSError) as error:
+            return DeviceFailed("io", str(error))
+        return DraftUnparked(moved, time.perf_counter_ns() - started)
 
     def park(self, _: RequestId, effect: ParkDraft) -> DraftParked:
         for slot in tuple(self._late):

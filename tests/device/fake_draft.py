@@ -9,6 +9,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from adapters.models.config import CheckpointError
 from adapters.models.dflash import Ask
 from adapters.models.shard import NamedTensors, Step
 from tests.device.fake_shard import FakeConfig, logits_of, mix, row_of
@@ -24,7 +25,7 @@ class FakeDraft:
     noise: float = 0.0
     taps: tuple[int, ...] = (0,)
     state: Literal["loaded", "parked", "released"] = "loaded"
-    exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark
+    exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark; file: nothing is found
     asked: list[Sequence[Ask]] = field(factory=list)
     cache: Tensor = field(init=False)
 
@@ -69,6 +70,8 @@ class FakeDraft:
     def unpark(self) -> int:
         if "unpark" in self.exhausted:
             raise torch.OutOfMemoryError("no room for the draft")
+        if "file" in self.exhausted:
+            raise CheckpointError("the draft's file has gone")
         self.state = "loaded"
         return 1000
 

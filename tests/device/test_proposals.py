@@ -317,12 +317,18 @@ async def test_a_draft_that_finds_no_memory_proposes_nothing_and_costs_nothing_e
     assert driver.executor.close()
 
 
-async def test_an_unpark_without_memory_leaves_the_draft_parked_and_the_next_one_works():
+@pytest.mark.parametrize(
+    ("what", "failure"),
+    [
+        ("unpark", DeviceFailed("out_of_memory", "no room for the draft")),
+        ("file", DeviceFailed("io", "the draft's file has gone")),
+    ],
+)
+async def test_an_unpark_that_fails_leaves_the_draft_parked_and_the_next_one_works(what, failure):
     driver, draft, _ = drafted()
     await driver.perform(Ask(RequestId(1), ParkDraft()))
-    draft.exhausted = {"unpark"}
-    (failed,) = await driver.perform(Ask(RequestId(2), UnparkDraft()))
-    assert failed == DeviceFailed("out_of_memory", "no room for the draft")
+    draft.exhausted = {what}
+    assert await driver.perform(Ask(RequestId(2), UnparkDraft())) == (failure,)
     assert draft.state == "parked"
     assert await agreed(driver, prompt_of(50, 40), count=4) == [1] * 4
     draft.exhausted = set()
