@@ -20,15 +20,15 @@ from adapters.store import journal, recent, survey
 from adapters.store.blocks import WIDTH, root
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.index import Index
-from adapters.store.survey import Conversation, Kept, Survey, conversations
+from adapters.store.survey import Kept, Survey, sequences
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.refusal import Refusal
 from engine.simulation.report import WIDTH as COLUMNS
 from engine.simulation.report import counted, size
 
-LISTED = 20  # conversations, unless all are asked for
-SHOWN_TOKENS = 200  # of a conversation's beginning
+LISTED = 20  # sequences, unless all are asked for
+SHOWN_TOKENS = 200  # of a sequence's beginning
 SHOWN_IDENTITY = 12  # hex digits
 
 
@@ -109,7 +109,7 @@ def ls(path: Path, *, text: bool, model: Path | None, everything: bool, as_json:
     if each:
         console.print(identity_table(each))
     for identity in each:
-        show_conversations(console, identity, decode, None if everything else LISTED)
+        show_sequences(console, identity, decode, None if everything else LISTED)
     return 0
 
 
@@ -169,10 +169,10 @@ def ratio(files: Iterable[Kept]) -> str:
     return f"{sum(one.content for one in listed) / max(1, sum(one.entry.size for one in listed)):.2f}x"
 
 
-def show_conversations(
+def show_sequences(
     console: Console, identity: Identity, decode: Callable[[Tokens], str] | None, most: int | None
 ) -> None:
-    every = conversations(identity.files)
+    every = sequences(identity.files)
     console.print()
     console.print(f"Sequences of {identity.name[:SHOWN_IDENTITY]}, used last first:", highlight=False)
     made = table("tokens", "new from", "runs", "on disk", "ratio", "hits", "last used")
@@ -207,7 +207,7 @@ def shown(packed: bytes, decode: Callable[[Tokens], str]) -> str:
     return " ".join(text.split())
 
 
-def texts(one: Conversation, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
+def texts(one: survey.Sequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
     if decode is None:
         return {}
     return {"text": shown(one.beginning, decode), "new_text": shown(one.files[0].entry.tokens, decode)}
@@ -240,7 +240,7 @@ def described(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens]
                         "last_used_turn": sequence.used,
                         **texts(sequence, decode),
                     }
-                    for sequence in conversations(one.files)
+                    for sequence in sequences(one.files)
                 ],
             }
             for one in each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Survey:
     sizes: dict[str, int] = field(factory=dict[str, int])
     journal: journal.Kept | None = None
 
-    def bytes_of(self, names: Sequence[str]) -> int:
+    def bytes_of(self, names: Iterable[str]) -> int:
         return sum(self.sizes.get(name, 0) for name in names)
 
 
@@ -158,7 +158,7 @@ def table(descriptor: int, size: int) -> list[Sizes]:
 # --- every byte ---
 
 
-def verify(folder: Folder, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def verify(folder: Folder, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Each run's name, and what is wrong with it; empty if it is whole, or was evicted meanwhile."""
     for name in names:
         try:
@@ -254,17 +254,20 @@ def read_whole(folder: Folder, name: str, most: int) -> bytes:
 
 
 @define(eq=False)
-class Conversation:
-    """A sequence that nothing kept continues. files: its own, those of none listed before.
+class Sequence:
+    """Tokens up to the end of a run that nothing continues. files: its own, so that each is in one sequence only.
 
-    start: tokens that it begins with as one listed before does. whole: nothing in front of it is missing. beginning:
-    its first tokens, packed, or where they are missing the first that are there.
+    start: where its own files begin. whole: nothing in front of them is missing. beginning: its first tokens, packed,
+    or where they are missing the first that are there.
     """
 
     files: list[Kept]
-    start: int
     whole: bool
     beginning: bytes
+
+    @property
+    def start(self) -> int:
+        return self.files[0].entry.start
 
     @property
     def stop(self) -> int:
@@ -279,29 +282,24 @@ class Conversation:
         return max(one.entry.hits for one in self.files)
 
 
-def conversations(kept: Sequence[Kept]) -> list[Conversation]:
-    """Of one identity, those used last first."""
+def sequences(kept: Iterable[Kept]) -> list[Sequence]:
+    """Of one identity, those used last first; each file in exactly one of them."""
     runs = [one for one in kept if one.entry.kind == "rows"]
     holders = {key: one for one in runs for key in one.entry.keys}
-    continued = {holders[one.entry.parent].name for one in runs if one.entry.parent in holders}
-    claimed: set[str] = set()
-    found = list[Conversation]()
-    for last in sorted(runs, key=lambda one: (-one.entry.used, one.name)):
-        if last.name not in continued:
-            found.append(conversation(last, holders, claimed))
-    return found
+    continued = {one.entry.parent for one in runs}
+    ends = [one for one in runs if one.entry.keys[-1] not in continued]
+    taken = {one.name for one in ends}
+    ends.sort(key=lambda one: (-one.entry.used, one.name))
+    return [sequence(last, holders, taken) for last in ends]
 
 
-def conversation(last: Kept, holders: Mapping[bytes, Kept], claimed: set[str]) -> Conversation:
-    files, one = [last], last
-    claimed.add(last.name)
-    before = holders.get(last.entry.parent)
-    while before is not None and before.name not in claimed:
-        claimed.add(before.name)
+def sequence(last: Kept, holders: Mapping[bytes, Kept], taken: set[str]) -> Sequence:
+    """Back from its end: files that nobody has yet are its own, until one that somebody has."""
+    files, one, before = [last], last, holders.get(last.entry.parent)
+    while before is not None and before.name not in taken:
+        taken.add(before.name)
         files.append(before)
         one, before = before, holders.get(before.entry.parent)
-    files.reverse()
-    start = one.entry.start
     while before is not None:
         one, before = before, holders.get(before.entry.parent)
-    return Conversation(files, start, one.entry.start == 0, one.entry.tokens)
+    return Sequence(files[::-1], one.entry.start == 0, one.entry.tokens)
