@@ -100,7 +100,7 @@ class Shard(Protocol):
         reads beyond a row's own position.
 
         A step of `rows_only` is settled at once. Any other one is settled by `commit`; without it, none of its rows
-        have happened.
+        have happened. A shard with recurrent layers refuses trees by name: each node would need a state of its own.
         """
         ...
 

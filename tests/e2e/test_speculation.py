@@ -253,7 +253,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     draft, scoped = target.draft, resolved("request-scoped", has_draft=True, has_drafter=False)[0]
     weights = moves(target)["device"]
     await target.lane.run(draft.park)
-    assert moves(target) == {"device": 0, "host": 0}
+    assert moves(target) == {"device": 0, "host": weights if target.shard.device.type == "cuda" else 0}
     how = {"facts": {}, "live": target.live, "paranoid": True}
     async with engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
 
@@ -296,7 +296,9 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
 async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target, jobs, guided, branches, tmp_path):
     guided.branches = branches
     trace, settings = tmp_path / "trace.jsonl", evolve(target.settings, rates=FLAT, tree=15 if branches else 0)
-    header = Header(VERSION, __version__, settings, target.identity, {"device": "cpu", "max_ctx": 1024})
+    header = Header(
+        VERSION, __version__, settings, target.identity, {"device": target.shard.device.type, "max_ctx": 1024}
+    )
     recorder = Recorder(trace, header)
     recorder.start()
     async with engine(settings, target.executor, facts={}, recorder=recorder) as running:
@@ -315,21 +317,21 @@ async def keep(found: list[Told], running: Engine, job: Job) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(jobs, draft_folder, plain, tmp_path):
+async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(target, jobs, draft_folder, plain, tmp_path):
     """Cold, from host memory, and from disk after a restart."""
     asked = [evolve(job, scope=Scope("full")) for job in jobs[:4]]
-    shape = {"device": "cpu", "max_ctx": 1024, "kv_cache_dir": tmp_path, "kv_cache_min_tokens": 64}
+    shape = {"device": target.shard.device.type, "max_ctx": 1024, "kv_cache_dir": tmp_path, "kv_cache_min_tokens": 64}
     seen, tiers, found = {}, {}, {}
     for names, budget in ((("cold", "host"), 64), (("disk",), 0)):
-        target = await load_target(Options(draft=str(draft_folder), host_cache_budget=budget, **shape))
+        other = await load_target(Options(draft=str(draft_folder), host_cache_budget=budget, **shape))
         for name in names:
-            watched = Watched(target, target.executor._proposer, (), random.Random())  # noqa: SLF001 - as in `guided`
-            target.executor.proposed_to(watched)
-            rows = await answers(target, asked)
-            target.executor.proposed_to(watched.drafting)
+            watched = Watched(other, other.executor._proposer, (), random.Random())  # noqa: SLF001 - as in `guided`
+            other.executor.proposed_to(watched)
+            rows = await answers(other, asked)
+            other.executor.proposed_to(watched.drafting)
             seen[name], found[name] = watched.seen, words(rows)
             tiers[name] = {one.closed.report.tier for one in rows}
-        await target.close()
+        await other.close()
     assert tiers == {"cold": {"none"}, "host": {"host"}, "disk": {"disk"}}
     assert found["cold"] == found["host"] == found["disk"] == words(plain[:4])
     assert len(seen["cold"]) > 20
