@@ -340,9 +340,9 @@ class DFlashDraft:
     def memory(self) -> Mapping[str, int]:
         """Bytes: `weights`, `kv` and `buffers` on the device; `host` pinned by parking. Nothing shared is counted."""
         buffers = self._rope.cos.nbytes + self._rope.sin.nbytes
-        for context in self._contexts.values():
+        for context in tuple(self._contexts.values()):  # asked from other threads, too
             buffers += context.batch.table.nbytes + context.taps.nbytes
-        for block in self._blocks.values():
+        for block in tuple(self._blocks.values()):
             buffers += block.batch.table.nbytes + block.hidden.nbytes + block.logits.nbytes
         return {
             "weights": self._parking.weights_bytes,

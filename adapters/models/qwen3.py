@@ -325,7 +325,7 @@ class Qwen3Shard:
 
     def memory(self) -> Mapping[str, int]:
         buffers = self._rope.cos.nbytes + self._rope.sin.nbytes
-        for held in self._buffers.values():
+        for held in tuple(self._buffers.values()):  # asked from other threads, too
             buffers += held.batch.table.nbytes + held.hidden.nbytes
             buffers += 0 if held.logits is None else held.logits.nbytes
             buffers += sum(capture.nbytes for capture in held.forward.captures.values())
