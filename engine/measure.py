@@ -18,10 +18,10 @@ from effects.round import RoundDone, RunRound
 from states.rates import Rates
 
 BUDGET_NS = 400_000_000  # for all rounds: a slow model is measured less often
-PASSES = 5
+PASSES = 4
 CONTEXT = 64  # rows before a measured round
 BAND = 1024  # tokens of the first span of `Rates.prefill`; each later one ends at twice its start
-FAR = 8192  # chunks are measured at 0 and up to here; beyond, time is taken to grow as it does between
+FAR = 4096  # chunks are measured at 0 and up to here; beyond, time is taken to grow as it does between
 
 
 def measured(executor: DeviceExecutor, shard: Qwen3Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
