@@ -50,7 +50,7 @@ def headline(logs: Logs, run: Run) -> str:
 def build_setup(wanted: Wanted, logs: Logs) -> Setup:
     costs = logs.measured.applied(Costs(), "recorded in the traces")
     if wanted.costs is not None:
-        costs = read_costs(wanted.costs)
+        costs = read_costs(wanted.costs, costs)
     settings = evolve(served(logs.settings), store=True, rates=costs.rates())
     if wanted.slots is not None:
         settings = evolve(settings, slots=wanted.slots)

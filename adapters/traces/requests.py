@@ -44,10 +44,9 @@ class Request:
 
 @frozen(eq=False)
 class Agent:
-    """Requests in order of time. waits: each is sent only when the one before it has been answered."""
+    """Requests in order of time, each sent only when the one before it has been answered."""
 
     requests: tuple[Request, ...]
-    waits: bool = True
 
 
 @frozen(eq=False)

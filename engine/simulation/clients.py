@@ -57,19 +57,14 @@ class Sender:
     answered: Callable[[], None]
     _sent: int = 0
 
-    def next(self, pause: bool = False) -> None:
-        """Put the next request, or all of them if nobody waits for answers, on the clock."""
-        while self._sent < len(self.agent.requests):
-            request = self.agent.requests[self._sent]
+    def next(self) -> None:
+        """Put the next request on the clock, if there is one."""
+        if self._sent < len(self.agent.requests):
+            request, pause = self.agent.requests[self._sent], self._sent > 0
             self._sent += 1
-            at = self.offset + request.at_ns
-            if pause:
-                at = max(at, self.clock.now + request.pause_ns)
+            at = max(self.offset + request.at_ns, self.clock.now + request.pause_ns * pause)
             self.clock.at(at, partial(self.send, request, self._done))
-            if self.agent.waits:
-                return
 
     def _done(self) -> None:
-        if self.agent.waits:
-            self.next(pause=True)
+        self.next()
         self.answered()

@@ -34,6 +34,7 @@ class Costs:
     copy: int = 500  # to copy one token's rows: from slot to slot, or out to be kept
     write: int = 6_000  # to write one token's rows, behind the requests
     find: int = 40  # to look for one prompt token in the index
+    stored: float = 1.0  # bytes on disk for one byte of rows: less where they are compressed
     file: int = 2400  # bytes of a file beside its rows and token ids
     launch: int = 190_000  # what the engine itself needs for one launch
 
@@ -68,8 +69,8 @@ def figures(costs: Costs) -> dict[str, Any]:
     return attrs.asdict(costs, filter=lambda attribute, _: attribute.name != "source")
 
 
-def read_costs(path: Path) -> Costs:
-    """From a JSON object of some of the figures; the others stay as they are. Raises Refusal or OSError."""
+def read_costs(path: Path, before: Costs) -> Costs:
+    """With some of the figures from a file, a JSON object; the others as they were. Raises Refusal or OSError."""
     if path.stat().st_size > MOST_FILE:
         raise Refusal(f"--costs {path}: larger than {MOST_FILE} bytes")
     known = [one.name for one in attrs.fields(Costs)]
@@ -82,7 +83,7 @@ def read_costs(path: Path) -> Costs:
         what = "no JSON object" if not isinstance(raw, dict) else f"unknown: {', '.join(unknown)}"
         raise Refusal(f"--costs {path}: {what}; {accepted}")
     try:
-        return Costs(**{"source": path.name, **raw})
+        return evolve(before, **{"source": f"{path.name}; what it does not name: {before.source}", **raw})
     except (TypeError, ValueError) as error:
         raise Refusal(f"--costs {path}: {error}") from error
 

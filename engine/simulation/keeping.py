@@ -70,7 +70,7 @@ class SimulatedDisk:
         return True
 
     def write(self, job: Write) -> None:
-        size = job.size + job.run.length * WIDTH + self.costs.file
+        size = round(job.size * self.costs.stored) + job.run.length * WIDTH + self.costs.file
         if size <= self.index.budget:
             self.index.make_room(size, job.run.parent)
         if self.index.fits(size):

@@ -15,7 +15,7 @@ from effects.lookup import PrefixFound
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.round import RoundDone, RunRound
-from effects.stream import EmitTokens
+from effects.stream import CloseStream, EmitTokens
 from engine.runner import Envelope
 from engine.simulation.costs import Measured
 from engine.trace import BadTrace, Record, read
@@ -37,6 +37,7 @@ class Collector:
     """Fed with a trace's records in order."""
 
     jobs: dict[RequestId, tuple[int, Job]] = field(factory=dict[RequestId, "tuple[int, Job]"])
+    agents: list[list[RequestId]] = field(factory=list["list[RequestId]"])  # each in order of time
     answers: dict[RequestId, list[int]] = field(factory=dict[RequestId, "list[int]"])
     chunks: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
     rounds: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
@@ -45,15 +46,19 @@ class Collector:
     _launched: dict[RequestId, RunPrefill | RunRound] = field(factory=dict[RequestId, "RunPrefill | RunRound"])
     _alone: bool = False
     _tiers: dict[RequestId, str] = field(factory=dict[RequestId, str])
+    _closed: set[RequestId] = field(factory=set[RequestId])
 
     def feed(self, record: Record) -> None:
         match record:
             case Envelope(_, at_ns, request, Submitted(job)):
+                self.submitted(request, job)
                 self.jobs[request] = (at_ns, job)
             case Envelope(_, _, request, event):
                 self.happened(request, event)
             case Ask(request, EmitTokens(tokens)):
                 self.answers.setdefault(request, []).extend(tokens)
+            case Ask(request, CloseStream()):
+                self._closed.add(request)
             case Launch(asks):
                 self._alone = len(asks) == 1
                 for ask in asks:
@@ -61,6 +66,18 @@ class Collector:
                         self._launched[ask.request] = ask.effect
             case _:
                 pass
+
+    def submitted(self, request: RequestId, job: Job) -> None:
+        """Whose turn it is: the agent's whose last prompt, answered by then, it begins with; or a new one's."""
+        best, length = None, 0
+        for agent in self.agents:
+            before = self.jobs[agent[-1]][1].prompt
+            if agent[-1] in self._closed and length < len(before) and begins(job.prompt, before):
+                best, length = agent, len(before)
+        if best is None:
+            self.agents.append([request])
+        else:
+            best.append(request)
 
     def happened(self, request: RequestId, event: object) -> None:
         launched = self._launched.get(request)
@@ -78,15 +95,22 @@ class Collector:
             case _:
                 pass
 
-    def requests(self, tokens: Callable[[Tokens], Tokens]) -> Iterable[Request]:
-        start = min((at_ns for at_ns, _ in self.jobs.values()), default=0)
-        for request, (at_ns, job) in self.jobs.items():
-            answer = tuple(self.answers.get(request, ())) or job.prompt[-1:]
-            yield Request(at_ns - start, (tokens(job.prompt),), tokens(answer), job.boundaries)
+    def session(self, name: str, tokens: Callable[[Tokens], Tokens]) -> Session:
+        start = min(at_ns for at_ns, _ in self.jobs.values())
+        made = {request: self.request(request, start, tokens) for request in self.jobs}
+        return Session(name, tuple(Agent(tuple(made[request] for request in agent)) for agent in self.agents))
+
+    def request(self, request: RequestId, start: int, tokens: Callable[[Tokens], Tokens]) -> Request:
+        at_ns, job = self.jobs[request]
+        answer = tuple(self.answers.get(request, ())) or job.prompt[-1:]
+        return Request(at_ns - start, (tokens(job.prompt),), tokens(answer), job.boundaries)
 
 
 def read_recorded(path: Path) -> Recorded:
-    """Raises BadLog. A request that was cut short is taken to have wanted what it got."""
+    """Raises BadLog. A request that was cut short is taken to have wanted what it got.
+
+    One that goes on from an answered one is sent by the same agent, so never before that answer.
+    """
     collector = Collector()
     try:
         header, records = read(path)
@@ -100,10 +124,14 @@ def read_recorded(path: Path) -> Recorded:
         raise BadLog(f"{path}: no request was recorded in it")
     if any(not job.prompt for _, job in collector.jobs.values()):
         raise BadLog(f"{path}: a prompt without tokens was recorded in it")
-    requests = sorted(collector.requests(numbered()), key=lambda request: request.at_ns)
     loads = {tier: tuple(values) for tier, values in collector.loads.items() if tier in {"host", "disk"}}
     measured = Measured(tuple(collector.chunks), tuple(collector.rounds), loads, collector.token_bytes)
-    return Recorded(Session(path.name, (Agent(tuple(requests), waits=False),)), header.settings, measured)
+    return Recorded(collector.session(path.name, numbered()), header.settings, measured)
+
+
+def begins(prompt: Tokens, before: Tokens) -> bool:
+    """Does it begin with that, and go on?"""
+    return len(before) < len(prompt) and prompt[len(before) - 1] == before[-1] and prompt[: len(before)] == before
 
 
 def numbered() -> Callable[[Tokens], Tokens]:

@@ -122,12 +122,7 @@ def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataO
     sessions = [
         Session(
             str(number),
-            (
-                Agent(
-                    tuple(request(at, *prompt, boundaries=(len(prompt[0]),)) for at, prompt in enumerate(prompts)),
-                    waits=data.draw(st.booleans()),
-                ),
-            ),
+            (Agent(tuple(request(at, *prompt, boundaries=(len(prompt[0]),)) for at, prompt in enumerate(prompts))),),
         )
         for number, prompts in enumerate(data.draw(agents))
     ]
