@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from adapters.store.format import Kind
 from adapters.store.memory import Buffer
 from adapters.store.moving import Mover, Slots
 from adapters.store.seekable import Damaged
-from adapters.store.store import Lease, Miss, Part, Store
+from adapters.store.store import AHEAD, Lease, Miss, Part, Store
 from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.prefill import OpenSlot
@@ -29,7 +30,6 @@ from effects.snapshot import SaveSnapshot, SnapshotSaved
 
 log = logging.getLogger("rekindle.store")
 
-AHEAD = 6  # runs that are on their way at once: one reader alone leaves a disk idle between its reads
 GIVEN_UP = StoreFailed("abandoned", "the request was abandoned")
 LONG = 8192  # tokens: a longer prompt is looked up beside the event loop
 # The state of a slot, if it was opened for this request; asked on the lane.
@@ -46,7 +46,7 @@ class Stateful(Protocol):
 
 @define(eq=False)
 class Move:
-    """One part on its way into the slot. buffer: what is not put there yet, as a checkpoint is at the very end."""
+    """One part on its way into the slot. buffer: of a checkpoint, which is put there at the very end."""
 
     part: Part
     span: Span
@@ -64,6 +64,7 @@ class Restoring:
     """One restore, how far it has come, and why it ended before its time."""
 
     effect: RestoreBlocks
+    fence: Fence
     moves: tuple[Move, ...]
     abandoned: bool = False
     failure: StoreFailed | None = None
@@ -78,11 +79,19 @@ class Restoring:
 
 @define(eq=False)
 class Fence:
-    """Behind everything that was asked of a slot before it was opened for this request."""
+    """Behind everything that was asked of a slot before it was opened for this request. Any thread may wait."""
 
     request: RequestId
-    passed: anyio.Event = field(factory=anyio.Event)
+    passed: threading.Event = field(factory=threading.Event)
     failure: StoreFailed | None = None
+
+    def wait(self) -> StoreFailed | None:
+        self.passed.wait()
+        return self.failure
+
+    def open(self, failure: StoreFailed | None) -> None:
+        self.failure = failure
+        self.passed.set()
 
 
 @define(eq=False)
@@ -141,7 +150,10 @@ class StoreExecutor:
     async def restore(self, request: RequestId, effect: RestoreBlocks) -> BlocksRestored | StoreFailed:
         """What really came, without a gap from `start` on. The lease is released whatever happens."""
         lease, started = self.store.lease(effect.lease), time.perf_counter_ns()
-        now = Restoring(effect, tuple(moves(lease, effect)))
+        fence = self._fences.get(effect.slot)
+        if fence is None or fence.request != request:
+            fence = self._fence(request, effect.slot)
+        now = Restoring(effect, fence, tuple(moves(lease, effect)))
         self._restoring[request] = now
         try:
             return await self._restore(request, lease, now, started)
@@ -155,12 +167,6 @@ class StoreExecutor:
         effect = now.effect
         if lease.state is not None and effect.stop != lease.length:
             return StoreFailed("broken", f"the checkpoint is at {lease.length}, not at {effect.stop}")
-        fence = self._fences.get(effect.slot)
-        if fence is None or fence.request != request:
-            fence = self._fence(request, effect.slot)
-        await fence.passed.wait()
-        if fence.failure is not None:
-            return fence.failure
         queue = deque(now.moves)
         async with anyio.create_task_group() as tasks:
             for _ in range(min(AHEAD, len(queue))):
@@ -183,12 +189,10 @@ class StoreExecutor:
 
     def _fence(self, request: RequestId, slot: SlotId) -> Fence:
         fence = Fence(request)
-
-        def passed(failure: StoreFailed | None, error: BaseException | None) -> None:
-            fence.failure = failure if error is None else StoreFailed("broken", str(error))
-            fence.passed.set()
-
-        self.lane.submit(partial(self._reached, request, slot), passed)
+        self.lane.post(
+            lambda: fence.open(self._reached(request, slot)),
+            lambda error: fence.open(StoreFailed("broken", str(error))),
+        )
         return fence
 
     def _reached(self, request: RequestId, slot: SlotId) -> StoreFailed | None:
@@ -208,16 +212,12 @@ class StoreExecutor:
             except IndexError:  # another one took the last
                 return
             mover = self._movers.get(move.kind)
-            self._carry(now.effect.slot, move, mover)
-            if move.buffer is not None and mover is not None:
-                buffer, move.buffer = move.buffer, None
-                from_thread.run(self.lane.run, partial(self._put, now.effect.slot, move, mover, buffer))
-                del buffer
+            self._carry(now, move, mover)
             if move.failure is not None and move.kind == "rows":
                 now.failure = now.failure or move.failure
 
-    def _carry(self, slot: SlotId, move: Move, mover: Mover | None) -> None:
-        """Into memory, and on into the slot if that can be done here."""
+    def _carry(self, now: Restoring, move: Move, mover: Mover | None) -> None:
+        """Into memory, and on into the slot; a checkpoint waits for the rows."""
         try:
             buffer = self._fetched(move.part)
         except Damaged as error:
@@ -227,13 +227,19 @@ class StoreExecutor:
         except MemoryError:
             move.failure = StoreFailed("out_of_memory", "no memory to read into")
         else:
-            if mover is not None and mover.anywhere:
-                self._put(slot, move, mover, buffer)
-            else:
-                move.buffer = buffer
-            return
-        if move.kind != "rows":
+            move.failure = now.fence.wait()
+            if move.failure is None:
+                self._into_slot(now.effect.slot, move, mover, buffer)
+        if move.kind != "rows" and move.failure is not None:
             log.warning("what goes with a target's rows is missing (%s): %s", move.kind, move.failure.detail)
+
+    def _into_slot(self, slot: SlotId, move: Move, mover: Mover | None, buffer: Buffer) -> None:
+        if mover is None:
+            move.buffer = buffer
+        elif mover.anywhere:
+            self._put(slot, move, mover, buffer)
+        else:
+            from_thread.run(self.lane.run, partial(self._put, slot, move, mover, buffer))
 
     @staticmethod
     def _put(slot: SlotId, move: Move, mover: Mover, buffer: Buffer) -> None:

@@ -206,10 +206,9 @@ def encode(first: bytes, data: Buffer, codec: Compress) -> list[bytes]:
     return [*frames, seekable.table([(len(frame), size) for frame, size in zip(frames, sizes, strict=True)])]
 
 
-def check_frames(frames: Sequence[Sizes], first: int, data: int) -> None:
-    """Raises Damaged unless the frames hold a head of `first` bytes and `data` bytes of rows, cut as we cut them."""
-    expected = [first, *(stop - start for start, stop in cuts(data))]
-    if [content for _, content in frames] != expected:
+def check_frames(frames: Sequence[Sizes], data: int) -> None:
+    """Raises Damaged unless the frames hold a head, and then `data` bytes of tensors, cut as we cut them."""
+    if [content for _, content in frames[1:]] != [stop - start for start, stop in cuts(data)]:
         raise Damaged("the frames' sizes are not those of these rows")
 
 

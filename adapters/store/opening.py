@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from adapters.store.codec import Chooser, Codec, Mean
+from adapters.store import reading
+from adapters.store.codec import DECODERS, Chooser, Codec, Mean
 from adapters.store.disk import Disk
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.format import Layout
 from adapters.store.index import Index
 from adapters.store.memory import Memory
 from adapters.store.recent import MOST_BYTES, Recents
-from adapters.store.store import RUN_BYTES, Store
+from adapters.store.store import AHEAD, RUN_BYTES, Store
 
 GPU_RUN_BYTES = 32 << 20  # a copy of less does not reach the bus's speed
 MOVING = 8  # runs that are on their way to or from the device
@@ -37,10 +38,16 @@ def open_store(
     run_bytes = GPU_RUN_BYTES if pin else RUN_BYTES
     lock, memory = threading.RLock(), Memory(host_bytes + MOVING * run_bytes, pin)
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
-    threading.Thread(target=memory.prepare, args=(MOVING * run_bytes,), name="store-memory", daemon=True).start()
+    threading.Thread(target=prepare, args=(memory, MOVING * run_bytes), name="store-memory", daemon=True).start()
     if disk is not None:
         disk.most_queued = max(disk.most_queued, host_bytes)
     return Store(layout, index(layout, host_bytes), disk, lock, memory, run_bytes)
+
+
+def prepare(memory: Memory, size: int) -> None:
+    """What the first restore would have to wait for."""
+    memory.prepare(size)
+    reading.prepare(DECODERS + AHEAD)
 
 
 def open_disk(layout: Layout, folder: Folder, lock: threading.RLock, *, budget: int, codec: Codec = "auto") -> Disk:

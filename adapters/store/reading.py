@@ -6,7 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, wait
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ PIECE = (2 << 20) + (64 << 10)  # bytes that are read at once: a frame that did 
 PAGE = 4096  # direct reads begin and end at its multiples
 MOSTLY = 0.5  # of a file's pages
 LIBC = ctypes.CDLL(None)
-_own = threading.local()
+_spaces = deque[mmap.mmap]()  # nobody reads into these now
 
 
 @frozen
@@ -43,16 +43,13 @@ class File:
     size: int
     direct: bool
 
-    def read(self, at: int, length: int) -> memoryview:
-        """In this thread's own memory, until it reads again. Raises Damaged if there is less."""
-        if not self.direct:
-            view = own_memory(length)[:length]
-            fill(self.descriptor, view, at, length)
-            return view
-        first = at % PAGE
-        space = own_memory(first + length)
-        fill(self.descriptor, space, at - first, first + length)
-        return space[first : first + length]
+    @contextmanager
+    def read(self, at: int, length: int) -> Iterator[memoryview]:
+        """Its content, inside the block. Raises Damaged if there is less."""
+        first = at % PAGE if self.direct else 0
+        with scratch(first + length) as space:
+            fill(self.descriptor, space if self.direct else space[:length], at - first, first + length)
+            yield space[first : first + length]
 
 
 @frozen
@@ -73,16 +70,15 @@ def read_run(folder: Folder, name: str, expected: Expected, target: memoryview, 
 
     Raises Damaged where the file is not exactly the one that we would write for this run, OSError where reading fails.
     """
-    size, first = expected.size, head(expected.run, expected.layout)
     with opened(folder, name) as file:
-        if file.size != size:
+        if file.size != expected.size:
             raise Damaged("the file has another size than when it was written")
-        frames = read_table(file, size, 1 + len(cuts(len(target))))
-        check_frames(frames, len(first), len(target))
+        frames = read_table(file, 1 + len(cuts(len(target))))
+        check_frames(frames, len(target))
         own, *others = batches(frames)
-        futures = [pool.submit(read_batch, file, batch, first, target) for batch in others]
+        futures = [pool.submit(read_batch, file, batch, target) for batch in others]
         try:
-            read_batch(file, own, first, target)
+            read_batch(file, own, target, head(expected.run, expected.layout))
         except (Damaged, OSError):
             for future in futures:
                 future.cancel()
@@ -134,25 +130,30 @@ def bypass(descriptor: int) -> bool:
     return True
 
 
-def read_table(file: File, size: int, frames: int) -> list[Sizes]:
+def read_table(file: File, frames: int) -> list[Sizes]:
     length = seekable.table_size(frames)
-    if length > size:
+    if length > file.size:
         raise Damaged("the file is too short")
-    return seekable.parse_table(file.read(size - length, length), size)
+    with file.read(file.size - length, length) as raw:
+        return seekable.parse_table(raw, file.size)
 
 
-def read_batch(file: File, batch: Batch, first: bytes, target: memoryview) -> None:
-    raw, at = file.read(batch.at, batch.packed), batch.content
-    for packed, content in batch.frames:
-        if at < 0:
-            check_head(raw[:packed], first)
-        else:
-            seekable.decompress(raw[:packed], target[at : at + content])
-        raw, at = raw[packed:], at + content
+def read_batch(file: File, batch: Batch, target: memoryview, first: bytes = b"") -> None:
+    """first: what the head must be, of the batch that begins with it."""
+    at = batch.content
+    with file.read(batch.at, batch.packed) as raw:
+        for packed, content in batch.frames:
+            if at < 0:
+                check_head(raw[:packed], content, first)
+            else:
+                seekable.decompress(raw[:packed], target[at : at + content])
+            raw, at = raw[packed:], at + content  # noqa: PLW2901 - what is left of it
 
 
-def check_head(frame: memoryview, expected: bytes) -> None:
-    found = bytearray(len(expected))
+def check_head(frame: memoryview, content: int, expected: bytes) -> None:
+    if content != len(expected):
+        raise Damaged("the head has another length than this run's")
+    found = bytearray(content)
     seekable.decompress(frame, memoryview(found))
     if found != expected:
         raise Damaged("the file holds another run, or another model's")
@@ -173,13 +174,27 @@ def batches(frames: list[Sizes]) -> list[Batch]:
     return found
 
 
-def own_memory(length: int) -> memoryview:
-    """Whole pages, this thread's own, and the same ones again next time: pages that were never touched are slow."""
+@contextmanager
+def scratch(length: int) -> Iterator[memoryview]:
+    """Whole pages to read into, the same ones again and again: pages that were never touched are slow."""
     whole = -(-length // PAGE) * PAGE
-    space: mmap.mmap | None = getattr(_own, "space", None)
-    if space is None or len(space) < whole:
-        space = _own.space = mmap.mmap(-1, max(whole, PIECE + 2 * PAGE))
-    return memoryview(space)[:whole]
+    try:
+        space = _spaces.pop()
+    except IndexError:
+        space = mmap.mmap(-1, PIECE + 2 * PAGE)
+    if len(space) >= whole:
+        yield memoryview(space)[:whole]
+        _spaces.append(space)
+    else:
+        yield memoryview(mmap.mmap(-1, whole))
+
+
+def prepare(count: int) -> None:
+    """So many readers will find such pages, before anybody waits for them."""
+    for _ in range(count - len(_spaces)):
+        space = mmap.mmap(-1, PIECE + 2 * PAGE)
+        np.frombuffer(space, np.uint8).fill(0)
+        _spaces.append(space)
 
 
 def fill(descriptor: int, view: memoryview, at: int, least: int) -> None:

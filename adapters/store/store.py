@@ -22,6 +22,7 @@ from effects.ids import LeaseId, Span, Tokens
 log = logging.getLogger("rekindle.store")
 
 RUN_BYTES = 4 << 20  # of rows that are saved together: one file, one entry
+AHEAD = 6  # runs that are on their way at once: one reader alone leaves a disk idle between its reads
 Place = Literal["host", "disk"]
 
 
