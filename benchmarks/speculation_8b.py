@@ -112,7 +112,7 @@ class Pair:
     draft: DFlashDraft
     lane: DeviceLane
     executor: DeviceExecutor
-    drafting: Drafting
+    drafting: Drafting[DFlashDraft]
 
 
 def build(lane: DeviceLane) -> Pair:

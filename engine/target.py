@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio.to_thread
 import torch
-from attrs import asdict, define
+from attrs import asdict, define, evolve
 
 from adapters import demo
 from adapters.device.drafting import Drafting
@@ -170,45 +170,17 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         capture=() if found is None else found.config.taps,
     )
     warm_up(shard, numerics.rungs)
-    draft = None if found is None else load_draft(found, shard)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
-    drafting = None if draft is None else Drafting(draft, shard.rungs, options.ddtree_budget)
-    tree = options.ddtree_budget if options.ddtree and draft is not None else 0
-    if draft is not None and drafting is not None:
-        warm_up_draft(draft, shard, numerics.rungs, BATCH_ROWS)
-        executor.proposed_to(drafting)
-        executor.handle(UnparkDraft, drafting.unpark)
-        executor.handle(ParkDraft, drafting.park)
-    rates = measured(executor, shard, chunk=numerics.chunk, context=context, widths=widths(draft, tree))
+    drafting = None if found is None else add_draft(found, shard, executor, options.ddtree_budget)
+    draft = None if drafting is None else drafting.draft
+    settings = decide(options, executor, shard, draft, numerics)
     store = build_store(options, layout(shard, draft, named, numerics.grain), gpu=device.type == "cuda")
     stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving, draft)
     if stored is not None:
         executor.handle(SaveSnapshot, partial(save, stored, drafting))
-    residency, message = resolved(
-        options.residency, has_draft=draft is not None, has_drafter=False, low_memory=short_of_memory(device)
-    )
-    if message:
-        log.warning(message)
-    if drafting is not None and residency.draft != "keep":
-        drafting.park(RequestId(0), ParkDraft(release=residency.draft == "release"))
-    settings = Settings(
-        slots=options.slots,
-        max_context=context,
-        max_queue=options.max_queue,
-        chunk=numerics.chunk,
-        grain=numerics.grain,
-        keep_decoded=numerics.mode == "ladder",
-        batch_rows=min(BATCH_ROWS, numerics.batch_rows),
-        store=stored is not None,
-        block=0 if draft is None else draft.block - 1,
-        tree=tree,
-        residency=residency,
-        rates=rates,
-        min_tokens=options.kv_cache_min_tokens,
-        interval=options.kv_cache_interval,
-        cold_max=options.kv_cache_cold_max,
-    )
+    if drafting is not None and settings.residency.draft != "keep":
+        drafting.park(RequestId(0), ParkDraft(release=settings.residency.draft == "release"))
     return Target(
         folder=folder,
         checkpoint=checkpoint,
@@ -216,13 +188,52 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         lane=lane,
         executor=executor,
         numerics=numerics,
-        settings=settings,
+        settings=evolve(settings, store=stored is not None),
         identity=named,
         model_id="demo" if options.model == "demo" else folder.resolve().name,
         mode=options.numerics,
         scope=options.scope,
         draft=draft,
         store=stored,
+    )
+
+
+def add_draft(found: DraftCheckpoint, shard: Qwen3Shard, executor: DeviceExecutor, nodes: int) -> Drafting[DFlashDraft]:
+    """Beside the target, at work for the executor. nodes: of its trees."""
+    draft = load_draft(found, shard)
+    warm_up_draft(draft, shard, shard.rungs, BATCH_ROWS)
+    drafting = Drafting(draft, shard.rungs, nodes)
+    executor.proposed_to(drafting)
+    executor.handle(UnparkDraft, drafting.unpark)
+    executor.handle(ParkDraft, drafting.park)
+    return drafting
+
+
+def decide(
+    options: Options, executor: DeviceExecutor, shard: Qwen3Shard, draft: DFlashDraft | None, numerics: Numerics
+) -> Settings:
+    """What the engine is started with, times measured here included; no store yet."""
+    context, has_draft = options.max_ctx or shard.config.max_positions, draft is not None
+    tree = options.ddtree_budget if options.ddtree and has_draft else 0
+    low_memory = short_of_memory(shard.device)
+    residency, message = resolved(options.residency, has_draft=has_draft, has_drafter=False, low_memory=low_memory)
+    if message:
+        log.warning(message)
+    return Settings(
+        slots=options.slots,
+        max_context=context,
+        max_queue=options.max_queue,
+        chunk=numerics.chunk,
+        grain=numerics.grain,
+        keep_decoded=numerics.mode == "ladder",
+        batch_rows=min(BATCH_ROWS, numerics.batch_rows),
+        block=0 if draft is None else draft.block - 1,
+        tree=tree,
+        residency=residency,
+        rates=measured(executor, shard, chunk=numerics.chunk, context=context, widths=widths(draft, tree)),
+        min_tokens=options.kv_cache_min_tokens,
+        interval=options.kv_cache_interval,
+        cold_max=options.kv_cache_cold_max,
     )
 
 
@@ -233,7 +244,7 @@ def widths(draft: DFlashDraft | None, tree: int) -> list[int]:
 
 
 def save(
-    stored: StoreExecutor, drafting: Drafting | None, request: RequestId, effect: SaveSnapshot
+    stored: StoreExecutor, drafting: Drafting[DFlashDraft] | None, request: RequestId, effect: SaveSnapshot
 ) -> SnapshotSaved | DeviceFailed:
     """The draft's rows are kept as well, those included that it has not followed yet."""
     if drafting is not None:

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from attrs import define, field, frozen
@@ -113,8 +113,11 @@ class Late:
     index: int
 
 
+D = TypeVar("D", bound=Draft)
+
+
 @define(eq=False)
-class Drafting:
+class Drafting(Generic[D]):
     """rungs: the row counts that forwards run with. nodes: of a tree at most, which is grown where more proposals are
     asked for than a chain may have; 0: never.
 
@@ -122,7 +125,7 @@ class Drafting:
     no memory for its buffers.
     """
 
-    draft: Draft
+    draft: D
     rungs: Sequence[int]
     nodes: int = 0
     _late: dict[int, list[Late]] = field(init=False, factory=dict)  # by slot

@@ -33,7 +33,8 @@ def shard(request):
     if device == "cuda":
         from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - comes with CUDA only
 
-        config, kernels = evolve(CONFIG, hidden_size=128, intermediate_size=224, head_dim=32), TritonKernels(torch.device(device))
+        config = evolve(CONFIG, hidden_size=128, intermediate_size=224, head_dim=32)
+        kernels = TritonKernels(torch.device(device))
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shape = {"device": device, "dtype": dtype, "slots": 4, "capacity": 1024, "capture": (0, 1)}
     made = Qwen3Shard(config, weights, kernels, **shape)
