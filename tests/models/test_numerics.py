@@ -54,7 +54,7 @@ class FavoursItsFirstRow(Mutant):
 
 
 class ShortSpans(Mutant):
-    kv_tile = 8  # the attention kernel's own tile is 512
+    kv_tile = 8  # softmax takes 16 keys at a time
 
 
 class SeesItsNeighbours(Mutant):
@@ -63,13 +63,13 @@ class SeesItsNeighbours(Mutant):
 
 
 class ForgetsFarKeys(Mutant):
-    """Wrong only where a key tile ends: one key of the tile before is lost to small rungs."""
+    """Wrong only where a key tile ends: one value of the tile before is lost to small rungs."""
 
-    def prepare(self, batch):
-        super().prepare(batch)
-        for span in batch.plan.spans:
-            if batch.rung < 64 and span.segment.start >= 512:
-                batch.plan.mask(span, self._dtype)[:, 511] = float("-inf")
+    def attend(self, q, k_cache, v_cache, batch):
+        if batch.rung < 64 and any(segment.start >= self.kv_tile for segment in batch.segments):
+            v_cache = v_cache.clone()
+            v_cache[:, :, self.kv_tile - 1] = 0
+        return super().attend(q, k_cache, v_cache, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -115,7 +115,7 @@ def test_key_spans_that_are_not_whole_tiles_are_noticed():
 def test_a_flaw_beyond_the_first_key_tile_is_noticed():
     found = measure(ForgetsFarKeys())
     assert found.rungs == (64,) or found.mode == "grid"
-    assert all("rows 5" in failure or "rows 4" in failure for failure in found.failures)
+    assert all("rows 2" in failure for failure in found.failures)
 
 
 def test_the_fingerprint_is_of_the_bits_and_not_of_this_instance():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from adapters.models.config import Qwen3Config
+from adapters.models.kernels import Batch
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
@@ -121,6 +122,37 @@ def test_the_number_of_threads_changes_no_bit(whole):
             assert same_bits(run_in_pieces(shard, tokens[:300], [(256, 256), (4, 4)], slot=1), expected[:300])
     finally:
         torch.set_num_threads(before)
+
+
+LONG = 2600
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 64), (2, 3, 24), (3, 1, 32)], ids=str)
+def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shape, dtype):
+    """Keys come in pairs whose values nearly cancel, so that every change in the order of a sum shows."""
+    (kv, group, head), generator = shape, torch.Generator().manual_seed(4)
+    kernels = CpuKernels(dtype)
+    k = torch.randn(2, kv, 3072, head, generator=generator).to(dtype)
+    v = torch.randn(2, kv, 3072, head, generator=generator).to(dtype)
+    k[:, :, 1::2], v[:, :, 1::2] = k[:, :, 0::2], -v[:, :, 0::2] * 1.01
+    queries = torch.randn(LONG, kv, group, head, generator=generator) * head**-0.5
+
+    def attended(rung, *segments):
+        batch = Batch(rung, torch.device("cpu"))
+        batch.load(Step(segments, rung), None)
+        kernels.prepare(batch)
+        q = torch.zeros(rung, kv, group, head)
+        q[: sum(one.count for one in segments)] = torch.cat(
+            [queries[one.start : one.start + one.count] for one in segments]
+        )
+        return kernels.attend(q, k, v, batch)[: sum(one.count for one in segments)].clone()
+
+    for start in (0, 900, 1023, 1279, 1900, LONG - 256):
+        expected = attended(256, Segment(0, start, 256))
+        for rung, at, count in ((4, 0, 1), (4, 124, 4), (8, 127, 7), (16, 118, 16), (64, 100, 50), (4, 255, 1)):
+            assert same_bits(attended(rung, Segment(0, start + at, count)), expected[at : at + count])
+        beside = attended(16, Segment(1, 30, 5), Segment(0, start + 124, 6))
+        assert same_bits(beside[5:], expected[124:130])
 
 
 def test_wrong_steps_are_refused_by_name(whole):

@@ -1,15 +1,18 @@
-"""CPU kernels: oneDNN's prepacked products and torch's flash attention, called so that a row never sees its rung.
+"""CPU kernels: oneDNN's products, of weights and in attention, called so that a row never sees its rung.
 
 What makes a row's bits its own:
-* oneDNN's prepacked products block rows, never the inner sum; torch's own `linear` changes kernels with the row count;
+* oneDNN's products block rows and columns alike at every row count; torch's own `linear` changes kernels with it;
 * activations run inside oneDNN, whose vector tails are masked; an ATen elementwise loop may finish with scalar code,
-  so outside oneDNN only correctly rounded operations (+, *, /, sqrt, casts) touch the rows;
-* attention sees at least 4 query rows of a head and key spans of whole 512-key tiles of the slot's cache.
+  so outside oneDNN only correctly rounded operations (+, *, /, sqrt, casts) touch the rows, and softmax over rows of
+  whole vectors;
+* attention is a product with the keys, softmax, and products with the values of at most 1024 keys each, over spans of
+  whole tiles of the slot's cache. A key that is not seen weighs exactly zero, and zeros change no bit of a sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -21,13 +24,17 @@ from adapters.models.shard import Segment
 
 T = TypeVar("T")
 
-_MIN_ROWS = 4
+_MIN_ROWS = 4  # one row alone goes through another kernel of oneDNN than several
+_TERMS = 1024  # keys of one product with values: oneDNN splits longer sums, and where they end decides how
+# Query rows, and scores of them, that attention works on at a time, so that they stay in the processor's caches.
+_QUERIES = 256
+_SCORES = 1 << 21
 # A narrow step over this many bytes of weights is over before waking other threads has paid: one thread decodes the
-# 12M demo as fast as two where nothing else runs, and several times faster where something does.
+# 12M demo as fast as two where nothing else runs, and several times faster where something does. Beside other
+# processes two threads took twice as long as one for 16 rows.
 _SMALL = 96 << 20
-_NARROW = 8
+_NARROW = 16
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - no public name
 
 
 def _reorder(weight: Tensor) -> Tensor:
@@ -62,54 +69,38 @@ def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 @frozen
-class Span:
-    """How one segment is attended to. Its rows of the batch are `[row, row + count)`.
+class Mask:
+    """`[rows or 1, 1, n]`, added to the scores of the n keys from `key` on: 0 where a row sees them, else -inf."""
 
-    A single row lays its group of heads out as query rows (`fold`); more rows form a window of `window` rows, a
-    proven count, starting at row `first` of the batch, which holds them all.
-    """
+    key: int
+    scores: Tensor
+
+
+@frozen
+class Span:
+    """Rows that attend together: those of `segment`, which begin at `row` of the batch, to the keys `[first, stop)`."""
 
     segment: Segment
     row: int
-    keys: int
     first: int
-    window: int
-
-    @property
-    def fold(self) -> bool:
-        return self.window == 0
-
-    def positions(self) -> Tensor:
-        """Of the window's rows; those outside the segment repeat its first: finite, and never read."""
-        rows = torch.arange(self.first - self.row, self.first - self.row + max(self.window, 1))
-        return rows.clamp_(0, self.segment.count - 1).add_(self.segment.start)
+    stop: int
+    masks: tuple[Mask, ...]
 
 
 @define(eq=False)
 class Plan:
     """What the layers of one step share."""
 
-    spans: list[Span]
+    segments: list[tuple[int, Segment]]  # with their first rows of the batch
     _angles: tuple[Tensor, Tensor] | None = None
-    _masks: dict[tuple[Span, Sight | None], Tensor] = field(init=False, factory=dict)
+    _spans: dict[Sight | None, list[Span]] = field(init=False, factory=dict)
 
-    def mask(self, span: Span, dtype: torch.dtype, sight: Sight | None = None, before: int = 0) -> Tensor:
-        """`[window, keys]`, added to the scores; built once a step. before: the first key of a block's context."""
-        key = (span, sight)
-        if key not in self._masks:
-            seen = sight or Sight(causal=True)
-            start, stop = span.segment.start, span.segment.start + span.segment.count
-            positions = span.positions().unsqueeze(1)
-            mask = self._masks[key] = torch.zeros(len(positions), span.keys, dtype=dtype)
-            if seen.causal:
-                mask[:, start:].masked_fill_(torch.arange(start, span.keys) > positions, float("-inf"))
-            else:
-                mask[:, stop:] = float("-inf")
-            low = seen.lowest(before, start)
-            mask[:, :low] = float("-inf")
-            if seen.window:
-                mask[:, low:stop].masked_fill_(torch.arange(low, stop) <= positions - seen.window, float("-inf"))
-        return self._masks[key]
+    def spans(self, sight: Sight | None, make: Callable[[], list[Span]]) -> list[Span]:
+        """Made once a step for every kind of sight."""
+        found = self._spans.get(sight)
+        if found is None:
+            found = self._spans[sight] = make()
+        return found
 
     def angles(self, rope: Rope, batch: Batch) -> tuple[Tensor, Tensor]:
         """Float32 `[R, 1, hd]` factors of a head and of the head with its halves swapped; gathered once a step."""
@@ -122,30 +113,30 @@ class Plan:
     def write(self, keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Put keys and values, each `[R, KV, hd]`, at the rows' slots and positions."""
         k, v = keys.transpose(0, 1), values.transpose(0, 1)
-        for span in self.spans:
-            slot, start, count = span.segment.slot, span.segment.start, span.segment.count
-            k_cache.select(0, slot).narrow(1, start, count).copy_(k.narrow(1, span.row, count))
-            v_cache.select(0, slot).narrow(1, start, count).copy_(v.narrow(1, span.row, count))
+        for row, segment in self.segments:
+            slot, start, count = segment.slot, segment.start, segment.count
+            k_cache.select(0, slot).narrow(1, start, count).copy_(k.narrow(1, row, count))
+            v_cache.select(0, slot).narrow(1, start, count).copy_(v.narrow(1, row, count))
 
 
 class CpuKernels:
     """Keeps only what the steps of one shard share; the weights are the shard's."""
 
-    kv_tile = 512
+    kv_tile = 256
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._compute = dtype if _native(dtype) else torch.float32
-        self._queries: dict[tuple[int, ...], Tensor] = {}
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
         self._outputs: dict[int, Tensor] = {}
         self._packed_bytes = 0
-        self._group = 0  # query heads of a key/value head
+        rows = torch.arange(_QUERIES).unsqueeze(1)
+        self._later = _hiding(torch.arange(_QUERIES + self.kv_tile) > rows)  # keys counted from the first row's own
 
     @property
     def name(self) -> str:
         library = "onednn" if _ONEDNN else "aten"
-        return f"{library}-{str(self._compute).removeprefix('torch.')}+flash512"
+        return f"{library}-{str(self._compute).removeprefix('torch.')}+sums{_TERMS}"
 
     def fresh(self) -> CpuKernels:
         return CpuKernels(self._dtype)
@@ -175,19 +166,8 @@ class CpuKernels:
         return torch.rms_norm(residual, weight.shape, weight, eps)
 
     def prepare(self, batch: Batch) -> None:
-        spans = []
-        row = 0
-        for segment in batch.segments:
-            spans.append(self._span(segment, row, batch.rung))
-            row += segment.count
-        batch.plan = Plan(spans)
-
-    def _span(self, segment: Segment, row: int, rung: int) -> Span:
-        keys = -(-(segment.start + segment.count) // self.kv_tile) * self.kv_tile
-        fold = segment.count == 1
-        window = 0 if fold else _window(segment.count, rung)
-        first = row if fold else min(row, rung - window)
-        return Span(segment, row, keys, first, window)
+        rows = accumulate((segment.count for segment in batch.segments), initial=0)
+        batch.plan = Plan(list(zip(rows, batch.segments, strict=False)))
 
     def rotate_store(
         self,
@@ -205,11 +185,8 @@ class CpuKernels:
         heads = qkv.view(rung, -1, head)
         queries = heads.shape[1] - 2 * kv
         rotated = self._rotated(heads[:, :-kv], self._head_norms(q_norm, k_norm, queries, kv), eps, rope, batch)
-        group = self._group = queries // kv
-        q = self._query_buffer(rung, kv, group, head)
-        q[:, :, :group].copy_(rotated[:, :queries].view(rung, kv, -1, head))
         plan.write(rotated[:, queries:], heads[:, -kv:], k_cache, v_cache)
-        return q
+        return rotated[:, :queries].contiguous().view(rung, kv, queries // kv, head)
 
     def store(
         self, kv: Tensor, k_norm: Tensor, eps: float, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
@@ -230,75 +207,109 @@ class CpuKernels:
         return normed.mul_(cos).add_(swapped.mul_(sin))
 
     def _head_norms(self, q_norm: Tensor, k_norm: Tensor, queries: int, kv: int) -> Tensor:
-        """Float32 `[H + KV, hd]`, kept with the tensor it was made from, so that the identity stays taken."""
+        """Float32 `[H + KV, hd]`, those of q times attention's scale.
+
+        Kept with the tensor it was made from, so that the identity stays taken.
+        """
         found = self._norms.get(id(q_norm))
         if found is None:
-            weight = torch.cat((q_norm.expand(queries, -1), k_norm.expand(kv, -1))).float()
+            scaled = q_norm.float() * q_norm.shape[0] ** -0.5
+            weight = torch.cat((scaled.expand(queries, -1), k_norm.float().expand(kv, -1)))
             found = self._norms[id(q_norm)] = (q_norm, weight)
         return found[1]
 
-    def _query_buffer(self, rung: int, kv: int, group: int, head: int) -> Tensor:
-        """`[R, KV, padded group, hd]`: rows past the group stay zero and make the folded form a proven count."""
-        key = (rung, kv, group, head)
-        if key not in self._queries:
-            padded = max(_MIN_ROWS, 1 << (group - 1).bit_length())
-            self._queries[key] = torch.zeros(rung, kv, padded, head, dtype=self._dtype)
-        return self._queries[key]
-
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         plan: Plan = batch.plan
-        if len(plan.spans) == 1 and plan.spans[0].window == batch.rung:
-            return self._attend_window(q, k_cache, v_cache, plan.spans[0], plan)
-        out = self._output(k_cache, batch)
-        for span in plan.spans:
-            count = span.segment.count
-            if span.fold:
-                rows = self._attend_row(q, k_cache, v_cache, span, plan)
-            else:
-                window = self._attend_window(q, k_cache, v_cache, span, plan)
-                rows = window.narrow(0, span.row - span.first, count)
-            out.narrow(0, span.row, count).copy_(rows)
-        return out
+        group = q.shape[2]
+        spans = plan.spans(None, lambda: [span for row, one in plan.segments for span in self._causal(row, one, group)])
+        return self._attend(q, k_cache, v_cache, batch, spans)
 
     def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
         plan: Plan = batch.plan
-        out = self._output(k_cache, batch)
-        for span, before in zip(plan.spans, batch.before, strict=True):
-            # A sliding window is read from the key tile on in which it starts.
-            start = sight.lowest(before, span.segment.start) // self.kv_tile * self.kv_tile
-            mask = plan.mask(span, self._dtype, sight, before)[:, start:]
-            window = self._window_of(q, k_cache, v_cache, span, self._group, mask, start)
-            out.narrow(0, span.row, span.segment.count).copy_(
-                window.narrow(0, span.row - span.first, span.segment.count)
-            )
+
+        def make() -> list[Span]:
+            pairs = zip(plan.segments, batch.before, strict=True)
+            return [self._block(row, segment, before, sight) for (row, segment), before in pairs]
+
+        return self._attend(q, k_cache, v_cache, batch, plan.spans(sight, make))
+
+    def _causal(self, row: int, segment: Segment, group: int) -> Iterator[Span]:
+        done = 0
+        while done < segment.count:
+            start = segment.start + done
+            count = min(_rows_together(start, group), segment.count - done)
+            stop = self._whole_tiles(start + count)
+            mask = Mask(start, self._later[:count, :, : stop - start])
+            yield Span(Segment(segment.slot, start, count), row + done, 0, stop, (mask,))
+            done += count
+
+    def _whole_tiles(self, keys: int) -> int:
+        return -(-keys // self.kv_tile) * self.kv_tile
+
+    def _block(self, row: int, segment: Segment, before: int, sight: Sight) -> Span:
+        """A sliding window is read from the key tile on in which it starts."""
+        start, end = segment.start, segment.start + segment.count
+        low = sight.lowest(before, start)
+        first, stop = low // self.kv_tile * self.kv_tile, self._whole_tiles(end)
+        rows = torch.arange(start, end).unsqueeze(1)
+        masks = []
+        if low > first:
+            masks.append(Mask(first, _hiding(torch.ones(1, low - first, dtype=torch.bool))))
+        if sight.window:
+            masks.append(Mask(low, _hiding(torch.arange(low, end) <= rows - sight.window)))
+        last = rows if sight.causal else rows[-1:]
+        masks.append(Mask(start, _hiding(torch.arange(start, stop) > last)))
+        return Span(segment, row, first, stop, tuple(masks))
+
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spans: list[Span]) -> Tensor:
+        if len(spans) == 1 and spans[0].segment.count == batch.rung:
+            return self._attend_span(q, k_cache, v_cache, spans[0]).to(self._dtype)
+        out = self._output(q, batch)
+        for span in spans:
+            out.narrow(0, span.row, span.segment.count).copy_(self._attend_span(q, k_cache, v_cache, span))
         return out
 
-    def _output(self, k_cache: Tensor, batch: Batch) -> Tensor:
+    def _output(self, q: Tensor, batch: Batch) -> Tensor:
         out = self._outputs.get(batch.rung)
         if out is None:
-            width = k_cache.shape[1] * self._group * k_cache.shape[3]
-            out = self._outputs[batch.rung] = torch.zeros(batch.rung, width, dtype=self._dtype)
+            out = self._outputs[batch.rung] = torch.zeros(batch.rung, q[0].numel(), dtype=self._dtype)
         return out
 
-    def _attend_row(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, plan: Plan) -> Tensor:
-        slot, keys = span.segment.slot, span.keys
-        k, v = k_cache.narrow(0, slot, 1).narrow(2, 0, keys), v_cache.narrow(0, slot, 1).narrow(2, 0, keys)
-        heads = _flash(q.narrow(0, span.row, 1), k, v, attn_mask=plan.mask(span, self._dtype))[0]
-        return heads.narrow(2, 0, self._group).reshape(1, -1)
+    def _attend_span(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span) -> Tensor:
+        """`[count, H hd]`, float32 or in the dtype of products.
 
-    def _attend_window(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, plan: Plan) -> Tensor:
-        return self._window_of(q, k_cache, v_cache, span, self._group, plan.mask(span, self._dtype), 0)
+        The heads of a group go together, so that keys and values are read once.
+        Scores are float32 in every dtype: rounded to bfloat16 they would be the coarsest step of the whole model.
+        """
+        count, keys = span.segment.count, span.stop - span.first
+        k_slot = k_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
+        v_slot = v_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
+        rows = q.narrow(0, span.row, count)
+        group = q.shape[2]
+        parts = []
+        for head in range(q.shape[1]):
+            queries = rows.select(1, head).reshape(count * group, -1)
+            if count * group < _MIN_ROWS:
+                queries = queries.repeat(_MIN_ROWS, 1)
+            scores = product(queries, k_slot.select(0, head).float())
+            wide = scores.view(-1, count, group, keys)
+            for mask in span.masks:
+                wide.narrow(3, mask.key - span.first, mask.scores.shape[2]).add_(mask.scores)
+            torch.softmax(scores, -1, out=scores)  # in place: large buffers that come and go cost page faults
+            found = self._weighted(scores, v_slot.select(0, head))
+            parts.append(found.narrow(0, 0, count * group).view(count, -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    @staticmethod
-    def _window_of(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, group: int, mask: Tensor, start: int
-    ) -> Tensor:
-        """Keys `[start, span.keys)`, for which mask is; -> `[span.window, H hd]`."""
-        slot, keys = span.segment.slot, span.keys
-        rows = q[span.first : span.first + span.window, :, :group].permute(1, 2, 0, 3)
-        k = k_cache[slot, :, None, start:keys].expand(-1, group, -1, -1)
-        v = v_cache[slot, :, None, start:keys].expand(-1, group, -1, -1)
-        return _flash(rows, k, v, attn_mask=mask)[0].permute(2, 0, 1, 3).reshape(span.window, -1)
+    def _weighted(self, weights: Tensor, values: Tensor) -> Tensor:
+        """weights float32 `[M, n]` @ values `[n, hd]`, the sums of `_TERMS` keys each added up in float32."""
+        if len(values) <= _TERMS:
+            return product(weights.to(self._compute), values.to(self._compute).t())
+        terms = zip(torch.split(weights, _TERMS, 1), torch.split(values, _TERMS), strict=True)
+        first, *rest = (product(some.to(self._compute), those.to(self._compute).t()) for some, those in terms)
+        total = first.float()
+        for part in rest:
+            total += part
+        return total
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:  # noqa: ARG002
         if batch.rung > _NARROW or self._packed_bytes > _SMALL:
@@ -311,8 +322,12 @@ class CpuKernels:
             torch.set_num_threads(threads)
 
 
-def _window(count: int, rung: int) -> int:
-    window = _MIN_ROWS
-    while window < count:
-        window *= 2
-    return min(window, rung)
+def _rows_together(start: int, group: int) -> int:
+    """How many rows from `start` on attend at a time: a power of two, so that the products' shapes recur."""
+    most = max(1, min(_QUERIES, _SCORES // (start + _QUERIES)) // group)
+    return 1 << most.bit_length() - 1
+
+
+def _hiding(hidden: Tensor) -> Tensor:
+    """bool `[rows, keys]` -> float32 `[rows, 1, keys]`, to be added to the scores of every head of a group."""
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).unsqueeze(1)
