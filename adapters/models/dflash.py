@@ -131,11 +131,9 @@ class DFlashDraft:
         self._capacity = capacity
         rows = -(-(capacity + config.block) // kernels.kv_tile) * kernels.kv_tile
         self._rope = config.rotary.tables(rows, self._device)
-        shape = (slots, config.num_kv_heads, rows, config.head_dim)
-        self._caches = [
-            (torch.zeros(shape, dtype=dtype, device=self._device), torch.zeros(shape, dtype=dtype, device=self._device))
-            for _ in range(config.num_layers)
-        ]
+        shape = (config.num_layers, 2, slots, config.num_kv_heads, rows, config.head_dim)
+        self._context_rows = torch.zeros(shape, dtype=dtype, device=self._device)
+        self._caches = [(k_cache, v_cache) for k_cache, v_cache in self._context_rows]
         self._contexts: dict[int, ContextBuffers] = {}
         self._blocks: dict[int, BlockBuffers] = {}
         self._parking = Parking(self._load, self._device)
@@ -279,9 +277,12 @@ class DFlashDraft:
         """Copy context rows `[start, stop)` of slot `source` into slot `target`."""
         self._check_span(source, start, stop)
         self._check_span(target, start, stop)
-        for caches in self._caches:
-            for cache in caches:
-                cache[target, :, start:stop] = cache[source, :, start:stop]
+        self._context_rows[:, :, target, :, start:stop] = self._context_rows[:, :, source, :, start:stop]
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+        """Context rows `[start, stop)` where they are: a view `[layers, 2, KV, stop - start, hd]`."""
+        self._check_span(slot, start, stop)
+        return self._context_rows[:, :, slot, :, start:stop]
 
     def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
         """Context rows `[start, stop)` as `draft.layers.N.k` and `.v`, each `[KV, stop - start, hd]`, on the host."""
@@ -347,7 +348,7 @@ class DFlashDraft:
         return {
             "weights": self._parking.weights_bytes,
             "host": self._parking.host_bytes,
-            "kv": sum(cache.nbytes for caches in self._caches for cache in caches),
+            "kv": self._context_rows.nbytes,
             "buffers": buffers,
         }
 
@@ -355,6 +356,7 @@ class DFlashDraft:
         """Give all memory back; the draft is of no use afterwards."""
         self.release()
         self._caches.clear()
+        self._context_rows = self._context_rows.new_empty(0)
 
     def _forget(self) -> None:
         """Buffers go, and recorded graphs with the weights' addresses in them: fresh kernels have recorded nothing."""
