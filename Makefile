@@ -42,6 +42,7 @@ bench: install  ## the figures of docs/BENCHMARKS.md that need no GPU; takes a w
 	$(BIN)/python -m benchmarks.startup
 	$(BIN)/python -m benchmarks.restart
 	$(BIN)/python -m benchmarks.store_index
+	$(BIN)/python -m benchmarks.scope_windows
 
 train-demo: install  ## train the demo model again, from nothing; needs a CUDA device
 	$(BIN)/python -m adapters.training.demo $(ARGS)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F3C8D")  # Okabe and Ito, and one more
 LEFT = 0.065  # of the figure: where everything begins
+TICKS = (
+    *((10.0**power, f"{10 ** (power + 3):g} ms") for power in (-4, -3, -2, -1)),
+    *((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"), (3600.0, "1 h"), (36_000.0, "10 h")),
+)  # of seconds
 GREY, INK = "#8A8F98", "#22262B"
 STYLE: Any = {
     "font.size": 10,
@@ -59,12 +63,14 @@ def draw(path: Path, runs: Sequence[Run], title: str) -> None:
         grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1))
         hits, written, first = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
         colors = dict(zip((run.name for run in runs if run.scope is not None), COLORS * len(runs), strict=False))
+        order = {id(count.request): place for place, count in enumerate(runs[-1].tally.counts.values())}
         for run in runs:
             look: dict[str, Any] = {"color": colors.get(run.name, GREY), "label": run.name, "linewidth": 1.8}
             counts = list(run.tally.counts.values())
             draw_first(first, counts, look)
             if run.scope is not None:
-                hits.plot(*steps([count.found for count in counts], 1e6), **look)
+                same = sorted(counts, key=lambda count: order[id(count.request)])
+                hits.plot(*steps([count.found for count in same], 1e6), **look)
                 written.plot(range(len(counts) + 1), written_by(run, counts), **look)
         finish_hits(hits, runs[-1])
         finish_written(written, runs[-1])
@@ -127,7 +133,7 @@ def finish_hits(axes: Axes, run: Run) -> None:
                 color=GREY,
                 fontsize=8,
             )
-    axes.set(title="Prompt tokens that were found", ylabel="million tokens, sum", xlabel="requests sent")
+    axes.set(title="Prompt tokens that were found", ylabel="million tokens, sum", xlabel="requests")
     axes.margins(x=0)
     axes.set_ylim(bottom=0)
 
@@ -143,15 +149,12 @@ def finish_written(axes: Axes, run: Run) -> None:
 
 def finish_first(axes: Axes) -> None:
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda seconds, _: spoken(seconds))
+    low, high = axes.get_xlim()
+    axes.set_xticks([seconds for seconds, _ in TICKS], [said for _, said in TICKS], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(low, high)
     axes.set(title="Predicted time to the first token", ylabel="% of requests within", xlabel="")
     axes.set_ylim(0, 101)
-
-
-def spoken(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:g} ms"
-    return f"{seconds:g} s" if seconds < 60 else f"{seconds / 60:.0f} min"
 
 
 def legend(*places: Axes) -> tuple[list[Any], list[str]]:

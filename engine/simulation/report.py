@@ -38,7 +38,7 @@ def percent(share: float) -> str:
 ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("hit tokens", lambda one: f"{one.hit_tokens:,}"),
     ("  of prompt tokens", lambda one: percent(one.hit_share)),
-    ("  of an infinite cache", lambda one: percent(one.of_infinite)),
+    ("  of an infinite cache", lambda one: f"{100 * one.of_infinite:.2f} %"),
     ("not computed again", lambda one: f"{one.restored_tokens:,}"),
     ("selected prefix, mean", lambda one: f"{one.selected_mean:,.0f}"),
     ("  last", lambda one: f"{one.selected_last:,}"),

@@ -103,7 +103,7 @@ class Run:
         self._since += 1
         number = RequestId(len(self.tally.counts))
         prompt = request.prompt
-        count = Count(len(prompt), self.clock.now, self.tally.infinite.ask(prompt, request.answer))
+        count = Count(request, len(prompt), self.clock.now, self.tally.infinite.ask(prompt, request.answer))
         self.tally.counts[number] = count
         if self.scope is None:
             prompt = (-1 - number, *prompt[1:])

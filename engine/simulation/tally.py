@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from attrs import define, field, frozen
 
+from adapters.traces.requests import Request
 from effects.ids import RequestId, Tokens
 
 
@@ -13,6 +14,7 @@ from effects.ids import RequestId, Tokens
 class Count:
     """One request. Tokens, and nanoseconds of the virtual clock."""
 
+    request: Request
     prompt: int
     sent: int
     infinite: int  # tokens of the prompt that an earlier prompt and its answer begin with, in whole grains
