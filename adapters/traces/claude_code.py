@@ -27,6 +27,7 @@ from effects.ids import Tokens
 
 MOST_BLOCK = 1 << 12
 MOST_DEPTH = 8  # subagents of subagents
+MOST_MADE_UP = 1 << 26  # tokens of a file, each block counted once
 
 
 def parse(name: str, raw: Mapping[str, Any], *, shared_head: bool = False) -> Session:
@@ -68,6 +69,7 @@ class Reader:
     _agents: list[Agent] = field(factory=list[Agent])
     _first: Sequence[int] = ()  # hash ids of the session's first request
     _read: int = 0
+    _made_up: int = 0
 
     def session(self) -> Session:
         raw, name = self.raw, self.name
@@ -121,14 +123,14 @@ class Reader:
         pieces = [*self._head_pieces(head), *self._body(ids, head, length)]
         rest, own = length - sum(map(len, pieces)), self._key + where.removeprefix(self.name)
         if rest > 0:
-            pieces.append(made_up(f"{own}: rest", rest))
+            pieces.append(self._tokens(f"{own}: rest", rest))
         out = whole(raw, "out", where, default=0)
         ends = [end for end, blocks in before if end <= length and list(blocks) == ids[: len(blocks)]]
         before.append((length, ids[: length // self._block]))
         return Request(
             at_ns,
             tuple(pieces),
-            made_up(f"{own}: answer", max(1, out)),
+            self._tokens(f"{own}: answer", max(1, out)),
             message_starts(length, self._head, ends),
             seconds(raw, "think_time", where, 0),
         )
@@ -144,7 +146,7 @@ class Reader:
 
     def _head_pieces(self, length: int) -> list[Tokens]:
         tools, both = self._head
-        parts = (made_up(f"tools {tools}", tools), made_up(f"system {tools} {both}", both - tools))
+        parts = (self._tokens(f"tools {tools}", tools), self._tokens(f"system {tools} {both}", both - tools))
         return [part for part in (parts[0][:length], parts[1][: max(0, length - tools)]) if part]
 
     def _body(self, ids: Sequence[int], start: int, length: int) -> list[Tokens]:
@@ -160,5 +162,11 @@ class Reader:
 
     def _made(self, block: int) -> Tokens:
         if block not in self._blocks:
-            self._blocks[block] = made_up(f"{self._scope} {block}", self._block)
+            self._blocks[block] = self._tokens(f"{self._scope} {block}", self._block)
         return self._blocks[block]
+
+    def _tokens(self, name: str, length: int) -> Tokens:
+        self._made_up += length
+        if self._made_up > MOST_MADE_UP:
+            raise BadLog(f"{self.name}: stands for more than {MOST_MADE_UP} different tokens")
+        return made_up(name, length)

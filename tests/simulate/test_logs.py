@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from adapters.traces import claude_code
 from adapters.traces.requests import Request
 from engine.refusal import Refusal
 from engine.simulation.logs import Logs, read_logs
@@ -184,6 +185,13 @@ def test_a_bad_file_is_one_line_that_names_it_and_the_place(tmp_path: Path, text
         read_logs([path])
     assert said in str(refusal.value)
     assert str(path) in str(refusal.value)
+
+
+def test_a_small_file_cannot_stand_for_more_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claude_code, "MOST_MADE_UP", 10_000)
+    path = write(tmp_path / "s.json", session(*(counts(at, 4000, []) for at in range(3))))
+    with pytest.raises(Refusal, match="stands for more than"):
+        read_logs([path])
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
