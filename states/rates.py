@@ -8,6 +8,7 @@ from effects.ids import Tier
 
 ALONE = 1000  # thousandths: as long as alone
 SLOWEST = 64 * ALONE  # no measurement counts for more
+FADING = 32  # what is not measured again loses one part in so many each time
 FIRST = 1024  # tokens of the first span of positions; every next one ends at twice its start
 
 
@@ -87,8 +88,25 @@ def restored(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, beside: boo
     if beside:
         alone = tokens * load_time(rates, tier)
         return evolve(rates, load_beside=slowed(rates.load_beside, took_ns, alone))
-    took = blended(load_time(rates, tier), max(1, took_ns // tokens))
-    return evolve(rates, host=took) if tier == "host" else evolve(rates, disk=took)
+    return with_load(rates, tier, blended(load_time(rates, tier), max(1, took_ns // tokens)))
+
+
+def with_load(rates: Rates, tier: Tier, time: int) -> Rates:
+    return evolve(rates, host=time) if tier == "host" else evolve(rates, disk=time)
+
+
+def untried(rates: Rates, tier: Tier, *, loaded: bool) -> Rates:
+    """What was kept is loaded alone, or not at all, and so what speaks against it is not measured again: it fades.
+
+    Otherwise one slow read, or one busy minute, would decide for ever.
+    """
+    prefill, load = faded(rates.prefill_beside, ALONE), faded(rates.load_beside, ALONE)
+    rates = evolve(rates, prefill_beside=prefill, load_beside=load)
+    return rates if loaded else with_load(rates, tier, faded(load_time(rates, tier), 1))
+
+
+def faded(value: int, least: int) -> int:
+    return value and max(least, value - value // FADING)
 
 
 def slowed(factor: int, took_ns: int, alone_ns: int) -> int:

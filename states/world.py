@@ -97,7 +97,10 @@ class Fold:
             case RunPrefill(_, start, stop), PrefillAdvanced(end, ns) if ns and end - start == self.settings.chunk:
                 beside = isinstance(state, Restoring) and state.loading
                 self.rates = rates.prefilled(self.rates, start, stop - start, ns, beside=beside)
-            case None, BlocksRestored(start, stop, _, ns) if ns and stop > start and isinstance(state, Restoring):
+            case None, BlocksRestored(start, stop, _, ns) if (
+                # of a shorter load most of the time is waiting, which says nothing about a longer one
+                ns and stop - start >= self.settings.chunk and isinstance(state, Restoring)
+            ):
                 beside = state.front > state.hold.restored
                 self.rates = rates.restored(self.rates, state.tier, stop - start, ns, beside=beside)
             case RunRound(propose=propose), RoundDone(proposed=proposed, ns=ns) if (
@@ -120,6 +123,8 @@ class Fold:
     def react(self, request: RequestId, event: Event) -> None:
         before = self.requests.get(request, New())
         then = step(TABLE, before, event)
+        if isinstance(event, PrefixFound) and not getattr(then.state, "computing", False):
+            self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
         if isinstance(before, New) and isinstance(event, Submitted):
             self.slots = seats.enqueue(self.slots, request)
         if isinstance(then.state, Done):

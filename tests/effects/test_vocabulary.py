@@ -26,7 +26,8 @@ NOT_SPOKEN = {
     "Report",
     "Closed",
     "Scope",
-}  # data that is neither asked nor answered
+    "Selection",
+}  # neither asked nor answered
 
 
 def classes() -> Iterator[type]:
