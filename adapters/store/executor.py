@@ -307,10 +307,10 @@ class StoreExecutor:
     def _save(self, slot: SlotId, tokens: Tokens, kind: Kind = "rows", start: int = 0) -> int:
         """The bytes that are new."""
         saved = 0
-        for first, stop in self.store.gaps(tokens, kind, start):
-            buffer = self.store.memory.take(self.store.layout.size(kind, stop - first))
-            self._movers[kind].take(slot, (first, stop), buffer.data)
-            if not self.store.keep(tokens[:stop], first, buffer, kind):
+        for run in self.store.gaps(tokens, kind, start):
+            buffer = self.store.memory.take(self.store.layout.size(kind, run.length))
+            self._movers[kind].take(slot, (run.start, run.stop), buffer.data)
+            if not self.store.keep(run, buffer):
                 break
             saved += buffer.data.nbytes
         return saved

@@ -146,6 +146,11 @@ class Run:
     def length(self) -> int:
         return len(self.tokens) // WIDTH
 
+    @property
+    def stop(self) -> int:
+        """Tokens up to its end."""
+        return self.start + self.length
+
 
 def file_name(key: bytes, handle: int) -> str:
     return f"{key.hex()}{INFIX}{handle:016x}{SUFFIX}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from adapters.store.store import AHEAD, RUN_BYTES, Store
 
 GPU_RUN_BYTES = 32 << 20  # a copy of less does not reach the bus's speed
 MOVING = 8  # runs that are on their way to or from the device
+QUEUE_SHARE = 8  # of the machine's memory, what waits to be written may take the 8th part
 RECENT_SHARE = 16  # of the disk's budget, recent prompts may take the 16th part
 
 
@@ -40,8 +42,13 @@ def open_store(
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
     threading.Thread(target=prepare, args=(memory, MOVING * run_bytes), name="store-memory", daemon=True).start()
     if disk is not None:
-        disk.most_queued = max(disk.most_queued, host_bytes)
+        disk.most_queued = max(disk.most_queued, host_bytes, physical() // QUEUE_SHARE)
     return Store(layout, index(layout, host_bytes), disk, lock, memory, run_bytes)
+
+
+def physical() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def prepare(memory: Memory, size: int) -> None:

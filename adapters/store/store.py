@@ -232,7 +232,7 @@ class Store:
 
     # --- keeping ---
 
-    def gaps(self, tokens: Tokens, kind: Kind = "rows", start: int = 0) -> list[Span]:
+    def gaps(self, tokens: Tokens, kind: Kind = "rows", start: int = 0) -> list[Run]:
         """Which rows of a sequence, from `start` on, no tier has, in runs of a size to be saved; those that only wait
         to be asked for again, because the queue was full, are queued on the way.
         """
@@ -241,20 +241,33 @@ class Store:
         spans = list[Span]()
         with self.lock:
             for number in range(-(-start // grain), len(path.keys)):
-                first, key = number * grain, path.keys[number]
+                key = path.keys[number]
                 if self._has(key):
                     self._write_again(key)
-                    continue
-                if spans and spans[-1][1] == first and first - spans[-1][0] < most * grain:
-                    first = spans.pop()[0]
-                spans.append((first, (number + 1) * grain))
-        return spans
+                elif spans and spans[-1][1] == number and number - spans[-1][0] < most:
+                    spans[-1] = (spans[-1][0], number + 1)
+                else:
+                    spans.append((number, number + 1))
+        return [self._run(path, span, kind) for span in spans]
 
-    def keep(self, tokens: Tokens, start: int, rows: Buffer, kind: Kind = "rows") -> bool:
-        """Take in the rows from `start` to the end of `tokens`. False if there was room nowhere."""
-        path, block = self.path(tokens, kind), start // self.layout.grain
-        parent = path.keys[block - 1] if block else self.layout.root(kind)
-        return self._keep(Run(start, parent, path.keys[block:], path.packed[start * WIDTH :], kind), rows)
+    def _run(self, path: Path, blocks: Span, kind: Kind) -> Run:
+        first, stop = blocks
+        grain, step = self.layout.grain, self.layout.grain * WIDTH
+        parent = path.keys[first - 1] if first else self.layout.root(kind)
+        return Run(first * grain, parent, path.keys[first:stop], path.packed[first * step : stop * step], kind)
+
+    def keep(self, run: Run, rows: Buffer) -> bool:
+        """Take in one of the `gaps`, or a checkpoint. False if there was room nowhere."""
+        with self.lock:
+            entry = self._entry(run)
+            entry.leases += 1
+            if not self.host.add(entry):
+                return run.keys[-1] in self.host  # somebody else brought it in meanwhile
+            self.rows[entry.handle] = rows
+            queued = self._write(entry)
+            entry.leases -= 1
+            self._trim_host(0, run.parent)
+            return queued or entry.handle in self.rows
 
     def lacks_checkpoint(self, tokens: Tokens) -> bool:
         """Has no tier the state behind `tokens` (whole blocks)? One that only waits to be written is queued."""
@@ -274,19 +287,7 @@ class Store:
             before = self._checkpoint(path, stop - self.layout.grain)
             since = 0 if before is None else before.stop
             run = Run(stop - self.layout.grain, path.keys[-1], (key,), packed, "state", since)
-            return self._keep(run, state)
-
-    def _keep(self, run: Run, rows: Buffer) -> bool:
-        with self.lock:
-            entry = self._entry(run)
-            entry.leases += 1
-            if not self.host.add(entry):
-                return run.keys[-1] in self.host  # somebody else brought it in meanwhile
-            self.rows[entry.handle] = rows
-            queued = self._write(entry)
-            entry.leases -= 1
-            self._trim_host(0, run.parent)
-            return queued or entry.handle in self.rows
+            return self.keep(run, state)
 
     def promote(self, source: Entry, rows: Buffer) -> None:
         """Rows that came from disk stay in host memory too, if they find room."""

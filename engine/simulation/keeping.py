@@ -11,13 +11,13 @@ from attrs import define, field
 
 from adapters.store.blocks import WIDTH
 from adapters.store.disk import MOST_QUEUED, Disk, Note, Write, entry_of
-from adapters.store.format import Layout, Rows
+from adapters.store.format import Layout, Rows, Run
 from adapters.store.index import Entry, Index
 from adapters.store.memory import Buffer
 from adapters.store.opening import RECENT_SHARE, index
 from adapters.store.recent import MOST_BYTES, Recents
 from adapters.store.store import Miss, Part, Store
-from effects.ids import LeaseId, Span, Tokens
+from effects.ids import LeaseId, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.restore import RestoreBlocks
 from engine.simulation.clock import Clock, Queue
@@ -135,15 +135,15 @@ class Keeping:
             self.store.promote(part.entry, empty_rows(self.shape.size("rows", part.entry.length)))
         self.store.release(effect.lease)
 
-    def gaps(self, tokens: Tokens) -> list[Span]:
+    def gaps(self, tokens: Tokens) -> list[Run]:
         return self.store.gaps(tokens)
 
-    def keep(self, tokens: Tokens, spans: list[Span]) -> int:
+    def keep(self, runs: list[Run]) -> int:
         """Bytes that were taken in."""
         saved = 0
-        for start, stop in spans:
-            size = self.shape.size("rows", stop - start)
-            if not self.store.keep(tokens[:stop], start, empty_rows(size)):
+        for run in runs:
+            size = self.shape.size("rows", run.length)
+            if not self.store.keep(run, empty_rows(size)):
                 break
             saved += size
         return saved

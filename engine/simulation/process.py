@@ -133,11 +133,11 @@ class Process:
 
     def save(self, request: RequestId, tokens: Tokens) -> None:
         """Copy out what no tier has; then it is kept, and waits to be written."""
-        spans = self.keeping.gaps(tokens)
-        copied = sum(stop - start for start, stop in spans)
+        runs = self.keeping.gaps(tokens)
+        copied = sum(run.length for run in runs)
 
         def done() -> None:
-            saved = self.keeping.keep(tokens, spans)
+            saved = self.keeping.keep(runs)
             self.feed(request, SnapshotSaved(len(tokens), saved))
 
         self.after(copied * self.costs.copy, done)

@@ -57,9 +57,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def save(store: Store, tokens: Tokens, kind: Kind = "rows", start: int = 0) -> None:
     """What the device lane does with a snapshot."""
-    for first, stop in store.gaps(tokens, kind, start):
-        rows = rows_of(tokens[:stop], first, store.layout, kind)
-        if not store.keep(tokens[:stop], first, buffer_of(rows, store.layout, kind), kind):
+    for run in store.gaps(tokens, kind, start):
+        rows = rows_of(tokens[: run.stop], run.start, store.layout, kind)
+        if not store.keep(run, buffer_of(rows, store.layout, kind)):
             break
 
 

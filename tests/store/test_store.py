@@ -152,7 +152,8 @@ def test_a_drafts_rows_count_from_the_last_gap_on() -> None:
     name, lease = store.find((*ONE, 0), 0)
     assert (lease.length, lease.draft) == (40, ()), "none right before the next token"
     fetch(store, ONE, name)
-    assert store.gaps(ONE, "draft", 0) == [(8, 16), (24, 40)], "they may be added later"
+    gaps = [(run.start, run.stop) for run in store.gaps(ONE, "draft", 0)]
+    assert gaps == [(8, 16), (24, 40)], "they may be added later"
 
 
 async def test_another_draft_finds_the_targets_rows_only(tmp_path: Path) -> None:
