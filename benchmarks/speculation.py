@@ -4,16 +4,18 @@ where the draft's weights are.
     python -m benchmarks.speculation [--parts speed,acceptance,tier] [--device cpu] [--json FILE]
 
 speed: decode tokens/s of the same answers without a draft, with one, and with trees, in turn, by subject; the engine
-decides itself how wide to speculate. acceptance: tokens a round when every round is as wide as can be. tier: are the
-proposals after a restore those of a cold prompt. On CUDA also steps: an 8B-shaped target and draft with random weights
-and forced acceptance, against the same target's plain step; residency: device bytes by stage for each policy, and
-parking against a plain copy of pinned memory. Prompts are held-out text (`benchmarks/subjects.py`).
+decides itself how wide to speculate. limit: what answers of 512 tokens lose that nobody foresees. acceptance: tokens a
+round when every round is as wide as can be. tier: are the proposals after a restore those of a cold prompt. On CUDA,
+steps: an 8B-shaped target and draft with random weights and forced acceptance, against the same target's plain step;
+residency: device bytes by stage for each policy, and parking against a plain copy of pinned memory. Prompts are
+held-out text (`benchmarks/subjects.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -106,6 +108,33 @@ def rates(took: Mapping[str, list[Answer]]) -> dict[str, Any]:
             found[f"{way} x"] = round(spent["plain"] / spent[way], 3)
             found[f"{way} tok/round"] = round(found["tokens"] / rounds, 2)
     return found
+
+
+# --- limit ---
+
+NOISE = {"code at 1": (1.0, "code"), "noise at 1": (1.0, ""), "noise at 1.6": (1.6, "")}
+
+
+async def limit(target: Target, count: int) -> list[dict[str, Any]]:
+    """Answers of 512 tokens, plain and with the draft in turn; x: plain time over drafted time, of each pair."""
+    draw = random.Random(0)
+    vocabulary = target.checkpoint.config.vocab_size
+    rows = list[dict[str, Any]]()
+    for name, (temperature, subject) in NOISE.items():
+        noise = [tuple(draw.randrange(16, vocabulary) for _ in range(100)) for _ in range(count)]
+        asked = prompts([subject], count, LONGEST)[subject] if subject else noise
+        took: dict[str, list[Answer]] = {"plain": [], "chain": []}
+        for number, prompt in enumerate(asked):
+            job = Job(prompt, 512, Sampling(temperature=temperature, seed=number), (), Scope("off"))
+            for way in ("plain", "chain") if number % 2 else ("chain", "plain"):
+                async with engine(target.settings, target.executor, facts={}) as running:
+                    took[way].append(await answer(running, evolve(job, speculate=way != "plain")))
+        pairs = [one.seconds / other.seconds for one, other in zip(took["plain"], took["chain"], strict=True)]
+        why = {one.report.speculation for one in took["chain"] if one.report is not None}
+        spread = {"median x": median(pairs), "least x": min(pairs), "why": ",".join(sorted(filter(None, why)))}
+        rows.append({"answers": name, **rates(took), **spread})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 # --- acceptance ---
@@ -222,13 +251,13 @@ def compared(
 
 # --- all of it ---
 
-PARTS = ("speed", "acceptance", "tier", "steps", "residency")
+PARTS = ("speed", "limit", "acceptance", "tier", "steps", "residency")
 
 
 async def measure(options: Options, given: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     parts = given.parts.split(",")
-    if {"speed", "acceptance"} & set(parts):
+    if {"speed", "limit", "acceptance"} & set(parts):
         target = await load_target(evolve(options, disk_prefix_cache="off", host_cache_budget=0))
         found["rounds"] = target.settings.rates.rounds
         text = Text.load(target.folder)
@@ -239,6 +268,8 @@ async def measure(options: Options, given: argparse.Namespace) -> dict[str, Any]
             targets = {"plain": target, "chain": target, "tree": branching}
             found["speed"] = await speed(targets, ends, given.prompts, given.tokens)
             await branching.close()
+        if "limit" in parts:
+            found["limit"] = await limit(target, given.prompts)
         if "acceptance" in parts:
             found["acceptance"] = await acceptance(target, ends, given.prompts, given.tokens)
         await target.close()
