@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
-from adapters.models.shard import Forward, NamedTensors, Step
+from adapters.models.shard import Forward, Kept, NamedTensors, Step
 from benchmarks.report import machine, median, raw, table
 from effects.job import Job
 from effects.stream import EmitTokens
@@ -46,6 +47,9 @@ class NoModel:
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         assert len(inputs) == step.rows
         return Forward(self._hidden[: step.rung], {})
+
+    def commit(self, step: Step, kept: Sequence[Kept]) -> None:
+        assert len(kept) == len(step.segments)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         return self._logits[: len(hidden)]

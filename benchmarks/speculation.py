@@ -28,7 +28,7 @@ from attrs import define, evolve
 
 from adapters.device.drafting import Proposer, Wish
 from adapters.device.slots import SlotState
-from adapters.device.tree import Tree
+from adapters.device.tree import Tree, chain
 from adapters.models.shard import Kept, Step
 from adapters.text.text import Text
 from benchmarks.report import machine, median, raw, table
@@ -112,7 +112,8 @@ def rates(took: Mapping[str, list[Answer]]) -> dict[str, Any]:
 
 # --- limit ---
 
-NOISE = {"code at 1": (1.0, "code"), "noise at 1": (1.0, ""), "noise at 1.6": (1.6, "")}
+NOISE = {"code at 1": (1.0, "code"), "noise at 1": (1.0, ""), "noise at 1.6": (1.6, ""), "never right": (0, "code")}
+NEVER = 0  # an unused control token, which the demo never says
 
 
 async def limit(target: Target, count: int) -> list[dict[str, Any]]:
@@ -123,6 +124,9 @@ async def limit(target: Target, count: int) -> list[dict[str, Any]]:
     for name, (temperature, subject) in NOISE.items():
         noise = [tuple(draw.randrange(16, vocabulary) for _ in range(100)) for _ in range(count)]
         asked = prompts([subject], count, LONGEST)[subject] if subject else noise
+        proposer = target.executor._proposer  # noqa: SLF001 - to speak in its place
+        assert proposer is not None
+        target.executor.proposed_to(Wrong(proposer, {}) if name == "never right" else proposer)
         took: dict[str, list[Answer]] = {"plain": [], "chain": []}
         for number, prompt in enumerate(asked):
             job = Job(prompt, 512, Sampling(temperature=temperature, seed=number), (), Scope("off"))
@@ -209,6 +213,14 @@ class Watched:
 
     def opened(self, source: int, target: int, state: SlotState) -> None:
         self.proposer.opened(source, target, state)
+
+
+class Wrong(Watched):
+    """The draft does its work, and is never right."""
+
+    def propose(self, wishes: Sequence[Wish]) -> Sequence[Tree]:
+        trees = self.proposer.propose(wishes)
+        return [chain((wish.state.tokens[-1], *(NEVER,) * tree.size)) for wish, tree in zip(wishes, trees, strict=True)]
 
 
 async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any]]:
