@@ -152,6 +152,7 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
     context = options.max_ctx or config.max_positions
     if context > config.max_positions:
         raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
+    check_memory(row_bytes(config, None, dtype), device, options.slots, context)  # the probe needs some of it, too
     chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
     kernels = build_kernels(device, dtype)
     fast = options.numerics == "fast"
