@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import anyio
-from attrs import define, field
+from attrs import asdict, define, field
 
 from effects.ids import RequestId
 from effects.job import Job, Report
@@ -111,6 +111,7 @@ class EngineDoor:
         return {
             **self.facts,
             **live,
+            "rates_ns": asdict(world.rates),
             "runtime": {"draft_residency": residency.shown(world.models, world.settings, held(live))},
             "slots": slots,
             "slots_busy": sum(slot.holder is not None for slot in world.slots.slots),

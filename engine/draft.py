@@ -29,6 +29,8 @@ def find_draft(options: Options, config: Qwen3Config, numerics: Numerics) -> Dra
         if options.model != "demo" or not (folder / "config.json").is_file():
             return None
     if options.draft == "none":
+        if options.ddtree:
+            log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
         return None
     try:
         found = DraftCheckpoint.open(folder, config)

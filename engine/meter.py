@@ -51,7 +51,8 @@ class Meter:
         spent = self._spent.pop(request, {})
         if request in self._since:
             state, since = self._since[request]
-            spent[state] = spent.get(state, 0) + self._now_ns - since
+            if self._now_ns > since:  # what follows behind the stream has only just begun
+                spent[state] = spent.get(state, 0) + self._now_ns - since
             self._told.add(request)
         return {state: round(ns / 1e6, 3) for state, ns in spent.items()}
 

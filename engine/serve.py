@@ -176,7 +176,8 @@ def announce(options: Options, target: Target, serving: Serving, seconds: float)
     if options.host not in LOOPBACK and not options.api_key:
         log.warning("listening on %s without --api-key: anybody who can reach it can use it", options.host)
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
-    print(f"ready  {url}  {facts}  {target.numerics_line}  in {seconds:.1f} s", flush=True)
+    drafted = "none" if target.draft is None else f"{target.settings.block} a round"
+    print(f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s", flush=True)
     body = json.dumps({"messages": [{"role": "user", "content": "What is Rekindle?"}]})
     key = " -H 'Authorization: Bearer KEY'" if options.api_key else ""
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

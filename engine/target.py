@@ -89,7 +89,9 @@ class Target:
                 "device": str(self.shard.device),
                 **self.model_info,
             },
-            "settings": asdict(self.settings),
+            "settings": asdict(
+                self.settings, filter=lambda field, _: field.name != "rates"
+            ),  # those change: `rates_ns`
         }
 
     def live(self) -> Mapping[str, Any]:

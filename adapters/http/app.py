@@ -230,9 +230,10 @@ class Edge:
         state = self.door.status().get("state", "ready")
         about = {"status": "ok" if state == "ready" else state, "model": self.options.model_id}
         about |= {"version": self.options.version, "endpoints": sorted(route.path for route in self.routes())}
+        lines = about | {"endpoints": ", ".join(about["endpoints"])}
         if "text/html" not in request.headers.get("accept", ""):
             return JSONResponse(about)
-        rows = "".join(f"<dt>{escape(name)}<dd>{escape(str(value))}" for name, value in about.items())
+        rows = "".join(f"<dt>{escape(name)}<dd>{escape(str(value))}" for name, value in lines.items())
         policy = {"content-security-policy": "default-src 'none'"}
         return HTMLResponse(f"<!doctype html><title>Rekindle</title><h1>Rekindle</h1><dl>{rows}</dl>", headers=policy)
 

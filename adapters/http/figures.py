@@ -55,7 +55,7 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
         "miss": report.miss or None,
         "prefix_cache": {
             "scope": report.cache.scope,
-            "shared": report.cache.shared,
+            "shared": report.cache.shared if report.cache.scope.startswith("auto") else None,
             "selected": report.cache.boundary,
             "kept": report.cache.rows,
             "reason": report.cache.reason,

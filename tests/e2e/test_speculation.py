@@ -352,8 +352,8 @@ def test_a_server_tells_of_its_draft_and_ends_answers_where_it_would_without():
         assert (residency["policy"], residency["draft"]["state"]) == ("request-scoped", "parked")
         assert (models["draft"]["device"], models["target"]["device"] > 0) == (0, True)
         assert (props["settings"]["block"], props["settings"]["tree"]) == (15, 22)
-        assert props["settings"]["rates"]["rounds"][0][0] == 0
-        assert min(props["settings"]["rates"]["prefill"]) > 0
+        assert props["rates_ns"]["rounds"][0][0] == 0
+        assert min(props["rates_ns"]["prefill"]) > 0
         body = {"max_tokens": 48, "temperature": 0, "logprobs": 1}
         first = server.complete(CODE, **body).json()
         told = first["rekindle"]["speculation"]
