@@ -32,6 +32,7 @@ from engine.replay import Diverged, Replay, show
 from engine.runner import Envelope
 from engine.target import load_target
 from engine.trace import Header, Record, read
+from states.life import Cancelled, Submitted
 from states.world import Out
 
 CARRIED_OUT = (RunPrefill, RunRound)
@@ -113,6 +114,8 @@ class Execution:
                 self.tokens += len(recorded.tokens)
             case BlocksRestored(start, stop):
                 await self.recompute(envelope.request, start, stop)
+            case Submitted() | Cancelled():
+                pass  # what is on the lane for it answers yet
             case _:
                 self.answers.pop(envelope.request, None)
 

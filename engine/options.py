@@ -30,11 +30,11 @@ def flag(group: str, **more: Any) -> Parameter:
 
 
 def whole(_: Any, tokens: Sequence[Token]) -> int:
-    """cyclopts would round 1.5."""
-    try:
-        return int(tokens[0].value)
-    except ValueError:
-        raise ValueError(f"{tokens[0].value[:40]!r} is not an integer") from None
+    """Digits and a sign: cyclopts would round 1.5, and Python would read 1_0."""
+    text = tokens[0].value
+    if not (text.isascii() and text.lstrip("+-").isdecimal() and len(text) < 40):
+        raise ValueError(f"{text[:40]!r} is not an integer")
+    return int(text)
 
 
 def residency(_: Any, tokens: Sequence[Token]) -> Residency:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -18,7 +19,7 @@ from attrs import define, field, frozen
 from adapters.store import journal, recent, seekable
 from adapters.store.blocks import root
 from adapters.store.codec import DECODERS, Chooser
-from adapters.store.folder import LOCK, TEMPORARY, Folder
+from adapters.store.folder import LOCK, Folder
 from adapters.store.format import (
     FRAME,
     MOST_HEAD,
@@ -34,13 +35,13 @@ from adapters.store.format import (
 )
 from adapters.store.index import Entry, Index
 from adapters.store.memory import Buffer
+from adapters.store.names import QUARANTINE, what
 from adapters.store.reading import Expected, read_run
 from adapters.store.recent import Recent, Recents
 from adapters.store.seekable import Damaged
 
 log = logging.getLogger("rekindle.store")
 
-QUARANTINE = "damaged-"
 COUNTED = ("quarantined", "outdated", "newer", "write_errors", "read_errors", "written_bytes", "read_bytes")
 MOST_QUARANTINED = 8  # files that are kept for people to look at
 MOST_QUEUED = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
@@ -116,17 +117,17 @@ class Disk:
         self._thread.start()
 
     def _load(self, listing: dict[str, int]) -> None:
-        kept = self._read_journal(listing.pop(journal.NAME, 0))
+        kept = self._read_journal(listing)
         listing.pop(LOCK, None)
         self._load_recents(listing)
-        for name in [name for name in listing if name.startswith(TEMPORARY)]:
+        for name in [name for name in listing if what(name) == "temporary"]:
             self._remove(name)
             del listing[name]
         for entry in kept.entries.values():
             name = self.name(entry)
             if listing.get(name) == entry.size and self.index.add(entry):
                 del listing[name]
-        self._unknown = [name for name in listing if parse_name(name) is not None]
+        self._unknown = [name for name in listing if what(name) == "run"]
         self._records = kept.records
         if not kept.whole or len(kept.entries) != len(self.index):
             self._compact()
@@ -314,7 +315,7 @@ class Disk:
 
     def _load_recents(self, listing: dict[str, int]) -> None:
         """Ours; of those of other identities, a few are left there."""
-        others = sorted(name for name in listing if name.startswith(recent.PREFIX) and name != self._recent_name)
+        others = sorted(name for name in listing if what(name) == "recent" and name != self._recent_name)
         for name in others[MOST_RECENT_FILES:]:
             self._remove(name)
         for name in others:
@@ -342,10 +343,14 @@ class Disk:
 
     # --- small things ---
 
-    def _read_journal(self, size: int) -> journal.Kept:
-        if not size:
-            return journal.Kept({}, whole=False, records=0)
-        return journal.read(self._read_small(journal.NAME))
+    def _read_journal(self, listing: dict[str, int]) -> journal.Kept:
+        """Raises OSError for somebody else's file of that name: there is nothing of ours in the folder."""
+        size = listing.pop(journal.NAME, 0)
+        raw = self._read_small(journal.NAME) if 0 < size <= journal.MOST else b""
+        theirs = size and not raw.startswith(journal.ANY)
+        if theirs and not any(what(name) == "run" for name in listing):
+            raise OSError(errno.EEXIST, f"there is a file named {journal.NAME} that is not ours")
+        return journal.read(raw)
 
     def _read_small(self, name: str) -> bytes:
         """Nothing, where reading fails."""
@@ -400,7 +405,7 @@ class Disk:
 
     def _trim_quarantine(self) -> None:
         with suppress(OSError):
-            aside = sorted(name for name, _ in self.folder.names() if name.startswith(QUARANTINE))
+            aside = sorted(name for name, _ in self.folder.names() if what(name) == "aside")
             for name in aside[:-MOST_QUARANTINED]:
                 self._remove(name)
 

@@ -19,6 +19,8 @@ from adapters.store.index import Entry
 from adapters.store.records import framed, records
 
 NAME = "journal"
+ANY = b"rekindle-journal-"  # what every version begins with
+MOST = 1 << 30  # bytes
 MAGIC = b"rekindle-journal-2\n"
 CAME = struct.Struct("<cQIQQQIcI")
 LEFT = struct.Struct("<cQ")

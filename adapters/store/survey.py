@@ -13,14 +13,14 @@ from attrs import define, field, frozen
 
 from adapters.store import journal, recent, seekable
 from adapters.store.blocks import root
-from adapters.store.disk import QUARANTINE, entry_of, no_collection, read_head
-from adapters.store.folder import LOCK, TEMPORARY, Folder, FolderUnusable
+from adapters.store.disk import entry_of, no_collection, read_head
+from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.format import DTYPES, MOST_HEAD, Newer, Outdated, Run, parse_head, parse_name
 from adapters.store.index import Entry
+from adapters.store.names import what
 from adapters.store.recent import Recents
 from adapters.store.seekable import Damaged, Sizes
 
-MOST_JOURNAL = 1 << 30  # bytes
 MOST_FRAME = 64 << 20  # content bytes: ours have 2 MiB
 WIDTHS = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
@@ -61,9 +61,16 @@ class Survey:
 
 
 def is_cache(folder: Folder) -> bool:
-    """Has a server ever used it?"""
-    names = [name for name, _ in folder.names()]
-    return any(name in {LOCK, journal.NAME} or parse_name(name) is not None for name in names)
+    """Has a server ever used it? It leaves a journal from its start on."""
+    return has_journal(folder) or any(what(name) == "run" for name, _ in folder.names())
+
+
+def has_journal(folder: Folder) -> bool:
+    """One of ours, of whatever version."""
+    try:
+        return read_whole(folder, journal.NAME, len(journal.ANY)) == journal.ANY
+    except OSError:
+        return False
 
 
 def open_to_look(path: Path) -> Folder:
@@ -76,7 +83,7 @@ def open_to_look(path: Path) -> Folder:
         raise FolderUnusable(f"{path}: {error.strerror}") from error
     if not used:
         folder.close()
-        raise FolderUnusable(f"{path}: no cache folder: there is neither {LOCK} nor {journal.NAME} nor a kept run")
+        raise FolderUnusable(f"{path}: no cache folder: there is neither a journal of ours nor a kept run")
     return folder
 
 
@@ -86,26 +93,27 @@ def survey(folder: Folder) -> Survey:
     known = read_journal(folder, found)
     with no_collection():
         for name in sorted(found.sizes):
-            if name in {LOCK, journal.NAME}:
-                continue
-            if name.startswith(QUARANTINE):
-                found.aside.append(name)
-            elif name.startswith(TEMPORARY):
-                found.temporary.append(name)
-            elif name.startswith(recent.PREFIX):
-                found.recents.append(name)
-            elif parse_name(name) is None:
-                found.strangers.append(name)
-            else:
-                describe(folder, name, known, found)
+            match what(name):
+                case "lock" | "journal":
+                    pass
+                case "aside":
+                    found.aside.append(name)
+                case "temporary":
+                    found.temporary.append(name)
+                case "recent":
+                    found.recents.append(name)
+                case "run":
+                    describe(folder, name, known, found)
+                case "stranger":
+                    found.strangers.append(name)
     return found
 
 
 def read_journal(folder: Folder, found: Survey) -> Mapping[int, Entry]:
-    if not 0 < found.sizes.get(journal.NAME, 0) <= MOST_JOURNAL:
+    if not 0 < found.sizes.get(journal.NAME, 0) <= journal.MOST:
         return {}
     try:
-        found.journal = journal.read(read_whole(folder, journal.NAME, MOST_JOURNAL))
+        found.journal = journal.read(read_whole(folder, journal.NAME, journal.MOST))
     except OSError:
         return {}
     return found.journal.entries
@@ -226,12 +234,12 @@ def span(about: Mapping[str, Any]) -> tuple[int, int]:
 def check_recents(folder: Folder, name: str) -> str:
     """What is wrong with a file of recent prompts; a torn tail is what a kill leaves, and nothing wrong."""
     try:
-        raw = read_whole(folder, name, MOST_JOURNAL)
+        raw = read_whole(folder, name, journal.MOST)
     except FileNotFoundError:
         return ""
     except OSError as error:
         return str(error)
-    recents = Recents(most_bytes=MOST_JOURNAL)
+    recents = Recents(most_bytes=journal.MOST)
     if raw and not recent.read(raw, recents) and not len(recents):
         return "no recent prompts can be read from it"
     return ""

@@ -103,10 +103,11 @@ def test_ls_shows_text_that_no_terminal_obeys(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_ls_says_what_else_lies_there(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (path / "damaged-x").write_bytes(b"1")
-    (path / ".new-y").write_bytes(b"1")
+    bad = files(path)[0]
+    bad.write_bytes(b"short")
+    (path / f"damaged-{bad.name}").write_bytes(b"1")
+    (path / f".new-{bad.name}").write_bytes(b"1")
     (path / "notes").write_bytes(b"1")
-    files(path)[0].write_bytes(b"short")
     (path / "journal").unlink()
     assert main(["cache", "ls", str(path)]) == 0
     text = shown(capsys)
@@ -200,10 +201,10 @@ def test_looking_is_possible_while_a_server_owns_the_folder(path: Path, capsys: 
 
 
 def test_gc_takes_away_what_is_of_no_use_and_leaves_the_rest(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (path / "damaged-x").write_bytes(b"12345")
-    (path / ".new-y").write_bytes(b"123")
-    (path / "notes").write_bytes(b"mine")
     bad, *good = files(path)
+    (path / f"damaged-{bad.name}").write_bytes(b"12345")
+    (path / f".new-{bad.name}").write_bytes(b"123")
+    (path / "notes").write_bytes(b"mine")
     bad.write_bytes(b"short")
     before = content(path)
     assert main(["cache", "gc", str(path), "--dry-run"]) == 0
@@ -213,6 +214,23 @@ def test_gc_takes_away_what_is_of_no_use_and_leaves_the_rest(path: Path, capsys:
     assert "freed" in shown(capsys)
     assert {file.name for file in path.iterdir()} == {*(file.name for file in good), "journal", "LOCK", "notes"}
     assert main(["cache", "verify", str(path)]) == 0
+
+
+def test_gc_takes_nothing_that_only_looks_like_ours(path: Path) -> None:
+    theirs = ["damaged-car.jpg", ".new-hope.mkv", "recent-invoices.txt"]
+    for name in theirs:
+        (path / name).write_text("mine")
+    assert main(["cache", "gc", str(path), "--all"]) == 0
+    assert {file.name for file in path.iterdir()} == {*theirs, "journal", "LOCK"}
+
+
+def test_gc_declines_a_folder_that_is_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("LOCK", "journal", "damaged-car.jpg", "recent-invoices.txt"):
+        (tmp_path / name).write_text("mine")
+    before = content(tmp_path)
+    assert main(["cache", "gc", str(tmp_path), "--all"]) == 2
+    assert "no cache folder" in capsys.readouterr().err
+    assert content(tmp_path) == before
 
 
 def test_gc_keeps_one_identity(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ def test_flags_win_over_environment_and_that_over_the_file(
         (["--port", "99999"], ["--port", "65535"]),
         (["--port", "x"], ["--port", "int"]),
         (["--slots", "1.5"], ["--slots", "'1.5' is not an integer"]),
+        (["--slots", "1_0"], ["--slots", "'1_0' is not an integer"]),
         (["--slots", "9" * 5000], ["--slots", "integer"]),
         (["--allow-host", "name:80"], ["--allow-host", "without a port"]),
         (["--slots", "0"], ["--slots", "1"]),

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from adapters.store import journal
-from adapters.store.disk import MOST_QUARANTINED, QUARANTINE
+from adapters.store.disk import MOST_QUARANTINED
 from adapters.store.folder import Folder, FolderInUse, FolderUnusable
+from adapters.store.names import QUARANTINE
 from adapters.store.seekable import Damaged
 from adapters.store.store import Miss, Store
 from tests.store.kit import LAYOUT, OTHER, Opening, disk_store, fetch, files, save, settled
@@ -214,21 +215,42 @@ def test_another_identity_is_evicted_first(path: Path) -> None:
 
 def test_what_a_crash_left_behind_is_removed(path: Path) -> None:
     filled(path, ONE)
-    (path / (".new-" + "0" * 32)).write_bytes(b"half a file")
+    run = next(path.glob("*.zst")).name
+    for name in (run, "journal", "recent-" + "0" * 32):
+        (path / f".new-{name}").write_bytes(b"half a file")
     store = reopened(path)
     assert kept(store) == 40
     assert not list(path.glob(".new-*"))
     store.close()
 
 
+def test_a_folder_with_somebody_elses_journal_is_not_used(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    (path / "journal").write_text("Dear diary, today")
+    with pytest.raises(FolderUnusable, match="journal that is not ours"):
+        disk_store(path)
+    assert (path / "journal").read_text() == "Dear diary, today"
+
+
+def test_a_journal_of_an_absurd_size_is_not_read(path: Path) -> None:
+    filled(path, ONE)
+    with (path / "journal").open("r+b") as file:
+        file.truncate(8 << 40)
+    store = reopened(path)
+    assert kept(store) == 40
+    store.close()
+
+
 def test_files_that_are_not_ours_are_left_alone(path: Path) -> None:
     filled(path, ONE)
-    (path / "notes.txt").write_text("mine")
+    theirs = ["notes.txt", ".new-hope.mkv", "damaged-car.jpg", *(f"recent-invoices-{n}.txt" for n in range(20))]
+    for name in theirs:
+        (path / name).write_text("mine")
     (path / "folder").mkdir()
     store = reopened(path, disk=1)
     assert kept(store) == 0
     store.close()
-    assert (path / "notes.txt").read_text() == "mine"
+    assert all((path / name).read_text() == "mine" for name in theirs)
 
 
 def test_a_budget_holds_from_the_start_and_while_running(path: Path) -> None:
