@@ -361,14 +361,12 @@ class History(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-TestHistory = History.TestCase
-TestHistory.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestHistory.pytestmark = [pytest.mark.timeout(120)]
+class TestHistory(History.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    pytestmark = [pytest.mark.timeout(120)]  # noqa: RUF012 - pytest's own
 
 
-class TestLongHistory(TestHistory):
+class TestLongHistory(History.TestCase):
     settings = settings(
         max_examples=600, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
     )
