@@ -55,10 +55,6 @@ class Qwen3Config:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def qkv_rows(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
     def kv_bytes_per_token(self, dtype: torch.dtype, layers: int | None = None) -> int:
         count = self.num_layers if layers is None else layers
         return 2 * count * self.num_kv_heads * self.head_dim * dtype.itemsize

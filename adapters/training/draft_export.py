@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters.training.draft_model import MASK_ID, Draft, DraftGeometry
-from adapters.training.export import write_json
-from adapters.training.model import Geometry
+from adapters.training.export import geometry_of, write_json
 
 LARGEST = 8_000_000
 """Bytes: what a draft may add to the package."""
@@ -51,18 +50,7 @@ def export_draft(draft: Draft, folder: Path) -> None:
 def load_draft(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Draft:
     """A draft that `export_draft` wrote, for evaluation."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    target = Geometry(
-        vocabulary=config["vocab_size"],
-        hidden=config["hidden_size"],
-        inner=config["intermediate_size"],
-        layers=config["num_target_layers"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        context=config["max_position_embeddings"],
-        theta=config["rope_parameters"]["rope_theta"],
-        eps=config["rms_norm_eps"],
-    )
+    target = geometry_of(config, config["num_target_layers"])
     taps = tuple(config["dflash_config"]["target_layer_ids"])
     draft = Draft(DraftGeometry(target, config["num_hidden_layers"], taps, config["block_size"]))
     draft.load_state_dict(load_file(folder / "model.safetensors"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,13 @@ def write_shards(state: dict[str, Tensor], folder: Path) -> None:
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
 
 
-def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Qwen3:
-    """A target that `export` wrote, for evaluation or to train on."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    geometry = Geometry(
+def geometry_of(config: Mapping[str, Any], layers: int) -> Geometry:
+    """The sizes that a config.json tells, the target's own or those that a draft's repeats."""
+    return Geometry(
         vocabulary=config["vocab_size"],
         hidden=config["hidden_size"],
         inner=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
+        layers=layers,
         heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
@@ -75,7 +75,12 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Qwen3:
         theta=config["rope_parameters"]["rope_theta"],
         eps=config["rms_norm_eps"],
     )
-    model = Qwen3(geometry)
+
+
+def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Qwen3:
+    """A target that `export` wrote, for evaluation or to train on."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = Qwen3(geometry_of(config, config["num_hidden_layers"]))
     places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
     state: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
