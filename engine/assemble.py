@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from attrs import define
 from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from adapters.store.executor import StoreExecutor
+from adapters.watched import Watched
 from effects.ids import RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.ports import Closed, Perform
@@ -45,11 +46,15 @@ async def engine(
     store: StoreExecutor | None = None,
     facts: Mapping[str, Any],
     live: Callable[[], Mapping[str, Any]] = dict,
+    threads: Sequence[Watched] = (),
     recorder: Recorder | None = None,
     paranoid: bool = False,
     grace_s: float = 10,
 ) -> AsyncIterator[Engine]:
-    """Running inside the block. At its end: newcomers refused, the others drained, the (started) trace complete."""
+    """Running inside the block. At its end: newcomers refused, the others drained, the (started) trace complete.
+
+    threads: those of the model and the store, whose troubles are told with the engine's own.
+    """
     metrics = Metrics()
     meter = Meter(metrics.stage)
 
@@ -83,7 +88,13 @@ async def engine(
     def closed(message: Closed) -> None:
         metrics.closed(message)
 
-    door = EngineDoor(runner, meter, facts, live, closed)
+    def living() -> Mapping[str, Any]:
+        troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
+        if recorder is not None and recorder.lost:
+            troubles["trace"] = recorder.lost
+        return {**live(), "troubles": troubles}
+
+    door = EngineDoor(runner, meter, facts, living, closed)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
     try:
         async with anyio.create_task_group() as tasks:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Sequence
 
 import anyio
 from anyio import TASK_STATUS_IGNORED
@@ -22,6 +22,7 @@ from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
 from adapters.models.config import CheckpointError
 from adapters.text.text import Text
+from adapters.watched import Watched
 from engine import __version__
 from engine.assemble import Engine, engine
 from engine.options import Options
@@ -100,12 +101,13 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
             store=target.store,
             facts=target.facts,
             live=target.live,
+            threads=target.threads,
             recorder=recorder,
             paranoid=options.paranoid,
         ) as running:
             gate.app = build_app(running.door, text, edge_options(options, target), running.metrics)
             announce(options, target, serving, time.monotonic() - started)
-            await stop.wait()
+            await stopped(stop, target.threads)
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
             clean = await running.door.drain(options.grace)
             await close_connections(serving, running)
@@ -113,6 +115,15 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
         return clean
     finally:
         await target.close()
+
+
+async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float = 1) -> None:
+    """Until somebody says so. Raises Refusal where a thread has died that nothing goes on without."""
+    while not stop.is_set():
+        if dead := [thread for thread in threads if thread.dead]:
+            raise Refusal(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
+        with anyio.move_on_after(every_s):
+            await stop.wait()
 
 
 async def load_text(target: Target) -> Text:

@@ -32,6 +32,7 @@ from adapters.store.folder import FolderUnusable
 from adapters.store.format import Draft, Layout, Rows
 from adapters.store.opening import open_store
 from adapters.store.store import Store
+from adapters.watched import Watched
 from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.scope import Scope, parse
@@ -93,6 +94,11 @@ class Target:
                 self.settings, filter=lambda field, _: field.name != "rates"
             ),  # those change: `rates_ns`
         }
+
+    @property
+    def threads(self) -> tuple[Watched, ...]:
+        """Whose troubles /health tells; the engine stops when one of them has died."""
+        return (self.lane.thread,)
 
     def live(self) -> Mapping[str, Any]:
         if self.store is None:

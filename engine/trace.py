@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import queue
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from hashlib import blake2b
@@ -24,6 +23,7 @@ from cattrs import BaseValidationError, Converter
 from cattrs.preconf.json import make_converter
 from cattrs.strategies import configure_tagged_union
 
+from adapters.watched import Watched
 from effects.all import Ask, Effect, Launch
 from engine.redact import Redactor
 from engine.runner import Envelope
@@ -36,7 +36,10 @@ log = logging.getLogger("rekindle.trace")
 VERSION = 2
 DIGEST_EVERY = 64  # events
 LINE_LIMIT = 64 << 20  # bytes of one line; a prompt of 2**20 tokens takes about 8 MiB
-BACKLOG = 1 << 16  # events that may wait to be written; a disk slower than that ends the trace
+# Events that may wait to be written: a minute of 250 a second. With what they led to they take some 2 KiB each, so
+# 32 MiB, beside the prompts, which the requests share; and one in DIGEST_EVERY brings its world along, most of which is
+# the tokens of the slots (a MiB, where they are long): 256 MiB. A disk slower than that ends the trace.
+BACKLOG = 1 << 14
 
 
 @frozen
@@ -117,14 +120,17 @@ class Recorder:
 
     path: Path
     header: Header
-    _backlog: queue.Queue[tuple[Envelope, tuple[Out, ...], World] | None] = field(init=False)
-    _thread: threading.Thread = field(init=False)
-    _file: IO[str] = field(init=False)
     lost: str = ""  # why the trace ended early
+    _backlog: queue.Queue[tuple[Envelope, tuple[Out, ...], World | None] | None] = field(init=False)
+    _world: World = field(init=False)  # after the last event that was handed over
+    _thread: Watched = field(init=False)
+    _file: IO[str] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._backlog = queue.Queue(BACKLOG)
-        self._thread = threading.Thread(target=self._write, name="trace")
+        self._world = begin(self.header.settings)
+        # No daemon: the trace is whole when the process ends.
+        self._thread = Watched("trace", self._write, died=self._died, daemon=False)
 
     def start(self) -> None:
         """Raises OSError when the file cannot be written."""
@@ -136,39 +142,61 @@ class Recorder:
         if self.lost:
             return
         try:
-            self._backlog.put_nowait((envelope, outs, world))
+            self._backlog.put_nowait((envelope, outs, world if digested(envelope.seq) else None))
+            self._world = world
         except queue.Full:
             self._lose("the disk is too slow for it")
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._backlog.put(None)
+        while self._thread.is_alive():
+            with suppress(queue.Full):  # a thread that dies now takes nothing out of it any more
+                self._backlog.put(None, timeout=0.1)
+                break
         self._thread.join()
 
     def _lose(self, why: str) -> None:
         self.lost = why
         log.error("the trace %s ends early: %s", self.path, why)
 
+    def _died(self) -> None:
+        self._lose(self._thread.trouble)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """What waits is of no use any more, and large."""
+        with suppress(OSError, ValueError):
+            self._file.close()
+        with suppress(queue.Empty):
+            while True:
+                self._backlog.get_nowait()
+
     def _write(self) -> None:
         redactor = Redactor(begin(self.header.settings)) if self.header.redacted else None
-        seq, world = -1, begin(self.header.settings)
+        seq = -1
         try:
             while (item := self._backlog.get()) is not None:
-                envelope, outs, world = item if redactor is None else redactor.again(item[0])
+                envelope, outs, world = item
+                if redactor is not None:
+                    envelope, outs, world = redactor.again(envelope)
                 seq = envelope.seq
                 lines = [encode(envelope), *map(encode, outs)]
-                if seq % DIGEST_EVERY == DIGEST_EVERY - 1:
+                if digested(seq) and world is not None:
                     lines.append(encode(Digest(seq, digest(world))))
                 self._file.write("\n".join(lines) + "\n")
                 if self._backlog.empty():
                     self._file.flush()
             if not self.lost:
-                self._file.write(encode(Digest(seq, digest(world), last=True)) + "\n")
+                last = self._world if redactor is None else redactor.world
+                self._file.write(encode(Digest(seq, digest(last), last=True)) + "\n")
             self._file.close()
         except OSError as error:
             self._lose(str(error))
-            with suppress(OSError):
-                self._file.close()
+            self._give_up()
+
+
+def digested(seq: int) -> bool:
+    """Is the world's digest written after this event?"""
+    return seq % DIGEST_EVERY == DIGEST_EVERY - 1
 
 
 def read(path: Path) -> tuple[Header, Iterator[tuple[int, Record]]]:

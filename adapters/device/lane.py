@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
 import torch
 from anyio.lowlevel import current_token
 from attrs import define
+
+from adapters.watched import Watched
 
 T = TypeVar("T")
 log = logging.getLogger("rekindle.device")
@@ -37,6 +39,12 @@ class _Submitted(Generic[T]):
             result = self.work()
         except BaseException as raised:  # noqa: BLE001 - whoever submitted it is told
             error = raised
+        self._tell(result, error)
+
+    def refuse(self, error: LaneClosed) -> None:
+        self._tell(None, error)
+
+    def _tell(self, result: T | None, error: BaseException | None) -> None:
         try:
             self.wake(self.done, result, error)
         except RuntimeError:  # the event loop has closed, so nobody waits any more
@@ -56,6 +64,9 @@ class _Posted:
         except BaseException as error:  # noqa: BLE001 - whoever posted it is told
             self.failed(error)
 
+    def refuse(self, error: LaneClosed) -> None:
+        self.failed(error)
+
 
 class DeviceLane:
     """Work enters from the event loop's thread, in order, and is never cancelled once it is in.
@@ -67,8 +78,8 @@ class DeviceLane:
         self.device = torch.device(device)
         self._queue: SimpleQueue[_Submitted[Any] | _Posted | None] = SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name=f"lane-{self.device}", daemon=True)
-        self._thread.start()
+        self.thread = Watched(f"lane-{self.device}", self._work, died=self._refuse_all)
+        self.thread.start()
 
     def submit(self, work: Callable[[], T], done: Callable[[T | None, BaseException | None], object]) -> None:
         """Do it in its turn; `done` hears on the event loop what it returned or raised. One wake-up, no task."""
@@ -109,8 +120,8 @@ class DeviceLane:
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
 
     def _put(self, job: _Submitted[Any] | _Posted) -> None:
         if self._closed:
@@ -124,3 +135,11 @@ class DeviceLane:
             while (job := self._queue.get()) is not None:
                 job.carry_out()
                 del job  # what it refers to is not kept alive while the lane waits
+
+    def _refuse_all(self) -> None:
+        """The thread has died: nobody waits for what it will never do."""
+        self._closed = True
+        with suppress(Empty):
+            while True:
+                if (job := self._queue.get_nowait()) is not None:
+                    job.refuse(LaneClosed(f"the lane of {self.device} has died"))

@@ -96,6 +96,7 @@ class FakeDoor:
     fail_after: int | None = None  # tokens
     hang_after: int | None = None  # tokens; the engine never says anything again
     state: str = "ready"
+    troubles: Mapping[str, str] = field(factory=dict)
     tickets: list[FakeTicket] = field(factory=list)
     waiting: int = 0
     busy: int = 0
@@ -139,6 +140,7 @@ class FakeDoor:
             "queue": self.waiting,
             "queue_full": self.busy >= self.slots and self.waiting >= self.max_queue,
             "numerics": {"mode": "exact", "rungs": [4, 8]},
+            "troubles": self.troubles,
         }
 
     async def _queue(self, ticket: FakeTicket) -> None:

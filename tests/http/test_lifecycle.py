@@ -326,6 +326,14 @@ async def test_every_request_is_one_line_in_the_log_without_its_texts(
     assert not any("SECRET" in line or "\x1b" in line for line in lines)
 
 
+async def test_health_tells_of_a_thread_in_trouble(folder: Path) -> None:
+    async with served(folder) as site:
+        assert (await site.client.get("/health")).json() == {"status": "ok"}
+        site.door.troubles = {"trace": "No space left on device"}
+        response = await site.client.get("/health")
+        assert (response.status_code, response.json()) == (200, {"status": "ok", "troubles": site.door.troubles})
+
+
 async def test_small_answers_are_not_held_up_in_the_socket(shared: Site) -> None:
     times = []
     for _ in range(15):

@@ -1,0 +1,118 @@
+"""No thread of ours dies unseen: it is logged, told, and nobody waits for it any more."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from adapters.device.lane import DeviceLane, LaneClosed
+from adapters.watched import Watched
+from effects.ids import RequestId
+from effects.job import Job
+from engine import trace
+from engine.refusal import Refusal
+from engine.runner import Envelope
+from engine.serve import stopped
+from engine.trace import DIGEST_EVERY, Recorder
+from states.life import Event, Submitted
+from states.settings import Settings
+from states.world import advance, begin
+from tests.engine.play import header
+
+
+class Odd(BaseException):
+    """As libraries in other languages raise them: no Exception."""
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("no\nroom"), Odd("no room")])
+def test_what_a_thread_dies_of_is_logged_kept_and_told(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    told = list[str]()
+    thread = Watched("worker", lambda: fail(error), died=lambda: told.append(threading.current_thread().name))
+    thread.start()
+    thread.join(10)
+    assert (thread.dead, thread.trouble, told) == (True, f"{type(error).__name__}: no room", ["worker"])
+    assert "the thread worker has died" in caplog.text
+    assert "Traceback" in caplog.text, "it is a bug: the log says where"
+
+
+def test_a_thread_that_may_starts_again_and_the_trouble_stays() -> None:
+    runs = list[int]()
+
+    def work() -> None:
+        runs.append(1)
+        if len(runs) < 3:
+            raise ValueError(str(len(runs)))
+
+    thread = Watched("worker", work, restarts=2)
+    thread.start()
+    thread.join(10)
+    assert (len(runs), thread.dead, thread.trouble) == (3, False, "ValueError: 2")
+
+
+async def test_nobody_waits_for_a_lane_that_has_died_and_the_server_stops(caplog: pytest.LogCaptureFixture) -> None:
+    lane, go = DeviceLane(), threading.Event()
+    outcomes = list[str]()
+
+    async def waiting() -> None:
+        try:
+            await lane.run(lambda: None)
+        except LaneClosed as error:
+            outcomes.append(str(error))
+
+    async with anyio.create_task_group() as tasks:
+        lane.post(go.wait, fail)
+        lane.post(lambda: fail(ValueError("first")), fail)  # telling of it fails too
+        tasks.start_soon(waiting)
+        await anyio.lowlevel.checkpoint()
+        go.set()
+    assert outcomes == ["the lane of cpu has died"]
+    with pytest.raises(LaneClosed):
+        lane.post(lambda: None, fail)
+    with pytest.raises(Refusal, match="the thread lane-cpu has died"):
+        await stopped(anyio.Event(), (lane.thread,))
+
+
+def fed(recorder: Recorder, count: int) -> None:
+    world = begin(Settings())
+    for seq in range(count):
+        event = Submitted(Job(prompt=(seq,) * 5, max_tokens=1))
+        world, outs = advance(world, RequestId(seq), event)
+        recorder.record(Envelope(seq, 0, RequestId(seq), event), outs, world)
+
+
+def test_a_trace_writer_that_dies_of_anything_ends_the_trace_and_lets_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path / "x.jsonl", header(Settings()))
+    recorder.start()
+    recorder.record(Envelope(0, 0, RequestId(0), cast("Event", object())), (), begin(Settings()))
+    recorder._thread.join(10)  # noqa: SLF001
+    fed(recorder, 1000)
+    assert recorder.lost
+    assert recorder._backlog.empty(), "nothing queues behind a writer that is gone"  # noqa: SLF001
+    assert "ends early" in caplog.text
+    recorder.close()
+
+
+def test_what_waits_for_a_slow_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "BACKLOG", 200)
+    go, worlds = threading.Event(), list[Any]()
+    recorder = Recorder(tmp_path / "x.jsonl", header(Settings()))
+    slow = trace.encode
+    monkeypatch.setattr(trace, "encode", lambda record: (go.wait(), slow(record))[1])
+    recorder.start()
+    fed(recorder, 1000)
+    assert recorder.lost == "the disk is too slow for it"
+    worlds += [item[2] for item in recorder._backlog.queue if item is not None]  # noqa: SLF001
+    assert len(worlds) == 200
+    assert sum(world is not None for world in worlds) <= 200 // DIGEST_EVERY + 1
+    go.set()
+    recorder.close()
