@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
 from attrs import frozen
 
@@ -50,6 +50,27 @@ class Ticket(Protocol):
         ...
 
 
+class SlotStatus(TypedDict):
+    """One device slot, as /slots shows it."""
+
+    id: int
+    is_processing: bool
+    request: RequestId | None  # who holds it
+    state: str | None  # what that request does
+    kept_tokens: int  # of the sequence that an idle slot still holds
+
+
+class Status(TypedDict):
+    """What every door tells; there may be more, for /props."""
+
+    state: Literal["loading", "ready", "draining", "failed"]
+    slots: list[SlotStatus]
+    slots_busy: int
+    queue: int  # requests that wait for a slot
+    queue_full: bool  # a job that comes now is turned away
+    troubles: Mapping[str, str]  # what has broken while answers go on: whose it is -> what it is
+
+
 class Door(Protocol):
     """Where jobs enter the engine. Calls are made from the event loop's thread."""
 
@@ -57,6 +78,6 @@ class Door(Protocol):
         """Never blocks. A full queue shows as a stream whose only message is Closed(finish="queue_full")."""
         ...
 
-    def status(self) -> Mapping[str, Any]:
-        """A JSON-ready snapshot for /props, /slots and /health: slots, queue, numerics, memory, requests by state."""
+    def status(self) -> Status:
+        """A JSON-ready snapshot for /props, /slots and /health."""
         ...

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import anyio
 from attrs import asdict, define, field
 
 from effects.ids import RequestId
 from effects.job import Job, Report
-from effects.ports import CancelReason, Closed, Message
+from effects.ports import CancelReason, Closed, Message, SlotStatus, Status
+from effects.scope import parse
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.meter import Meter
 from engine.runner import Runner
 from states import residency
 from states.life import Cancelled, Submitted
+from states.slots import Slot
+from states.world import World
 
 log = logging.getLogger("rekindle")
 
@@ -90,35 +93,31 @@ class EngineDoor:
     def close_stream(self, request: RequestId, effect: CloseStream) -> None:
         closed = Closed(effect.finish, effect.report, effect.detail, self.meter.stages_ms(request))
         if effect.report.cache.scope:
-            log.info("request %d: %s", request, described(effect.report))
+            log.info("request %d: %s", request, described(effect.report, self.live()))
         self._tickets.pop(request).put(closed)
         self.closed(closed)
 
-    def status(self) -> Mapping[str, Any]:
-        """What /props, /slots and /health show."""
+    def status(self) -> Status:
+        """What every door tells, and what /props shows besides."""
         world = self.runner.world
-        states = Counter(type(state).__name__ for state in world.requests.values())
-        slots = [
-            {
-                "id": number,
-                "request": slot.holder,
-                "state": None if slot.holder is None else type(world.requests[slot.holder]).__name__,
-                "kept_tokens": len(slot.tokens),
-            }
-            for number, slot in enumerate(world.slots.slots)
-        ]
-        live = self.live()
-        return {
+        live, waiting, slots = self.live(), len(world.slots.waiting), world.slots.slots
+        busy = sum(slot.holder is not None for slot in slots)
+        told = Status(
+            state="draining" if self._shut else "ready",
+            slots=[shown(number, slot, world) for number, slot in enumerate(slots)],
+            slots_busy=busy,
+            queue=waiting,
+            queue_full=waiting >= world.settings.max_queue and busy == len(slots),
+            troubles=live.get("troubles", {}),
+        )
+        more = {
             **self.facts,
             **live,
             "rates_ns": asdict(world.rates),
             "runtime": {"draft_residency": residency.shown(world.models, world.settings, held(live))},
-            "slots": slots,
-            "slots_busy": sum(slot.holder is not None for slot in world.slots.slots),
-            "queue": len(world.slots.waiting),
-            "requests": dict(states),
-            "state": "draining" if self._shut else "ready",
+            "requests": dict(Counter(type(state).__name__ for state in world.requests.values())),
         }
+        return cast(Status, {**more, **told})
 
     async def drain(self, grace_s: float) -> bool:
         """Shut: refuse newcomers, give the others `grace_s` to end, then cancel them. True if nobody was cut short."""
@@ -136,13 +135,21 @@ class EngineDoor:
             await anyio.sleep(0.01)
 
 
+def shown(number: int, slot: Slot, world: World) -> SlotStatus:
+    state = None if slot.holder is None else type(world.requests[slot.holder]).__name__
+    busy = slot.holder is not None
+    return SlotStatus(id=number, is_processing=busy, request=slot.holder, state=state, kept_tokens=len(slot.tokens))
+
+
 def held(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:
     """Bytes of each model's weights (on its device, in host memory), where the memory ledger counts them."""
     models: Mapping[str, Mapping[str, int]] = live.get("memory", {}).get("models", {})
     return {name: (places["device"], places["host"]) for name, places in models.items()}
 
 
-def described(report: Report) -> str:
-    """For the log: what was kept of a request, and what of it was there before."""
+def described(report: Report, live: Mapping[str, Any]) -> str:
+    """For the log: what was kept of a request, under which policy, and what of it was there before."""
+    scope, recent = parse(report.cache.scope), live.get("full_cache", {}).get("recent", 0)
+    window = f" window={scope.count} recent={recent}" if scope.kind == "auto" else ""
     came = f"{report.restored_tokens} of {report.prompt_tokens} prompt tokens restored ({report.tier})"
-    return f"{report.cache}; {came}{report.miss and ', '}{report.miss}"
+    return f"{report.cache}{window}; {came}{report.miss and ', '}{report.miss}"

@@ -23,6 +23,7 @@ from adapters.http.server import Serving, serve
 from adapters.models.config import CheckpointError
 from adapters.text.text import Text
 from adapters.watched import Watched
+from effects.job import Sampling
 from engine import __version__
 from engine.assemble import Engine, engine
 from engine.options import Options
@@ -105,7 +106,7 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
             recorder=recorder,
             paranoid=options.paranoid,
         ) as running:
-            gate.app = build_app(running.door, text, edge_options(options, target), running.metrics)
+            gate.app = build_app(running.door, text, edge_options(options, target, text.sampling), running.metrics)
             announce(options, target, serving, time.monotonic() - started)
             await stopped(stop, target.threads)
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
@@ -162,7 +163,7 @@ def build_recorder(options: Options, target: Target) -> Recorder | None:
     return recorder
 
 
-def edge_options(options: Options, target: Target) -> EdgeOptions:
+def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOptions:
     return EdgeOptions(
         model_id=target.model_id,
         max_ctx=target.settings.max_context,
@@ -171,7 +172,9 @@ def edge_options(options: Options, target: Target) -> EdgeOptions:
         allowed_hosts=(options.host.lower(), *map(str.lower, options.allow_host)),
         numerics=target.numerics_shown,
         model_info=target.model_info,
+        sampling=sampling,
         scope=target.scope,
+        disk=target.has_disk,
         created=int(time.time()),
         version=__version__,
         max_body=options.max_body << 20,

@@ -100,11 +100,15 @@ class Target:
         """Whose troubles /health tells; the engine stops when one of them has died."""
         return (self.lane.thread,)
 
+    @property
+    def has_disk(self) -> bool:
+        return self.store is not None and self.store.store.disk is not None
+
     def live(self) -> Mapping[str, Any]:
         if self.store is None:
             return {"memory": self.memory(0), "full_cache": {"disk_policy": "off"}}
         cache = self.store.store.figures()
-        policy = "off" if self.store.store.disk is None else str(self.scope)
+        policy = str(self.scope) if self.has_disk else "off"
         return {"memory": self.memory(cache["host"]["bytes"]), "full_cache": {**cache, "disk_policy": policy}}
 
     def memory(self, blocks: int) -> Mapping[str, Any]:

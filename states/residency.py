@@ -147,15 +147,13 @@ class Deciding(Protocol):
 def shown(
     models: Residency, settings: Deciding, held: Mapping[str, tuple[int, int]] | None = None
 ) -> Mapping[str, Any]:
-    """`/props.runtime.draft_residency`: the policy, and for every model that there is where it really is.
+    """`/props.runtime.draft_residency`: the policy, and where each model really is; None for one that there is not.
 
     held: bytes of its weights (on its device, in host memory), as its executor counts them; without, what the
     acknowledgements told.
     """
-    told: dict[str, Any] = {"policy": settings.residency.policy}
-    if settings.block:
-        told["draft"] = shown_model(models.draft, settings.residency.draft, (held or {}).get("draft"))
-    return told
+    draft = shown_model(models.draft, settings.residency.draft, (held or {}).get("draft")) if settings.block else None
+    return {"policy": settings.residency.policy, "draft": draft, "drafter": None}
 
 
 def shown_model(model: Model, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
@@ -50,6 +50,7 @@ class Answer:
     tokenizer: Tokenizer
     stream: bool
     progress: bool
+    headers: Mapping[str, str] = field(factory=dict)  # of this answer, besides its id
     began: bool = field(default=False, init=False)  # the status line is out
     finish: str = field(default="client_gone", init=False)  # for the log
     _start: float = field(factory=time.monotonic, init=False)
@@ -58,7 +59,8 @@ class Answer:
         try:
             await self._run(scope, receive, send)
         finally:
-            scope[NOTE] = f" {self.shape.id} {self.finish} jobs={len(self.planned)}"
+            said = "".join(f" {name}={value.partition(';')[0]}" for name, value in self.headers.items())
+            scope[NOTE] = f" {self.shape.id} {self.finish} jobs={len(self.planned)}{said}"
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as tasks:
@@ -109,12 +111,12 @@ class Answer:
         self.finish = ended[0].closed.finish
         body = self.shape.whole(said, ended)
         with self._patience():
-            await JSONResponse(body, headers={"x-request-id": self.shape.id})(scope, receive, send)
+            await JSONResponse(body, headers={"x-request-id": self.shape.id, **self.headers})(scope, receive, send)
 
     async def _stream(self, events: Events, send: Send) -> None:
         if events.waiting and isinstance(events.waiting[0], Ended):
             self._checked(events.waiting[0])  # a failure before anything was said still has its own status
-        headers = STREAM_HEADERS | {"x-request-id": self.shape.id}
+        headers = {**STREAM_HEADERS, "x-request-id": self.shape.id, **self.headers}
         start: Message = {
             "type": "http.response.start",
             "status": 200,
@@ -144,7 +146,7 @@ class Answer:
 
     def _frames(self, event: Event, reports: Reports, ended: list[Ended]) -> Iterable[bytes]:
         elapsed_ms = 1000 * (time.monotonic() - self._start)
-        due = reports.heard(event) if isinstance(event, Progress) else reports.rest()
+        due = reports.heard(event) if isinstance(event, Progress) else reports.complete(event)
         if self.progress:
             for report in due:
                 yield from self.shape.progress(report, elapsed_ms)
@@ -259,6 +261,14 @@ class Reports:
             return []
         self.told = self.first.done
         return [self.first]
+
+    def complete(self, event: Said | Ended) -> list[Progress]:
+        """The choice speaks, so its whole prompt is read: its last token, too, from which the first one came."""
+        due = self.rest()
+        if self.first is None or event.index != self.first.index or self.told == self.first.total:
+            return due
+        self.told = self.first.total
+        return [*due, evolve(self.first, done=self.told)]
 
 
 def joined(parts: Sequence[Said]) -> Said:

@@ -26,6 +26,7 @@ from adapters.http.fields import Fields
 from adapters.http.guard import Guard
 from adapters.http.openai_shape import ChatShape, CompletionShape
 from adapters.http.options import EdgeOptions
+from adapters.http.sampling import default_settings
 from adapters.http.shape import Named, new_id
 from adapters.metrics import Metrics
 from adapters.text.template import TemplateFailed, TemplateRefused, text_of
@@ -93,7 +94,8 @@ class Edge:
         prompt = await chat.encode_chat(conversation, self.text)
         planned = controls.plan([prompt], ["$.messages"], asked, self.options, self.text.openings)
         named = Named(new_id("chatcmpl-"), self.options.model_id)
-        return self._answer(planned, ChatShape(named, asked, self.options, self.text.tokenizer), asked)
+        shape = ChatShape(named, asked, self.options, self.text.tokenizer)
+        return self._answer(planned, shape, asked, conversation.headers)
 
     async def completions(self, request: Request) -> Answer:
         fields = await self._ready(request)
@@ -104,9 +106,14 @@ class Edge:
         return self._answer(planned, CompletionShape(named, asked, self.options, self.text.tokenizer), asked)
 
     def _answer(
-        self, planned: tuple[controls.Planned, ...], shape: ChatShape | CompletionShape, asked: controls.Controls
+        self,
+        planned: tuple[controls.Planned, ...],
+        shape: ChatShape | CompletionShape,
+        asked: controls.Controls,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        return Answer(self.door, planned, shape, self.options, self.text.tokenizer, asked.stream, asked.progress)
+        tokenizer, headers = self.text.tokenizer, headers or {}
+        return Answer(self.door, planned, shape, self.options, tokenizer, asked.stream, asked.progress, headers)
 
     async def _ready(self, request: Request) -> Fields:
         """The body, unless nothing can be generated now anyway."""
@@ -194,19 +201,10 @@ class Edge:
 
     async def props(self, _: Request) -> JSONResponse:
         options, status = self.options, self.door.status()
-        sampling = options.sampling
-        settings = {
-            "n_ctx": options.max_ctx,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "repeat_penalty": sampling.repetition_penalty,
-        }
         template = self.text.template
         return JSONResponse(
             {
-                "default_generation_settings": settings,
+                "default_generation_settings": default_settings(options),
                 "model_alias": options.model_id,
                 "chat_template": template.source if template is not None else None,
                 "eos_tokens": list(self.text.tokenizer.end_tokens),
@@ -229,7 +227,7 @@ class Edge:
 
     async def root(self, request: Request) -> Response:
         state = self.door.status().get("state", "ready")
-        about = {"status": "ok" if state == "ready" else state, "model": self.options.model_id}
+        about: dict[str, Any] = {"status": "ok" if state == "ready" else state, "model": self.options.model_id}
         about |= {"version": self.options.version, "endpoints": sorted(route.path for route in self.routes())}
         lines = about | {"endpoints": ", ".join(about["endpoints"])}
         if "text/html" not in request.headers.get("accept", ""):

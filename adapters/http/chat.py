@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import frozen
@@ -23,6 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 TEMPLATE_FLAGS = ("enable_thinking", "thinking", "preserve_thinking")
 NOT_TEXT = ("image_url", "input_image", "image", "input_audio", "audio", "file", "input_file", "video_url", "video")
+UNPARSED = {"x-rekindle-tools": "unparsed; a call comes back as text, with finish_reason stop"}
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -32,6 +34,11 @@ class Chat:
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What the answer's headers say of it: a call that comes back as text must not come as a surprise."""
+        return UNPARSED if "tools" in self.variables else {}
 
 
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
@@ -51,11 +58,6 @@ def refuse_unsupported(fields: Fields) -> None:
     modalities = fields.items("modalities", 8)
     if modalities is not None and modalities != ["text"]:
         raise fields.wrong("modalities", '["text"]; this server answers with text only')
-    answer = fields.within("response_format")
-    if answer is not None and answer.data.get("type") != "text":
-        kind = answer.choice("type", ("text", "json_object", "json_schema"))
-        message = f"{shown(kind)} is not supported by this server yet; only `text` is"
-        raise invalid(answer.at("type"), message, "unsupported_parameter")
     choice = fields.data.get("tool_choice")
     if choice is not None and choice not in ("none", "auto"):
         raise fields.wrong("tool_choice", '"none" or "auto" (this server does not force tool calls yet)')
@@ -92,7 +94,7 @@ def read_message(message: Fields, calls: set[str], argument_text: bool) -> dict[
         if tool_calls := read_calls(message, calls, argument_text):
             read["tool_calls"] = tool_calls
     if read["content"] is None:
-        if role != "assistant" or not (read.get("tool_calls") or message.has("refusal")):
+        if role != "assistant":
             raise message.wrong("content", "a string or an array of text parts")
         read["content"] = message.text("refusal") or ""
     if role == "tool":
@@ -170,6 +172,8 @@ def read_variables(fields: Fields) -> dict[str, Any]:
     effort = fields.choice("reasoning_effort", EFFORTS)
     if effort is not None:
         variables["reasoning_effort"] = effort
+    if not fields.flag("add_generation_prompt", True):
+        variables["generate"] = False
     given = fields.within("chat_template_kwargs")
     for name in given.data if given is not None else ():
         assert given is not None

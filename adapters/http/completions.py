@@ -12,19 +12,17 @@ from adapters.text.text import Text
 from effects.ids import Tokens
 
 MAX_LOGPROBS = 20
+MAX_TOKENS = 16  # of an answer whose request does not say: OpenAI's
 KINDS = "a string, an array of strings, an array of token ids, or an array of arrays of token ids"
 
 
 def read_completion_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
-    if fields.flag("echo"):
-        raise invalid(fields.at("echo"), "is not supported by this server", "unsupported_parameter")
-    if fields.text("suffix"):
-        raise invalid(fields.at("suffix"), "is not supported: the model only writes on", "unsupported_parameter")
     best_of = fields.integer("best_of", 1)
     if best_of is not None and best_of > 1:
         raise invalid(fields.at("best_of"), "above 1 is not supported; use `n`", "unsupported_parameter")
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    return read_controls(fields, options, text.tokenizer.end_tokens, -1 if logprobs is None else logprobs)
+    ends = text.tokenizer.end_tokens
+    return read_controls(fields, options, ends, -1 if logprobs is None else logprobs, MAX_TOKENS)
 
 
 async def read_prompts(fields: Fields, options: EdgeOptions, text: Text) -> tuple[list[Tokens], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from attrs import evolve, frozen
@@ -10,6 +9,8 @@ from attrs import evolve, frozen
 from adapters.http.errors import context_exceeded, invalid, model_not_found
 from adapters.http.fields import Fields, shown
 from adapters.http.options import EdgeOptions
+from adapters.http.sampling import read_sampling
+from adapters.http.unsupported import refuse_missing
 from adapters.text.boundaries import Openings
 from effects.ids import Tokens
 from effects.job import Job, Sampling
@@ -18,8 +19,7 @@ from effects.scope import ACCEPTED, MOST, Scope, count, parse
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
-MAX_BIASES = 1024
-MIN_PENALTY = 1e-3  # logits are divided by it, and float32 ends at 3e38
+SCOPE_KEYS = ("scope", "window")
 
 
 @frozen
@@ -36,6 +36,7 @@ class Controls:
     stream: bool
     include_usage: bool
     progress: bool
+    asked_scope: bool  # by the request itself
 
 
 @frozen
@@ -46,13 +47,16 @@ class Planned:
     prompt: int
     job: Job
     stops: tuple[str, ...]
+    asked_scope: bool = False
 
 
-def read_controls(fields: Fields, options: EdgeOptions, end_tokens: Tokens, logprobs: int = -1) -> Controls:
-    """Raises ApiError for the first field that is wrong."""
+def read_controls(
+    fields: Fields, options: EdgeOptions, end_tokens: Tokens, logprobs: int = -1, max_tokens: int | None = None
+) -> Controls:
+    """max_tokens: of a request that does not say. Raises ApiError for the first field that is wrong."""
     check_model(fields, options)
+    refuse_missing(fields)
     stream_options = fields.within("stream_options")
-    asked = [fields.integer(name, 1) for name in ("max_completion_tokens", "max_tokens")]
     extra_ends = () if fields.flag("ignore_eos") else end_tokens
     fields.refuse("cache_salt", "is not supported; the cache is shared by all requests of this server")
     return Controls(
@@ -62,56 +66,29 @@ def read_controls(fields: Fields, options: EdgeOptions, end_tokens: Tokens, logp
         stop_tokens=tuple(
             dict.fromkeys((*extra_ends, *read_tokens(fields, "stop_token_ids", MAX_STOP_TOKENS, options)))
         ),
-        max_tokens=next((count for count in asked if count is not None), None),
+        max_tokens=read_max_tokens(fields, max_tokens),
         scope=read_scope(fields, options.scope) if fields.flag("cache_prompt", True) else Scope("off"),
         speculate=fields.choice("speculation", ("auto", "off")) != "off",
         stream=fields.flag("stream"),
         include_usage=stream_options is not None and stream_options.flag("include_usage"),
         progress=fields.flag("return_progress"),
+        asked_scope=fields.has("prefix_cache"),
     )
+
+
+def read_max_tokens(fields: Fields, default: int | None) -> int | None:
+    """-1, as llama.cpp has it: until the context is full."""
+    name = fields.given("max_completion_tokens", "max_tokens", "n_predict")
+    count = fields.integer(name, -1)
+    if count == 0:
+        raise fields.wrong(name, "an integer >= 1, or -1 (until the context is full)")
+    return default if count is None else None if count == -1 else count
 
 
 def check_model(fields: Fields, options: EdgeOptions) -> None:
     model = fields.text("model")
     if model is not None and model != options.model_id:
         raise model_not_found(model, options.model_id)
-
-
-def read_sampling(fields: Fields, options: EdgeOptions) -> Sampling:
-    default = options.sampling
-    given: dict[str, Any] = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 0, 1, above=True),
-        "top_k": fields.integer("top_k", 0, 1 << 31),
-        "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": fields.number("repetition_penalty", MIN_PENALTY, 10),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-    }
-    seed = fields.integer("seed", 0, (1 << 63) - 1)
-    return evolve(
-        default,
-        **{name: value for name, value in given.items() if value is not None},
-        logit_bias=read_biases(fields, options),
-        seed=secrets.randbits(63) if seed is None else seed,
-    )
-
-
-def read_biases(fields: Fields, options: EdgeOptions) -> tuple[tuple[int, float], ...]:
-    biases = fields.within("logit_bias")
-    if biases is None:
-        return ()
-    if len(biases.data) > MAX_BIASES:
-        raise invalid(biases.path, f"must have at most {MAX_BIASES} entries, not {len(biases.data)}")
-    read: dict[int, float] = {}
-    for name in biases.data:
-        if not (name.isascii() and name.isdecimal() and len(name) < 12 and int(name) < options.vocab):
-            raise invalid(biases.path, f"the key {shown(name)} is not a token id from 0 to {options.vocab - 1}")
-        bias = biases.number(name, -100, 100)
-        if bias is None:
-            raise biases.wrong(name, "a number in [-100, 100]")
-        read[int(name)] = bias
-    return tuple(sorted(read.items()))
 
 
 def read_stops(fields: Fields) -> tuple[str, ...]:
@@ -139,10 +116,13 @@ def check_tokens(tokens: list[Any], path: str, options: EdgeOptions) -> Tokens:
 
 
 def read_scope(fields: Fields, default: Scope) -> Scope:
-    """prefix_cache: its scope, or the server's; its window goes with `auto`, and is checked in any case."""
+    """prefix_cache: its scope, or the server's. A window is the N of `auto`, where that is what holds."""
     cache = fields.within("prefix_cache")
     if cache is None:
         return default
+    for name in cache.data:
+        if name not in SCOPE_KEYS:
+            raise invalid(cache.path, f"{shown(name)} is not a key of it; accepted are {', '.join(SCOPE_KEYS)}")
     scope, asked, window = default, cache.data.get("scope"), cache.data.get("window")
     if asked is not None:
         try:
@@ -154,7 +134,11 @@ def read_scope(fields: Fields, default: Scope) -> Scope:
     recent = count(window)
     if recent is None:
         raise cache.wrong("window", f"a positive integer up to {MOST}")
-    return Scope("auto", recent) if scope.kind == "auto" else scope
+    if scope.kind != "auto":
+        raise invalid(cache.at("window"), f"goes with scope auto only, and the scope is {scope}")
+    if isinstance(asked, str) and ":" in asked and recent != scope.count:
+        raise invalid(cache.at("window"), f"is {recent}, and the scope is {scope}: say it once")
+    return Scope("auto", recent)
 
 
 def plan(
@@ -189,5 +173,6 @@ def plan(
                 boundaries=boundaries,
                 speculate=controls.speculate,
             )
-            planned.append(Planned(number * controls.choices + choice, number, job, controls.stops))
+            place = number * controls.choices + choice
+            planned.append(Planned(place, number, job, controls.stops, controls.asked_scope))
     return tuple(planned)

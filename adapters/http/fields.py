@@ -34,6 +34,10 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.data.get(name) is not None
 
+    def given(self, *names: str) -> str:
+        """Which of these names for one thing is in use: the first that is, or just the first."""
+        return next(filter(self.has, names), names[0])
+
     def wrong(self, name: str, accepted: str) -> ApiError:
         return invalid(self.at(name), f"must be {accepted}, not {shown(self.data.get(name))}")
 

@@ -49,6 +49,7 @@ def timings(ended: Ended) -> dict[str, Any]:
 def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
     """What became of this job inside the engine."""
     report = ended.closed.report
+    kept = report.cache.rows
     return {
         "restored_tokens": report.restored_tokens,
         "tier": report.tier,
@@ -57,8 +58,8 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
             "scope": report.cache.scope,
             "shared": report.cache.shared if report.cache.scope.startswith("auto") else None,
             "selected": report.cache.boundary,
-            "kept": report.cache.rows,
-            "reason": report.cache.reason,
+            "kept": kept,
+            "reason": "disk_off" if ended.planned.asked_scope and kept and not options.disk else report.cache.reason,
         },
         "compressed_from": report.compressed_from or None,
         "speculation": {

@@ -16,8 +16,10 @@ class EdgeOptions:
     """Everything is per server; sizes in bytes, times in seconds.
 
     model_id: what `model` in requests must say.  max_ctx: tokens of prompt and answer together.
-    vocab: token ids are below it.  sampling: for requests that do not say (its seed and logprobs are not used).
+    vocab: token ids are below it.  sampling: for requests that do not say (its seed and logprobs are not used);
+    OpenAI's, unless the checkpoint says otherwise.
     scope: of the prefix cache, for requests that do not say.
+    disk: is there a disk tier? A request cannot turn it on.
     numerics: shown as `rekindle.numerics`; `mode` is `exact` or `fast`.
     allowed_hosts: names besides the loopback ones that a Host header may have; `*` accepts any, `0.0.0.0` or `::` any
     IP address.
@@ -27,8 +29,9 @@ class EdgeOptions:
     model_id: str
     max_ctx: int
     vocab: int
-    sampling: Sampling = field(factory=Sampling)
+    sampling: Sampling = field(factory=lambda: Sampling(temperature=1))
     scope: Scope = field(factory=Scope)
+    disk: bool = True
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -37,7 +40,7 @@ class EdgeOptions:
     created: int = 0  # when the model was made or loaded, Unix time
     version: str = "0"
     max_body: int = 32 << 20
-    max_choices: int = 8
+    max_choices: int = 128  # OpenAI's
     max_prompts: int = 64
     max_jobs: int = 512  # that one request makes, prompts times choices: no more than slots and queue hold
     body_timeout_s: float = 30

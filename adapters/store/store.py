@@ -355,4 +355,5 @@ class Store:
                 "misses": dict(self.misses),
                 "restores": {place: asdict(restored) for place, restored in self.restores.items()},
                 "leases": len(self._leases),
+                "recent": len(self.recents),  # prompts that scope `auto` compares with
             }

@@ -69,14 +69,15 @@ class Text:
 
 
 def default_sampling(settings: Mapping[str, Any]) -> Sampling:
-    """generation_config.json: greedy unless it asks for sampling. Raises CheckpointError for a value out of range."""
-    if not settings.get("do_sample", False):
-        return Sampling()
+    """generation_config.json, then OpenAI's: temperature 1, top-p 1. With `do_sample: false` in it: greedy.
+
+    Raises CheckpointError for a value out of range.
+    """
     ranges = {
         "temperature": (0, 2),
         "top_p": (1e-6, 1),
         "min_p": (0, 1),
-        "top_k": (0, 1 << 31),
+        "top_k": (-1, 1 << 31),
         "repetition_penalty": (1e-3, 10),
     }
     chosen: dict[str, Any] = {"temperature": 1.0}
@@ -86,5 +87,10 @@ def default_sampling(settings: Mapping[str, Any]) -> Sampling:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise CheckpointError(f"generation_config.json: {name} is {value!r}, not a number in [{low:g}, {high:g}]")
-        chosen[name] = int(value) if name == "top_k" else value
+        chosen[name] = max(0, int(value)) if name == "top_k" else value
+    sample = settings.get("do_sample")
+    if not isinstance(sample, bool | None):
+        raise CheckpointError(f"generation_config.json: do_sample is {sample!r}, not true or false")
+    if sample is False:
+        chosen["temperature"] = 0.0
     return Sampling(**chosen)

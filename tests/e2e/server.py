@@ -41,7 +41,12 @@ class Running:
     def endless(self) -> dict[str, object]:
         """The body of a completion that only ends when its context is full."""
         ends = self.client.get("/props").json()["eos_tokens"]
-        return {"prompt": "x = 1\n", "stream": True, "logit_bias": {str(token): -100 for token in ends}}
+        return {
+            "prompt": "x = 1\n",
+            "stream": True,
+            "max_tokens": -1,
+            "logit_bias": {str(token): -100 for token in ends},
+        }
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -205,7 +205,7 @@ async def test_stages_add_up_to_the_time_the_request_took() -> None:
 
 async def test_where_the_draft_is_can_be_seen() -> None:
     async with engine() as plain:
-        assert plain.door.status()["runtime"] == {"draft_residency": {"policy": "auto"}}
+        assert plain.door.status()["runtime"] == {"draft_residency": {"policy": "auto", "draft": None, "drafter": None}}
     async with engine(evolve(SETTINGS, block=3, residency=Resolved("request-scoped", "park"))) as running:
         running.door.live = lambda: {"memory": {"models": {"draft": {"device": 0, "host": 7}}}}
         told = running.door.status()["runtime"]["draft_residency"]

@@ -11,7 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 from anyio.abc import TaskGroup
@@ -19,8 +19,9 @@ from attrs import define, evolve, field
 
 from effects.ids import RequestId, Tokens
 from effects.job import Job, Report
-from effects.ports import CancelReason, Closed, Message
+from effects.ports import CancelReason, Closed, Message, SlotStatus, Status
 from effects.round import Logprob
+from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
 
 FINISHES: Mapping[CancelReason, Finish] = {
@@ -90,16 +91,19 @@ class FakeDoor:
     slots: int = 4
     max_queue: int = 32
     chunk: int = 8
+    go: anyio.Event | None = None  # it works only once this is set
     chunk_s: float = 0.0
     round_s: float = 0.0
     per_round: int = 1
     fail_after: int | None = None  # tokens
     hang_after: int | None = None  # tokens; the engine never says anything again
-    state: str = "ready"
+    state: Literal["loading", "ready", "draining", "failed"] = "ready"
     troubles: Mapping[str, str] = field(factory=dict)
     tickets: list[FakeTicket] = field(factory=list)
     waiting: int = 0
     busy: int = 0
+    last: bool = True  # progress counts a prompt's last token, which the first round feeds
+    selection: Selection = field(factory=Selection)  # what is kept of a prompt beyond the device
     kept: list[Tokens] = field(factory=list)  # prompts whose rows are still there
 
     @staticmethod
@@ -112,7 +116,7 @@ class FakeDoor:
     def reset(self) -> None:
         """As new, when nothing runs."""
         fresh = FakeDoor(digest_script(20, 300), self.tasks)
-        for name in ("script", "per_round", "fail_after", "state", "kept", "tickets", "busy"):
+        for name in ("script", "per_round", "last", "selection", "fail_after", "state", "kept", "tickets", "busy"):
             setattr(self, name, getattr(fresh, name))
 
     def submit(self, job: Job) -> FakeTicket:
@@ -132,16 +136,18 @@ class FakeDoor:
                 self.tasks.start_soon(self._queue, ticket)
         return ticket
 
-    def status(self) -> Mapping[str, Any]:
-        return {
-            "state": self.state,
-            "slots": [{"id": number, "is_processing": number < self.busy} for number in range(self.slots)],
-            "slots_busy": self.busy,
-            "queue": self.waiting,
-            "queue_full": self.busy >= self.slots and self.waiting >= self.max_queue,
-            "numerics": {"mode": "exact", "rungs": [4, 8]},
-            "troubles": self.troubles,
-        }
+    def status(self) -> Status:
+        return Status(
+            state=self.state,
+            slots=[
+                SlotStatus(id=number, is_processing=number < self.busy, request=None, state=None, kept_tokens=0)
+                for number in range(self.slots)
+            ],
+            slots_busy=self.busy,
+            queue=self.waiting,
+            queue_full=self.busy >= self.slots and self.waiting >= self.max_queue,
+            troubles=self.troubles,
+        )
 
     async def _queue(self, ticket: FakeTicket) -> None:
         while self.busy >= self.slots and ticket.reason is None:  # noqa: ASYNC110 - a fake need not be clever
@@ -161,16 +167,19 @@ class FakeDoor:
             self.kept.append(ticket.job.prompt)
 
     async def _work(self, ticket: FakeTicket) -> None:
+        if self.go is not None:
+            await self.go.wait()
         job, total = ticket.job, len(ticket.job.prompt)
         cached = self.common(job)
         missed = "" if cached else "empty_store"
-        ticket.report = Report(total, cached, "device" if cached else "none", missed)
+        ticket.report = Report(total, cached, "device" if cached else "none", missed, cache=self.selection)
         ticket.tell(ReportProgress(cached, total, cached))
         done = cached
-        while done < total:
+        end = total if self.last else total - 1
+        while done < end:
             if not await ticket.pause(self.chunk_s):
                 return ticket.close(FINISHES[ticket.reason or "client_gone"])
-            done = min(total, done + self.chunk)
+            done = min(end, done + self.chunk)
             ticket.tell(ReportProgress(done, total, cached))
         return await self._decode(ticket)
 

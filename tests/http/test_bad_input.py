@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +34,12 @@ RAW = {
 }
 
 FIELDS: list[tuple[dict[str, Any], str, str]] = [
-    ({"n": 10**9}, "$.n", "from 1 to 8"),
-    ({"n": 0}, "$.n", "from 1 to 8"),
-    ({"max_tokens": -5}, "$.max_tokens", "an integer >= 1, not -5"),
+    ({"n": 10**9}, "$.n", "from 1 to 128"),
+    ({"n": 0}, "$.n", "from 1 to 128"),
+    ({"max_tokens": -5}, "$.max_tokens", "an integer >= -1, not -5"),
+    ({"max_tokens": 0}, "$.max_tokens", "an integer >= 1, or -1"),
+    ({"n_predict": 0}, "$.n_predict", "an integer >= 1, or -1"),
+    ({"n_predict": "5"}, "$.n_predict", 'not "5"'),
     ({"max_tokens": 5.7}, "$.max_tokens", "not 5.7"),
     ({"max_tokens": "5"}, "$.max_tokens", 'not "5"'),
     ({"max_tokens": True}, "$.max_tokens", "not true"),
@@ -52,14 +56,16 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "$.temperature", "[0, 2], not -1"),
     ({"temperature": 3}, "$.temperature", "[0, 2]"),
     ({"temperature": "1"}, "$.temperature", "a number"),
-    ({"top_p": 0}, "$.top_p", "(0, 1]"),
-    ({"top_k": -1}, "$.top_k", "from 0"),
+    ({"top_p": -0.1}, "$.top_p", "[0, 1]"),
+    ({"top_k": -2}, "$.top_k", "from -1"),
     ({"min_p": 1.5}, "$.min_p", "[0, 1]"),
     ({"repetition_penalty": 0}, "$.repetition_penalty", "[0.001, 10]"),
     ({"repetition_penalty": 1e-300}, "$.repetition_penalty", "[0.001, 10]"),
     ({"presence_penalty": 2.5}, "$.presence_penalty", "[-2, 2]"),
     ({"seed": 2**70}, "$.seed", "9223372036854775807"),
-    ({"seed": -1}, "$.seed", "from 0"),
+    ({"seed": -(2**70)}, "$.seed", "from -9223372036854775808"),
+    ({"repeat_penalty": 0}, "$.repeat_penalty", "[0.001, 10]"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "$.repeat_last_n", "must be -1, not 64"),
     ({"logit_bias": {"x": 1}}, "$.logit_bias", "not a token id"),
     ({"logit_bias": {"999999": 1}}, "$.logit_bias", "from 0 to"),
     ({"logit_bias": {"5": 101}}, "$.logit_bias.5", "[-100, 100]"),
@@ -99,6 +105,12 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ],
     *[({"prefix_cache": {"scope": s}}, "$.prefix_cache.scope", '"auto:N" or N') for s in (0, -1, True, 1.5, 10**7, [])],
     *[({"prefix_cache": {"window": w}}, "$.prefix_cache.window", "positive integer") for w in (0, "x", True, 1.5)],
+    *[
+        ({"prefix_cache": {"scope": s, "window": 5}}, "$.prefix_cache.window", "goes with scope auto only")
+        for s in ("full", "off", 500, None)
+    ],
+    ({"prefix_cache": {"scope": "auto:4", "window": 5}}, "$.prefix_cache.window", "say it once"),
+    ({"prefix_cache": {"scpe": "off"}}, "$.prefix_cache", '"scpe" is not a key of it; accepted are scope, window'),
     ({"model": 5}, "$.model", "a string"),
     ({"messages": []}, "$.messages", "at least one message"),
     ({"messages": None}, "$.messages", "at least one message"),
@@ -132,7 +144,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "$.messages[0].tool_calls[0].function.arguments",
         "a string",
     ),
-    ({"messages": [{"role": "assistant", "content": None}]}, "$.messages[0].content", "a string"),
+    ({"messages": [{"role": "user", "content": None}]}, "$.messages[0].content", "a string"),
 ]
 
 
@@ -168,18 +180,75 @@ async def test_a_wrong_field_is_named(shared: Site, fields: dict[str, Any], para
     assert len(shared.door.tickets) == before
 
 
-def expected(scope: object, window: object) -> Scope:
-    if scope in {"auto", "auto:30"}:
-        return Scope("auto", 30 if window is None else int(str(window)))
-    return {"off": Scope("off"), "full": Scope(), None: Scope()}.get(scope, Scope("fixed", 500))
+SCOPES = {
+    ("off", None): Scope("off"),
+    ("full", None): Scope(),
+    (None, None): Scope(),
+    ("500", None): Scope("fixed", 500),
+    (500, None): Scope("fixed", 500),
+    ("auto", None): Scope("auto", 30),
+    ("auto:8", None): Scope("auto", 8),
+    ("auto:8", 8): Scope("auto", 8),
+    ("auto", 1): Scope("auto", 1),
+    ("AUTO", "1"): Scope("auto", 1),
+    ("auto", 1_000_000): Scope("auto", 1_000_000),
+}
 
 
-@pytest.mark.parametrize("scope", ["off", "full", "auto", "auto:30", "500", 500, None])
-@pytest.mark.parametrize("window", [1, "1", 1_000_000, None])
+@pytest.mark.parametrize(("scope", "window"), SCOPES)
 async def test_every_good_scope_and_window_is_accepted(shared: Site, scope: object, window: object) -> None:
     response = await shared.chat(max_tokens=1, prefix_cache={"scope": scope, "window": window})
     assert response.status_code == 200
-    assert shared.door.tickets[-1].job.scope == expected(scope, window)
+    assert shared.door.tickets[-1].job.scope == SCOPES[scope, window]
+
+
+async def test_a_window_alone_goes_with_the_servers_own_auto(folder: Path) -> None:
+    async with served(folder, scope=Scope("auto", 4)) as site:
+        await site.chat(max_tokens=1, prefix_cache={"window": 9})
+        assert site.door.tickets[-1].job.scope == Scope("auto", 9)
+
+
+MISSING: list[dict[str, Any]] = [
+    {"grammar": 'root ::= "a"'},
+    {"json_schema": {"type": "object"}},
+    {"guided_json": {"type": "object"}},
+    {"guided_regex": "a+"},
+    {"guided_choice": ["a", "b"]},
+    {"guided_grammar": "x"},
+    {"structured_outputs": {"choice": ["a"]}},
+    {"response_format": {"type": "json_schema", "json_schema": {}}},
+    {"continue_final_message": True},
+    {"min_tokens": 5},
+    {"typical_p": 0.9},
+    {"mirostat": 2},
+    {"dry_multiplier": 0.8},
+    {"samplers": ["top_k"]},
+    {"bad_words": ["a"]},
+    {"n_probs": 2},
+    {"skip_special_tokens": False},
+    {"echo": True},
+    {"lora": [{"id": 0, "scale": 1}]},
+]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+@pytest.mark.parametrize("fields", MISSING, ids=lambda fields: next(iter(fields)))
+async def test_what_would_change_the_answer_is_never_ignored(shared: Site, path: str, fields: dict[str, Any]) -> None:
+    response = await shared.post(path, {**chat(), "prompt": "x", **fields})
+    (name,) = fields
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "unsupported_parameter")
+    assert error["param"].startswith(f"$.{name}")
+
+
+async def test_a_field_that_asks_for_nothing_passes(shared: Site) -> None:
+    """As other servers' clients send it along with everything else."""
+    harmless = {"grammar": "", "json_schema": None, "guided_choice": [], "structured_outputs": {}, "typical_p": 1.0}
+    harmless |= {"continue_final_message": False, "min_tokens": 0, "mirostat": 0, "skip_special_tokens": True}
+    harmless |= {"response_format": {"type": "text"}, "repeat_last_n": 64, "id_slot": -1, "top_n_sigma": -1.0}
+    for path in (PATH, "/v1/completions"):
+        response = await shared.post(path, {**chat(), "prompt": "x", "max_tokens": 1, **harmless})
+        assert response.status_code == 200, response.text
 
 
 async def test_the_cache_can_also_be_declined_as_llama_cpp_does(shared: Site) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from adapters.http.errors import ApiError
-from effects.scope import Scope
-from tests.http.conftest import Site, chat
+from effects.job import Sampling
+from effects.scope import Scope, Selection
+from tests.http.conftest import Site, chat, served
 from tests.http.sse import chunks, stream, text_of
 
 PATH = "/v1/chat/completions"
@@ -198,6 +201,82 @@ async def test_max_tokens_is_cut_to_the_room_that_is_left(site: Site) -> None:
     assert [job.max_tokens for job in jobs] == [room, room, room, 9]
 
 
+async def test_a_request_that_does_not_say_is_sampled_as_the_checkpoint_wants_then_as_openai_does(
+    shared: Site, folder: Path
+) -> None:
+    await shared.chat(max_tokens=1)
+    sampling = shared.door.tickets[-1].job.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0)
+    wanted = Sampling(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
+    async with served(folder, sampling=wanted) as site:
+        await site.chat(max_tokens=1)
+        await site.chat(max_tokens=1, temperature=0, top_k=-1)
+        settings = (await site.client.get("/props")).json()["default_generation_settings"]
+    jobs = [evolve(ticket.job.sampling, seed=0) for ticket in site.door.tickets]
+    assert jobs == [wanted, evolve(wanted, temperature=0, top_k=0)]
+    for shown in (settings, settings["params"]):
+        expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repeat_penalty": 1.05, "seed": -1}
+        assert shown | expected == shown
+
+
+async def test_several_choices_differ_where_nothing_asks_for_greed(site: Site) -> None:
+    body = (await site.chat(n=3, max_tokens=5)).json()
+    assert len({choice["message"]["content"] for choice in body["choices"]}) == 3
+    assert all(ticket.job.sampling.temperature == 1 for ticket in site.door.tickets)
+
+
+async def test_values_that_other_servers_clients_send_mean_what_they_mean_there(site: Site) -> None:
+    site.say("x")
+    fields = {"max_tokens": -1, "top_k": -1, "top_p": 0, "repeat_penalty": 1.2, "repeat_last_n": -1}
+    for seed in (-1, -1, -2, -(1 << 63)):
+        assert (await site.chat(**fields, seed=seed)).status_code == 200
+    jobs = [ticket.job for ticket in site.door.tickets]
+    assert {job.max_tokens for job in jobs} == {4096 - len(jobs[0].prompt)}
+    assert {(job.sampling.top_k, job.sampling.top_p) for job in jobs} == {(1, 1)}, "only the likeliest is left"
+    assert {job.sampling.repetition_penalty for job in jobs} == {1.2}
+    seeds = [job.sampling.seed for job in jobs]
+    assert seeds[0] != seeds[1], "-1 is random"
+    assert seeds[2:] == [(1 << 63) - 2, 0]
+    await site.chat(n_predict=3)
+    assert site.door.tickets[-1].job.max_tokens == 3
+    many = (await site.chat(n=36, max_tokens=1)).json()
+    assert len(many["choices"]) == 36
+
+
+async def test_an_assistants_message_may_be_empty(site: Site) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": ""},
+    ]
+    assert (await site.post(PATH, {"messages": messages, "max_tokens": 1})).status_code == 200
+
+
+async def test_a_prompt_may_end_without_the_opening_of_an_answer(site: Site) -> None:
+    await site.chat(max_tokens=1)
+    await site.chat(max_tokens=1, add_generation_prompt=False)
+    whole, without = (site.text.tokenizer.decode(ticket.job.prompt, special=True) for ticket in site.door.tickets)
+    assert whole == without + "<|im_start|>assistant\n"
+
+
+async def test_tools_are_not_parsed_yet_and_the_answer_says_so(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    with caplog.at_level("INFO", "rekindle.http"):
+        for stream_ in (False, True):
+            response = await site.chat(max_tokens=1, tools=tools, stream=stream_)
+            assert response.headers["x-rekindle-tools"].startswith("unparsed")
+        assert "x-rekindle-tools" not in (await site.chat(max_tokens=1, tools=tools, tool_choice="none")).headers
+    assert [record.message.endswith(" x-rekindle-tools=unparsed") for record in caplog.records] == [True, True, False]
+
+
+async def test_a_request_cannot_turn_the_disk_on_and_is_told_so(folder: Path) -> None:
+    for disk, asked, reason in ((False, {"scope": "full"}, "disk_off"), (False, None, "whole"), (True, {}, "whole")):
+        async with served(folder, disk=disk) as site:
+            site.door.selection = Selection("full", "whole", rows=64)
+            body = (await site.chat(max_tokens=1, prefix_cache=asked)).json()
+            assert body["rekindle"]["prefix_cache"]["reason"] == reason
+
+
 async def test_every_sampling_field_reaches_the_engine(site: Site) -> None:
     fields: dict[str, Any] = {
         "temperature": 0.5,
@@ -257,6 +336,16 @@ async def test_unknown_fields_and_nulls_are_ignored(shared: Site) -> None:
     nulls = dict.fromkeys(("temperature", "stop", "seed", "n", "tools", "stream_options", "logprobs", "user", "model"))
     response = await shared.chat(max_tokens=1, store=False, metadata={"a": "b"}, zzz=[1], **nulls)
     assert response.status_code == 200, response.text
+
+
+async def test_progress_reaches_its_total_where_an_engine_leaves_the_last_token_to_the_first_round(site: Site) -> None:
+    site.door.last = False
+    for cached in (False, True):
+        found = await chunks(site, PATH, chat("x" * 90, return_progress=True, max_tokens=1))
+        reports = [chunk["prompt_progress"] for chunk in found if "prompt_progress" in chunk]
+        done = [report["processed"] for report in reports]
+        assert (done[-1], done) == (reports[0]["total"], sorted(set(done)))
+        assert (done[0] > 0) == cached
 
 
 async def test_progress_starts_at_what_was_cached_and_grows_to_the_whole(site: Site) -> None:

@@ -25,6 +25,12 @@ async def test_a_prompt_may_be_text_texts_ids_or_lists_of_ids(site: Site) -> Non
         assert body["usage"]["completion_tokens"] == 2 * len(expected)
 
 
+async def test_an_answer_has_16_tokens_unless_the_request_says_otherwise(site: Site) -> None:
+    for fields in ({}, {"max_tokens": -1}, {"max_tokens": 20}):
+        await site.complete([30] * 4000, **fields)
+    assert [ticket.job.max_tokens for ticket in site.door.tickets] == [16, 96, 20]
+
+
 async def test_choices_are_numbered_prompt_by_prompt(site: Site) -> None:
     body = (await site.complete(["a", "b"], n=2, seed=5, max_tokens=3)).json()
     assert [ticket.job.sampling.seed for ticket in site.door.tickets] == [5, 6, 5, 6]

@@ -169,7 +169,7 @@ def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() ->
         *("loaded", 7, 8),
         None,
     )
-    assert shown(Residency(), PLAIN) == {"policy": "auto"}
+    assert shown(Residency(), PLAIN) == {"policy": "auto", "draft": None, "drafter": None}
 
 
 # Every order in which three requests come, draft, leave and fail: the whole fold, walked to its end.

@@ -15,6 +15,7 @@ from adapters.models.config import CheckpointError
 from adapters.text.template import Control
 from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer
+from effects.job import Sampling
 from tests.text import small
 
 TYPED = st.lists(st.text(max_size=8) | st.sampled_from([*small.SPECIAL, *small.VISIBLE, "\0", "\u202e"]), max_size=8)
@@ -87,6 +88,7 @@ async def test_encoding_a_long_prompt_does_not_hold_up_the_event_loop(tokenizer:
         ("tokenizer.json", '{"decoder": {"type": "Metaspace"}, "model": {}}', "decoder is not ByteLevel"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template"),
         ("generation_config.json", '{"do_sample": true, "top_p": 7}', r"top_p is 7, not a number in \[1e-06, 1\]"),
+        ("generation_config.json", '{"do_sample": "yes"}', "do_sample is 'yes', not true or false"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, file: str, content: str | None, says: str) -> None:
@@ -108,8 +110,17 @@ def test_a_tokenizer_with_a_merge_that_makes_a_control_token_is_still_read(tmp_p
     assert Tokenizer.load(tmp_path).encode_now(["the"])
 
 
-def test_sampling_follows_generation_config_only_when_it_samples(tmp_path: Path) -> None:
-    greedy = Text.load(small.write(tmp_path, temperature=0.6, top_k=20))
-    sampled = Text.load(small.write(tmp_path, temperature=0.6, top_k=20, top_p=0.95, do_sample=True))
-    assert greedy.sampling.temperature == 0
-    assert (sampled.sampling.temperature, sampled.sampling.top_k, sampled.sampling.top_p) == (0.6, 20, 0.95)
+SETTINGS: list[tuple[dict[str, object], Sampling]] = [
+    ({}, Sampling(temperature=1)),
+    ({"do_sample": True}, Sampling(temperature=1)),
+    ({"temperature": 0.6, "top_k": 20}, Sampling(temperature=0.6, top_k=20)),
+    ({"do_sample": True, "top_p": 0.95, "top_k": -1, "min_p": 0.1}, Sampling(temperature=1, top_p=0.95, min_p=0.1)),
+    ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, Sampling(repetition_penalty=1.1)),
+]
+
+
+@pytest.mark.parametrize(("said", "expected"), SETTINGS, ids=str)
+def test_sampling_is_what_generation_config_says_and_openais_where_it_is_silent(
+    tmp_path: Path, said: dict[str, object], expected: Sampling
+) -> None:
+    assert Text.load(small.write(tmp_path, **said)).sampling == expected
