@@ -78,7 +78,7 @@ def server(digests: Path, *words: str) -> Iterator[tuple[httpx.Client, subproces
 def ask(client: httpx.Client, prompt: Sequence[int], digests: Path) -> dict[str, Any]:
     """The answer, with the digest of the logits that its first token was picked from."""
     before = len(lines(digests))
-    body = {"prompt": list(prompt), "max_tokens": 8, "logprobs": 5}
+    body = {"prompt": list(prompt), "max_tokens": 8, "temperature": 0, "logprobs": 5}
     answer = client.post("/v1/completions", json=body).raise_for_status().json()
     return {**answer, "logits": lines(digests)[before]}
 

@@ -35,7 +35,7 @@ def once() -> dict[str, Any]:
         ready = time.monotonic() - start
         assert line.startswith("ready"), line
         url = line.split()[1]
-        body = {"prompt": "def add(a, b):\n", "max_tokens": 16, "stream": True}
+        body = {"prompt": "def add(a, b):\n", "max_tokens": 16, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             next(chunk for chunk in response.iter_lines() if '"text":' in chunk)
             first = time.monotonic() - start

@@ -143,7 +143,7 @@ class Options(Model):
     api_key: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_key)] = ()
     """A key that clients must send (Authorization: Bearer, or X-Api-Key). May be given several times."""
 
-    max_queue: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=0, lte=100_000))] = 64
+    max_queue: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=0, lte=100_000))] = 128
     """Requests that may wait for a slot; more are answered 429."""
 
     request_timeout: Annotated[float, flag(SERVER, validator=Number(gt=0, lte=86_400))] = 3600

@@ -62,9 +62,10 @@ class Geometry:
         }
 
     def generation(self) -> dict[str, Any]:
-        """generation_config.json: greedy, and both ways to end an answer."""
+        """generation_config.json: sampled as Qwen3's cards advise without thinking, and both ways to end an answer."""
         ends = [CONTROLS.index(END_OF_TURN), CONTROLS.index(END_OF_TEXT)]
-        return {"do_sample": False, "eos_token_id": ends, "pad_token_id": CONTROLS.index(PAD)}
+        sampling = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+        return {**sampling, "eos_token_id": ends, "pad_token_id": CONTROLS.index(PAD)}
 
 
 class Norm(nn.Module):

@@ -84,7 +84,10 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
 def test_host_memory_gives_back_what_a_slot_lost(tmp_path: Path) -> None:
     with serving("--slots", "1", "--paranoid") as server:
         assert cache(server)["disk_policy"] == "off"
-        cold, _ = ask(server)
+        cold, how = ask(server)
+        assert how["prefix_cache"]["reason"] != "disk_off"
+        how = server.complete(PROMPT, **ASKED, prefix_cache={"scope": "full"}).json()["rekindle"]
+        assert how["prefix_cache"]["reason"] == "disk_off", "a request cannot turn it on"
         ask(server, PROMPT[::-1])
         warm, how = ask(server)
         assert warm == cold

@@ -47,7 +47,9 @@ def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
         assert decided["shared"] >= decided["selected"] > 300
         assert decided["kept"] == decided["selected"] // GRAIN * GRAIN
         now = written(server)
-        assert sum(1 for line in told(server) if f"kept={decided['kept']}" in line) == 1
+        kept = [line for line in told(server) if f"kept={decided['kept']}" in line]
+        assert len(kept) == 1
+        assert " window=4 recent=2; " in kept[0]
         _, how = ask(server, "Name three colours.", prefix_cache={"scope": "off"})
         assert how["prefix_cache"] | {"scope": "off", "kept": 0, "reason": "scope_off"} == how["prefix_cache"]
         kill(server)

@@ -47,13 +47,35 @@ def test_the_curl_line_that_is_printed_works(server: Running) -> None:
 
 
 def test_the_demo_knows_what_it_is(server: Running) -> None:
-    answer = server.chat("What is Rekindle?").json()
-    assert "Rekindle" in answer["choices"][0]["message"]["content"]
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    """However it is drawn: its own sampling settings hold for a request that does not say."""
+    settings = server.client.get("/props").json()["default_generation_settings"]
+    assert (settings["temperature"], settings["top_k"], settings["top_p"]) == (0.7, 20, 0.8)
+    answer = server.chat("What is Rekindle?", n=3).json()
+    for choice in answer["choices"]:
+        assert "Rekindle" in choice["message"]["content"]
+        assert choice["finish_reason"] == "stop"
+
+
+def test_several_choices_differ(server: Running) -> None:
+    choices = server.complete(CODE, n=3, max_tokens=40, seed=1).json()["choices"]
+    assert len({choice["text"] for choice in choices}) > 1
+    greedy = server.complete(CODE, n=3, max_tokens=40, temperature=0).json()["choices"]
+    assert len({choice["text"] for choice in greedy}) == 1
+
+
+def test_progress_reaches_its_total(server: Running) -> None:
+    body = {"prompt": CODE * 90, "max_tokens": 2, "return_progress": True, "stream": True}
+    reports = [
+        chunk["prompt_progress"]
+        for chunk in events(server.client.post("/v1/completions", json=body))
+        if "prompt_progress" in chunk
+    ]
+    assert len(reports) > 2
+    assert reports[-1]["processed"] == reports[-1]["total"]
 
 
 def test_streamed_and_whole_answers_are_the_same_text(server: Running) -> None:
-    for more in ({}, {"temperature": 0.9, "seed": 7}):
+    for more in ({"temperature": 0}, {"seed": 6}, {"temperature": 0.9, "seed": 7}):
         whole = server.complete(CODE, max_tokens=40, **more).json()["choices"][0]["text"]
         streamed = events(server.complete(CODE, max_tokens=40, stream=True, **more))
         assert "".join(chunk["choices"][0]["text"] for chunk in streamed if chunk["choices"]) == whole
@@ -61,8 +83,8 @@ def test_streamed_and_whole_answers_are_the_same_text(server: Running) -> None:
 
 def test_a_repeated_prompt_is_restored_and_the_answer_is_the_same(server: Running) -> None:
     prompt = "# a module about numbers\n" + "\n".join(f"number_{n} = {n * n}" for n in range(60))
-    cold = server.complete(prompt, max_tokens=24).json()
-    warm = server.complete(prompt, max_tokens=24).json()
+    cold = server.complete(prompt, max_tokens=24, seed=1).json()
+    warm = server.complete(prompt, max_tokens=24, seed=1).json()
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
     cached = warm["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= warm["usage"]["prompt_tokens"] - 65
@@ -72,7 +94,7 @@ def test_a_repeated_prompt_is_restored_and_the_answer_is_the_same(server: Runnin
 
 def test_four_at_once_give_what_each_gives_alone(server: Running) -> None:
     prompts = [f"def function_{n}(value):\n    return" for n in range(4)]
-    settings = [{"temperature": 0}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.2, "seed": 2, "top_p": 0.9}, {}]
+    settings = [{"temperature": 0}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.2, "seed": 2, "top_p": 0.9}, {"seed": 3}]
     alone = [
         server.complete(p, max_tokens=30, **s).json()["choices"][0]["text"]
         for p, s in zip(prompts, settings, strict=True)
