@@ -94,7 +94,12 @@ def test_a_repeated_prompt_is_restored_and_the_answer_is_the_same(server: Runnin
 
 def test_four_at_once_give_what_each_gives_alone(server: Running) -> None:
     prompts = [f"def function_{n}(value):\n    return" for n in range(4)]
-    settings = [{"temperature": 0}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.2, "seed": 2, "top_p": 0.9}, {"seed": 3}]
+    settings = [
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 1.2, "seed": 2, "top_p": 0.9},
+        {"seed": 3},
+    ]
     alone = [
         server.complete(p, max_tokens=30, **s).json()["choices"][0]["text"]
         for p, s in zip(prompts, settings, strict=True)
