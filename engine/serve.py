@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterable, Sequence
+from typing import NoReturn
 
 import anyio
 from anyio import TASK_STATUS_IGNORED
@@ -25,7 +28,7 @@ from adapters.text.text import Text
 from adapters.watched import Watched
 from effects.job import Sampling
 from engine import __version__
-from engine.assemble import Engine, engine
+from engine.assemble import engine
 from engine.options import Options
 from engine.refusal import Refusal, innermost
 from engine.target import Target, load_target
@@ -33,16 +36,36 @@ from engine.trace import VERSION, Header, Recorder
 
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+FILES = 4096  # descriptors: 1,024 connections, and the files of cache and checkpoint
+LATE_S = 0.8  # after the grace period, for everything to be closed
+WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> NoReturn:
     """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
+    raise_file_limit()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        return anyio.run(serve_until_signal, options)
+        status = anyio.run(serve_until_signal, options)
     except BaseExceptionGroup as group:
         raise innermost(group) from group
+    leave(status)
+
+
+def raise_file_limit() -> None:
+    """A shell often allows fewer files than the system does: connections and the cache's files need some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FILES:
+        most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def leave(status: int) -> NoReturn:
+    """At once: everything of ours is closed, and taking torch apart would take a second, a CUDA context several."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 @define
@@ -66,7 +89,7 @@ async def serve_until_signal(options: Options) -> int:
     gate, stop, started = Gate(), anyio.Event(), time.monotonic()
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch, signals, gate, stop)
+            tasks.start_soon(watch, signals, gate, stop, options.grace)
             serving: Serving = await tasks.start(listen, options, gate)
             clean = await serve_model(options, gate, serving, stop, started)
             tasks.cancel_scope.cancel()
@@ -81,13 +104,22 @@ async def listen(options: Options, gate: Gate, *, task_status: TaskStatus[Servin
         raise Refusal(f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}") from error
 
 
-async def watch(signals: AsyncIterable[signal.Signals], gate: Gate, stop: anyio.Event) -> None:
+async def watch(signals: AsyncIterable[signal.Signals], gate: Gate, stop: anyio.Event, grace: float) -> None:
     """The first signal drains; a second one, or one while the model loads, stops at once."""
     async for number in signals:
         if stop.is_set() or gate.app is None:
             log.warning("stopping at once")
             os._exit(128 + number)
         stop.set()
+        late = threading.Timer(grace + LATE_S, give_up)
+        late.daemon = True
+        late.start()
+
+
+def give_up() -> None:
+    """Something that cannot be cancelled still runs: a kernel, a tokenizer, a write to a slow disk."""
+    log.error("not everything has ended in time: stopping at once")
+    os._exit(1)
 
 
 async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyio.Event, started: float) -> bool:
@@ -110,8 +142,9 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
             announce(options, target, serving, time.monotonic() - started)
             await stopped(stop, target.threads)
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
+            deadline = anyio.current_time() + options.grace
             clean = await running.door.drain(options.grace)
-            await close_connections(serving, running)
+            clean = await close_connections(serving, deadline) and clean
         await text.aclose()
         return clean
     finally:
@@ -144,11 +177,14 @@ async def load_text(target: Target) -> Text:
     return text
 
 
-async def close_connections(serving: Serving, _: Engine) -> None:
-    """What has been answered is still being written: let it, for a moment."""
+async def close_connections(serving: Serving, deadline: float) -> bool:
+    """True if all could be ended: answers are still being written, and prompts read that will be refused."""
     serving.stop()
-    await anyio.sleep(0.2)
+    with anyio.CancelScope(deadline=max(deadline, anyio.current_time() + WRITING_S)):
+        await serving.ended.wait()
+        return True
     serving.stop(now=True)
+    return False
 
 
 def build_recorder(options: Options, target: Target) -> Recorder | None:

@@ -17,6 +17,7 @@ from attrs import define, evolve, field
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from adapters.http.connection import ABORT
 from adapters.http.controls import Planned
 from adapters.http.errors import ApiError, failure_of
 from adapters.http.guard import NOTE
@@ -32,7 +33,6 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-ABORT = "rekindle.abort"  # in a scope, where the server can: drops the connection without waiting for its client
 
 
 class ClientStalled(Exception):

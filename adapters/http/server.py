@@ -1,31 +1,23 @@
-"""Serves an ASGI application on a socket: uvicorn with h11, in the caller's task, with the limits it lacks.
-
-uvicorn waits for ever for a request's head; here a head must be complete within `header_timeout_s`, the first one and
-every later one, and an application can drop a connection whose client does not read (`scope[ABORT]`).
-"""
+"""Serves an ASGI application on a socket: uvicorn with h11, in the caller's task, with connections of our own."""
 
 from __future__ import annotations
 
-import json
-import logging
 import socket
-from asyncio import TimerHandle, Transport
+from asyncio import get_running_loop
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import anyio
-import h11
 import uvicorn
-from attrs import define
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from attrs import define, field
+from starlette.types import ASGIApp
 
-from adapters.http.answer import ABORT
+from adapters.http.accept import Acceptor
+from adapters.http.connection import Protocol
 from adapters.http.guard import MAX_HEAD_BYTES
 
-log = logging.getLogger("rekindle.http")
-BACKLOG = 2048
+BACKLOG = 2048  # connections that the kernel keeps for us; it may keep fewer
 
 
 @define(eq=False)
@@ -35,6 +27,11 @@ class Serving:
     host: str
     port: int
     _server: uvicorn.Server
+    ended: anyio.Event = field(factory=anyio.Event)
+
+    @property
+    def connections(self) -> set[Protocol]:
+        return cast("set[Protocol]", self._server.server_state.connections)
 
     def stop(self, *, now: bool = False) -> None:
         """Accept no more; end when the open requests have, or at once. May be called again, to hurry."""
@@ -49,12 +46,14 @@ async def serve(
     *,
     on_listening: Callable[[Serving], None],
     header_timeout_s: float = 10,
+    drain_s: float = 10,
     keep_alive_s: float = 75,
     max_connections: int = 1024,
     grace_s: float | None = None,
 ) -> None:
     """Serve until `Serving.stop` is called. Port 0 takes a free one. Signals are left to the caller.
 
+    drain_s: how long the rest of a body is taken that nobody wants.
     grace_s: after `stop`, how long open requests may go on; None: as long as they take.
     Raises OSError if the address cannot be had. Being cancelled drops every connection.
     """
@@ -62,28 +61,30 @@ async def serve(
     config = uvicorn.Config(
         app,
         loop="none",
-        http=type("LimitedProtocol", (Protocol,), {"header_timeout_s": header_timeout_s}),
+        http=type("LimitedProtocol", (Protocol,), {"header_timeout_s": header_timeout_s, "drain_s": drain_s}),
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=max_connections,
         timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=grace_s,  # type: ignore[arg-type]
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         backlog=BACKLOG,
     )
     server = Server(config)
+    server.listener, server.max_connections = listener, max_connections
     bound_host, bound_port = listener.getsockname()[:2]
-    server.tell = lambda: on_listening(Serving(bound_host, bound_port, server))
+    serving = Serving(bound_host, bound_port, server)
+    server.tell = lambda: on_listening(serving)
     try:
-        await server.serve(sockets=[listener])
+        await server.serve()
     finally:
         with anyio.CancelScope(shield=True):
             await server.drop()
         listener.close()
+        serving.ended.set()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -103,8 +104,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but signals are somebody else's business, and it says when it listens."""
+    """uvicorn's, but signals are somebody else's business, connections are taken by us, and it says when it listens."""
 
+    listener: socket.socket
+    max_connections: int
     tell: Callable[[], None]
 
     @contextmanager
@@ -112,7 +115,19 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        del sockets
+        await self.lifespan.startup()
+        assert not self.lifespan.should_exit, "the application does not start"
+        loop, made = get_running_loop(), cast("Any", self.config.http_protocol_class)
+
+        def make() -> Protocol:
+            return made(self.config, self.server_state, self.lifespan.state, loop)
+
+        connections = cast("set[Protocol]", self.server_state.connections)
+        acceptor = Acceptor(self.listener, make, connections, self.max_connections)
+        acceptor.start()
+        self.servers = [acceptor]  # type: ignore[list-item]
+        self.started = True
         self.tell()
 
     async def drop(self) -> None:
@@ -125,64 +140,3 @@ class Server(uvicorn.Server):
             task.cancel()
         if self.started and not self.lifespan.shutdown_event.is_set():
             await self.lifespan.shutdown()
-
-
-class Protocol(H11Protocol):
-    """One connection."""
-
-    header_timeout_s: float = 10
-    head_timer: TimerHandle | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        inner: Any = self.app
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[ABORT] = self.transport.abort
-            await inner(scope, receive, send)
-
-        self.app = app
-
-    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_came()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._head_came()
-        elif self.head_timer is None and not self.transport.is_closing():
-            self._await_head()  # the beginning of a further request
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._await_head()
-
-    def _await_head(self) -> None:
-        self._head_came()
-        self.head_timer = self.loop.call_later(self.header_timeout_s, self.transport.abort)
-
-    def _head_came(self) -> None:
-        if self.head_timer is not None:
-            self.head_timer.cancel()
-            self.head_timer = None
-
-    def send_400_response(self, msg: str) -> None:
-        """What is not HTTP is answered in the shape of every other error."""
-        described = {"message": msg, "type": "invalid_request_error", "param": None, "code": "bad_http"}
-        body = json.dumps({"error": described}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            reply = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-            for part in (reply, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(part) or b"")
-        self.transport.close()
