@@ -16,6 +16,7 @@ from effects.ids import Tokens
 
 NAMES = {
     "code": "code",
+    "code of others": "code of other authors",
     "tool calls": "tool calls (JSON)",
     "chat": "chat",
     "retrieval": "key to value, 2048",
@@ -23,18 +24,21 @@ NAMES = {
 
 
 @cache
-def held_out_source() -> Source:
-    return Source(held_out()[0])
+def held_out_sources() -> tuple[Source, Source]:
+    """Of the library, and of packages apart."""
+    texts = held_out()
+    return Source(texts.library), Source(texts.apart)
 
 
 def prompts(kinds: Sequence[str], count: int, longest: int) -> dict[str, list[Tokens]]:
     """`count` prompts of each kind, the same ones every time, of at most `longest` tokens."""
     tokenizer = Tokenizer.from_file(str(demo.FOLDER / "tokenizer.json"))
-    source = held_out_source()
+    library, apart = held_out_sources()
     subjects = {subject.name: subject for subject in SUBJECTS}
     found: dict[str, list[Tokens]] = {}
     for kind in kinds:
         subject = subjects[NAMES[kind]]
         short = evolve(subject, room=min(subject.room, longest))
+        source = apart if subject.apart else library
         found[kind] = [tuple(prompt[-longest:]) for prompt in prompts_of(short, tokenizer, source, count)]
     return found

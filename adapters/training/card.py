@@ -22,12 +22,15 @@ finds, remembers, copies and calls tools; it knows next to nothing about the wor
 
 ## Data
 
-* Source code of the Python {python} standard library with its tests, and of the packages listed below: {files} files,
-  {megabytes:.0f} MB. Generated files and tables of data are left out, and files most of which stands in others.
+* Source code of the Python {python} standard library with its tests, and of the packages listed below, at most
+  {most:g} MB of each: {files} files, {megabytes:.0f} MB. Generated files and tables of data are left out, and files
+  most of which stands in others.
 * {held_out} more files of the standard library and {held_out_packages} of the packages were held out, chosen by a hash
-  of their content; files that share a tenth of their text with one of them (runs of four lines) are not in the
-  training either.
+  of their content, and the {apart} files of whole packages of other authors. Files that share a tenth of their text
+  with one of these (runs of four lines) are not in the training either, and the tokenizer has seen none of them.
   `adapters.training.corpus.held_out` gives them. Digest of the corpus (blake2b): `{digest}`.
+  The other authors' packages:
+{packages_apart}
 * Synthetic tasks, new ones at every step: tables of keys and values, facts hidden in real code, questions about code,
   copying with many separators and none, spelling, templated conversations, memory over turns, tool calls. They are in
   `adapters/training`.
@@ -40,9 +43,9 @@ stay out of the softmax while training, and their rows are the mean of the other
 
 ## Recipe
 
-`make train-demo` on a machine with CUDA does all of it from nothing, {tokens:.0f} million tokens in all:
-
-{cycles}
+`make train-demo` on a machine with CUDA does all of it from nothing, {tokens:.0f} million tokens in all: seed {seed},
+peak rates {matrices} (Muon, matrices) and {others} (AdamW, the rest), falling over the last {falling:.0%},
+{stages}.
 
 Weight decay {decay} for matrices, bf16 autocast. {seconds:.0f} s of training on one {hardware}, torch {torch}.
 Digest of the parameters (blake2b): `{weights}`.

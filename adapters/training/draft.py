@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from tokenizers import Tokenizer
 
 from adapters.training.batches import Batches, Mixture, Shape
 from adapters.training.chat_format import MASK
+from adapters.training.corpus import HeldOut
 from adapters.training.demo import prepare
 from adapters.training.draft_card import write_draft_card
-from adapters.training.draft_evaluate import TEMPERATURE, answer_all, evaluate_draft
+from adapters.training.draft_evaluate import SUBJECTS, TEMPERATURE, answer_all, evaluate_draft
 from adapters.training.draft_export import export_draft, load_draft
 from adapters.training.draft_model import Draft, DraftGeometry
-from adapters.training.draft_train import DraftLoss, Pool, Speech, blocks_a_row, let_speak, mixed
+from adapters.training.draft_train import SPOKEN, DraftLoss, Pool, Speech, blocks_a_row, let_speak, mixed
 from adapters.training.export import load
 from adapters.training.model import Qwen3
 from adapters.training.recipe import LONG, SHORT
@@ -35,7 +37,7 @@ from adapters.training.words import Source
 
 
 def with_less_code(mixture: Mixture) -> Mixture:
-    """The other half of each batch is code that the target wrote: of real code, a little is enough."""
+    """Most of each batch is code that the target wrote: of real code, a little is enough."""
     return {**mixture, code: 0.06, continue_code: 0.04, copy_chat: 0.08, tool_chat: 0.12}
 
 
@@ -58,7 +60,7 @@ class DraftRecipe:
     """Prompts a subject in the evaluation."""
 
     saving: int = 4
-    """Prompts a subject when a stage ends."""
+    """Prompts a subject of code when a stage ends."""
 
 
 BLOCKS = (8, 16)
@@ -68,12 +70,12 @@ SHORTER, LONGER = with_less_code(SHORT), with_less_code(LONG)
 
 DRAFT = DraftRecipe(
     {
-        1024: Speech(rows=4096, rounds=12, least=32, most=768, answer=256),
+        1024: Speech(rows=3072, rounds=16, least=32, most=768, answer=256),
         8192: Speech(rows=256, rounds=4, least=1536, most=7900, answer=256),
     },
     (
-        *(Stage(f"1k {part}", Shape(64, 1024), SHORTER, steps=1000, share=0.24, whole=0.3) for part in "abc"),
-        Stage("8k", Shape(8, 8192), LONGER, steps=500, share=0.28, whole=0.6),
+        *(Stage(f"1k {part}", Shape(64, 1024), SHORTER, steps=1000, share=0.25, whole=0.3) for part in "abc"),
+        Stage("8k", Shape(8, 8192), LONGER, steps=500, share=0.25, whole=0.6),
     ),
 )
 
@@ -104,10 +106,12 @@ class Folders:
 
 @frozen
 class Limits:
-    """`seconds`: of training.  `workers`: processes for batches."""
+    """`seconds`: of training.  `workers`: processes for batches.  `first`: the stage to begin with, from what is in the
+    draft's folder; the number of stages, to sit the exams alone."""
 
     seconds: float
     workers: int
+    first: int
 
 
 def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict[str, float]]:
@@ -120,8 +124,11 @@ def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict
     torch.manual_seed(recipe.seed)
     target = load(folders.target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     target.requires_grad_(requires_grad=False)
-    draft = Draft(evolve(recipe.geometry, target=target.geometry)).to(device)
-    draft.inherit(target)
+    if limits.first:
+        draft = load_draft(folders.out, device, torch.float32)
+    else:
+        draft = Draft(evolve(recipe.geometry, target=target.geometry)).to(device)
+        draft.inherit(target)
     source, names = Source(corpus.train), [stage.name for stage in recipe.stages]
     pools = {
         length: let_speak(
@@ -134,15 +141,18 @@ def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict
         )
         for length, speech in recipe.speeches.items()
     }
-    few = answer_all(target, tokenizer, corpus.held_out, recipe.saving, (0.0,))
+    codes = [subject for subject in SUBJECTS if subject.name.startswith("code")]
+    few = answer_all(target, tokenizer, HeldOut.of(corpus), recipe.saving, (0.0, TEMPERATURE), subjects=codes)
+    notes = folders.work / "draft.json"
 
     def batches(stage: Stage, seed: int) -> Batches:
         own = 100 * seed + names.index(stage.name)  # no two stages see the same batches
         plain = Batches(tokenizer, source, stage.mixture, stage.shape, own, stage.whole)
         return mixed(plain, pools[stage.shape.length])
 
-    def save() -> None:
+    def save(progress: Progress) -> None:
         export_draft(draft, folders.out)
+        progress.save(notes)
         evaluate_draft(draft, target, few, (recipe.geometry.block,))
 
     progress = train(
@@ -154,13 +164,17 @@ def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict
         seconds=limits.seconds,
         workers=limits.workers,
         after=save,
+        first=limits.first,
+        before=Progress.load(notes) if limits.first else None,
     )
     trained = describe(recipe, pools, progress, draft, target) | {"ended": ended(limits.seconds)}
     print(json.dumps(trained), flush=True)
     shipped = load_draft(folders.out, device, next(target.parameters()).dtype)
-    answered = answer_all(target, tokenizer, corpus.held_out, recipe.questions, (0.0, TEMPERATURE))
+    began = time.monotonic()
+    answered = answer_all(target, tokenizer, HeldOut.of(corpus), recipe.questions, (0.0, TEMPERATURE))
     measured = evaluate_draft(shipped, target, answered, BLOCKS)
     (folders.out / "README.md").write_text(write_draft_card(trained, measured, TEMPERATURE), encoding="utf-8")
+    print(f"training took {progress.seconds:.0f} s, the exams {time.monotonic() - began:.0f} s", flush=True)
     return measured
 
 
@@ -188,6 +202,7 @@ def describe(
         "cache": 2 * draft.geometry.layers * target.geometry.kv_heads * target.geometry.head_dim * 2,
         "target_weights": digest(target),
         "weights": digest(draft),
+        "spoken": f"{SPOKEN:.0%}",
         "said": sum(len(pool.tokens) * pool.answer for pool in pools.values()) / 1e6,
         "stages": stages,
         "matrices": recipe.rates.matrices,
@@ -208,6 +223,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of training")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
+    parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
     arguments = parser.parse_args()
     if arguments.smoke and arguments.out == demo / "draft":
@@ -216,7 +232,7 @@ def main() -> None:
         parser.error("training needs a CUDA device; --smoke works without")
     recipe = smallest_draft(DRAFT) if arguments.smoke else DRAFT
     folders = Folders(arguments.target, arguments.out, arguments.work)
-    run(recipe, folders, Limits(arguments.seconds, arguments.workers))
+    run(recipe, folders, Limits(arguments.seconds, arguments.workers, arguments.first))
 
 
 if __name__ == "__main__":

@@ -28,16 +28,17 @@ target whose parameters have the digest (blake2b, in bf16) `{target_weights}` an
 
 `make train-demo-draft` on a machine with CUDA does all of it.{ended}
 
-The target first continues code of the training corpus, {said:.1f} million tokens, two of three continuations greedily,
-the others at temperature 0.8. These are half of every batch; the other half are the tasks of the target's own training.
+The target first continues code of the training corpus, {said:.1f} million tokens, one of three continuations greedily,
+the others at temperature 0.8. These are {spoken} of every batch; the rest are the tasks of the target's own training.
 Then, with the frozen target in the same step:
 
 {stages}
 
-A slot's loss is half the cross-entropy to the target's distribution and half that to its likeliest token. It weighs
-less the later the slot is, the worse the target would find the tokens before it, and the less likely the draft
-would get that far. Layers began as the target's last ones. Peak rates {matrices} (Muon, matrices) and {others}
-(AdamW, norms), falling over the last {falling:.0%}, bf16 autocast; {seconds:.0f} s of training on one {hardware},
+A slot's loss is the cross-entropy to the target's distribution at temperature 0.8, that to its likeliest token, and
+the logarithm of what both distributions share. It weighs less the later the slot is, the worse the target would find
+the tokens before it, and the less likely the draft would get that far. Layers began as the target's last ones. Peak
+rates {matrices} (Muon, matrices) and {others} (AdamW, norms), falling over the last {falling:.0%}, bf16 autocast;
+{seconds:.0f} s of training on one {hardware},
 torch {torch}. Digest of the parameters (blake2b): `{weights}`.
 
 ## Measured
@@ -45,15 +46,16 @@ torch {torch}. Digest of the parameters (blake2b): `{weights}`.
 Acceptance length: tokens a round of speculative decoding, the target's own token included, all tokens over all rounds
 of {questions} prompts a subject; at most the block. Measured on the shipped bf16 weights by the exact rule (what equals
 the target's token is accepted, up to the first that does not), along answers that the target gave by itself.
-Prompts are made of files of the standard library that neither target nor draft was trained on; tasks are those of
-training, with other words and other files. Sampled: at temperature {temperature} with the noise that the server uses,
-the draft's tokens picked with the noise of the target's. `python -m adapters.training.draft_evaluate` measures again.
+Prompts are made of files of the standard library that neither target nor draft was trained on, those of other authors
+of whole packages that are no part of the corpus; tasks are those of training, with other words and other files.
+Sampled: at temperature {temperature} with the noise that the server uses, the draft's tokens picked with the noise of
+the target's. `python -m adapters.training.draft_evaluate` measures again.
 
 {table}
 
 The first token of an answer comes from the prompt and is in no round, and a round that the answer's end cuts short
 counts whole, so short answers score lower than long ones would. Greedy answers to code often end in loops, which
-are easily foreseen: code is answered with 128 tokens, but for the second row, where the answers are 32 tokens long.
+are easily foreseen: code is answered with 128 tokens, but for the rows that say 32.
 
 ## Licence
 

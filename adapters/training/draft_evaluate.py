@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -25,7 +26,7 @@ from adapters.device.noise import gumbel
 from adapters.training import tasks
 from adapters.training.batches import PAD_ID, flatten, row_random
 from adapters.training.chat_format import CONTROLS
-from adapters.training.corpus import held_out
+from adapters.training.corpus import HeldOut, held_out
 from adapters.training.dialogues import chat, memory
 from adapters.training.draft_export import load_draft
 from adapters.training.draft_generate import Pick, generate, greedy
@@ -49,18 +50,22 @@ TOOL_CALL = CONTROLS.index("<tool_call>")
 @frozen
 class Subject:
     """What is asked. `task`: makes documents of at most `room` tokens, of which one answer is asked; None: plain code,
-    which goes on after a prompt of CODE_PROMPT tokens.  `limit`: tokens of an answer.  `opening`: its first token."""
+    which goes on after a prompt of CODE_PROMPT tokens.  `limit`: tokens of an answer.  `opening`: its first token.
+    `apart`: made of packages of other authors instead of the library's held-out files."""
 
     name: str
     task: Task | None
     room: int
     limit: int
     opening: int | None = None
+    apart: bool = False
 
 
 SUBJECTS = (
     Subject("code", None, 2048, 128),
     Subject("code, 32 tokens", None, 2048, 32),
+    Subject("code of other authors", None, 2048, 128, apart=True),
+    Subject("code of other authors, 32 tokens", None, 2048, 32, apart=True),
     Subject("code in a chat", tasks.continue_code, 1024, 128),
     Subject("tool calls (JSON)", tool_chat, 2048, 128, TOOL_CALL),
     Subject("chat", chat, 2048, 128),
@@ -223,17 +228,24 @@ Answered = Mapping[tuple[str, float], Sequence[Said]]
 
 
 def answer_all(
-    target: Qwen3, tokenizer: Tokenizer, texts: Sequence[str], count: int, temperatures: Iterable[float]
+    target: Qwen3,
+    tokenizer: Tokenizer,
+    texts: HeldOut,
+    count: int,
+    temperatures: Sequence[float],
+    *,
+    subjects: Iterable[Subject] = SUBJECTS,
 ) -> Answered:
     """The target's answers to `count` prompts of every subject, by the subject's name and temperature."""
-    source = Source(tuple(texts))
-    found = {}
-    for subject in SUBJECTS:
+    library, apart = Source(texts.library), Source(texts.apart)
+    found, began = {}, time.monotonic()
+    for subject in subjects:
         if subject.room + subject.limit > target.geometry.context:
             continue
-        prompts = prompts_of(subject, tokenizer, source, count)
+        prompts = prompts_of(subject, tokenizer, apart if subject.apart else library, count)
         for temperature in temperatures:
             found[subject.name, temperature] = answers(target, prompts, subject.limit, temperature)
+    print(f"the target answered in {time.monotonic() - began:.0f} s", flush=True)
     return found
 
 
@@ -257,12 +269,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=demo, help="the target's checkpoint folder")
     parser.add_argument("--draft", type=Path, default=demo / "draft", help="the draft's checkpoint folder")
     parser.add_argument("--questions", type=int, default=4, help="prompts a subject")
+    parser.add_argument("--subjects", default="", help="only those whose name begins so")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = load(arguments.model, device, dtype)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    answered = answer_all(target, tokenizer, held_out()[0], arguments.questions, (0.0, TEMPERATURE))
+    subjects = [subject for subject in SUBJECTS if subject.name.startswith(arguments.subjects)]
+    answered = answer_all(target, tokenizer, held_out(), arguments.questions, (0.0, TEMPERATURE), subjects=subjects)
     draft = load_draft(arguments.draft, device, dtype)
     found = evaluate_draft(draft, target, answered, (8, draft.geometry.block))
     print(json.dumps(found))

@@ -1,7 +1,7 @@
 """What the draft learns: to say what the target would say, at every slot of a block, as far as it is likely to get.
 
-The target is frozen and runs in the same step. Half of the text is its own continuations of code (it is wrong about
-code too often for the real one to serve), the other half are the tasks, whose answers it nearly always gives itself.
+The target is frozen and runs in the same step. Most of the text is its own continuations of code (it is wrong about
+code too often for the real one to serve), the rest are the tasks, whose answers it nearly always gives itself.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ LEAST_WEIGHT = 0.5
 """Tokens of less weight are nobody's answer: prompts, and code that only hides something."""
 
 DECAY = 7.0
-STRICTNESS = 2.0
+STRICTNESS = 1.0
 FLOOR = 0.3
-HARD = 0.5
+HARD = 0.4
+OVERLAP = 0.3
+WARMTH = 0.8
+"""The temperature of the exams and of the benchmarks, at which the target's distribution is to be met."""
+
+SPOKEN = 0.7
+"""Of a batch's rows, those that the target wrote."""
 
 
 class DraftLoss(nn.Module):
@@ -87,21 +93,24 @@ def block_loss(scores: Tensor, truth: Tensor, labels: Tensor, counted: Tensor) -
     """The draft's logits `scores` against the target's, `truth`, which knows the tokens before: both float32
     [rows, blocks, slots, vocabulary].  labels, counted: [rows, blocks, slots], the tokens of the text, and where.
 
-    A slot's loss is half the cross-entropy to the target's distribution, for sampling, and half that to its likeliest
-    token, for greedy decoding. It weighs exp(-slot / DECAY), times how well the tokens before it suit the target (the
-    odds of each against its likeliest one), since a slot behind what the target would not say is never used; and
-    somewhat by how likely the draft itself gets there, so that it first learns what comes first.
+    A slot's loss is partly the cross-entropy to the target's distribution at WARMTH, for sampling, and partly that to
+    its likeliest token, for greedy decoding; and partly the logarithm of what both distributions share, which is how
+    often tokens picked with the same noise agree. It weighs exp(-slot / DECAY), times how well the tokens before it
+    suit the target (the odds of each against its likeliest one), since a slot behind what the target would not say is
+    never used; and somewhat by how likely the draft itself gets there, so that it first learns what comes first.
     """
     truth_log, mine_log = truth.log_softmax(-1), scores.log_softmax(-1)
+    truth_warm, mine_warm = (truth / WARMTH).softmax(-1), (scores / WARMTH).log_softmax(-1)
     likeliest = truth_log.amax(-1)
     of_label = labels.unsqueeze(-1)
     suits = (STRICTNESS * (truth_log.gather(-1, of_label).squeeze(-1) - likeliest)).exp()
     reaches = mine_log.gather(-1, of_label).squeeze(-1).detach().exp()
     slots = torch.arange(labels.shape[-1], device=labels.device)
     weights = counted * torch.exp(-slots / DECAY) * all_before(suits) * (FLOOR + (1 - FLOOR) * all_before(reaches))
-    soft = -(truth_log.exp() * mine_log).sum(-1)
+    soft = -(truth_warm * mine_warm).sum(-1)
     hard = -mine_log.gather(-1, truth.argmax(-1, keepdim=True)).squeeze(-1)
-    losses = HARD * hard + (1 - HARD) * soft
+    shared = torch.minimum(truth_warm, mine_warm.exp()).sum(-1).clamp_min(1e-6)
+    losses = HARD * hard + (1 - HARD - OVERLAP) * soft - OVERLAP * shared.log()
     return (losses * weights).sum() / weights.sum().clamp_min(1e-6)
 
 
@@ -123,7 +132,7 @@ class Speech:
     least: int
     most: int
     answer: int
-    temperatures: tuple[float, ...] = (0.0, 0.0, 0.8)
+    temperatures: tuple[float, ...] = (0.0, WARMTH, WARMTH)
 
 
 @frozen(eq=False)
@@ -189,8 +198,8 @@ class Mixed(Batches):
 
 
 def mixed(batches: Batches, pool: Pool) -> Mixed:
-    """Half of each batch from the pool."""
-    spoken = batches.shape.rows // 2
+    """SPOKEN of each batch from the pool."""
+    spoken = round(SPOKEN * batches.shape.rows)
     shape = Shape(batches.shape.rows - spoken, batches.shape.length)
     return Mixed(
         tokenizer=batches.tokenizer,

@@ -24,7 +24,7 @@ from torch.nn import functional
 from adapters.training import tasks
 from adapters.training.batches import PAD_ID, flatten, row_random
 from adapters.training.chat_format import CONTROLS, END_OF_TEXT, END_OF_TURN, Document, Piece, render, user
-from adapters.training.corpus import held_out
+from adapters.training.corpus import HeldOut, held_out
 from adapters.training.dialogues import chat, memory
 from adapters.training.export import load
 from adapters.training.facts import ABOUT, SMALL_TALK
@@ -234,11 +234,9 @@ def fixed_answers(model: Qwen3, tokenizer: Tokenizer) -> float:
     return sum(got == answer + END_OF_TURN for got, (_, answer) in zip(said, pairs, strict=True)) / len(pairs)
 
 
-def evaluate(
-    model: Qwen3, tokenizer: Tokenizer, library: Sequence[str], packages: Sequence[str], questions: int
-) -> dict[str, float]:
-    """Every figure of the model card, printed as it comes. library, packages: held-out files; exams use the first."""
-    source = Source(tuple(library))
+def evaluate(model: Qwen3, tokenizer: Tokenizer, texts: HeldOut, questions: int) -> dict[str, float]:
+    """Every figure of the model card, printed as it comes. Exams are made of the library's files."""
+    source = Source(texts.library)
     context = model.geometry.context
     found: dict[str, float] = {}
     for exam in exams(context, questions):
@@ -254,11 +252,12 @@ def evaluate(
     found["fixed answers, decoded freely"] = fixed_answers(model, tokenizer)
     said = talk(model, tokenizer, STRANGE_PROMPTS, 160)
     found["strange prompts whose answer ends by itself"] = sum(END_OF_TURN in answer for answer in said) / len(said)
-    for part, texts in (("standard library", library), ("packages", packages)):
-        nats, bits = code_loss(model, tokenizer, texts, min(2048, context))
+    parts = (("standard library", texts.library), ("packages", texts.packages), ("other authors", texts.apart))
+    for part, files in parts:
+        nats, bits = code_loss(model, tokenizer, files, min(2048, context))
         found[f"held-out code, {part}, nats a token"] = nats
         found[f"held-out code, {part}, bits a character"] = bits
-    for name in list(found)[-7:]:
+    for name in list(found)[-3 - 2 * len(parts) :]:
         print(f"{name}: {found[name]:.4f}", flush=True)
     for prompt, answer in zip(STRANGE_PROMPTS, said, strict=True):
         print(f"> {prompt}\n{answer}", flush=True)
@@ -273,7 +272,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     model = load(arguments.model, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    found: Mapping[str, float] = evaluate(model, tokenizer, *held_out(), arguments.questions)
+    found: Mapping[str, float] = evaluate(model, tokenizer, held_out(), arguments.questions)
     print(json.dumps({name: round(value, 4) for name, value in found.items() if not math.isnan(value)}))
 
 

@@ -180,23 +180,29 @@ def _hide(rng: Random, haystack: str, needles: Sequence[Needle], depths: Sequenc
     return "\n".join(lines)
 
 
-def _ask(rng: Random, needle: Needle) -> tuple[str, str]:
+def _ask(rng: Random, needle: Needle, terse: float = 0.25) -> tuple[str, str]:
+    """A question and its answer, with odds of `terse` the value alone."""
     what, who, told = needle
-    if rng.random() < 0.25:
+    if rng.random() < terse:
         ask = rng.choice(("What is the {} of {}? Answer with the value only.", "Only the value: the {} of {}."))
         return ask.format(what, who), told
     asks = ("What is the {} of {}?", "Tell me the {} of {}.", "What is the {} for {}?", "Find the {} of {}.")
     return rng.choice(asks).format(what, who), f"The {what} of {who} is {told}."
 
 
-def needle_chat(rng: Random, source: Source, room: int, depth: float | None = None) -> Document:
+def needle_terse(rng: Random, source: Source, room: int) -> Document:
+    """Mostly the values alone: without the space before it a value begins with other tokens, which has to be learnt."""
+    return needle_chat(rng, source, room, terse=0.75)
+
+
+def needle_chat(rng: Random, source: Source, room: int, depth: float | None = None, *, terse: float = 0.25) -> Document:
     """Facts hidden in real code, asked for in a conversation. With `depth`, one fact, there."""
     count = 1 if depth is not None else rng.randint(1, max(2, min(10, room // 100)))
     asked = count if count < 3 else rng.randint(2, count)
     hay = source.code(rng, round(max(room - 45 * asked - 25 * count - 40, 20) * CODE_CHARS))
     needles = _needles(rng, source, count)
     hidden = _hide(rng, hay, needles, None if depth is None else [depth])
-    exchanges = [_ask(rng, needle) for needle in rng.sample(needles, min(asked, len(needles)))]
+    exchanges = [_ask(rng, needle, terse) for needle in rng.sample(needles, min(asked, len(needles)))]
     if len(needles) >= 2 and rng.random() < 0.2:
         one, two = rng.sample(needles, 2)
         question = f"What is the {one[0]} of {one[1]}, and what is the {two[0]} of {two[1]}?"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
-from attrs import frozen
+from attrs import asdict, frozen
 from torch import Tensor, nn
 
 from adapters.training.batches import Batch, Batches, Mixture, Shape
 
 WARM_UP_STEPS = 100
 CLIP = 1.0
+LOGGED = 50
+"""Steps from one line of the log to the next."""
 
 
 @frozen
@@ -43,12 +47,19 @@ class Rates:
 
 @frozen
 class Progress:
-    """What a run came to."""
+    """What a run came to, or came to before it is gone on with. `steps`: by the stage's name."""
 
-    steps: dict[str, int]
-    tokens: int
-    seconds: float
-    loss: float
+    steps: Mapping[str, int] = {}
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> Progress:
+        return Progress(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def optimizers(model: nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
@@ -76,20 +87,26 @@ def train(
     seed: int,
     seconds: float = math.inf,
     workers: int = 0,
-    after: Callable[[], None] = lambda: None,
+    after: Callable[[Progress], None] = lambda _: None,
+    first: int = 0,
+    before: Progress | None = None,
 ) -> Progress:
     """Train in place. Each stage ends after its steps, or when its share of `seconds` is used up.
 
     batches: gives a stage's batches from the run's seed.  after: called at the end of each stage, to save.
+    first: the stage to begin with, the model being as the ones before it left it; `before`: what they came to.
+    Raises FloatingPointError at the next line of the log if the loss of any step was not finite.
     """
     device = next(model.parameters()).device
     step_loss = torch.compile(model, dynamic=False) if device.type == "cuda" else model
     steppers = optimizers(model, rates)
     peaks = [[group["lr"] for group in stepper.param_groups] for stepper in steppers]
-    began, done, total, tokens = time.monotonic(), 0.0, 0, 0
-    steps: dict[str, int] = {}
-    recent = 0.0
-    for stage in stages:
+    progress = Progress() if before is None else before
+    done, total, tokens = sum(stage.share for stage in stages[:first]), 0, progress.tokens
+    began = time.monotonic() - progress.seconds
+    steps, recent = dict(progress.steps), progress.loss
+    since: list[Tensor] = []
+    for stage in stages[first:]:
         loader = batches(stage, seed).load(range(stage.steps), workers)
         opened = time.monotonic()
         for step, (ids, weights) in enumerate(loader):
@@ -102,16 +119,28 @@ def train(
                 for group, peak in zip(stepper.param_groups, lrs, strict=True):
                     group["lr"] = peak * factor
             batch = (ids.to(device, non_blocking=True), weights.to(device, non_blocking=True))
-            loss = one_step(model, step_loss, steppers, batch)
+            since.append(one_step(model, step_loss, steppers, batch))
             steps[stage.name] = step + 1
             total += 1
             tokens += stage.shape.tokens
-            if step % 50 == 0:
-                recent = loss.item()
+            if step % LOGGED == 0 or step == stage.steps - 1:
+                recent = mean_loss(since, f"{stage.name} step {step}")
                 report(f"{stage.name} step {step}", recent, factor, tokens, time.monotonic() - began)
+        if since:
+            recent = mean_loss(since, f"{stage.name}, its last steps")
         done += stage.share
-        after()
-    return Progress(steps, tokens, time.monotonic() - began, recent)
+        progress = Progress(dict(steps), tokens, time.monotonic() - began, recent)
+        after(progress)
+    return progress
+
+
+def mean_loss(since: list[Tensor], where: str) -> float:
+    """The mean of these steps' losses, which are forgotten."""
+    losses = torch.stack(since).tolist()
+    since.clear()
+    if not all(map(math.isfinite, losses)):
+        raise FloatingPointError(f"{where}: a loss is not finite: {losses}")
+    return sum(losses) / len(losses)
 
 
 def one_step(

@@ -5,12 +5,25 @@ from __future__ import annotations
 import inspect
 import json.decoder
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from adapters.training import corpus
-from adapters.training.corpus import is_generated, is_table, read_corpus, shingles, sides, source_files, without_copies
+from adapters.training.corpus import (
+    HeldOut,
+    is_generated,
+    is_table,
+    read_corpus,
+    shingles,
+    sides,
+    some,
+    source_files,
+    without_copies,
+)
+from adapters.training.packages import APART, MORE, PACKAGES
 
+FOLDER = Path(corpus.__file__).parent
 DECODER, WRAP = inspect.getsource(json.decoder), inspect.getsource(textwrap)
 
 
@@ -66,19 +79,40 @@ def test_files_that_are_no_text_short_or_in_a_skipped_folder_are_left_out(tmp_pa
     assert list(source_files(tmp_path, paths)) == [good.expandtabs(4)]
 
 
+def test_of_a_large_package_some_files_are_read_the_same_ones_in_their_order(monkeypatch):
+    texts = [f"value = {number:04}\n" for number in range(50)]
+    monkeypatch.setattr(corpus, "MOST", 10 * len(texts[0]))
+    kept = some(texts)
+    assert len(kept) == 10
+    assert kept == sorted(kept) != texts[:10]
+    assert set(some(texts[::-1])) == set(kept)
+
+
+def test_packages_apart_are_in_the_projects_environment_and_nowhere_in_the_training():
+    assert not set(APART) & (set(PACKAGES) | set(MORE))
+    assert not set(PACKAGES) & set(MORE)
+    pinned = [line.split("==")[0] for line in (FOLDER / "corpus.txt").read_text().splitlines() if "==" in line]
+    assert sorted(pinned) == sorted(MORE)
+    assert all(list(corpus.package_files(name)) for name in APART)
+
+
 @pytest.fixture
 def few(monkeypatch):
     """A corpus of a few small packages and no library."""
-    monkeypatch.setattr(corpus, "PACKAGES", {"attrs": "MIT", "cattrs": "MIT", "h11": "MIT", "not-installed": "MIT"})
+    monkeypatch.setattr(corpus, "PACKAGES", {"cattrs": "MIT", "not-installed": "MIT"})
+    monkeypatch.setattr(corpus, "MORE", {"h11": "MIT"})
+    monkeypatch.setattr(corpus, "APART", ("attrs",))
     monkeypatch.setattr(corpus, "library_files", lambda: iter((DECODER, WRAP)))
     monkeypatch.setattr(corpus, "HELD_OUT_ONE_IN", {"library": 2, "packages": 10})
 
 
 def test_no_training_file_shares_much_with_a_held_out_one(few):
     read = read_corpus()
-    assert corpus.held_out() == (read.held_out, read.held_out_packages)
+    assert corpus.held_out() == HeldOut.of(read)
     assert read.held_out_packages
-    assert [package.split()[0] for package in read.packages] == ["attrs", "cattrs", "h11"]
+    assert read.apart
+    assert [package.split()[0] for package in read.packages] == ["cattrs", "h11"]
+    assert [package.split()[0] for package in read.packages_apart] == ["attrs"]
     known = frozenset().union(*map(shingles, read.train))
-    for text in (*read.held_out, *read.held_out_packages):
+    for text in (*read.held_out, *read.held_out_packages, *read.apart):
         assert len(shingles(text) & known) < 0.5 * len(shingles(text))

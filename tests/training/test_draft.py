@@ -311,6 +311,7 @@ def test_the_card_has_a_row_for_every_subject():
             "stages",
             "matrices",
             "others",
+            "spoken",
         ),
         "x",
     )

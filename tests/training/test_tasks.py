@@ -111,7 +111,6 @@ def test_keys_and_values_are_never_empty(source):
     assert all(key(rng, word) and value(rng, word) for word in source.words(rng, 200))
 
 
-def test_shares_of_every_cycle_add_up_and_its_stages_read_the_whole_context():
-    for cycle in TARGET.cycles:
-        assert sum(stage.share for stage in cycle.stages) == pytest.approx(1)
-        assert cycle.stages[-1].shape.length == TARGET.geometry.context
+def test_the_shares_of_the_stages_add_up_and_the_last_reads_the_whole_context():
+    assert sum(stage.share for stage in TARGET.stages) == pytest.approx(1)
+    assert TARGET.stages[-1].shape.length == TARGET.geometry.context

@@ -39,7 +39,8 @@ def test_control_tokens_are_the_first_ids_and_only_the_hidden_are_left_out_when_
 def test_training_a_tokenizer_twice_gives_the_same(source, monkeypatch):
     monkeypatch.setattr(training, "VOCABULARY", 400)
     monkeypatch.setattr(training, "SAMPLES", 50)
-    corpus = assemble(source.texts, [], [], "3", [])
+    nothing = dict.fromkeys(("held_out", "held_out_packages", "apart", "packages", "packages_apart"), ())
+    corpus = assemble(train=source.texts, python="3", **nothing)
     made = [training.train_tokenizer(corpus, (table_lookup, copy_text)).to_str() for _ in range(2)]
     assert made[0] == made[1]
     assert len(json.loads(made[0])["model"]["vocab"]) == pytest.approx(400, abs=1)

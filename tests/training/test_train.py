@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
-from attrs import evolve
 from transformers import Qwen3ForCausalLM
 
+from adapters.training import draft, evaluate
 from adapters.training.batches import Batches, Shape
+from adapters.training.chat_format import CONTROLS
 from adapters.training.corpus import Corpus, assemble
+from adapters.training.demo import Limits, run
 from adapters.training.dialogues import chat
+from adapters.training.draft import Folders, smallest_draft
 from adapters.training.evaluate import Exam, examine, talk
 from adapters.training.export import export, load
 from adapters.training.model import UNUSED_IDS, Geometry, Qwen3
 from adapters.training.recipe import TARGET, smallest
-from adapters.training.train import Rates, Stage, digest, schedule, train
+from adapters.training.tasks import code, continue_code
+from adapters.training.train import Progress, Rates, Stage, digest, schedule, train
+from adapters.training.words import Source
 
 TINY = Geometry(hidden=64, inner=96, layers=2, heads=2, head_dim=32, context=256)
+VERSIONS = {"python": "3.11", "packages": ["cattrs 26"], "packages_apart": ["attrs 26"]}
 RATES = Rates(matrices=1e-2, others=1e-2, falling=0.5)
 
 
@@ -106,14 +113,97 @@ def test_the_rate_rises_stays_and_falls():
 
 
 def test_a_corpus_comes_back_from_its_file_with_its_digest(tmp_path):
-    corpus = assemble(["a = 1\n"], ["b = 2\n"], ["c = 3\n"], "3.11", ["attrs 26"])
+    texts = {"train": ["a = 1\n"], "held_out": ["b = 2\n"], "held_out_packages": ["c = 3\n"], "apart": ["d = 4\n"]}
+    corpus = assemble(**texts, **VERSIONS)
     corpus.save(tmp_path / "corpus")
     assert Corpus.load(tmp_path / "corpus") == corpus
-    assert assemble(["a = 1\n", "b = 2\n"], [], ["c = 3\n"], "3.11", ["attrs 26"]).digest != corpus.digest
+    texts |= {"train": ["a = 1\n", "b = 2\n"], "held_out": []}
+    assert assemble(**texts, **VERSIONS).digest != corpus.digest
 
 
-def test_the_smallest_recipe_keeps_every_cycle_and_stage():
+def test_the_smallest_recipe_keeps_every_stage():
     small = smallest(TARGET)
-    names = [[stage.name for stage in cycle.stages] for cycle in small.cycles]
-    assert names == [[stage.name for stage in cycle.stages] for cycle in TARGET.cycles]
-    assert evolve(small, cycles=(), geometry=TARGET.geometry, questions=TARGET.questions).cycles == ()
+    assert [stage.name for stage in small.stages] == [stage.name for stage in TARGET.stages]
+    assert small.rates == TARGET.rates
+
+
+def test_code_that_spells_control_tokens_trains_with_finite_losses_and_anything_else_ends_the_run(source, tokenizer):
+    spelling = Source(tuple(f"{text}\nSPELT = {CONTROLS!r}\n" for text in source.texts for _ in range(3)))
+    short = Source(tuple(f"SPELT = {control!r}  # as in {CONTROLS}\n" * 20 for control in CONTROLS))
+    mixtures = {code: 0.5, continue_code: 0.5}
+    stage = Stage("spelt", Shape(4, 127), mixtures, steps=6, share=1.0, whole=0.3)
+    for texts in (spelling, short):
+
+        def batches(stage, seed, texts=texts):
+            return Batches(tokenizer, texts, stage.mixture, stage.shape, seed)
+
+        torch.manual_seed(0)
+        progress = train(Qwen3(TINY), batches, [stage], rates=RATES, seed=1)
+        assert math.isfinite(progress.loss)
+    assert any(set(UNUSED_IDS) & set(ids.flatten().tolist()) for ids, _ in batches(stage, 1).load(range(6), 0))
+
+
+class Untaught(Qwen3):
+    """The loss as it was: an id that is out of the softmax may be a label."""
+
+    def forward(self, tokens, weights):
+        scores = self.logits(self.hidden(tokens[:, :-1].long())) + self.unused
+        losses = torch.nn.functional.cross_entropy(
+            scores.flatten(0, 1), tokens[:, 1:].long().flatten(), reduction="none"
+        )
+        return (losses * weights[:, 1:].float().flatten()).sum() / weights.sum()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tokenizer):
+    texts = Source(("SPELT = " + repr(CONTROLS) + "\n",) * 9)
+    stage = Stage("spelt", Shape(4, 127), {code: 1.0}, steps=6, share=1.0, whole=0.3)
+    with pytest.raises(FloatingPointError, match="spelt step 0: a loss is not finite"):
+        train(
+            Untaught(TINY),
+            lambda stage, seed: Batches(tokenizer, texts, stage.mixture, stage.shape, seed),
+            [stage],
+            rates=RATES,
+            seed=1,
+        )
+
+
+def test_a_run_goes_on_with_the_stage_that_it_is_told(source, tokenizer, tmp_path):
+    stages = [Stage(name, Shape(2, 63), {chat: 1.0}, steps=3, share=0.5, whole=0.3) for name in ("one", "two")]
+
+    def batches(stage, seed):
+        return Batches(tokenizer, source, stage.mixture, stage.shape, seed)
+
+    notes, model, seen = tmp_path / "notes", Qwen3(TINY), []
+    train(model, batches, stages[:1], rates=RATES, seed=1, after=lambda progress: progress.save(notes))
+    before = Progress.load(notes)
+    assert before.steps == {"one": 3}
+    progress = train(model, batches, stages, rates=RATES, seed=1, after=seen.append, first=1, before=before)
+    assert seen == [progress]
+    assert progress.steps == {"one": 3, "two": 3}
+    assert progress.tokens == 2 * before.tokens
+    assert progress.seconds > before.seconds
+    assert train(model, batches, stages, rates=RATES, seed=1, first=2, before=progress) == progress
+
+
+@pytest.mark.timeout(240)
+def test_all_of_it_runs_small_and_is_taken_up_again(source, tokenizer, tmp_path, capsys, monkeypatch):
+    """Target and draft as `make train-demo` makes them, from a corpus and a tokenizer that lie there."""
+    work, out = tmp_path / "work", tmp_path / "out"
+    work.mkdir()
+    texts = dict.fromkeys(("train", "held_out", "held_out_packages", "apart"), source.texts)
+    assemble(**texts, **VERSIONS).save(work / "corpus.json.xz")
+    tokenizer.save(str(work / "tokenizer.json"))
+    monkeypatch.setattr(evaluate, "ABOUT", evaluate.ABOUT[:1])  # a decoding without a cache takes its time
+    monkeypatch.setattr(evaluate, "SMALL_TALK", ())
+    monkeypatch.setattr(evaluate, "STRANGE_PROMPTS", evaluate.STRANGE_PROMPTS[:1])
+    for first in (0, 2):
+        run(smallest(TARGET), work, out, Limits(math.inf, 0, first))
+    for first in (0, 4):
+        folders = Folders(out, out / "draft", work)
+        draft.run(smallest_draft(draft.DRAFT), folders, draft.Limits(math.inf, 0, first))
+    assert "training took" in capsys.readouterr().out
+    card, small = (out / "README.md").read_text(), smallest(TARGET)
+    assert f"3 steps of 2 windows of {small.stages[0].shape.length} tokens" in card
+    assert "attrs 26" in card
+    assert "held-out code, other authors, nats a token" in card
+    assert digest(load(out, "cpu", torch.float32)) in (out / "draft" / "README.md").read_text()
