@@ -5,8 +5,8 @@ No draft is needed, whatever the trace was recorded with: what the target agreed
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -22,50 +22,76 @@ from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.shard import Kept, Step
 from effects.all import Ask, Launch, Outcome
-from effects.ids import DeviceFailed, RequestId, Tokens
-from effects.prefill import OpenSlot, RunPrefill
+from effects.ids import DeviceFailed, RequestId, Span, Tokens
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.round import RoundDone, RunRound
 from engine.options import Options, checked
 from engine.refusal import Refusal
 from engine.replay import Diverged, Replay, show
 from engine.runner import Envelope
-from engine.target import load_target
-from engine.trace import Header, Record, read
-from states.life import Cancelled, Submitted
+from engine.target import Mismatched, load_target
+from engine.trace import LINE_LIMIT, BadTrace, Header, Line, read_sized
 from states.world import Out
 
 CARRIED_OUT = (RunPrefill, RunRound)
 MOST = 63  # tokens that are proposed in a row
+AHEAD = LINE_LIMIT  # characters between a launch and its outcomes: room for the longest prompt to come in meanwhile
+
+
+@define
+class Ahead:
+    """A trace's lines in order, and a look at the next before it is their turn. A damaged one waits for its turn."""
+
+    lines: Iterator[Line]
+    _next: deque[Line] = field(factory=deque[Line])
+    _broken: BadTrace | None = None
+
+    def __iter__(self) -> Iterator[Line]:
+        while self._next or self._more():
+            yield self._next.popleft()
+        if self._broken is not None:
+            raise self._broken
+
+    def _more(self) -> bool:
+        try:
+            self._next.append(next(self.lines))
+        except BadTrace as error:
+            self._broken = error
+        except StopIteration:
+            pass
+        else:
+            return True
+        return False
+
+    def picked(self, launch: Launch) -> dict[RequestId, Tokens]:
+        """What each round of a launch that was just asked for has brought. Raises BadTrace if that is too far away."""
+        missing, found, seen, size = {ask.request for ask in launch.asks}, dict[RequestId, Tokens](), 0, 0
+        while missing and (seen < len(self._next) or self._more()):
+            line = self._next[seen]
+            seen, size = seen + 1, size + line.size
+            match line.record:
+                case Envelope(_, _, request, RoundDone() | DeviceFailed() as outcome) if request in missing:
+                    missing.remove(request)
+                    found[request] = outcome.tokens if isinstance(outcome, RoundDone) else ()
+                case _ if size > AHEAD:
+                    raise BadTrace(f"line {line.number}: no outcome yet of {show(launch)}")
+        return found
 
 
 @define(eq=False)
 class Remembered:
-    """Proposes what the target picked when the trace was recorded. Every request's rounds, with their lines."""
+    """Proposes what the target picked when the trace was recorded: for each request, what its next round brought."""
 
-    rounds: Mapping[RequestId, deque[tuple[int, Tokens]]]
     vocab: int
-    line: int = 0  # of what is carried out
-
-    @classmethod
-    def of(cls, records: Iterable[tuple[int, Record]], vocab: int) -> Remembered:
-        rounds: dict[RequestId, deque[tuple[int, Tokens]]] = defaultdict(deque)
-        for number, record in records:
-            if isinstance(record, Envelope) and isinstance(record.event, RoundDone | DeviceFailed):
-                tokens = record.event.tokens if isinstance(record.event, RoundDone) else ()
-                rounds[record.request].append((number, tokens))
-        return cls(rounds, vocab)
+    picked: Mapping[RequestId, Tokens] = field(factory=dict[RequestId, Tokens])
 
     def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
         return [chain((wish.state.tokens[-1], *self.coming(wish))) for wish in wishes]
 
     def coming(self, wish: Wish) -> Tokens:
         """All but the last of the tokens that the next outcome brought; a trace is hostile input."""
-        later = self.rounds.get(wish.state.request, deque())
-        while later and later[0][0] <= self.line:
-            later.popleft()
-        tokens = later[0][1][:-1] if later else ()
-        known = takewhile(lambda token: 0 <= token < self.vocab, tokens)
+        known = takewhile(lambda token: 0 <= token < self.vocab, self.picked.get(wish.state.request, ())[:-1])
         return tuple(islice(known, min(wish.most, wish.depth, MOST)))
 
     def follow(
@@ -82,20 +108,33 @@ class Remembered:
 
 @define
 class Execution:
-    """What the device answered to the asks so far, until the recorded outcome comes by."""
+    """What the device answered to the asks so far, until the recorded outcome comes by.
+
+    Rows that were loaded are computed here: as soon as those before them are, as the device counts them.
+    """
 
     executor: DeviceExecutor
     chunk: int
+    remembered: Remembered
+    ahead: Ahead
     answers: dict[RequestId, Outcome] = field(factory=dict[RequestId, Outcome])
     restores: dict[RequestId, RestoreBlocks] = field(factory=dict[RequestId, RestoreBlocks])
+    valid: dict[RequestId, int] = field(factory=dict[RequestId, int])  # rows that are computed
+    loaded: dict[RequestId, Span] = field(factory=dict[RequestId, Span])  # rows that wait for those before them
     tokens: int = 0
 
-    async def carry_out(self, out: Out) -> None:
+    async def carry_out(self, number: int, out: Out) -> None:
         match out:
             case Launch(asks) if isinstance(asks[0].effect, CARRIED_OUT):
-                outcomes = await self.executor.perform(out)
-                self.answers |= {ask.request: outcome for ask, outcome in zip(asks, outcomes, strict=True)}
+                if isinstance(asks[0].effect, RunRound):
+                    self.remembered.picked = self.ahead.picked(out)
+                for ask, outcome in zip(asks, await self.executor.perform(out), strict=True):
+                    self.answers[ask.request] = outcome
+                    if isinstance(outcome, PrefillAdvanced):
+                        self.valid[ask.request] = outcome.stop
+                        await self.compute_loaded(number, ask.request)
             case Ask(request, OpenSlot() as opening):
+                self.valid[request] = opening.keep
                 self.executor.open(request, opening)
             case Ask(request, RestoreBlocks() as restore):
                 self.restores[request] = restore
@@ -110,21 +149,45 @@ class Execution:
                     recorded.tokens,
                     recorded.logprobs,
                 ):
-                    raise Diverged(f"line {number}: {show(envelope)}\n  executed: {actual}")
+                    raise differs(number, envelope, actual)
                 self.tokens += len(recorded.tokens)
+            case PrefillAdvanced(stop):
+                actual = self.answers.pop(envelope.request, None)
+                if not isinstance(actual, PrefillAdvanced) or actual.stop != stop:
+                    raise differs(number, envelope, actual)
             case BlocksRestored(start, stop):
-                await self.recompute(envelope.request, start, stop)
-            case Submitted() | Cancelled():
-                pass  # what is on the lane for it answers yet
-            case _:
+                self.loaded[envelope.request] = (start, stop)
+                await self.compute_loaded(number, envelope.request)
+            case DeviceFailed():
                 self.answers.pop(envelope.request, None)
+            case _:
+                pass  # what is on the lane for it answers yet
 
-    async def recompute(self, request: RequestId, start: int, stop: int) -> None:
-        """A recorded restore whose block may be gone is carried out as prefill: the same rows, bit for bit."""
-        slot = self.restores.pop(request).slot
+    async def compute_loaded(self, number: int, request: RequestId) -> None:
+        """A recorded restore whose block may be gone is carried out as prefill: the same rows, bit for bit.
+
+        The load may have been done before what is computed meanwhile; then these rows follow once that is there.
+        """
+        start, stop = self.loaded.get(request, (0, 0))
+        if self.valid.get(request, 0) < start or start >= stop:
+            return
+        del self.loaded[request]
+        slot = self.restores[request].slot
         for at in range(start, stop, self.chunk):
             chunk = RunPrefill(slot, at, min(at + self.chunk, stop))
-            await self.executor.perform(Launch((Ask(request, chunk),)))
+            (outcome,) = await self.executor.perform(Launch((Ask(request, chunk),)))
+            if not isinstance(outcome, PrefillAdvanced):
+                raise differs(number, f"rows {start}..{stop} of request {request} were restored", outcome)
+        self.valid[request] = stop
+
+    def forget(self, request: RequestId) -> None:
+        """It has left the world."""
+        for kept in (self.answers, self.restores, self.valid, self.loaded):
+            kept.pop(request, None)
+
+
+def differs(number: int, recorded: object, executed: Outcome | None) -> Diverged:
+    return Diverged(f"line {number}: {show(recorded)}\n  executed: {executed}")
 
 
 async def execute(path: Path, model: str | None, until: int | None = None) -> tuple[Replay, int]:
@@ -132,28 +195,33 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
 
     Raises BadTrace, Diverged or Refusal.
     """
-    header, records = read(path)
+    header, lines = read_sized(path)
     if header.redacted:
         raise Refusal(f"{path} is redacted: it replays, but its tokens are gone and cannot be executed")
-    target = await load_target(options_of(header, model))
     try:
-        if target.identity != header.identity:
-            raise Refusal(
-                f"{path} was recorded with model and numerics {header.identity}, these are {target.identity}: "
-                "the tokens are only promised to be equal within one identity"
-            )
-        run, execution = Replay.of(header), Execution(target.executor, header.settings.chunk)
-        remembered = Remembered.of(read(path)[1], target.checkpoint.config.vocab_size)
+        target = await load_target(options_of(header, model), header.identity)
+    except Mismatched as error:
+        raise Refusal(
+            f"{path} was recorded with model and numerics {header.identity[:40]}, these are {error}: "
+            "the tokens are only promised to be equal within one identity"
+        ) from error
+    try:
+        run, remembered, ahead = Replay.of(header), Remembered(target.checkpoint.config.vocab_size), Ahead(lines)
+        execution = Execution(target.executor, header.settings.chunk, remembered, ahead)
         target.executor.proposed_to(remembered)
-        for number, record in records:
-            remembered.line = number
-            if until is not None and isinstance(record, Envelope) and record.seq > until:
+        for line in ahead:
+            envelope = line.record
+            if not isinstance(envelope, Envelope):
+                run.feed(line.number, envelope)
+                continue
+            if until is not None and envelope.seq > until:
                 return run, execution.tokens
-            outs = run.feed(number, record)
-            if isinstance(record, Envelope):
-                await execution.compare(number, record)
-                for out in outs:
-                    await execution.carry_out(out)
+            outs = run.feed(line.number, envelope)
+            await execution.compare(line.number, envelope)
+            for out in outs:
+                await execution.carry_out(line.number, out)
+            if envelope.request not in run.world.requests:
+                execution.forget(envelope.request)
         run.finish()
         return run, execution.tokens
     finally:

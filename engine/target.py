@@ -137,11 +137,14 @@ class Target:
             await anyio.to_thread.run_sync(self.store.store.close)
 
 
-async def load_target(options: Options) -> Target:
-    """Raises Refusal with one line for whatever keeps the model from being served."""
+async def load_target(options: Options, only: str | None = None) -> Target:
+    """Raises Refusal with one line for whatever keeps the model from being served.
+
+    only: Mismatched is raised before memory is allocated where the identity is another one.
+    """
     lane = DeviceLane(choose_device(options.device))
     try:
-        return await lane.run(partial(load_on_lane, options, lane))
+        return await lane.run(partial(load_on_lane, options, lane, only))
     except CheckpointError as error:
         lane.close()
         raise Refusal(str(error)) from error
@@ -153,7 +156,11 @@ async def load_target(options: Options) -> Target:
         raise
 
 
-def load_on_lane(options: Options, lane: DeviceLane) -> Target:
+class Mismatched(Exception):
+    """The model is there, and its identity, the argument, is not the one that is wanted."""
+
+
+def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) -> Target:
     device = lane.device
     if device.type == "cpu" and options.threads:
         torch.set_num_threads(options.threads)
@@ -169,6 +176,9 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
     kernels = build_kernels(device, dtype)
     fast = options.numerics == "fast"
     numerics = probed(config, kernels, device=device, dtype=dtype, chunk=chunk, capacity=context)
+    named = identity(checkpoint, dtype, numerics, options.numerics)
+    if only not in {None, named}:
+        raise Mismatched(named)
     found = find_draft(options, config, numerics)
     check_memory(row_bytes(config, found, dtype), device, options.slots, context)
     shard = Qwen3Shard(
@@ -183,7 +193,6 @@ def load_on_lane(options: Options, lane: DeviceLane) -> Target:
         capture=() if found is None else found.config.taps,
     )
     warm_up(shard, numerics.rungs)
-    named = identity(checkpoint, dtype, numerics, options.numerics)
     executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
     drafting = None if found is None else add_draft(found, shard, executor, options.ddtree_budget)
     draft = None if drafting is None else drafting.draft

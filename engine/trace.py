@@ -19,10 +19,11 @@ from typing import IO, Any, TypeAlias
 import attrs
 import zstandard
 from attrs import define, field, frozen
-from cattrs import BaseValidationError, Converter
+from cattrs import Converter
 from cattrs.preconf.json import make_converter
 from cattrs.strategies import configure_tagged_union
 
+from adapters import bounded_json
 from adapters.watched import Watched
 from effects.all import Ask, Effect, Launch
 from engine.redact import Redactor
@@ -35,7 +36,8 @@ log = logging.getLogger("rekindle.trace")
 
 VERSION = 2
 DIGEST_EVERY = 64  # events
-LINE_LIMIT = 64 << 20  # bytes of one line; a prompt of 2**20 tokens takes about 8 MiB
+LINE_LIMIT = 32 << 20  # characters of one line; the longest context, 2**21 tokens, takes 14 each where it is redacted
+MOST_PARTS = 1 << 14  # lists and objects in one line: a launch of 64 rounds with 20 alternatives each has some 1,500
 # Events that may wait to be written: a minute of 250 a second. With what they led to they take some 2 KiB each, so
 # 32 MiB, beside the prompts, which the requests share; and one in DIGEST_EVERY brings its world along, most of which is
 # the tokens of the slots (a MiB, where they are long): 256 MiB. A disk slower than that ends the trace.
@@ -69,7 +71,8 @@ class BadTrace(Exception):
 
 
 def build_converter() -> Converter:
-    built = make_converter(forbid_extra_keys=True)
+    # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
+    built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     for union in (Event, Effect, Record):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built
@@ -129,8 +132,7 @@ class Recorder:
     def __attrs_post_init__(self) -> None:
         self._backlog = queue.Queue(BACKLOG)
         self._world = begin(self.header.settings)
-        # No daemon: the trace is whole when the process ends.
-        self._thread = Watched("trace", self._write, died=self._died, daemon=False)
+        self._thread = Watched("trace", self._write, died=self._died)
 
     def start(self) -> None:
         """Raises OSError when the file cannot be written."""
@@ -199,27 +201,42 @@ def digested(seq: int) -> bool:
     return seq % DIGEST_EVERY == DIGEST_EVERY - 1
 
 
+@frozen
+class Line:
+    """A line of a trace: its number, what it says, and how many characters it says it in."""
+
+    number: int
+    record: Record
+    size: int
+
+
 def read(path: Path) -> tuple[Header, Iterator[tuple[int, Record]]]:
     """The header, and every record with its line number. Hostile input: whatever is wrong is a BadTrace."""
+    header, lines = read_sized(path)
+    return header, ((line.number, line.record) for line in lines)
+
+
+def read_sized(path: Path) -> tuple[Header, Iterator[Line]]:
     lines = read_lines(path)
     number, first = next(lines, (1, ""))
     try:
-        raw = json.loads(first)
+        raw = bounded_json.loads(first, MOST_PARTS)
         version = raw.get("trace") if isinstance(raw, dict) else None
-        if version != VERSION:
-            raise BadTrace(f"{path}: line 1 is no trace header of version {VERSION} (found {str(version)[:40]!r})")
-        header = converter.structure(raw, Header)
-    except (ValueError, RecursionError, BaseValidationError) as error:
+        header = converter.structure(raw, Header) if version == VERSION else None
+    except Exception as error:  # whatever constructors and converters think of it
         raise BadTrace(f"{path}: line {number} is no trace header: {first_line(error)}") from error
-    return header, (record_of(path, number, line) for number, line in lines)
+    if header is None:
+        raise BadTrace(f"{path}: line 1 is no trace header of version {VERSION} (found {str(version)[:40]!r})")
+    return header, (Line(number, record_of(path, number, line), len(line)) for number, line in lines)
 
 
-def record_of(path: Path, number: int, line: str) -> tuple[int, Record]:
-    record: Any = Record
+def record_of(path: Path, number: int, line: str) -> Record:
+    kind: Any = Record
     try:
-        return number, converter.structure(json.loads(line), record)
-    except (ValueError, KeyError, TypeError, RecursionError, BaseValidationError) as error:
+        record: Record = converter.structure(bounded_json.loads(line, MOST_PARTS), kind)
+    except Exception as error:
         raise BadTrace(f"{path}: line {number} is no record: {first_line(error)}") from error
+    return record
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -237,7 +254,5 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def first_line(error: BaseException) -> str:
-    """The innermost reason, in one line."""
-    while isinstance(error, BaseExceptionGroup) and error.exceptions:
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    """The reason in one line."""
+    return " ".join(f"{type(error).__name__}: {str(error)[:400]}".split())[:200]

@@ -1,0 +1,164 @@
+"""`replay --execute` on the demo: what was loaded is computed, in any order in which it may have come, and hostile
+traces cost neither memory nor a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zstandard
+from attrs import evolve
+
+from effects.all import Ask, Launch
+from effects.ids import LeaseId, RequestId
+from effects.job import Job
+from effects.lookup import FindPrefix, PrefixFound
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored, RestoreBlocks
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from engine.__main__ import main
+from engine.execute import execute
+from engine.options import checked
+from engine.replay import Diverged
+from engine.runner import Envelope
+from engine.target import Target, load_target
+from engine.trace import VERSION, Header, Recorder, converter, encode
+from states.life import Event, Submitted
+from states.rates import Rates
+from states.world import advance, begin
+
+SHAPE = {"device": "cpu", "max_ctx": 2048, "slots": 1, "threads": 1}
+EVEN = Rates(prefill=(1000,), disk=1000)  # half of what was found is computed while the rest is loaded
+PROMPT = tuple(10 + 37 * n % 4000 for n in range(1500))
+FOUND = 1472
+ONE = RequestId(1)
+
+
+@asynccontextmanager
+async def loaded() -> AsyncIterator[Target]:
+    target = await load_target(checked({**SHAPE, "disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}))
+    try:
+        yield target
+    finally:
+        await target.close()
+
+
+class Session:
+    """One request, whose restore is done when its front is not yet, recorded as the runner would."""
+
+    def __init__(self, target: Target, file: Path) -> None:
+        self.file, self.target, self.events = file, target, deque[Event]()
+        self.settings = evolve(target.settings, store=True, rates=EVEN)
+        self.recorder = Recorder(file, Header(VERSION, "test", self.settings, target.identity, {**SHAPE}))
+        self.loaded: BlocksRestored | None = None
+        self.order = list[Event]()
+
+    async def play(self) -> None:
+        self.recorder.start()
+        try:
+            await self.fold()
+        finally:
+            self.recorder.close()
+
+    async def fold(self) -> None:
+        world, seq = begin(self.settings), 0
+        self.events.append(Submitted(Job(PROMPT, max_tokens=4)))
+        while self.events:
+            self.order.append(event := self.events.popleft())
+            world, outs = advance(world, ONE, event)
+            self.recorder.record(Envelope(seq, seq, ONE, event), outs, world)
+            seq += 1
+            for out in outs:
+                await self.carry_out(out)
+
+    async def carry_out(self, out: object) -> None:
+        match out:
+            case Ask(request, OpenSlot() as opening):
+                self.target.executor.open(request, opening)
+            case Ask(_, FindPrefix()):
+                self.events.append(PrefixFound(LeaseId(1), FOUND, "disk"))
+            case Ask(_, RestoreBlocks(start=start, stop=stop)):
+                self.loaded = BlocksRestored(start, stop, 1)
+                self.events.appendleft(self.loaded)
+            case Launch((Ask(_, SaveSnapshot(tokens=tokens)),)):
+                self.events.append(SnapshotSaved(len(tokens), 0))
+            case Launch((Ask(_, RunPrefill(stop=stop)),)):
+                self.events += await self.target.executor.perform(out)
+                if self.loaded is not None and stop == self.loaded.start:
+                    await self.load(self.loaded.start, self.loaded.stop)
+            case Launch():
+                self.events += await self.target.executor.perform(out)
+
+    async def load(self, start: int, stop: int) -> None:
+        """The rows that a store would have brought."""
+        chunk = self.settings.chunk
+        for at in range(start, stop, chunk):
+            await self.target.executor.perform(Launch((Ask(ONE, RunPrefill(0, at, min(at + chunk, stop))),)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+async def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    async with loaded() as target:
+        session = Session(target, tmp_path_factory.mktemp("trace") / "mixed.jsonl")
+        await session.play()
+    return session
+
+
+@pytest.mark.timeout(120)
+async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: Session) -> None:
+    at = {type(event): place for place, event in reversed(list(enumerate(session.order)))}
+    assert session.loaded is not None
+    assert session.loaded.start > session.settings.chunk, "the front has several chunks"
+    assert at[BlocksRestored] < at[PrefillAdvanced], "and none of them was done when the load was"
+    run, tokens = await execute(session.file, None)
+    assert run.ended
+    assert tokens == 4
+
+
+@pytest.mark.timeout(120)
+async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session: Session, tmp_path: Path) -> None:
+    raw = json.loads(session.file.read_text().partition("\n")[0])
+    raw["settings"] |= {"chunk": 2 * raw["settings"]["chunk"], "store": False}
+    file, world = tmp_path / "odd.jsonl", begin(converter.structure(raw, Header).settings)
+    lines = [json.dumps(raw)]
+    for seq, event in enumerate((session.order[0], PrefillAdvanced(raw["settings"]["chunk"]))):
+        world, outs = advance(world, ONE, event)
+        lines += [encode(Envelope(seq, 0, ONE, event)), *map(encode, outs)]
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(Diverged, match="executed: DeviceFailed"):
+        await execute(file, None)
+
+
+def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[str]()
+    monkeypatch.setattr("engine.target.Qwen3Shard", lambda *_, **__: made.append("a shard"))
+    file = tmp_path / "other.jsonl"
+    golden = Path(__file__).parents[1] / "golden" / "a_full_house.jsonl"
+    header, *records = golden.read_text().splitlines(keepends=True)
+    file.write_text(json.dumps({**json.loads(header), "config": SHAPE}) + "\n" + "".join(records))
+    assert main(["replay", str(file), "--execute"]) == 2
+    assert "was recorded with model and numerics scripted" in capsys.readouterr().err
+    assert not made
+
+
+@pytest.mark.timeout(120)
+async def test_a_bomb_is_refused_where_it_goes_off_and_not_read_whole(session: Session, tmp_path: Path) -> None:
+    """Two million rounds of a request that never came: the first one is the last that is read."""
+    file = tmp_path / "bomb.jsonl.zst"
+    line = '{"seq":0,"at_ns":0,"request":7,"event":{"tokens":[1],"is":"RoundDone"},"is":"Envelope"}\n'
+    with file.open("wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as writer:
+        writer.write(session.file.read_bytes().partition(b"\n")[0] + b"\n")
+        for _ in range(200):
+            writer.write(line.encode() * 10_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(Diverged, match="line 2"):
+        await execute(file, None)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "KiB"
