@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from effects.scope import Scope
+from engine.refusal import Refusal
 from engine.simulation.costs import Costs, figures, read_costs
 from engine.simulation.logs import Logs, read_logs
 from engine.simulation.plot import check, draw
@@ -48,7 +49,10 @@ def headline(logs: Logs, run: Run) -> str:
 
 
 def build_setup(wanted: Wanted, logs: Logs) -> Setup:
-    costs = logs.measured.applied(Costs(), "recorded in the traces")
+    try:
+        costs = logs.measured.applied(Costs(), "recorded in the traces")
+    except (ValueError, OverflowError) as error:
+        raise Refusal(f"the times that the traces tell cannot be: {error}") from error
     if wanted.costs is not None:
         costs = read_costs(wanted.costs, costs)
     settings = evolve(served(logs.settings), store=True, rates=costs.rates())

@@ -22,6 +22,8 @@ from adapters.traces.requests import (
     Session,
     made_up,
     message_starts,
+    shown,
+    text,
 )
 from effects.ids import Tokens
 
@@ -44,7 +46,7 @@ def whole(
 ) -> int:
     value = raw.get(key, default)
     if type(value) is not int or not least <= value <= most:
-        raise BadLog(f'{where}: "{key}" is {str(value)[:40]}; accepted: an integer from {least} to {most}')
+        raise BadLog(f'{where}: "{key}" is {shown(value)}; accepted: an integer from {least} to {most}')
     return value
 
 
@@ -52,7 +54,7 @@ def seconds(raw: Mapping[str, Any], key: str, where: str, default: float | None 
     """As nanoseconds."""
     value = raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-        raise BadLog(f'{where}: "{key}" is {str(value)[:40]}; accepted: seconds, as a number from 0')
+        raise BadLog(f'{where}: "{key}" is {shown(value)}; accepted: seconds, as a number from 0')
     return round(value * 1e9)
 
 
@@ -75,9 +77,9 @@ class Reader:
         raw, name = self.raw, self.name
         self._block = whole(raw, "block_size", name, least=1, most=MOST_BLOCK, default=64)
         scope = raw.get("hash_id_scope", "local")
-        if scope not in {"local", "global"}:
-            raise BadLog(f'{name}: "hash_id_scope" is {str(scope)[:40]}; accepted: local, global')
-        self._key = str(raw.get("id", Path(name).name.partition(".")[0]))[:200]
+        if scope not in ("local", "global"):
+            raise BadLog(f'{name}: "hash_id_scope" is {shown(scope)}; accepted: local, global')
+        self._key = text(str(raw.get("id", Path(name).name.partition(".")[0]))[:200], f'{name}: "id"')
         self._scope = self._key if scope == "local" else "global"
         tools = whole(raw, "tool_tokens", name, default=0)
         self._head = (tools, tools + whole(raw, "system_tokens", name, default=0))

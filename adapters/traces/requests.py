@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
@@ -12,6 +13,7 @@ from effects.ids import Tokens
 
 MOST_TOKENS = 1 << 22  # of one prompt or answer
 MOST_REQUESTS = 1 << 20  # of one file
+LONE = re.compile("[\ud800-\udfff]")
 DIGEST = 64  # bytes, and tokens, of one blake2b digest
 
 
@@ -66,6 +68,19 @@ class Session:
     @property
     def count(self) -> int:
         return sum(len(agent.requests) for agent in self.agents)
+
+
+def shown(value: object) -> str:
+    """What was found where something else is accepted; short, whatever it is."""
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return str(value)[:40] if plain else f"a JSON {'object' if isinstance(value, dict) else 'list'}"
+
+
+def text(value: str, where: str) -> str:
+    """A text from JSON, which can hold halves of characters that no encoding has. Raises BadLog."""
+    if LONE.search(value):
+        raise BadLog(f"{where}: half a surrogate pair in a text; accepted: Unicode")
+    return value
 
 
 def made_up(name: str, length: int) -> Tokens:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from attrs import frozen
 
-from adapters.traces.requests import MOST_REQUESTS, Agent, BadLog, Request, Session, message_starts
+from adapters import bounded_json
+from adapters.traces import requests
+from adapters.traces.requests import MOST_REQUESTS, Agent, BadLog, Request, Session, message_starts, shown
 from effects.ids import Tokens
 
 # texts -> for each its tokens and, for each token, the character it begins at
 Encode: TypeAlias = Callable[[Sequence[str]], list[tuple[Tokens, Sequence[int]]]]
 
 MOST_TEXT = 16 << 20  # characters of one prompt
+MOST_TEXTS = 512 << 20  # characters of a file
+MOST_PARTS = 1 << 14  # lists and objects in one line
 ROLE = "(?:system|developer|user|human|assistant|tool|function|model)"
 OPENING = re.compile(  # of a message, as chat templates and plain transcripts write it
     rf"<\|im_start\|>{ROLE}\n|<\|start_header_id\|>{ROLE}<\|end_header_id\|>\n\n|<start_of_turn>{ROLE}\n"
@@ -35,7 +38,7 @@ class Line:
 def parse(name: str, lines: Iterable[tuple[int, str]], encode: Encode) -> list[Session]:
     """The sessions of a file, whose lines come with their numbers. Raises BadLog."""
     sessions: dict[str, list[Line]] = {}
-    count = 0
+    count, size = 0, 0
     for number, text in lines:
         if not text.strip():
             continue
@@ -43,6 +46,9 @@ def parse(name: str, lines: Iterable[tuple[int, str]], encode: Encode) -> list[S
         if count > MOST_REQUESTS:
             raise BadLog(f"{name}: line {number}: more than {MOST_REQUESTS} requests")
         session, line = parse_line(f"{name}: line {number}", text)
+        size += len(line.text) + len(line.answer)
+        if size > MOST_TEXTS:
+            raise BadLog(f"{name}: line {number}: more than {MOST_TEXTS} characters of text in all")
         sessions.setdefault(session, []).append(line)
     return [
         Session(session, (agent(sorted(lines, key=lambda line: line.at_ns), encode),), absolute=True)
@@ -52,20 +58,23 @@ def parse(name: str, lines: Iterable[tuple[int, str]], encode: Encode) -> list[S
 
 def parse_line(where: str, text: str) -> tuple[str, Line]:
     try:
-        raw = json.loads(text)
+        raw = bounded_json.loads(text, MOST_PARTS)
     except (ValueError, RecursionError) as error:
-        raise BadLog(f"{where}: no JSON ({error}); {ACCEPTED}") from error
+        raise BadLog(f"{where}: no JSON ({str(error)[:80]}); {ACCEPTED}") from error
     if not isinstance(raw, dict):
         raise BadLog(f"{where}: no JSON object; {ACCEPTED}")
     at, prompt, answer = raw.get("timestamp"), raw.get("input"), raw.get("output", "")
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < 1e18:
-        raise BadLog(f'{where}: "timestamp" is {str(at)[:40]}; {ACCEPTED}')
+        raise BadLog(f'{where}: "timestamp" is {shown(at)}; {ACCEPTED}')
     if not isinstance(prompt, str) or not isinstance(answer, str):
         raise BadLog(f'{where}: "input" or "output" is no text; {ACCEPTED}')
     if not prompt or max(len(prompt), len(answer)) > MOST_TEXT:
         raise BadLog(f'{where}: "input" is empty, or a text has more than {MOST_TEXT} characters; {ACCEPTED}')
+    for each in (prompt, answer):
+        requests.text(each, where)
     session: Mapping[str, Any] = raw
-    return str(session.get("session_id", where.rpartition(":")[0])), Line(round(at * 1000), prompt, answer)
+    name = str(session.get("session_id", where.rpartition(":")[0]))[:200]
+    return requests.text(name, where), Line(round(at * 1000), prompt, answer)
 
 
 def agent(lines: Sequence[Line], encode: Encode) -> Agent:

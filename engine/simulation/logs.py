@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import zstandard
 from attrs import define, field
 
-from adapters import demo
+from adapters import bounded_json, demo
 from adapters.models.config import CheckpointError
 from adapters.text.tokenizer import Tokenizer
 from adapters.traces import claude_code, text_log
-from adapters.traces.requests import BadLog, Session
+from adapters.traces.requests import MOST_TOKENS, BadLog, Session
 from effects.ids import Tokens
 from engine.refusal import Refusal
 from engine.simulation.costs import Measured
@@ -22,7 +23,10 @@ from engine.simulation.recorded import merged, read_recorded
 from engine.trace import LINE_LIMIT, opened
 from states.settings import Settings
 
-MOST_OBJECT = 512 << 20  # characters of a file that is one JSON object
+MOST_OBJECT = 128 << 20  # characters of a file that is one JSON object
+MOST_PARTS = 1 << 20  # lists and objects in it: two for each request
+PIECE = 1 << 15  # characters that are tokenized together: some two hundred bytes for each of them meanwhile
+PIECES = 8  # at once
 ACCEPTED = (
     "accepted: a trace of `rekindle serve --trace`, JSON Lines with timestamp, input, output and session_id, "
     "or a JSON object with requests and hash_ids; each may be compressed (.zst)"
@@ -48,6 +52,7 @@ class Reader:
     shared_head: bool = False
     logs: Logs = field(factory=Logs)
     _tokenizer: Tokenizer | None = None
+    _numbers: list[int] = field(factory=list[int])  # the tokens, each one object that all texts share
     _measured: list[Measured] = field(factory=list[Measured])
 
     def read(self, path: Path) -> None:
@@ -64,6 +69,8 @@ class Reader:
         return self.logs
 
     def _read(self, path: Path) -> None:
+        if path.exists() and not path.is_file():
+            raise BadLog(f"{path}: no regular file; {ACCEPTED}")
         with opened(path, "r") as file:
             first = file.readline(LINE_LIMIT)
         found = parsed(first)
@@ -89,7 +96,7 @@ class Reader:
             if len(text) > MOST_OBJECT:
                 raise BadLog(f"{path}: more than {MOST_OBJECT} characters; {ACCEPTED}")
             try:
-                found = json.loads(text)
+                found = bounded_json.loads(text, MOST_PARTS)
             except json.JSONDecodeError as error:
                 raise BadLog(f"{path}: line {error.lineno}: no JSON ({error.msg}); {ACCEPTED}") from error
             except (ValueError, RecursionError) as error:
@@ -107,14 +114,28 @@ class Reader:
             except CheckpointError as error:
                 raise Refusal(f"--model {folder}: {error}") from error
             self.logs.texts = "the demo's tokenizer" if self.model is None else f"the tokenizer of {folder.name}"
-        encodings = self._tokenizer.full.encode_batch(list(texts), add_special_tokens=False)
-        return [(tuple(one.ids), [begin for begin, _ in one.offsets]) for one in encodings]
+            self._numbers = list(range(self._tokenizer.size))
+        return list(map(self._encoded, texts))
+
+    def _encoded(self, text: str) -> tuple[Tokens, Sequence[int]]:
+        """In pieces from its beginning on, so that texts that begin alike still do."""
+        assert self._tokenizer is not None
+        tokens, begins = list[int](), array("I")
+        pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+        for first in range(0, len(pieces), PIECES):
+            encodings = self._tokenizer.full.encode_batch(pieces[first : first + PIECES], add_special_tokens=False)
+            for number, one in enumerate(encodings, first):
+                tokens += map(self._numbers.__getitem__, one.ids)
+                begins.extend(number * PIECE + begin for begin, _ in one.offsets)
+            if len(tokens) > MOST_TOKENS:
+                raise BadLog(f"a text has more than {MOST_TOKENS} tokens")
+        return tuple(tokens), begins
 
 
 def parsed(line: str) -> Any:
     """A line's JSON, None if it is none."""
     try:
-        return json.loads(line)
+        return bounded_json.loads(line, MOST_PARTS)
     except (ValueError, RecursionError):
         return None
 

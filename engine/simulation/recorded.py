@@ -103,7 +103,8 @@ class Collector:
     def request(self, request: RequestId, start: int, tokens: Callable[[Tokens], Tokens]) -> Request:
         at_ns, job = self.jobs[request]
         answer = tuple(self.answers.get(request, ())) or job.prompt[-1:]
-        return Request(at_ns - start, (tokens(job.prompt),), tokens(answer), job.boundaries)
+        boundaries = tuple(sorted({at for at in job.boundaries if 0 < at <= len(job.prompt)}))
+        return Request(at_ns - start, (tokens(job.prompt),), tokens(answer), boundaries)
 
 
 def read_recorded(path: Path) -> Recorded:

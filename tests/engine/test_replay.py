@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import anyio
@@ -164,6 +165,9 @@ def test_until_shows_the_world_there(capsys: pytest.CaptureFixture[str]) -> None
         ('{"seq":0,"at_ns":0,"request":0,"event":{"is":"DraftParked"},"is":"Envelope","more":1}', "line 2"),
         ('{"seq":"0","at_ns":[],"request":0,"event":null,"is":"Envelope"}', "line 2"),
         ("[" * 100_000, "line 2"),
+        ("[" + "[]," * 100_000 + "0]", "more than 16384 lists and objects"),
+        ('{"is":"Digest","seq":1e999,"world":""}', "line 2"),
+        ('{"is":"Digest","seq":NaN,"world":""}', "line 2"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +194,19 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.M
     path.write_bytes(zstandard.compress(b"x" * 10_000_000))
     with pytest.raises(BadTrace, match="longer"):
         read(path)
+
+
+def test_a_million_wrong_tokens_are_one_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    event = '{"tokens":[' + ",".join(['"x"'] * 1_000_000) + '],"is":"RoundDone"}'
+    line = f'{{"seq":0,"at_ns":0,"request":0,"event":{event},"is":"Envelope"}}'
+    path.write_text(STORIES["a_full_house"]().splitlines()[0] + "\n" + line + "\n")
+    tracemalloc.start()
+    with pytest.raises(BadTrace, match="line 2 is no record"):
+        replay_file(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * len(line)
 
 
 def test_damaged_zstd_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import zstandard
 from adapters.traces import claude_code
 from adapters.traces.requests import Request
 from engine.refusal import Refusal
-from engine.simulation.logs import Logs, read_logs
+from engine.simulation.logs import PIECE, Logs, read_logs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -171,6 +173,15 @@ def test_any_file_may_be_compressed(tmp_path: Path, kind: str) -> None:
         ('{"requests": [{"t": 0, "in": 5, "hash_ids": ["x"]}]}', 'request 0: "hash_ids"'),
         ('{"requests": [{"t": 0, "in": 5}], "block_size": 0}', '"block_size" is 0; accepted'),
         ('{"requests": [{"t": 0, "in": 5}], "hash_id_scope": "x"}', "accepted: local, global"),
+        ('{"requests": [{"t": 0, "in": 5}], "hash_id_scope": []}', "accepted: local, global"),
+        ('{"requests": [{"t": [[1]], "in": 5}]}', '"t" is a JSON list; accepted'),
+        ('{"requests": [{"t": 0, "in": 5}], "id": "\\ud800"}', "surrogate"),
+        ('{"timestamp": 0, "input": "a", "session_id": "\\ud800"}\n', "line 1: half a surrogate pair"),
+        ('{"timestamp": 0, "input": "a", "output": "\\udfff"}\n', "line 1: half a surrogate pair"),
+        (
+            '{"timestamp": 0, "input": "a"}\n{"timestamp": 0, "x": [' + "[]," * 20_000 + "0]}",
+            "line 2: no JSON",
+        ),
         ('{"timestamp": 0, "input": "a"}\n{"timestamp": "x", "input": "a"}\n', 'line 2: "timestamp" is x; accepted'),
         ('{"timestamp": 0, "input": "a"}\n{"timestamp": 1, "input": 3}\n', "line 2"),
         ('{"timestamp": 0, "input": ""}\n', "line 1"),
@@ -199,3 +210,28 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(raw)
         with pytest.raises(Refusal, match=name):
             read_logs([tmp_path / name])
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(Refusal, match="no regular file"):
+            read_logs([path])
+
+
+def test_brackets_in_a_text_are_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "l.jsonl", line(0, '[{"\\' * 20_000))
+    assert requests(read_logs([path]))[0].length > 1000
+
+
+def test_a_long_text_is_read_in_pieces_that_texts_which_begin_alike_share(tmp_path: Path) -> None:
+    words = " ".join(f"word{n}" for n in range(20_000))
+    path = write(tmp_path / "l.jsonl", line(0, words), line(1, words + "\nUser: Go on"))
+    tracemalloc.start()
+    first, second = requests(read_logs([path]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(words) > 4 * PIECE
+    assert second.prompt[: first.length - 1] == first.prompt[:-1]
+    assert second.boundaries[-2] == second.length - 2
+    assert peak < 60 * len(words)

@@ -1,0 +1,124 @@
+"""Traces and request logs from outside: whatever is in them, replay and simulate take it or refuse it in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import zstandard
+
+from effects.scope import Scope
+from engine.refusal import Refusal
+from engine.replay import Diverged, replay_file
+from engine.simulate import build_setup, simulate
+from engine.simulation.logs import Logs, read_logs
+from engine.simulation.run import Setup
+from engine.simulation.wanted import Wanted
+from engine.trace import BadTrace
+from tests.campaign.hostile import EITHER, VALUES, spoilt, spoilt_bytes, spoilt_cases, text_of
+
+GOLDEN = {file.stem: file.read_text().splitlines() for file in (Path(__file__).parents[1] / "golden").glob("*.jsonl")}
+SMALL = tuple(value for value in VALUES if value != 2**31)  # of counts that may be as large as that: no hour's work
+COUNTS: dict[str, Any] = {
+    "id": "s",
+    "block_size": 4,
+    "hash_id_scope": "local",
+    "tool_tokens": 5,
+    "system_tokens": 2,
+    "requests": [
+        {"t": 0, "type": "s", "in": 10, "out": 5, "hash_ids": [1, 2]},
+        {"t": 3, "type": "subagent", "requests": [{"t": 1, "in": 8, "out": 2, "hash_ids": [1, 9]}]},
+        {"t": 3.5, "type": "s", "in": 17, "out": 5, "hash_ids": [1, 2, 3, 4], "think_time": 2},
+    ],
+}
+TEXTS = [
+    {"timestamp": 1e6, "input": "<|im_start|>user\nHello", "output": "Yes.", "session_id": "s"},
+    {"timestamp": 2e6, "input": "<|im_start|>user\nHello again", "output": "Yes.", "session_id": "s"},
+]
+
+
+def simulated(path: Path) -> None:
+    """Read, and run as far as it is short."""
+    wanted = Wanted(min_tokens=4)
+    try:
+        logs = read_logs([path])
+        setup = build_setup(wanted, logs)
+    except Refusal as refusal:
+        said = str(refusal)
+    else:
+        said = ""
+        short(setup, logs)
+    assert "\n" not in said
+    assert len(said) < 1000
+
+
+def short(setup: Setup, logs: Logs) -> None:
+    total = sum(request.length for one in logs.sessions for agent in one.agents for request in agent.requests)
+    if total < 20_000 and setup.settings.chunk >= 4:
+        simulate(setup, logs, (Scope("full"), Scope("auto", 3)))
+
+
+def replayed(path: Path) -> None:
+    said = ""
+    try:
+        replay_file(path)
+    except (BadTrace, Diverged) as error:
+        said = str(error)
+    assert len(said) < 3000
+
+
+@EITHER
+def test_traces_with_a_spoilt_line(tmp_path: Path, examples: int) -> None:
+    path = tmp_path / "t.jsonl"
+
+    def check(random: Random) -> None:
+        lines = list(GOLDEN[random.choice(sorted(GOLDEN))])
+        for _ in range(random.randint(1, 2)):
+            at = random.choice((0, random.randrange(len(lines))))
+            lines[at] = text_of(spoilt(json.loads(lines[at]), random))
+        path.write_text("\n".join(lines) + "\n")
+        replayed(path)
+        simulated(path)
+
+    spoilt_cases(check, examples)
+
+
+@EITHER
+@pytest.mark.parametrize("packed", [False, True])
+def test_traces_with_spoilt_bytes(tmp_path: Path, examples: int, packed: bool) -> None:
+    path = tmp_path / ("t.jsonl.zst" if packed else "t.jsonl")
+
+    def check(random: Random) -> None:
+        raw = "\n".join(GOLDEN[random.choice(sorted(GOLDEN))]).encode() + b"\n"
+        path.write_bytes(spoilt_bytes(zstandard.compress(raw) if packed else raw, random))
+        replayed(path)
+        simulated(path)
+
+    spoilt_cases(check, examples)
+
+
+@EITHER
+def test_logs_of_counts(tmp_path: Path, examples: int) -> None:
+    path = tmp_path / "s.json"
+
+    def check(random: Random) -> None:
+        raw = text_of(spoilt(COUNTS, random, SMALL)).encode()
+        path.write_bytes(spoilt_bytes(raw, random) if random.random() < 0.2 else raw)
+        simulated(path)
+
+    spoilt_cases(check, examples)
+
+
+@EITHER
+def test_logs_of_texts(tmp_path: Path, examples: int) -> None:
+    path = tmp_path / "l.jsonl"
+
+    def check(random: Random) -> None:
+        raw = "".join(text_of(spoilt(line, random)) + "\n" for line in TEXTS).encode()
+        path.write_bytes(spoilt_bytes(raw, random) if random.random() < 0.2 else raw)
+        simulated(path)
+
+    spoilt_cases(check, examples)
