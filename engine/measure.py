@@ -15,27 +15,27 @@ from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from effects.round import RoundDone, RunRound
-from states.rates import Rates
+from states.rates import FIRST, Rates
 
 BUDGET_NS = 400_000_000  # for all rounds: a slow model is measured less often
 PASSES = 4
+STRIDE = 7919  # between the tokens that are tried
 CONTEXT = 64  # rows before a measured round
-BAND = 1024  # tokens of the first span of `Rates.prefill`; each later one ends at twice its start
-FAR = 4096  # chunks are measured at 0 and up to here; beyond, time is taken to grow as it does between
+FAR = {"cpu": 4096, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
 
 
 def measured(executor: DeviceExecutor, shard: Qwen3Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
     """On the lane, before anybody is served. context: rows that a slot may come to. widths: proposals, ascending."""
-    return Rates(prefill=prefill(shard, chunk, context), rounds=rounds(executor, context, widths))
+    return Rates(prefill=prefill(shard, chunk, context), rounds=rounds(executor, shard, context, widths))
 
 
 def prefill(shard: Qwen3Shard, chunk: int, context: int) -> tuple[int, ...]:
     """Per token, by where it stands, as `Rates.prefill` wants it; from two chunks and a straight line."""
     rows = min(chunk, context)
-    far = min(context, FAR) - rows
+    far = min(context, FAR[shard.device.type]) - rows
     near_ns = quickest(lambda: run_chunk(shard, 0, rows, chunk))
     slope = max(0.0, quickest(lambda: run_chunk(shard, far, rows, chunk)) - near_ns) / far if far else 0.0
-    found, start, stop = list[int](), 0, BAND
+    found, start, stop = list[int](), 0, FIRST
     while start < context:
         middle = (start + min(stop, context)) / 2
         found.append(max(1, round((near_ns + slope * max(0.0, middle - rows / 2)) / rows)))
@@ -45,9 +45,14 @@ def prefill(shard: Qwen3Shard, chunk: int, context: int) -> tuple[int, ...]:
 
 def run_chunk(shard: Qwen3Shard, start: int, rows: int, chunk: int) -> None:
     step = Step((Segment(0, start, rows),), chunk, rows_only=True)
-    shard.forward(step, torch.zeros(rows, dtype=torch.int64))
+    shard.forward(step, torch.tensor(some_tokens(shard, rows)))
     if shard.device.type == "cuda":
         torch.cuda.synchronize(shard.device)
+
+
+def some_tokens(shard: Qwen3Shard, count: int) -> list[int]:
+    """All kinds of them: rows of one and the same token are like no rows that are ever kept."""
+    return [number * STRIDE % shard.config.vocab_size for number in range(count)]
 
 
 def quickest(work: Callable[[], None]) -> int:
@@ -60,10 +65,12 @@ def quickest(work: Callable[[], None]) -> int:
     return min(found)
 
 
-def rounds(executor: DeviceExecutor, context: int, widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def rounds(
+    executor: DeviceExecutor, shard: Qwen3Shard, context: int, widths: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
     """(proposals, nanoseconds) of one request's round, its draft included; the first of each width warms up."""
     slot, known, started = SlotId(0), min(CONTEXT, context // 2), time.perf_counter_ns()
-    tokens, wanted = [0] * known, list(widths) * PASSES
+    tokens, wanted = some_tokens(shard, known), list(widths) * PASSES
 
     def following(outcomes: Sequence[Outcome]) -> Ask | None:
         if not outcomes:

@@ -39,6 +39,7 @@ from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.draft import find_draft, load_draft, short_of_memory, warm_up_draft
 from engine.folders import cache_folder, user_folder
+from engine.loading import with_loading
 from engine.measure import measured
 from engine.options import Options
 from engine.refusal import Refusal
@@ -201,6 +202,9 @@ def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) ->
     stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving, draft)
     if stored is not None:
         executor.handle(SaveSnapshot, partial(save, stored, drafting))
+    if store is not None:
+        rates = with_loading(settings.rates, store, shard, chunk=numerics.chunk, folder=user_folder() / "rates")
+        settings = evolve(settings, store=True, rates=rates)
     if drafting is not None and settings.residency.draft != "keep":
         drafting.park(RequestId(0), ParkDraft(release=settings.residency.draft == "release"))
     return Target(
@@ -210,7 +214,7 @@ def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) ->
         lane=lane,
         executor=executor,
         numerics=numerics,
-        settings=evolve(settings, store=stored is not None),
+        settings=settings,
         identity=named,
         model_id="demo" if options.model == "demo" else folder.resolve().name,
         mode=options.numerics,

@@ -91,7 +91,8 @@ def front(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -
     """The planner's one number m: compute `[start, m)` while `[m, stop)` is loaded, both to end at once.
 
     m = start is pure restore, m = stop pure recompute. A time that was never measured means that restoring is trusted.
-    Both at once have to be a tenth better than either: two sides cost more to set going than these times tell.
+    Both at once have to be a tenth better than either: two sides cost more to set going than these times tell. Whole
+    chunks are computed: part of one takes nearly as long.
     Positional state cannot be computed for some rows and loaded for the rest: all or nothing.
     """
     if start == stop or not load_time(rates, tier) or not prefill_time(rates, start, stop):
@@ -103,9 +104,9 @@ def front(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -
     pure = min((start, stop), key=when)
     if settings.stateful:
         return pure
-    grains = range((stop - start) // settings.grain)
-    even = bisect_left(grains, 0, key=lambda m: lead(rates, start, start + m * settings.grain, stop, tier))
-    mixed = [start + m * settings.grain for m in (even - 1, even) if 0 < m < len(grains)]
+    chunks = range(-(-(stop - start) // settings.chunk))
+    even = bisect_left(chunks, 0, key=lambda m: lead(rates, start, start + m * settings.chunk, stop, tier))
+    mixed = [start + m * settings.chunk for m in (even - 1, even) if 0 < m < len(chunks)]
     best = min(mixed, key=when, default=pure)
     return best if when(best) * 10 <= when(pure) * 9 else pure
 

@@ -109,11 +109,14 @@ def faded(value: int, least: int) -> int:
     return value and max(least, value - value // FADING)
 
 
-def slowed(factor: int, took_ns: int, alone_ns: int) -> int:
+def slowed(known: int, took_ns: int, alone_ns: int) -> int:
     """A factor after one more measurement."""
-    if not alone_ns:
-        return factor
-    return blended(factor or ALONE, min(max(ALONE, took_ns * ALONE // alone_ns), SLOWEST))
+    return blended(known or ALONE, factor(took_ns, alone_ns)) if alone_ns else known
+
+
+def factor(took_ns: int, alone_ns: int) -> int:
+    """How much longer it takes beside something else than alone; 0: not known."""
+    return min(max(ALONE, took_ns * ALONE // alone_ns), SLOWEST) if alone_ns else 0
 
 
 def blended(mean: int, value: int) -> int:

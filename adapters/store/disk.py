@@ -21,7 +21,6 @@ from adapters.store.blocks import root
 from adapters.store.codec import DECODERS, Chooser
 from adapters.store.folder import LOCK, Folder
 from adapters.store.format import (
-    FRAME,
     MOST_HEAD,
     Layout,
     Newer,
@@ -186,6 +185,10 @@ class Disk:
             raise
         self.counts["read_bytes"] += entry.size
 
+    def read_past_cache(self, name: str, expected: Expected, target: memoryview) -> None:
+        """A file as `read` reads it, but from the disk itself, and for nobody: whatever is found changes nothing."""
+        read_run(self.folder, name, expected, target, self._readers, past_cache=True)
+
     def figures(self) -> dict[str, Any]:
         with self.lock:
             counted = {name: self.counts[name] for name in COUNTED}
@@ -198,7 +201,7 @@ class Disk:
                 **counted,
                 "queued_bytes": self.queued,
                 "recent_prompts": len(self.recents),
-                "codec": self.chooser.chosen or self.chooser.codec,
+                "codec": self.chooser.chosen,
             }
 
     @property
@@ -231,7 +234,7 @@ class Disk:
 
     def _write(self, write: Write) -> None:
         run, data = write.run, write.rows.data.numpy().data
-        parts = encode(head(run, self.layout), data, self.chooser.pick(data[:FRAME]))
+        parts = encode(head(run, self.layout), data, self.chooser.compressor())
         size = sum(map(len, parts))
         if not self._evict(size, run.parent):
             self.counts["dropped_no_room"] += 1

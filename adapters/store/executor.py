@@ -254,10 +254,8 @@ class StoreExecutor:
         entry, disk = part.entry, self.store.disk
         if part.place == "host" or disk is None:
             return self.store.rows[entry.handle]
-        started = time.perf_counter()
         buffer = self.store.memory.take(disk.layout.size(entry.kind, entry.length))
         disk.read(entry, buffer.data.numpy().data)
-        disk.chooser.read.add(entry.size / (time.perf_counter() - started))
         self.store.promote(entry, buffer)
         return buffer
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol, TypeGuard
 
 import numpy as np
@@ -15,7 +16,7 @@ from adapters.store.format import Rows
 from effects.ids import Span
 
 NamedTensors = Mapping[str, Tensor]
-_own = threading.local()
+_streams = dict[torch.device, deque[torch.cuda.Stream]]()  # nobody copies on these now
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -66,10 +67,11 @@ class Mover:
             return
         target = self.slots.rows(slot, start, stop)
         if target.device.type == "cuda":
-            with torch.inference_mode(), torch.cuda.device(target.device), torch.cuda.stream(own_stream(target.device)):
+            with torch.inference_mode(), torch.cuda.device(target.device), own_stream(target.device):
                 there = data.to(target.device, non_blocking=True)
                 target.copy_(self._shaped(there, tokens)[..., start - first : stop - first, :])
                 torch.cuda.current_stream().synchronize()
+                del there  # before anybody else copies on this stream
         else:
             copy(target, self._shaped(data, tokens)[..., start - first : stop - first, :])
 
@@ -105,9 +107,18 @@ def copy(target: Tensor, source: Tensor) -> None:
     np.copyto(target.view(integer).numpy(), source.view(integer).numpy())
 
 
-def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each thread, so that runs that are loaded side by side do not wait for each other."""
-    streams: dict[torch.device, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return streams[device]
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """So that runs that are loaded side by side do not wait for each other. The same few again and again, whatever
+    thread asks: each has device memory of its own for what passes through it.
+    """
+    free = _streams.setdefault(device, deque())
+    try:
+        stream = free.pop()
+    except IndexError:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        free.append(stream)

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from adapters.store import reading
-from adapters.store.codec import DECODERS, Chooser, Codec, Mean
+from adapters.store.codec import DECODERS, Chooser, Codec
 from adapters.store.disk import Disk
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.format import Layout
@@ -40,10 +40,11 @@ def open_store(
     run_bytes = GPU_RUN_BYTES if pin else RUN_BYTES
     lock, memory = threading.RLock(), Memory(host_bytes + MOVING * run_bytes, pin)
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
-    threading.Thread(target=prepare, args=(memory, MOVING * run_bytes), name="store-memory", daemon=True).start()
+    ready = threading.Event()
+    threading.Thread(target=prepare, args=(memory, MOVING * run_bytes, ready), name="store-memory", daemon=True).start()
     if disk is not None:
         disk.most_queued = max(disk.most_queued, host_bytes, physical() // QUEUE_SHARE)
-    return Store(layout, index(layout, host_bytes), disk, lock, memory, run_bytes)
+    return Store(layout, index(layout, host_bytes), disk, lock, memory, run_bytes, ready=ready)
 
 
 def physical() -> int:
@@ -51,16 +52,19 @@ def physical() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def prepare(memory: Memory, size: int) -> None:
+def prepare(memory: Memory, size: int, ready: threading.Event) -> None:
     """What the first restore would have to wait for."""
-    memory.prepare(size)
-    reading.prepare(DECODERS + AHEAD)
+    try:
+        memory.prepare(size)
+        reading.prepare(DECODERS + AHEAD)
+    finally:
+        ready.set()
 
 
 def open_disk(layout: Layout, folder: Folder, lock: threading.RLock, *, budget: int, codec: Codec = "auto") -> Disk:
     """The folder is the disk's from here on, and closed if it cannot be read."""
     recents = Recents(most_bytes=min(MOST_BYTES, budget // RECENT_SHARE))
-    disk = Disk(folder, layout, index(layout, budget), lock, Chooser(codec, Mean()), recents)
+    disk = Disk(folder, layout, index(layout, budget), lock, Chooser(codec), recents)
     try:
         disk.start()
     except OSError as error:

@@ -65,12 +65,14 @@ class Batch:
         return sum(packed for packed, _ in self.frames)
 
 
-def read_run(folder: Folder, name: str, expected: Expected, target: memoryview, pool: Executor) -> None:
+def read_run(
+    folder: Folder, name: str, expected: Expected, target: memoryview, pool: Executor, *, past_cache: bool = False
+) -> None:
     """Fill `target` with the tensors of a run, end to end (`Layout.views` names them). For a worker thread.
 
     Raises Damaged where the file is not exactly the one that we would write for this run, OSError where reading fails.
     """
-    with opened(folder, name) as file:
+    with opened(folder, name, past_cache=past_cache) as file:
         if file.size != expected.size:
             raise Damaged("the file has another size than when it was written")
         frames = read_table(file, 1 + len(cuts(len(target))))
@@ -90,14 +92,16 @@ def read_run(folder: Folder, name: str, expected: Expected, target: memoryview, 
 
 
 @contextmanager
-def opened(folder: Folder, name: str) -> Iterator[File]:
+def opened(folder: Folder, name: str, *, past_cache: bool = False) -> Iterator[File]:
     """What is in the page cache is read from there. What is not is read once and needs no place in it: to find one for
     every page takes more processor time than everything else that is done with the content.
+
+    past_cache: what is there is not taken from it either, where the file system can do that.
     """
     descriptor = folder.opener(name)
     try:
         size = os.fstat(descriptor).st_size
-        direct = not resident(descriptor, size) and bypass(descriptor)
+        direct = (past_cache or not resident(descriptor, size)) and bypass(descriptor)
         if not direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
         yield File(descriptor, size, direct)

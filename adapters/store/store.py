@@ -85,6 +85,12 @@ class Path:
     packed: bytes
 
 
+def set_already() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 def recents_of(disk: Disk | None) -> Recents:
     """Those that survive a restart, where there are any."""
     return Recents() if disk is None else disk.recents
@@ -109,6 +115,7 @@ class Store:
     hits: Counter[str] = field(factory=Counter[str])
     misses: Counter[str] = field(factory=Counter[str])
     restores: dict[str, Restored] = field(factory=dict[str, Restored])  # by place
+    ready: threading.Event = field(factory=set_already)  # the memory has been prepared
     _leases: dict[LeaseId, Lease] = field(factory=dict[LeaseId, Lease])
     _last: int = 0
     _waiting: set[int] = field(factory=set[int])  # handles of host entries that are to be written

@@ -1,0 +1,149 @@
+"""What loading rows takes on this machine, known before the first request: kept from an earlier start, or measured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from stat import S_ISREG
+
+import torch
+from attrs import asdict, evolve, fields, frozen
+
+from adapters.models.qwen3 import Qwen3Shard
+from adapters.store.codec import Fixed, quicker
+from adapters.store.disk import Disk
+from adapters.store.rehearsal import Load, Rehearsal
+from adapters.store.store import Store
+from engine.measure import quickest, run_chunk
+from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
+
+log = logging.getLogger("rekindle")
+
+VERSION = 1
+MOST_BYTES = 1 << 12  # of a file that keeps it
+MOST_NS = 10**9  # a second for one token's rows
+MOST_AGE_S = 7 * 86400  # then it is measured again
+ALIKE = 2  # times: more apart, and it is not the disk, or not the machine, that was measured then
+SLOW_NS = 50_000_000  # of a chunk: where computing takes so long, nobody waits to see what loading does to it
+
+
+@frozen
+class Loading:
+    """Nanoseconds to load one token's rows, and how much longer both sides take beside each other, as in `Rates`.
+
+    codec: what files that are written `auto` are restored sooner from.
+    """
+
+    host: int = 0
+    disk: int = 0
+    prefill_beside: int = 0
+    load_beside: int = 0
+    codec: Fixed = "store"
+
+    def added(self, rates: Rates) -> Rates:
+        return evolve(rates, **asdict(self, filter=lambda field, _: field.name != "codec"))
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Loading:
+        """What `to_json` wrote; ValueError for anything else."""
+        value = json.loads(text)
+        if not isinstance(value, dict) or value.pop("version", None) != VERSION:
+            raise ValueError("not what this version keeps of loading times")
+        if set(value) != {field.name for field in fields(cls)} or value["codec"] not in ("store", "zstd"):
+            raise ValueError("missing or unknown fields")
+        times, factors = (value["host"], value["disk"]), (value["prefill_beside"], value["load_beside"])
+        if not all(type(number) is int for number in (*times, *factors)):
+            raise ValueError("a time that is no whole number")
+        possible = all(0 <= one <= MOST_NS for one in times)
+        if not possible or not all(one == 0 or ALONE <= one <= SLOWEST for one in factors):
+            raise ValueError("a time that cannot be")
+        return cls(**value)
+
+
+def kept(file: Path) -> Loading | None:
+    """What an earlier start left there; None for whatever is not that, too."""
+    with suppress(OSError, ValueError, RecursionError):
+        about = file.stat()
+        if S_ISREG(about.st_mode) and about.st_size <= MOST_BYTES and 0 <= time.time() - about.st_mtime <= MOST_AGE_S:
+            with file.open("rb") as opened:
+                return Loading.from_json(opened.read(MOST_BYTES).decode())
+    return None
+
+
+def keep(file: Path, loading: Loading) -> None:
+    """Whole or not at all; in a home that cannot be written it is measured at every start."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(loading.to_json(), encoding="utf-8")
+        new.replace(file)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+
+
+def key(store: Store, shard: Qwen3Shard, chunk: int) -> str:
+    """Under which it may be kept: 32 hex digits over what it depends on, the model's numerics and the disk included."""
+    disk = None if store.disk is None else (store.disk.folder.path, store.disk.folder.path.stat().st_dev)
+    codec = None if store.disk is None else store.disk.chooser.codec
+    parts = (VERSION, store.layout, store.run_bytes, str(shard.device), torch.get_num_threads(), os.cpu_count(), chunk)
+    return blake2b(repr((*parts, disk, codec)).encode(), digest_size=16).hexdigest()
+
+
+def with_loading(rates: Rates, store: Store, shard: Qwen3Shard, *, chunk: int, folder: Path) -> Rates:
+    """On the lane, while nobody is served; nothing is known of what cannot be measured. folder: for what is kept."""
+    started, rows = time.perf_counter(), min(chunk, shard.capacity)
+    try:
+        file = folder / f"{key(store, shard, chunk)}.json"
+        rehearsal = Rehearsal(store, shard, shard.capacity, rows)
+        quick = prefill_time(rates, 0, rows) <= SLOW_NS
+        found = known(file, rehearsal, partial(run_chunk, shard, 0, rows, chunk) if quick else None)
+    except (OSError, MemoryError, RuntimeError) as error:
+        log.warning("how fast rows can be loaded is not known: %s", error)
+        return rates
+    if store.disk is not None:
+        store.disk.chooser.quicker = found.codec
+    log.info("loading: %s, known after %.0f ms", asdict(found), 1e3 * (time.perf_counter() - started))
+    return found.added(rates)
+
+
+def known(file: Path, rehearsal: Rehearsal, compute: Callable[[], None] | None) -> Loading:
+    """Its own files are read in any case, so that what was kept is believed only where they take as long today."""
+    before, disk = kept(file), rehearsal.store.disk
+    host = rehearsal.alone(rehearsal.copies())
+    with ExitStack() as stack:
+        own = [] if disk is None else stack.enter_context(rehearsal.files(disk))
+        now = rehearsal.alone(own) if own else 0
+        if before is not None and (not now or now <= ALIKE * before.disk <= ALIKE**2 * now):
+            return before
+        loads = dict[Fixed, list[Load]]()
+        if disk is not None:
+            loads |= {one: stack.enter_context(rehearsal.samples(disk, one)) for one in wanted(disk, own)}
+        times = {codec: rehearsal.alone(some) for codec, some in loads.items()}
+        codec: Fixed = quicker(times["store"], times["zstd"]) if len(times) > 1 else next(iter(times), "store")
+        found = Loading(host, now or times.get(codec, 0), codec=codec)
+        if compute is not None:
+            alone = quickest(compute)
+            load_ns, compute_ns = rehearsal.beside(own or loads.get(codec) or rehearsal.copies(), compute)
+            prefill, load = factor(compute_ns, alone), factor(load_ns, found.disk or found.host)
+            found = evolve(found, prefill_beside=prefill, load_beside=load)
+    keep(file, found)
+    return found
+
+
+def wanted(disk: Disk, own: Sequence[Load]) -> list[Fixed]:
+    """The codecs to try: both where one has to be chosen, none where there are files enough."""
+    codec = disk.chooser.codec
+    if codec == "auto":
+        return ["store", "zstd"]
+    return [] if own else [codec]

@@ -1,0 +1,221 @@
+"""Loading times are there before the first request: kept ones are hostile input, and the first decision is the last."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from adapters.models.config import Qwen3Config
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.qwen3 import LADDER, Qwen3Shard
+from adapters.models.synthetic import RandomWeights
+from adapters.store.format import Layout, Rows
+from adapters.store.opening import open_store
+from adapters.store.rehearsal import Rehearsal
+from adapters.store.store import Store
+from engine import measure
+from engine.loading import Loading, keep, kept, key, known, with_loading
+from states import policy
+from states import rates as world_rates
+from states.rates import Rates, prefilled, restored
+from states.settings import Settings
+
+FOUND = Loading(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, codec="zstd")
+CHUNK = 64
+
+
+def test_what_was_kept_comes_back(tmp_path: Path) -> None:
+    keep(tmp_path / "rates" / "a.json", FOUND)
+    assert kept(tmp_path / "rates" / "a.json") == FOUND
+    assert [file.name for file in (tmp_path / "rates").iterdir()] == ["a.json"]
+
+
+GOOD = json.loads(FOUND.to_json())
+HOSTILE = {
+    "nothing": b"",
+    "no text": b"\xff\xfe\x00",
+    "no JSON": b"{",
+    "deep": b"[" * 4000,
+    "a list": b"[]",
+    "a number": b"7",
+    "another version": json.dumps({**GOOD, "version": 2}).encode(),
+    "no version": json.dumps({name: value for name, value in GOOD.items() if name != "version"}).encode(),
+    "a field too many": json.dumps({**GOOD, "path": "/etc/passwd"}).encode(),
+    "a field too few": json.dumps({name: value for name, value in GOOD.items() if name != "disk"}).encode(),
+    "negative": json.dumps({**GOOD, "disk": -1}).encode(),
+    "too much": json.dumps({**GOOD, "disk": 10**12}).encode(),
+    "a fraction": json.dumps({**GOOD, "disk": 1.5}).encode(),
+    "not finite": json.dumps({**GOOD, "disk": float("inf")}).encode(),
+    "true": json.dumps({**GOOD, "disk": True}).encode(),
+    "words": json.dumps({**GOOD, "host": "7"}).encode(),
+    "a list of codecs": json.dumps({**GOOD, "codec": ["zstd"]}).encode(),
+    "a codec of its own": json.dumps({**GOOD, "codec": "gzip"}).encode(),
+    "quicker beside than alone": json.dumps({**GOOD, "load_beside": 999}).encode(),
+    "endlessly slow beside": json.dumps({**GOOD, "prefill_beside": 10**9}).encode(),
+    "many digits": FOUND.to_json().replace("2000", "2" * 3900).encode(),
+    "large": FOUND.to_json().encode() + b" " * 4096,
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_no_time_is_none(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(content)
+    assert kept(file) is None
+
+
+def test_neither_is_what_is_no_file_or_an_old_one(tmp_path: Path) -> None:
+    assert kept(tmp_path / "none.json") is None
+    assert kept(tmp_path) is None
+    os.mkfifo(tmp_path / "pipe")
+    assert kept(tmp_path / "pipe") is None, "and nobody waits for it"
+    keep(tmp_path / "a.json", FOUND)
+    for days in (-1, 8):
+        then = time.time() - days * 86400
+        os.utime(tmp_path / "a.json", (then, then))
+        assert kept(tmp_path / "a.json") is None
+
+
+def test_a_home_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "rates").write_text("a file where a folder would be")
+    keep(tmp_path / "rates" / "a.json", FOUND)
+    assert kept(tmp_path / "rates" / "a.json") is None
+
+
+# A small model, a real folder.
+
+
+@pytest.fixture
+def shard() -> Qwen3Shard:
+    config = Qwen3Config(512, 64, 128, 2, 2, 1, 32, 512, 1e6)
+    weights = RandomWeights(config, 0, torch.device("cpu"), torch.float32)
+    rungs = (*(rung for rung in LADDER if rung < CHUNK), CHUNK)
+    where: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+    return Qwen3Shard(config, weights, CpuKernels(torch.float32), slots=1, capacity=512, rungs=rungs, **where)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, shard: Qwen3Shard) -> Callable[..., Store]:
+    def made(identity: str = "a", **limits: Any) -> Store:
+        names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
+        layout = Layout(identity, 64, Rows(names, 1, 32, torch.float32))
+        store = open_store(layout, tmp_path / "kv", disk_bytes=1 << 30, **limits)
+        assert store is not None
+        return store
+
+    return made
+
+
+def settings(rates: Rates) -> Settings:
+    return Settings(slots=1, max_context=512, chunk=CHUNK, grain=64, store=True, rates=rates)
+
+
+def test_a_folder_without_files_is_measured_once_and_then_remembered(
+    tmp_path: Path, shard: Qwen3Shard, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    first = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, folder=tmp_path / "rates")
+    assert store.close()
+    assert min(first.host, first.disk) > 0
+    assert min(first.prefill_beside, first.load_beside) >= 1000
+    assert first.prefill == (1000,)
+    assert {file.name for file in (tmp_path / "kv").iterdir()} <= {"LOCK", "journal"}, "samples do not stay"
+    (file,) = (tmp_path / "rates").iterdir()
+    keep(file, FOUND)
+    store = opened()
+    again = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, folder=tmp_path / "rates")
+    assert again == FOUND.added(Rates(prefill=(1000,)))
+    assert store.disk is not None
+    assert store.disk.chooser.chosen == "zstd"
+    assert store.close()
+    other = opened("another model")
+    assert key(other, shard, CHUNK) != file.stem, "what another model's rows take says nothing"
+    assert other.close()
+
+
+def test_what_its_own_files_contradict_is_measured_again(
+    tmp_path: Path, shard: Qwen3Shard, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file = opened(codec="store"), tmp_path / "a.json"
+    rehearsal = Rehearsal(store, shard, shard.capacity, CHUNK)
+    assert store.disk is not None
+    with rehearsal.samples(store.disk, "store") as loads:
+        monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given(loads))
+        now = known(file, rehearsal, None)
+        assert now.disk > 0
+        for disk, stays in ((now.disk, True), (100 * now.disk, False), (1, False)):
+            before = evolve(FOUND, disk=disk)
+            keep(file, before)
+            assert (known(file, rehearsal, None) == before) is stays
+    assert store.close()
+
+
+class Given:
+    """A context around what is there anyway."""
+
+    def __init__(self, loads: Any) -> None:
+        self.loads = loads
+
+    def __enter__(self) -> Any:
+        return self.loads
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
+    tmp_path: Path, shard: Qwen3Shard, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    store, rates = opened(), Rates(prefill=(1000,))
+    assert store.disk is not None
+    monkeypatch.setattr(store.disk.folder, "create", full)
+    assert with_loading(rates, store, shard, chunk=CHUNK, folder=tmp_path / "rates") == rates
+    assert store.close()
+
+
+@pytest.mark.parametrize("length", [64, 256, 448])
+@pytest.mark.parametrize("load_ns", [10, 900, 1100, 100_000])
+def test_the_first_decision_is_the_hundredth(length: int, load_ns: int) -> None:
+    """Times that are known from the start decide as the same times do after a hundred requests taught them."""
+    first = Loading(host=load_ns, disk=load_ns, prefill_beside=1200, load_beside=1100).added(Rates(prefill=(1000,)))
+    taught = Rates()
+    for _ in range(100):
+        taught = loading_taught(taught, load_ns)
+    for tier in ("host", "disk"):
+        fronts = {policy.front(settings(rates), rates, 0, length, tier) for rates in (first, taught)}
+        assert len(fronts) == 1
+    unknown = policy.front(settings(first), evolve(first, disk=0), 0, length, "disk")
+    assert unknown == 0, "only what is not known is trusted"
+
+
+def loading_taught(rates: Rates, load_ns: int) -> Rates:
+    rates = prefilled(rates, 0, 100, 100_000, beside=False)
+    for tier in ("host", "disk"):
+        rates = restored(rates, tier, 100, 100 * load_ns, beside=False)
+        rates = restored(rates, tier, 100, 110 * load_ns, beside=True)
+    return prefilled(rates, 0, 100, 120_000, beside=True)
+
+
+def test_a_slow_disk_is_not_trusted_by_the_first_request() -> None:
+    """The fault: a new process knew nothing of its disk, and restored in 250 ms what it computes in 55."""
+    known_at_start = Loading(disk=61_000, host=3_000).added(Rates(prefill=(25_000, 26_000)))
+    house = evolve(settings(known_at_start), chunk=1024)
+    assert policy.front(house, known_at_start, 0, 1984, "disk") == 1984
+    assert policy.front(house, known_at_start, 0, 1984, "host") == 0
+    assert policy.front(house, Rates(prefill=(25_000, 26_000)), 0, 1984, "disk") == 0
+
+
+def test_the_first_span_is_one_constant() -> None:
+    assert not hasattr(measure, "BAND")
+    assert measure.FIRST is world_rates.FIRST

@@ -1,0 +1,154 @@
+"""Rows are brought back before anybody waits: from real files past the page cache, from samples, from memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters.store import rehearsal as rehearsing
+from adapters.store.moving import Mover
+from adapters.store.rehearsal import Rehearsal
+from adapters.store.store import Store
+from tests.store.kit import BIG, GRAIN, LAYOUT, ROWS, disk_store, save, settled
+
+CAPACITY = 64
+TOKENS = tuple(range(1, 1 + 12 * GRAIN))
+
+
+class Slots:
+    """Two slots of the layout's rows, in memory."""
+
+    def __init__(self) -> None:
+        layers = len(ROWS.names) // 2
+        self.all = torch.zeros(2, layers, 2, ROWS.heads, CAPACITY, ROWS.width, dtype=ROWS.dtype)
+
+    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self.all[slot, ..., start:stop, :]
+
+    def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        raise AssertionError("rows are reached where they are")
+
+    def import_rows(self, slot: int, start: int, rows: object) -> None:
+        raise AssertionError("rows are reached where they are")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def listed(path: Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir())
+
+
+def filled(path: Path) -> Store:
+    """A new process's store, with three files of an earlier one."""
+    store = disk_store(path)
+    store.run_bytes = 4 * GRAIN * LAYOUT.token_bytes
+    save(store, TOKENS)
+    settled(store)
+    store.close()
+    return disk_store(path)
+
+
+def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsing, "LEAST", 1)
+    store, slots = filled(path), Slots()
+    assert store.disk is not None
+    names = listed(path)
+    entries, figures = list(store.disk.index.entries.values()), store.figures()
+    with Rehearsal(store, slots, CAPACITY, GRAIN).files(store.disk) as loads:
+        assert len(loads) == 3
+        assert all(entry.leases == 1 for entry in entries)
+        assert Rehearsal(store, slots, CAPACITY, GRAIN).alone(loads) > 0
+    assert all(entry.leases == 0 for entry in entries)
+    assert slots.all.any(), "no rows came into the slot"
+    assert listed(path) == names
+    assert store.figures() == figures, "nobody was served, so nothing is counted"
+    store.close()
+
+
+def test_too_few_of_its_own_tell_nothing(path: Path) -> None:
+    store = filled(path)
+    assert store.disk is not None
+    with Rehearsal(store, Slots(), CAPACITY, GRAIN).files(store.disk) as loads:
+        assert loads == []
+    store.close()
+
+
+def test_a_damaged_file_brings_nothing_and_stays_for_whoever_needs_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsing, "LEAST", 1)
+    store = filled(path)
+    assert store.disk is not None
+    for file in path.glob("*.zst"):
+        file.write_bytes(bytes(file.stat().st_size))
+    rehearsal = Rehearsal(store, Slots(), CAPACITY, GRAIN)
+    with rehearsal.files(store.disk) as loads:
+        assert rehearsal.alone(loads) == 0
+    assert store.figures()["quarantined"] == 0
+    assert len(store.disk.index) == 3
+    store.close()
+
+
+@pytest.mark.parametrize("codec", ["store", "zstd"])
+def test_samples_are_read_and_gone(path: Path, codec: str) -> None:
+    store, slots = disk_store(path), Slots()
+    assert store.disk is not None
+    slots.all[0, ..., :GRAIN, :] = 3
+    names, rehearsal = listed(path), Rehearsal(store, slots, CAPACITY, GRAIN)
+    with rehearsal.samples(store.disk, codec) as loads:  # type: ignore[arg-type]
+        assert len(loads) > 0
+        assert len(listed(path)) == len(names) + len(loads)
+        assert rehearsal.alone(loads) > 0
+    assert listed(path) == names
+    assert (slots.all[0, ..., :GRAIN, :] == 3).all(), "what was read is not what was written"
+    store.close()
+
+
+def test_samples_that_were_left_behind_are_removed_at_the_next_start(path: Path) -> None:
+    store = disk_store(path)
+    assert store.disk is not None
+    left = Rehearsal(store, Slots(), CAPACITY, GRAIN).samples(store.disk, "store")
+    left.__enter__()  # and never left: as after `kill -9`
+    assert any(name.startswith(".new-") for name in listed(path))
+    store.close()
+    again = disk_store(path)
+    assert not any(name.startswith(".new-") for name in listed(path))
+    again.close()
+
+
+def test_a_small_budget_has_no_room_for_samples(path: Path) -> None:
+    store = disk_store(path, disk=1000)
+    assert store.disk is not None
+    rehearsal = Rehearsal(store, Slots(), CAPACITY, GRAIN)
+    with rehearsal.samples(store.disk, "store") as loads:
+        assert loads == []
+        assert rehearsal.alone(loads) == 0
+    store.close()
+
+
+def test_both_sides_at_once(path: Path) -> None:
+    store, computed = disk_store(path, disk=BIG), list[int]()
+    rehearsal = Rehearsal(store, Slots(), CAPACITY, GRAIN)
+    load_ns, compute_ns = rehearsal.beside(rehearsal.copies(), lambda: computed.append(1))
+    assert load_ns > 0
+    assert compute_ns >= 0
+    assert computed
+    assert Mover(Slots(), ROWS).anywhere
+    store.close()
+
+
+def test_a_computation_that_fails_ends_the_loading(path: Path) -> None:
+    store = disk_store(path)
+    rehearsal = Rehearsal(store, Slots(), CAPACITY, GRAIN)
+
+    def fails() -> None:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        rehearsal.beside(rehearsal.copies(), fails)
+    store.close()
