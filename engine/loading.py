@@ -113,7 +113,7 @@ def with_loading(rates: Rates, store: Store, shard: Qwen3Shard, *, chunk: int, f
         return rates
     if store.disk is not None:
         store.disk.chooser.quicker = found.codec
-    log.info("loading: %s, known after %.0f ms", asdict(found), 1e3 * (time.perf_counter() - started))
+    log.debug("loading: %s, known after %.0f ms", asdict(found), 1e3 * (time.perf_counter() - started))
     return found.added(rates)
 
 
