@@ -20,7 +20,7 @@ from attrs import define
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapters.http.app import build_app
-from adapters.http.errors import openai_response, unavailable
+from adapters.http.errors import error_response, unavailable
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
 from adapters.models.config import CheckpointError
@@ -82,7 +82,7 @@ class Gate:
         elif self.app is not None:
             await self.app(scope, receive, send)
         else:
-            await openai_response(unavailable("Loading model", 1))(scope, receive, send)
+            await error_response(scope["path"], unavailable("Loading model", 1))(scope, receive, send)
 
 
 async def serve_until_signal(options: Options) -> int:

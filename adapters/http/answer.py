@@ -17,11 +17,12 @@ from attrs import define, evolve, field
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from adapters.http.access_log import ARRIVED, NOTE, Told
 from adapters.http.connection import ABORT
 from adapters.http.controls import Planned
 from adapters.http.errors import ApiError, failure_of
-from adapters.http.guard import NOTE
 from adapters.http.options import EdgeOptions
+from adapters.http.retry import Pace
 from adapters.http.run import Ended, Event, Progress, Run, Said, running
 from adapters.http.shape import Shape
 from adapters.text.tokenizer import Tokenizer
@@ -50,9 +51,11 @@ class Answer:
     tokenizer: Tokenizer
     stream: bool
     progress: bool
+    pace: Pace
     headers: Mapping[str, str] = field(factory=dict)  # of this answer, besides its id
     began: bool = field(default=False, init=False)  # the status line is out
     finish: str = field(default="client_gone", init=False)  # for the log
+    log: Told = field(factory=Told, init=False)
     _start: float = field(factory=time.monotonic, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +63,8 @@ class Answer:
             await self._run(scope, receive, send)
         finally:
             said = "".join(f" {name}={value.partition(';')[0]}" for name, value in self.headers.items())
-            scope[NOTE] = f" {self.shape.id} {self.finish} jobs={len(self.planned)}{said}"
+            figures = self.log.line(scope.get(ARRIVED, self._start))
+            scope[NOTE] = f" {self.shape.id} {self.finish} jobs={len(self.planned)}{figures}{said}"
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as tasks:
@@ -81,7 +85,7 @@ class Answer:
         scope.cancel()
 
     async def _answer(self, run: Run, scope: Scope, receive: Receive, send: Send) -> None:
-        events = Events(run.events, len(self.planned))
+        events = Events(run.events, len(self.planned), self.log)
         try:
             await events.begin()
             if self.stream:
@@ -159,9 +163,11 @@ class Answer:
 
     def _checked(self, ended: Ended) -> Ended:
         """Raises ApiError unless the choice ended well."""
-        failure = failure_of(ended.closed, self.options.retry_after_s)
-        if failure is None:
+        if failure_of(ended.closed, 0) is None:
+            self.pace.served(ended.closed)
             return ended
+        failure = failure_of(ended.closed, self.pace.retry_after(self.door.status()))
+        assert failure is not None
         if ended.closed.finish == "failed":
             log.error("%s failed: %s", self.shape.id, ended.closed.detail)
         raise failure
@@ -198,6 +204,7 @@ class Events:
 
     source: MemoryObjectReceiveStream[Event]
     open: int  # choices that have not ended
+    log: Told
     waiting: list[Event] = field(factory=list)
 
     async def begin(self) -> None:
@@ -228,6 +235,7 @@ class Events:
         return self.ready() or self._taken(await self.source.receive())
 
     def _taken(self, event: Event) -> Event:
+        self.log.heard(event)
         if isinstance(event, Ended):
             self.open -= 1
         return event

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
 import anyio
-from attrs import define
+from attrs import define, field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,14 +17,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from adapters.http import chat, completions, controls
+from adapters.http import chat, completions, controls, models
+from adapters.http.access_log import NOTE, refused
 from adapters.http.answer import Answer
 from adapters.http.body import read_object
-from adapters.http.errors import ApiError, model_not_found, openai_response, queue_full, unavailable
+from adapters.http.errors import ApiError, error_response, no_such_path, queue_full, unavailable, wrong_method
 from adapters.http.fields import Fields
 from adapters.http.guard import Guard
 from adapters.http.openai_shape import ChatShape, CompletionShape
 from adapters.http.options import EdgeOptions
+from adapters.http.retry import Pace
 from adapters.http.sampling import default_settings
 from adapters.http.shape import Named, new_id
 from adapters.metrics import Metrics
@@ -47,6 +48,16 @@ def build_app(door: Door, text: Text, options: EdgeOptions, metrics: Metrics) ->
 
     routes = edge.routes()
     paths = frozenset(route.path for route in routes)
+    shown = sorted(f"{' or '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}" for route in routes)
+
+    async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
+        """Unknown paths and wrong methods."""
+        assert isinstance(error, HTTPException)
+        path, allowed = request.scope["path"], (error.headers or {}).get("Allow", "")
+        if error.status_code == 405:
+            return await answer_error(request, wrong_method(request.method, path, allowed))
+        return await answer_error(request, no_such_path(path, shown))
+
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths)],
@@ -65,6 +76,7 @@ class Edge:
     text: Text
     options: EdgeOptions
     metrics: Metrics
+    pace: Pace = field(factory=Pace)
 
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
@@ -75,10 +87,8 @@ class Edge:
             Route("/detokenize", self.detokenize, methods=post),
             Route("/apply-template", self.apply_template, methods=post),
             Route("/v1/models", self.models, methods=get),
-            Route("/models", self.models, methods=get),
             Route("/v1/models/{model:path}", self.model, methods=get),
             Route("/health", self.health, methods=get),
-            Route("/v1/health", self.health, methods=get),
             Route("/props", self.props, methods=get),
             Route("/slots", self.slots, methods=get),
             Route("/metrics", self.render_metrics, methods=get),
@@ -93,7 +103,7 @@ class Edge:
         conversation = chat.read_chat(fields, self.text)
         prompt = await chat.encode_chat(conversation, self.text)
         planned = controls.plan([prompt], ["$.messages"], asked, self.options, self.text.openings)
-        named = Named(new_id("chatcmpl-"), self.options.model_id)
+        named = Named(new_id("chatcmpl-"), asked.model)
         shape = ChatShape(named, asked, self.options, self.text.tokenizer)
         return self._answer(planned, shape, asked, conversation.headers)
 
@@ -102,7 +112,7 @@ class Edge:
         asked = completions.read_completion_controls(fields, self.options, self.text)
         prompts, paths = await completions.read_prompts(fields, self.options, self.text)
         planned = controls.plan(prompts, paths, asked, self.options, self.text.openings)
-        named = Named(new_id("cmpl-"), self.options.model_id)
+        named = Named(new_id("cmpl-"), asked.model)
         return self._answer(planned, CompletionShape(named, asked, self.options, self.text.tokenizer), asked)
 
     def _answer(
@@ -113,7 +123,8 @@ class Edge:
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
         tokenizer, headers = self.text.tokenizer, headers or {}
-        return Answer(self.door, planned, shape, self.options, tokenizer, asked.stream, asked.progress, headers)
+        how = asked.stream, asked.progress, self.pace, headers
+        return Answer(self.door, planned, shape, self.options, tokenizer, *how)
 
     async def _ready(self, request: Request) -> Fields:
         """The body, unless nothing can be generated now anyway."""
@@ -121,7 +132,7 @@ class Edge:
         if status.get("state", "ready") != "ready":
             raise unavailable(UNREADY.get(status["state"], UNREADY["loading"]), self.options.retry_after_s)
         if status.get("queue_full"):
-            raise queue_full(self.options.retry_after_s)
+            raise queue_full(self.pace.retry_after(status))
         return await read_object(request, self.options)
 
     # -- text without a model
@@ -164,30 +175,11 @@ class Edge:
     # -- about the server
 
     async def models(self, _: Request) -> JSONResponse:
-        served = self._model()
-        more = {"has_more": False, "first_id": served["id"], "last_id": served["id"]}
-        return JSONResponse({"object": "list", "data": [served], "models": [served], **more})
+        return JSONResponse(models.listed(self.options))
 
     async def model(self, request: Request) -> JSONResponse:
-        asked = request.path_params["model"]
-        if asked != self.options.model_id:
-            raise model_not_found(asked, self.options.model_id)
-        return JSONResponse(self._model())
-
-    def _model(self) -> dict[str, Any]:
-        options = self.options
-        return {
-            "id": options.model_id,
-            "object": "model",
-            "created": options.created,
-            "owned_by": "rekindle",
-            "type": "model",
-            "display_name": options.model_id,
-            "created_at": datetime.fromtimestamp(options.created, UTC).isoformat(),
-            "context_length": options.max_ctx,
-            "max_model_len": options.max_ctx,
-            "meta": {"n_ctx": options.max_ctx, "n_vocab": options.vocab, **options.model_info},
-        }
+        name = models.check_name(request.path_params["model"], self.options)
+        return JSONResponse(models.described(name, self.options))
 
     async def health(self, _: Request) -> JSONResponse:
         status = self.door.status()
@@ -218,7 +210,7 @@ class Edge:
     async def slots(self, request: Request) -> JSONResponse:
         status = self.door.status()
         if request.query_params.get("fail_on_no_slot") == "1" and status.get("slots_busy") == slot_count(status):
-            raise unavailable("No slot is free.", self.options.retry_after_s)
+            raise unavailable("No slot is free.", self.pace.retry_after(status))
         return JSONResponse(status.get("slots", []))
 
     async def render_metrics(self, _: Request) -> Response:
@@ -249,19 +241,7 @@ def slot_count(status: Mapping[str, Any]) -> int:
     return slots if isinstance(slots, int) else len(slots)
 
 
-async def answer_error(_: Request, error: Exception) -> JSONResponse:
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
-    return openai_response(error)
-
-
-async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Unknown paths and wrong methods."""
-    assert isinstance(error, HTTPException)
-    path = request.scope["path"][:200]
-    if error.status_code == 405:
-        message = f"{request.method} is not possible on {path!r}."
-        code = "method_not_allowed"
-    else:
-        message, code = f"There is nothing at {path!r}.", "not_found"
-    headers = dict(error.headers or {})
-    return openai_response(ApiError(error.status_code, message, code=code, headers=headers))
+    request.scope[NOTE] = refused(error)
+    return error_response(request.scope["path"], error)

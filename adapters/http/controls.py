@@ -6,8 +6,9 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from adapters.http.errors import context_exceeded, invalid, model_not_found
+from adapters.http.errors import context_exceeded, invalid
 from adapters.http.fields import Fields, shown
+from adapters.http.models import check_name
 from adapters.http.options import EdgeOptions
 from adapters.http.sampling import read_sampling
 from adapters.http.unsupported import refuse_missing
@@ -26,6 +27,7 @@ SCOPE_KEYS = ("scope", "window")
 class Controls:
     """What a request asks for besides its prompt."""
 
+    model: str  # what the request calls it
     sampling: Sampling
     choices: int
     stops: tuple[str, ...]
@@ -54,12 +56,13 @@ def read_controls(
     fields: Fields, options: EdgeOptions, end_tokens: Tokens, logprobs: int = -1, max_tokens: int | None = None
 ) -> Controls:
     """max_tokens: of a request that does not say. Raises ApiError for the first field that is wrong."""
-    check_model(fields, options)
+    model = read_model(fields, options)
     refuse_missing(fields)
     stream_options = fields.within("stream_options")
     extra_ends = () if fields.flag("ignore_eos") else end_tokens
     fields.refuse("cache_salt", "is not supported; the cache is shared by all requests of this server")
     return Controls(
+        model=model,
         sampling=evolve(read_sampling(fields, options), logprobs=logprobs),
         choices=fields.integer("n", 1, options.max_choices) or 1,
         stops=read_stops(fields),
@@ -85,10 +88,9 @@ def read_max_tokens(fields: Fields, default: int | None) -> int | None:
     return default if count is None else None if count == -1 else count
 
 
-def check_model(fields: Fields, options: EdgeOptions) -> None:
-    model = fields.text("model")
-    if model is not None and model != options.model_id:
-        raise model_not_found(model, options.model_id)
+def read_model(fields: Fields, options: EdgeOptions) -> str:
+    asked = fields.text("model")
+    return options.model_id if asked is None else check_name(asked, options)
 
 
 def read_stops(fields: Fields) -> tuple[str, ...]:

@@ -1,13 +1,14 @@
-"""Everything that a client can be told went wrong, and how OpenAI's clients expect to hear it."""
+"""Everything that a client can be told went wrong, and how OpenAI's and Anthropic's clients expect to hear it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
 from starlette.responses import JSONResponse
 
+from adapters.http.paths import speaks_anthropic
 from effects.ports import Closed
 
 
@@ -30,8 +31,37 @@ def openai_error(error: ApiError) -> dict[str, Any]:
     return {"error": {**described, **error.extra}}
 
 
-def openai_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(openai_error(error), error.status, dict(error.headers))
+ANTHROPIC_TYPES = {  # by status; 4xx that are not here are invalid requests, 5xx failures of the API
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(path: str, error: ApiError) -> JSONResponse:
+    """In the dialect of whoever calls that path."""
+    body = anthropic_error(error) if speaks_anthropic(path) else openai_error(error)
+    return JSONResponse(body, error.status, dict(error.headers))
+
+
+def no_such_path(path: str, known: Sequence[str]) -> ApiError:
+    """Clients tell their users that there is no such model when they see a 404: the message must say what there is."""
+    message = f"There is no API at {path[:200]!r}; it is not about a model. This server has {', '.join(known)}."
+    return ApiError(404, message, code="unknown_path")
+
+
+def wrong_method(method: str, path: str, allowed: str) -> ApiError:
+    message = f"{method} is not possible on {path[:200]!r}; {allowed} is."
+    return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
@@ -47,8 +77,9 @@ def context_exceeded(tokens: int, context: int, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded", extra=counts)
 
 
-def model_not_found(asked: str, served: str) -> ApiError:
-    message = f"The model {asked[:200]!r} is not served here; {served!r} is."
+def model_not_found(asked: str, served: Sequence[str]) -> ApiError:
+    names = f"{', '.join(map(repr, served))} {'is' if len(served) == 1 else 'are'}"
+    message = f"The model {asked[:200]!r} is not served here; {names} (--alias adds names, --any-model all)."
     return ApiError(404, message, param="$.model", code="model_not_found")
 
 

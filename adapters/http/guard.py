@@ -3,7 +3,7 @@
 Everything is decided on `scope["path"]`, and what is not named public needs a key where keys are set.
 * Host: a page that rebinds its DNS name to this address still sends its own name, so only known names are answered,
   and addresses where every interface is listened on.
-* Origin: a page of another origin is refused, whatever it sends; there is no wildcard.
+* Origin: a page of another origin is refused, whatever it sends, unless it was allowed by name or all were.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adapters.http.errors import ApiError, openai_response
+from adapters.http.access_log import ARRIVED, NOTE, refused
+from adapters.http.errors import ApiError, error_response
 from adapters.http.options import EdgeOptions
+from adapters.http.paths import canonical
 from adapters.metrics import Metrics
 
 log = logging.getLogger("rekindle.http")
-NOTE = "rekindle.note"  # in a scope: what the line of a request in the log ends with
 MAX_HEAD_BYTES = 1 << 16
-PUBLIC = ("/health", "/v1/health")
+PUBLIC = ("/health",)
+EXPOSED = "x-request-id, retry-after"
 PREFLIGHT = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "600"}
 
 
@@ -40,23 +42,24 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        start, status, asked = time.monotonic(), 0, scope["path"]
+        scope = {**scope, "path": canonical(asked, self.paths), ARRIVED: start}
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        status = 0
-        start = time.monotonic()
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if origin is not None and origin in self.options.allowed_origins:
-                    MutableHeaders(scope=message).update({"access-control-allow-origin": origin, "vary": "Origin"})
+                if origin is not None and self.is_allowed(origin):
+                    shared = {"access-control-allow-origin": origin, "access-control-expose-headers": EXPOSED}
+                    MutableHeaders(scope=message).update({**shared, "vary": "Origin"})
             await send(message)
 
         try:
             check_head(scope, headers)
             self.check_host(headers)
-            self.check_origin(headers)
+            self.check_origin(scope, headers)
             if scope["method"] == "OPTIONS" and origin is not None:
                 wanted = headers.get("access-control-request-headers", "authorization, content-type")
                 allowed = {**PREFLIGHT, "access-control-allow-headers": wanted[:500]}
@@ -66,19 +69,22 @@ class Guard:
             await self.app(scope, receive, watched)
         except ApiError as error:
             error.headers = {**error.headers, "connection": "close"}  # its body stays unread
-            await openai_response(error)(scope, receive, watched)
+            scope[NOTE] = refused(error)
+            await error_response(scope["path"], error)(scope, receive, watched)
         except Exception:
             log.exception("a bug in the HTTP edge")
             if status:
                 raise
             failed = ApiError(500, "The server failed. Its log says why.", "server_error", code="internal_error")
-            await openai_response(failed)(scope, receive, watched)
+            await error_response(scope["path"], failed)(scope, receive, watched)
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.http(path, status)
             level = logging.DEBUG if scope["method"] != "POST" and status < 400 else logging.INFO
             spent, note = time.monotonic() - start, scope.get(NOTE, "")
-            # nothing that a client chose is in this line, except a method, which h11 has checked
+            if path == "other":
+                note = f" path={asked[:100]!a}{note}"
+            # what a client chose is in this line as a method, which h11 has checked, or as an unknown path, escaped
             log.log(level, "%s %s %d %.3fs%s", scope["method"], path, status, spent, note)
 
     def check_host(self, headers: Headers) -> None:
@@ -89,16 +95,16 @@ class Guard:
             message = "This server does not answer to that Host name. Allow it with --allow-host."
             raise ApiError(421, message, code="misdirected_request")
 
-    def check_origin(self, headers: Headers) -> None:
+    def is_allowed(self, origin: str) -> bool:
+        return bool({origin.lower(), "*"} & set(self.options.allowed_origins))
+
+    def check_origin(self, scope: Scope, headers: Headers) -> None:
+        """Its own pages may call: those that this server's name brought, over the same protocol."""
         origin = headers.get("origin")
-        if origin is None or origin in self.options.allowed_origins:
-            return
-        try:
-            same = urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
-        except ValueError:  # no URL at all
-            same = False
-        if not same:
-            raise ApiError(403, "Pages of other origins may not call this server.", "permission_error", code="origin")
+        own = f"{scope['scheme']}://{headers.get('host', '')}".lower()
+        if origin is not None and origin.lower() != own and not self.is_allowed(origin):
+            message = "Pages of other origins may not call this server. Allow them with --allow-origin."
+            raise ApiError(403, message, "permission_error", code="origin")
 
     def check_key(self, path: str, headers: Headers) -> None:
         if not self.keys or path in PUBLIC:

@@ -15,7 +15,8 @@ from effects.scope import Scope
 class EdgeOptions:
     """Everything is per server; sizes in bytes, times in seconds.
 
-    model_id: what `model` in requests must say.  max_ctx: tokens of prompt and answer together.
+    model_id, aliases: what `model` in requests may say; any_model: anything.
+    max_ctx: tokens of prompt and answer together.
     vocab: token ids are below it.  sampling: for requests that do not say (its seed and logprobs are not used);
     OpenAI's, unless the checkpoint says otherwise.
     scope: of the prefix cache, for requests that do not say.
@@ -23,12 +24,15 @@ class EdgeOptions:
     numerics: shown as `rekindle.numerics`; `mode` is `exact` or `fast`.
     allowed_hosts: names besides the loopback ones that a Host header may have; `*` accepts any, `0.0.0.0` or `::` any
     IP address.
-    allowed_origins: `scheme://host[:port]` of pages that may call from a browser.
+    allowed_origins: `scheme://host[:port]` of pages that may call from a browser; `*`: any page.
+    retry_after_s: what a server that is not ready says.
     """
 
     model_id: str
     max_ctx: int
     vocab: int
+    aliases: tuple[str, ...] = ()
+    any_model: bool = False
     sampling: Sampling = field(factory=lambda: Sampling(temperature=1))
     scope: Scope = field(factory=Scope)
     disk: bool = True
@@ -48,3 +52,8 @@ class EdgeOptions:
     write_timeout_s: float = 60
     keepalive_s: float = 5
     retry_after_s: int = 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that the model is called by, each once."""
+        return tuple(dict.fromkeys((self.model_id, *self.aliases)))

@@ -102,6 +102,24 @@ async def test_the_servers_own_page_and_an_allowed_one_may_call(guarded: Site) -
     assert (await guarded.client.get("/props", headers=allowed)).headers["vary"] == "Origin"
 
 
+async def test_the_same_name_over_another_protocol_is_another_origin(guarded: Site) -> None:
+    """This server speaks no TLS, so that page was brought by somebody else."""
+    own = str(guarded.client.base_url).rstrip("/").replace("http:", "https:")
+    response = await guarded.client.get("/props", headers={"origin": own})
+    assert (response.status_code, response.json()["error"]["code"]) == (403, "origin")
+    assert "--allow-origin" in response.json()["error"]["message"]
+
+
+async def test_a_star_lets_every_page_call(folder: Path) -> None:
+    async with served(folder, allowed_origins=("*",)) as site:
+        for origin in ("http://evil.example", "null", "https://page.example:444"):
+            response = await site.client.get("/props", headers={"origin": origin})
+            assert response.headers["access-control-allow-origin"] == origin
+            assert "retry-after" in response.headers["access-control-expose-headers"]
+            preflight = {"origin": origin, "access-control-request-method": "POST"}
+            assert (await site.client.options(PATH, headers=preflight)).status_code == 204
+
+
 @pytest.mark.parametrize(
     "headers",
     [
