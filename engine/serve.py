@@ -23,6 +23,7 @@ from adapters.http.app import build_app
 from adapters.http.errors import error_response, unavailable
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
+from adapters.models.checkpoint import Checkpoint
 from adapters.models.config import CheckpointError
 from adapters.text.text import Text
 from adapters.watched import Watched
@@ -31,7 +32,7 @@ from engine import __version__
 from engine.assemble import engine
 from engine.options import Options
 from engine.refusal import Refusal, innermost
-from engine.target import Target, load_target
+from engine.target import Target, load_target, model_folder
 from engine.trace import VERSION, Header, Recorder
 
 log = logging.getLogger("rekindle")
@@ -124,9 +125,13 @@ def give_up() -> None:
 
 async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyio.Event, started: float) -> bool:
     """From loading to the end of the drain. True if nobody was cut short."""
-    target = await load_target(options)
+    text = await load_text(options)
     try:
-        text = await load_text(target)
+        target = await load_target(options)
+    except BaseException:
+        await text.aclose()
+        raise
+    try:
         recorder = build_recorder(options, target)
         async with engine(
             target.settings,
@@ -160,18 +165,18 @@ async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float 
             await stop.wait()
 
 
-async def load_text(target: Target) -> Text:
-    """Raises Refusal with one line for a tokenizer or a chat template that cannot be used."""
+async def load_text(options: Options) -> Text:
+    """Before the model, which takes longer. Raises Refusal with one line for a folder that cannot be used."""
+    folder = model_folder(options)
     try:
-        text = Text.load(target.folder)
+        vocab = Checkpoint.open(folder).config.vocab_size
+        text = Text.load(folder)
         warnings = await text.check()
     except CheckpointError as error:
-        raise Refusal(f"{target.folder}: {error}") from error
-    size, vocab = text.tokenizer.size, target.checkpoint.config.vocab_size
-    if size > vocab:
-        raise Refusal(
-            f"{target.folder}: tokenizer.json has ids up to {size - 1}, but the model's vocab_size is {vocab}"
-        )
+        raise Refusal(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
+    if (size := text.tokenizer.size) > vocab:
+        await text.aclose()
+        raise Refusal(f"{folder}: tokenizer.json has ids up to {size - 1}, but the model's vocab_size is {vocab}")
     for warning in warnings:
         log.warning(warning)
     return text

@@ -157,6 +157,10 @@ async def load_target(options: Options, only: str | None = None) -> Target:
         raise
 
 
+def model_folder(options: Options) -> Path:
+    return demo.FOLDER if options.model == "demo" else Path(options.model)
+
+
 class Mismatched(Exception):
     """The model is there, and its identity, the argument, is not the one that is wanted."""
 
@@ -165,7 +169,7 @@ def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) ->
     device = lane.device
     if device.type == "cpu" and options.threads:
         torch.set_num_threads(options.threads)
-    folder = demo.FOLDER if options.model == "demo" else Path(options.model)
+    folder = model_folder(options)
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.config
     dtype = resolve_dtype(options.dtype, checkpoint)

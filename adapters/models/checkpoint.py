@@ -6,8 +6,9 @@ Everything is checked against the headers before a byte of weights is allocated.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -16,7 +17,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.config import DTYPES, CheckpointError, Qwen3Config, parse_config
+from adapters import bounded_json
+from adapters.models.config import DTYPES, CheckpointError, Qwen3Config, parse_config, shown
 
 __all__ = [
     "Checkpoint",
@@ -32,8 +34,11 @@ __all__ = [
 ]
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_MAX_JSON = 64 << 20
-_MAX_HEADER = 100_000_000  # the format's own limit
+_MAX_JSON = 16 << 20
+_MAX_HEADER = 16 << 20  # eight times what 10,000 tensors need; the format itself allows 100 MB
+_MAX_PARTS = 1 << 18  # lists and objects in one of them: three for each tensor
+_MAX_RANK = 8
+_MAX_ENDS = 1 << 10
 _WHOLE = 256 << 20
 _PIECE = 1 << 20
 _PIECES = 64
@@ -68,7 +73,15 @@ class TensorEntry:
             raise CheckpointError(f"{self.file}: cannot be read: {error.strerror}") from None
         if count != len(data):
             raise CheckpointError(f"{self.file}: truncated: {name} ends past the end of the file")
-        return torch.frombuffer(data, dtype=self.dtype).view(self.shape)
+        tensor = torch.frombuffer(data, dtype=self.dtype).view(self.shape) if data else torch.empty(self.shape)
+        if not finite(tensor):
+            raise CheckpointError(f"{self.file}: {name} has values that are no numbers, or infinite")
+        return tensor
+
+
+def finite(tensor: Tensor) -> bool:
+    """At the speed of memory; `isfinite` takes twenty times as long. A NaN is the least and the greatest at once."""
+    return not tensor.numel() or all(math.isfinite(bound.item()) for bound in tensor.aminmax())
 
 
 def layer_tensors(config: Qwen3Config, layer: int) -> dict[str, tuple[int, ...]]:
@@ -191,10 +204,19 @@ def _spread(size: int) -> list[int]:
     return sorted({last * piece // (_PIECES - 1) for piece in range(_PIECES)})
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A pipe would keep us waiting, a device has no end. Raises CheckpointError or OSError."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError(f"{path}: not a regular file")
+    return file
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object, of at most 64 MiB."""
+    """A file's JSON object, of at most 16 MiB."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(_MAX_JSON + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
@@ -203,9 +225,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if len(data) > _MAX_JSON:
         raise CheckpointError(f"{path}: larger than {_MAX_JSON >> 20} MiB")
     try:
-        value = json.loads(data)
+        value = bounded_json.loads(data.decode("utf-8-sig"), _MAX_PARTS)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: not valid JSON") from None
+        raise CheckpointError(f"{path}: not valid JSON, or with more than {_MAX_PARTS} lists and objects") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return value
@@ -229,11 +251,11 @@ def scan_tensors(folder: Path) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     for name in sorted(set(names.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: {name!r} is not the name of a .safetensors file in the folder")
+            raise CheckpointError(f"{index}: {shown(name)} is not the name of a .safetensors file in the folder")
         found.update(read_header(folder / name))
     for name in names:
         if _canonical(name) not in found:
-            raise CheckpointError(f"{index}: tensor {name} is not in {names[name]}")
+            raise CheckpointError(f"{index}: tensor {name[:200]} is not in {names[name]}")
     return found
 
 
@@ -257,33 +279,40 @@ def _header_length(path: Path, file: BinaryIO) -> int:
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of one safetensors file, by its name with the `model.` prefix; nothing but the header is read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = _header_length(path, file)
             file.seek(8)
-            header = json.loads(file.read(length))
+            header = bounded_json.loads(file.read(length).decode(), _MAX_PARTS)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: the safetensors header is not valid JSON") from None
+        what = f"not valid JSON, or has more than {_MAX_PARTS} lists and objects"
+        raise CheckpointError(f"{path}: the safetensors header is {what}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the safetensors header is not an object")
     header.pop("__metadata__", None)
     size = path.stat().st_size
-    return {_canonical(name): _entry(path, name, value, 8 + length, size) for name, value in header.items()}
+    entries = {name: _entry(path, name, value, 8 + length, size) for name, value in header.items()}
+    last, end = "", 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start < end:
+            raise CheckpointError(f"{path}: the bytes of {last[:200]} and {name[:200]} overlap")
+        last, end = name, entry.stop
+    return {_canonical(name): entry for name, entry in entries.items()}
 
 
 def _entry(path: Path, name: str, value: object, base: int, size: int) -> TensorEntry:
     match value:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if all(
-            isinstance(length, int) and 0 <= length < 1 << 40 for length in shape
-        ):
-            pass
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if len(
+            shape
+        ) <= _MAX_RANK and all(isinstance(length, int) and 0 <= length < 1 << 40 for length in shape):
+            name = name[:200]
         case _:
-            raise CheckpointError(f"{path}: the safetensors header of {name} is malformed")
+            raise CheckpointError(f"{path}: the safetensors header of {name[:200]} is malformed")
     if dtype not in _STORED:
-        raise CheckpointError(f"{path}: {name} has dtype {dtype}; accepted: {', '.join(_STORED)}")
+        raise CheckpointError(f"{path}: {name} has dtype {dtype[:40]}; accepted: {', '.join(_STORED)}")
     if not 0 <= start <= stop or base + stop > size:
         raise CheckpointError(f"{path}: truncated: {name} ends past the end of the file")
     if stop - start != math.prod(shape) * _STORED[dtype].itemsize:
@@ -303,7 +332,7 @@ def _check(folder: Path, config: Qwen3Config, tensors: Mapping[str, TensorEntry]
     for name in tensors:
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
         if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-            raise CheckpointError(f"{folder}: tensor {name} is not part of a {config.num_layers}-layer qwen3")
+            raise CheckpointError(f"{folder}: tensor {name[:200]} is not part of a {config.num_layers}-layer qwen3")
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
@@ -317,8 +346,8 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
             raise CheckpointError(f"{file}: not UTF-8") from None
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        default = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = default[-1].get("template") if default else None
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{folder}: tokenizer_config.json: chat_template is not text")
     return template
@@ -327,7 +356,9 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], config: Qwen3Config) -> tuple[int, ...]:
     value = generation.get("eos_token_id", raw.get("eos_token_id"))
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > _MAX_ENDS:
+        raise CheckpointError(f"eos_token_id is a list of {len(ids)}; accepted: up to {_MAX_ENDS} token ids")
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
-            raise CheckpointError(f"eos_token_id {token!r} is not a token id in 0..{config.vocab_size - 1}")
+            raise CheckpointError(f"eos_token_id {shown(token)} is not a token id in 0..{config.vocab_size - 1}")
     return tuple(ids)

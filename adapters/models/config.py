@@ -60,6 +60,13 @@ class Qwen3Config:
         return 2 * count * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
+def shown(value: object) -> str:
+    """What was found where something else is accepted; short, and one line, whatever it is."""
+    if isinstance(value, list | dict):
+        return f"a JSON {'object' if isinstance(value, dict) else 'list'}"
+    return repr(value)[:40]
+
+
 def parse_config(raw: Mapping[str, Any]) -> Qwen3Config:
     """Hugging Face's config.json, legacy or transformers-5 style. Raises CheckpointError.
 
@@ -96,9 +103,9 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen3Config:
 def _refuse_other_models(raw: Mapping[str, Any]) -> None:
     kind = raw.get("model_type")
     if kind != "qwen3":
-        raise CheckpointError(f"config.json: model_type {repr(kind)[:80]} is not supported; accepted: 'qwen3'")
+        raise CheckpointError(f"config.json: model_type {shown(kind)} is not supported; accepted: 'qwen3'")
     if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported; accepted: 'silu'")
+        raise CheckpointError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported; accepted: 'silu'")
     if raw.get("quantization_config") is not None:
         raise CheckpointError("config.json: quantization_config is not supported; accepted: unquantised weights")
     if read_flag(raw, "attention_bias"):
@@ -127,7 +134,7 @@ def read_rope(raw: Mapping[str, Any], accepted: Sequence[str]) -> dict[str, Any]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in accepted:
         options = ", ".join(map(repr, accepted))
-        raise CheckpointError(f"config.json: rope type {repr(kind)[:80]} is not supported; accepted: {options}")
+        raise CheckpointError(f"config.json: rope type {shown(kind)} is not supported; accepted: {options}")
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError("config.json: partial_rotary_factor is not supported; accepted: 1.0")
     theta = rope.get("rope_theta", raw.get("rope_theta"))
@@ -142,20 +149,20 @@ def read_size(raw: Mapping[str, Any], name: str) -> int:
     if value is None:
         raise CheckpointError(f"config.json: {name} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LIMITS[name]:
-        raise CheckpointError(f"config.json: {name} {value!r} is not an integer in 1..{_LIMITS[name]}")
+        raise CheckpointError(f"config.json: {name} {shown(value)} is not an integer in 1..{_LIMITS[name]}")
     return value
 
 
 def read_positive(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _GREATEST:
-        raise CheckpointError(f"config.json: {name} {repr(value)[:40]} is not a positive number up to {_GREATEST:g}")
+        raise CheckpointError(f"config.json: {name} {shown(value)} is not a positive number up to {_GREATEST:g}")
     return float(value)
 
 
 def read_flag(raw: Mapping[str, Any], name: str) -> bool:
     value = raw.get(name) or False
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {name} {value!r} is not true or false")
+        raise CheckpointError(f"config.json: {name} {shown(value)} is not true or false")
     return value
 
 
@@ -164,5 +171,5 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     if name is None:
         return None
     if not isinstance(name, str) or name not in DTYPES:
-        raise CheckpointError(f"config.json: dtype {name!r} is not supported; accepted: {', '.join(DTYPES)}")
+        raise CheckpointError(f"config.json: dtype {shown(name)} is not supported; accepted: {', '.join(DTYPES)}")
     return DTYPES[name]

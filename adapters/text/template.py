@@ -27,6 +27,7 @@ from adapters.models.config import CheckpointError
 WORKER = Path(__file__).with_name("render_worker.py")
 START_SECONDS = 20  # a fresh interpreter on a busy machine
 MAX_TEMPLATE_BYTES = 1 << 20
+MAX_OWN_CHARS = 1 << 16  # in a prompt that says one word: a system prompt of its own takes a few thousand
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "TZ", "SYSTEMROOT")
 
 # A rendered conversation: text, and control tokens that the template itself wrote.
@@ -94,9 +95,11 @@ class ChatTemplate:
     async def check(self) -> None:
         """Render a small conversation. Raises CheckpointError if the template cannot even do that."""
         try:
-            await self.render([{"role": "user", "content": "Hello"}])
+            rendered = await self.render([{"role": "user", "content": "Hello"}])
         except (TemplateFailed, TemplateRefused) as error:
             raise CheckpointError(f"the chat template does not work: {error}") from error
+        if (length := len(text_of(rendered))) > MAX_OWN_CHARS:
+            raise CheckpointError(f"the chat template adds {length} characters to a word; accepted: {MAX_OWN_CHARS}")
 
     async def aclose(self) -> None:
         """End the worker. The next render starts another."""
@@ -205,8 +208,8 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
             raise CheckpointError(f"{file.name} is not UTF-8 text") from error
     found = tokenizer_config.get("chat_template")
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-        found = named.get("default")
+        default = [entry for entry in found if isinstance(entry, Mapping) and entry.get("name") == "default"]
+        found = default[-1].get("template") if default else None
     if found is not None and not isinstance(found, str):
         raise CheckpointError("chat_template in tokenizer_config.json is not a text")
     return found

@@ -11,7 +11,8 @@ text would have had.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,16 @@ import anyio
 import tokenizers
 from attrs import define, field
 
+from adapters import bounded_json
 from adapters.models.config import CheckpointError
 from adapters.text.template import Control, Rendered
 from effects.ids import Tokens
 
-MAX_FILE_BYTES = 1 << 27
+MAX_FILE_BYTES = 1 << 26
+MAX_TEXTS = 1 << 21  # texts in one file: entries and merges; 262,144 entries with their merges take 1.3 million
+MAX_PARTS = 1 << 20  # lists and objects: a merge may be a list
+# What an expression may trip over.
+TRIED = [*(sign * 200 + "!" for sign in "a1 \n"), "Hello, world.", "\u00e9\u4e2d\U0001f600"]
 ENCODING_THREADS = 2  # encoding is CPU work: more would only slow the event loop
 
 
@@ -53,8 +59,9 @@ class Tokenizer:
         settings = read_json(folder / "tokenizer_config.json")
         try:
             return build(read_json(file), settings, find_end_tokens(folder))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"tokenizer.json is not made as one: {type(error).__name__}: {error}") from error
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            raise CheckpointError(f"tokenizer.json is not made as one: {why}") from error
 
     async def encode(self, texts: Sequence[str], *, controls: bool = False, start: bool = False) -> list[Tokens]:
         """Encode each text, in a worker thread.
@@ -69,8 +76,9 @@ class Tokenizer:
 
     def encode_now(self, texts: Sequence[str], controls: bool = False, start: bool = False) -> list[Tokens]:
         backend = self.full if controls else self.plain
-        # the batch call releases the GIL; encode() holds it for seconds on a long text
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=start)
+        with panics():
+            # the batch call releases the GIL; encode() holds it for seconds on a long text
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=start)
         return [tuple(encoding.ids) for encoding in encodings]
 
     def encode_rendered_now(self, rendered: Rendered) -> Tokens:
@@ -83,7 +91,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Tokens to text. special: write control tokens out. Ids that the tokenizer does not have are no text."""
-        return self.full.decode(list(tokens), skip_special_tokens=not special)
+        with panics():
+            return self.full.decode(list(tokens), skip_special_tokens=not special)
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text. May be part of a character; empty for an id without a token."""
@@ -106,6 +115,21 @@ class Tokenizer:
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
 
 
+class TokenizerPanicked(Exception):
+    """The library gave up on a text: an expression of tokenizer.json, say, that goes on for ever on it."""
+
+
+@contextmanager
+def panics() -> Iterator[None]:
+    """Its panics are no `Exception`, and would end the event loop and whatever else they pass through."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerPanicked(f"the tokenizer gave up: {str(error)[:200]}") from None
+
+
 def trimmed(rendered: Rendered, place: int) -> str:
     """The text at `place` without the white space that its neighbours swallow."""
     text = rendered[place]
@@ -126,8 +150,11 @@ def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens:
     added = [token for token in described.get("added_tokens", ()) if token["content"].strip()]
     contents = {token["content"] for token in added}
     try:
-        full = tokenizers.Tokenizer.from_str(json.dumps(described))
-        plain = tokenizers.Tokenizer.from_str(json.dumps(without(described, contents)))
+        with panics():
+            full = tokenizers.Tokenizer.from_str(json.dumps(described))
+            plain = tokenizers.Tokenizer.from_str(json.dumps(without(described, contents)))
+            for backend in (full, plain):
+                backend.encode_batch_fast(TRIED, add_special_tokens=False)
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"tokenizer.json cannot be read: {str(error)[:200]}") from error
     for backend in (full, plain):
@@ -190,10 +217,13 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     if file.stat().st_size > MAX_FILE_BYTES:
         raise CheckpointError(f"{file.name} is larger than {MAX_FILE_BYTES} bytes")
+    raw = file.read_bytes()
+    if raw.count(b'"') > 2 * MAX_TEXTS:
+        raise CheckpointError(f"{file.name} has more than {MAX_TEXTS} texts in it")
     try:
-        content = json.loads(file.read_bytes())
+        content = bounded_json.loads(raw.decode("utf-8-sig"), MAX_PARTS)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.name} is not valid JSON: {error}") from error
+        raise CheckpointError(f"{file.name} is not valid JSON: {str(error)[:80]}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.name} is not a JSON object")
     return content

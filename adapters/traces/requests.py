@@ -73,7 +73,7 @@ class Session:
 def shown(value: object) -> str:
     """What was found where something else is accepted; short, whatever it is."""
     plain = value is None or isinstance(value, bool | int | float | str)
-    return str(value)[:40] if plain else f"a JSON {'object' if isinstance(value, dict) else 'list'}"
+    return " ".join(str(value)[:40].split()) if plain else f"a JSON {'object' if isinstance(value, dict) else 'list'}"
 
 
 def text(value: str, where: str) -> str:

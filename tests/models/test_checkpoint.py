@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import tracemalloc
 
 import pytest
 import torch
@@ -182,12 +184,63 @@ def test_a_file_that_shrinks_after_it_was_opened_is_an_error_and_not_garbage(fol
         ({"dtype": "F32", "shape": [64], "data_offsets": [256, 0]}, "ends past the end of the file"),
         ({"dtype": "F32", "shape": [64], "data_offsets": [0, 1 << 50]}, "ends past the end of the file"),
         ({"dtype": "F32", "shape": [1 << 39], "data_offsets": [0, 256]}, "which its shape and dtype do not need"),
+        ({"dtype": "F32", "shape": [1] * 1_500_000, "data_offsets": [0, 4]}, "is malformed"),
+        ({"dtype": "F32" * 1000, "shape": [64], "data_offsets": [0, 256]}, "has dtype F32F32F32F32"),
         (7, "is malformed"),
     ],
 )
 def test_a_lying_header_is_refused_before_anything_is_allocated(folder, value, line):
     edit_header(folder, lambda header: header.update({"model.norm.weight": value}))
     assert line in refusal(folder)
+    assert len(refusal(folder)) < 300 + len(str(folder))
+
+
+def test_tensors_that_share_bytes_are_named(folder):
+    def overlap(header):
+        start, stop = header["model.norm.weight"]["data_offsets"]
+        first, last = min((one["data_offsets"] for name, one in header.items() if name != "__metadata__"))
+        assert last - first >= stop - start
+        header["model.norm.weight"]["data_offsets"] = [first, first + stop - start]
+
+    edit_header(folder, overlap)
+    assert "and model.norm.weight overlap" in refusal(folder) or "of model.norm.weight and" in refusal(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "part.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_refused_and_not_waited_for(folder, file, kind):
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    names = dict.fromkeys(load_file(folder / "part.safetensors"), "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / file).unlink()
+    if kind == "pipe":
+        os.mkfifo(folder / file)
+    elif kind == "folder":
+        (folder / file).mkdir()
+    else:
+        (folder / file).symlink_to("/dev/zero")
+    said = refusal(folder)
+    assert "not a regular file" in said or "directory" in said or "neither model.safetensors nor" in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_no_numbers_are_refused_by_name(folder, value, dtype):
+    tensors = {name: one.to(dtype) for name, one in load_file(folder / "model.safetensors").items()}
+    Checkpoint.open(folder).read("model.norm.weight")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values"):
+        shard_of(folder)
+
+
+def test_a_header_of_a_million_lists_is_refused_before_it_is_parsed(folder):
+    raw = b'{"x": [' + b"[]," * 1_000_000 + b"0]}"
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
+    tracemalloc.start()
+    assert "more than 262144 lists and objects" in refusal(folder)
+    assert tracemalloc.get_traced_memory()[1] < 10 * len(raw)
+    tracemalloc.stop()
 
 
 def test_a_header_that_is_not_json_is_refused(folder):

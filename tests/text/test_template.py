@@ -289,3 +289,9 @@ async def test_a_checkpoint_without_a_template_says_so(tmp_path: Path) -> None:
     text = Text.load(small.write(tmp_path, None))
     assert text.template is None
     assert "no chat template" in (await text.check())[0]
+
+
+async def test_a_template_that_writes_a_book_of_its_own_is_a_broken_checkpoint(make: Make) -> None:
+    template = make("{{ '" + "x" * 900_000 + "' }}{{ messages[0].content }}")
+    with pytest.raises(CheckpointError, match="adds 900005 characters"):
+        await template.check()

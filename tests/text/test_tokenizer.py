@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters import demo
 from adapters.models.config import CheckpointError
 from adapters.text.template import Control
 from adapters.text.text import Text
-from adapters.text.tokenizer import Tokenizer
+from adapters.text.tokenizer import Tokenizer, TokenizerPanicked, build
 from effects.job import Sampling
 from tests.text import small
 
@@ -98,6 +101,40 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str, content: str | None, 
         (tmp_path / file).write_text(content)
     with pytest.raises(CheckpointError, match=says):
         Text.load(tmp_path)
+
+
+def test_a_tokenizer_of_millions_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    small.write(tmp_path)
+    entries = b",".join(b'"%x":%d' % (n, n) for n in range(3_000_000))
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(b'{"model": {"vocab": {' + entries + b"}}}")
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="more than 2097152 texts"):
+        Text.load(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 2 * file.stat().st_size, "read, and no more"
+    tracemalloc.stop()
+
+
+PANICS = "(a+a+)+[b-y]"  # for ever on many an `a`, so that the library gives up with what is no Exception
+
+
+def with_expression(expression: str) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    raw = json.loads((demo.FOLDER / "tokenizer.json").read_text())
+    return {**raw, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, plain]}}
+
+
+def test_an_expression_without_end_is_refused_at_start() -> None:
+    with pytest.raises(CheckpointError, match="the tokenizer gave up"):
+        build(with_expression(PANICS), {})
+
+
+def test_an_expression_that_is_found_out_later_fails_the_request_and_nothing_else() -> None:
+    tokenizer = build(with_expression("(q+q+)+[r-y]"), {})
+    with pytest.raises(TokenizerPanicked):
+        tokenizer.encode_now(["q" * 300 + "!"])
+    assert tokenizer.encode_now(["Hello"])[0]
 
 
 def test_a_tokenizer_with_a_merge_that_makes_a_control_token_is_still_read(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""Model folders from outside: whatever is in their files, they are read or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from adapters import demo
+from adapters.models.checkpoint import read_header
+from adapters.models.config import CheckpointError, parse_config
+from adapters.models.dflash_config import parse_draft_config, refuse_other_formats
+from adapters.text.template import ChatTemplate, find_template
+from adapters.text.text import Text
+from adapters.text.tokenizer import Tokenizer
+from tests.campaign.hostile import EITHER, FEW, spoilt, spoilt_bytes, spoilt_cases, text_of
+from tests.text import small
+
+
+def taken(work: Callable[[], Any]) -> Any:
+    """What came of it; None where it was refused as it should be."""
+    said, found = "", None
+    try:
+        found = work()
+    except CheckpointError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 700
+    return found
+
+
+@EITHER
+def test_safetensors_heads(tmp_path: Path, examples: int) -> None:
+    path = tmp_path / "m.safetensors"
+    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for number, shape in enumerate(([4, 8], [8], [])):
+        at = 64 * number
+        size = 4 * (shape[0] if shape else 1) * (shape[1] if len(shape) > 1 else 1)
+        head[f"layers.{number}.w"] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+
+    def check(random: Random) -> None:
+        text = text_of(spoilt(head, random)).encode()
+        raw = struct.pack("<Q", len(text)) + text + bytes(200)
+        path.write_bytes(spoilt_bytes(raw, random) if random.random() < 0.3 else raw)
+        entries = taken(lambda: read_header(path)) or {}
+        for name, entry in entries.items():
+            assert 0 <= entry.start <= entry.stop <= path.stat().st_size
+            taken(lambda name=name, entry=entry: entry.read(name))
+
+    spoilt_cases(check, examples)
+
+
+@EITHER
+def test_configurations(examples: int) -> None:
+    target = json.loads((demo.FOLDER / "config.json").read_text())
+    draft = json.loads((demo.FOLDER / "draft" / "config.json").read_text())
+    config = parse_config(target)
+
+    def check(random: Random) -> None:
+        changed = spoilt(target, random)
+        if isinstance(changed, dict):  # or `read_json` refuses it
+            taken(lambda: parse_config(changed))
+        changed = spoilt(draft, random)
+        if isinstance(changed, dict):
+            taken(lambda: refuse_other_formats(changed))
+            taken(lambda: parse_draft_config(changed, shapes, config))
+
+    from adapters.models.dflash_checkpoint import DraftCheckpoint, _shapes  # noqa: PLC0415
+
+    shapes = _shapes(DraftCheckpoint.open(demo.FOLDER / "draft", config).tensors)
+    spoilt_cases(check, examples)
+
+
+@EITHER
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_tokenizers(tmp_path: Path, examples: int, name: str) -> None:
+    small.write(tmp_path)
+    raw = json.loads((tmp_path / name).read_text()) if (tmp_path / name).exists() else {"eos_token_id": [1, 2]}
+
+    def check(random: Random) -> None:
+        text = text_of(spoilt(raw, random)).encode()
+        (tmp_path / name).write_bytes(spoilt_bytes(text, random) if random.random() < 0.2 else text)
+        text_ = taken(lambda: Text.load(tmp_path))
+        if text_ is not None:
+            (tokens,) = text_.tokenizer.encode_now(["Hello, world <|im_end|>"])
+            text_.tokenizer.decode(tokens)
+            for token in tokens[:3]:
+                text_.tokenizer.piece(token)
+
+    spoilt_cases(check, examples)
+
+
+FRAGMENTS = (
+    *("{% for m in messages %}", "{% endfor %}", "{{ m.content }}", "{{ messages[0].role }}", "{% if m %}"),
+    *("{% endif %}", "{{ range(10**9)|list }}", "{{ 'x' * 10**9 }}", "{% set n = namespace(a=1) %}", "{#", "\n"),
+    *("{{ raise_exception('no') }}", "{{ ''.__class__ }}", "{{ '%999999999d' % 1 }}", "<|im_start|>", "{%", "}}"),
+    *("{{ m|tojson }}", "\ud800", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{{ 9**9**9 }}"),
+    "{{ messages|map(attribute='content')|join }}",
+)
+
+
+@EITHER
+async def test_chat_templates(tmp_path: Path, examples: int) -> None:
+    small.write(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    source = find_template(tmp_path, json.loads((tmp_path / "tokenizer_config.json").read_text())) or "{{ messages }}"
+    cases = list[str]()
+
+    def check(random: Random) -> None:
+        parts = [
+            random.choice((*FRAGMENTS, source[: random.randint(0, len(source))])) for _ in range(random.randint(1, 6))
+        ]
+        cases.append("".join(parts))
+
+    spoilt_cases(check, examples if examples == FEW else examples // 10)
+    for number, case in enumerate(cases):
+        template = ChatTemplate(case, tuple(tokenizer.controls.values()), tokenizer.variables, seconds=1)
+        said = ""
+        try:
+            await template.check()
+        except CheckpointError as error:
+            said = str(error)
+        finally:
+            await template.aclose()
+        assert len(said) < 2200, number
