@@ -10,7 +10,8 @@ from typing import Any
 from attrs import define, field
 
 from engine.runner import Envelope
-from engine.trace import Digest, Header, Record, converter, digest, read
+from engine.trace import UNREADABLE, Digest, Header, Record, converter, digest, read
+from states.machine import IllegalEvent
 from states.world import Out, World, advance, begin
 
 
@@ -54,7 +55,7 @@ class Replay:
         self.event = envelope
         try:
             self.world, outs = advance(self.world, envelope.request, envelope.event)
-        except Exception as error:  # a trace is hostile input: whatever the fold says to an event that never was
+        except (IllegalEvent, AssertionError, *UNREADABLE) as error:  # a trace is hostile input
             raise Diverged(f"line {number}: {show(envelope)}\n  cannot happen here: {error!r}") from error
         self.expected = list(outs)
         self.events += 1

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, Literal, TypeAlias, get_args, get_origin
 
 import attrs
 import zstandard
 from attrs import define, field, frozen
-from cattrs import Converter
+from cattrs import BaseValidationError, Converter
+from cattrs.errors import ForbiddenExtraKeysError, StructureHandlerNotFoundError
 from cattrs.preconf.json import make_converter
 from cattrs.strategies import configure_tagged_union
 
@@ -42,6 +43,13 @@ MOST_PARTS = 1 << 14  # lists and objects in one line: a launch of 64 rounds wit
 # 32 MiB, beside the prompts, which the requests share; and one in DIGEST_EVERY brings its world along, most of which is
 # the tokens of the slots (a MiB, where they are long): 256 MiB. A disk slower than that ends the trace.
 BACKLOG = 1 << 14
+
+
+# What parsers, converters and constructors say to values that are not what they should be.
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    *(BaseValidationError, ForbiddenExtraKeysError, StructureHandlerNotFoundError),
+)
 
 
 @frozen
@@ -73,9 +81,17 @@ class BadTrace(Exception):
 def build_converter() -> Converter:
     # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
+    built.register_structure_hook_func(lambda kind: get_origin(kind) == Literal, one_of)
     for union in (Event, Effect, Record):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built
+
+
+def one_of(value: Any, kind: Any) -> Any:
+    """As the library's own, which raises a bare Exception."""
+    if value not in get_args(kind):
+        raise ValueError(f"{str(value)[:40]!r} is none of {', '.join(map(repr, get_args(kind)))}")
+    return value
 
 
 converter = build_converter()
@@ -223,7 +239,7 @@ def read_sized(path: Path) -> tuple[Header, Iterator[Line]]:
         raw = bounded_json.loads(first, MOST_PARTS)
         version = raw.get("trace") if isinstance(raw, dict) else None
         header = converter.structure(raw, Header) if version == VERSION else None
-    except Exception as error:  # whatever constructors and converters think of it
+    except UNREADABLE as error:
         raise BadTrace(f"{path}: line {number} is no trace header: {first_line(error)}") from error
     if header is None:
         raise BadTrace(f"{path}: line 1 is no trace header of version {VERSION} (found {str(version)[:40]!r})")
@@ -234,7 +250,7 @@ def record_of(path: Path, number: int, line: str) -> Record:
     kind: Any = Record
     try:
         record: Record = converter.structure(bounded_json.loads(line, MOST_PARTS), kind)
-    except Exception as error:
+    except UNREADABLE as error:
         raise BadTrace(f"{path}: line {number} is no record: {first_line(error)}") from error
     return record
 
