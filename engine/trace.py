@@ -81,10 +81,15 @@ class BadTrace(Exception):
 def build_converter() -> Converter:
     # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
-    built.register_structure_hook_func(lambda kind: get_origin(kind) == Literal, one_of)
+    built.register_structure_hook_func(is_literal, one_of)
     for union in (Event, Effect, Record):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built
+
+
+def is_literal(kind: Any) -> bool:
+    origin: Any = get_origin(kind)
+    return origin is Literal
 
 
 def one_of(value: Any, kind: Any) -> Any:
