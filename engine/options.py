@@ -169,7 +169,7 @@ class Options(Model):
     """MiB of memory for prompts that have left the device."""
 
     kv_cache_codec: Annotated[Literal["auto", "zstd", "store"], flag(CACHE)] = "auto"
-    """zstd: smaller files. store: quicker ones. auto: whichever is restored sooner, by what was measured."""
+    """zstd: smaller files. store: quicker ones. auto: whichever was restored sooner at start."""
 
     kv_cache_min_tokens: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 512
     """Less than this many tokens are not kept."""

@@ -149,12 +149,14 @@ def test_what_its_own_files_contradict_is_measured_again(
     assert store.disk is not None
     with rehearsal.samples(store.disk, "store") as loads:
         monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given(loads))
-        now = known(file, rehearsal, None)
-        assert now.disk > 0
-        for disk, stays in ((now.disk, True), (100 * now.disk, False), (1, False)):
+        monkeypatch.setattr(Rehearsal, "alone", lambda *_: 1000)
+        for disk, stays in ((1000, True), (500, True), (2000, True), (499, False), (2001, False), (0, False)):
             before = evolve(FOUND, disk=disk)
             keep(file, before)
             assert (known(file, rehearsal, None) == before) is stays
+            after = kept(file)
+            assert after is not None
+            assert after.disk == (disk if stays else 1000)
     assert store.close()
 
 
