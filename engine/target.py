@@ -180,10 +180,13 @@ def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) ->
     chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
     kernels = build_kernels(device, dtype)
     fast = options.numerics == "fast"
-    numerics = probed(config, kernels, device=device, dtype=dtype, chunk=chunk, capacity=context)
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "chunk": chunk, "memory": host_memory() // 2}
+    numerics = probed(config, kernels, capacity=context, **how)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:
         raise Mismatched(named)
+    plan = numerics.plan if numerics.mode == "ladder" else None
+    kernels = kernels.using(evolve(plan, steps=()) if fast and plan is not None else plan)
     found = find_draft(options, config, numerics)
     check_memory(row_bytes(config, found, dtype), device, options.slots, context)
     shard = Qwen3Shard(

@@ -23,6 +23,7 @@ from adapters.models.checkpoint import Weights
 from adapters.models.dflash_checkpoint import MASK_EMBEDDING
 from adapters.models.dflash_config import DFlashConfig
 from adapters.models.kernels import Batch, BlockBatch, Kernels
+from adapters.models.kernels.products import TILE, Heads, Products, Weight
 from adapters.models.parking import Parking, State
 from adapters.models.shard import NamedTensors, Segment, Step, TargetHead
 
@@ -103,6 +104,29 @@ class BlockBuffers:
     logits: Tensor
 
 
+def products(config: DFlashConfig, target: Products, *, capacity: int, vocab: int) -> Products:
+    """What the CPU kernels multiply for a draft, in the steps of its target. capacity: context rows of a slot."""
+    hidden, size = config.hidden_size, config.head_dim
+    projected, shared = config.num_heads * size, 2 * config.num_kv_heads * size
+    weights = (
+        Weight(hidden, len(config.taps) * hidden),
+        Weight(projected + shared, hidden),
+        Weight(shared, hidden),
+        Weight(hidden, projected),
+        Weight(config.intermediate_size, hidden, gated=True),
+        Weight(hidden, config.intermediate_size),
+    )
+    head = Weight(vocab, hidden)
+    heads = Heads(config.num_heads // config.num_kv_heads, size, cache_rows(capacity, config.block, TILE))
+    own = tuple(dict.fromkeys(one for one in weights if one != head))
+    return Products(own, (heads,), target.rows, target.threads, target.wider)
+
+
+def cache_rows(capacity: int, block: int, tile: int) -> int:
+    """A slot's rows, and room for the block behind them, in whole tiles."""
+    return -(-(capacity + block) // tile) * tile
+
+
 class DFlashDraft:
     """Called on the lane's thread only.
 
@@ -129,7 +153,7 @@ class DFlashDraft:
         self._slots, self._rungs = slots, tuple(sorted(rungs))
         _check_arguments(config, head, dtype, (slots, capacity), self._rungs)
         self._capacity = capacity
-        rows = -(-(capacity + config.block) // kernels.kv_tile) * kernels.kv_tile
+        rows = cache_rows(capacity, config.block, kernels.kv_tile)
         self._rope = config.rotary.tables(rows, self._device)
         shape = (config.num_layers, 2, slots, config.num_kv_heads, rows, config.head_dim)
         self._context_rows = torch.zeros(shape, dtype=dtype, device=self._device)

@@ -1,37 +1,47 @@
 """The numerics probe: proves, on this machine, that a row's bits do not depend on how it was computed.
 
-It runs one decoder layer and the head of the model's own shapes, with random weights and the kernels, thread count
-and device that will serve. Every rung of the width ladder is compared with a chunk of C rows, bit for bit: hidden
-rows, K and V rows, logits; wherever the rows stand in the step, alone and next to other slots, over key spans up to
-the whole context, and across the boundaries of the kernels' key tiles. Rungs that agree are kept.
+First every product that serving can ask for, shape by shape and with the threads that will serve (`kernels/proof.py`);
+what agrees, and is quickest among that, becomes the plan that the kernels keep to. Then one decoder layer of the
+model's own shapes, with random weights, as a check that the list is whole: every rung of the width ladder is compared
+with a chunk of C rows, bit for bit, hidden rows and K and V rows, wherever the rows stand in the step, alone and next
+to other slots, across the boundaries of the kernels' key tiles. Nothing is left out for lack of time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from attrs import asdict, define, evolve, field, frozen
+from attrs import define, evolve, field, frozen
+from cattrs import Converter
+from cattrs.errors import BaseValidationError
 from torch import Tensor
 
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Kernels
-from adapters.models.qwen3 import LADDER, Qwen3Shard
+from adapters.models.kernels.products import Plan, checked
+from adapters.models.kernels.proof import Proof
+from adapters.models.qwen3 import LADDER, Qwen3Shard, products
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 
 GRAIN = 64
-_VERSION = 1
+_VERSION = 2
 _MAX_BOUNDARIES = 16
-_BUDGET = 2.0  # seconds after which the spans in the middle are left out
-_MAX_HEAD = 1 << 22  # elements of the head that are enough to prove its product
+_VOCABULARY = 256
 _NARROW = 8  # rungs up to this one mostly decode, so single rows are tried over every span
 _INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
+# What a user may set that changes which kernels the libraries choose.
+_SWITCHES = (
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "DNNL_CPU_ISA_HINTS"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY", "MKL_CBWR"),
+)
 _SLOTS = 3
 _FINGERPRINT_ROWS = 64
 
@@ -44,8 +54,9 @@ class Numerics:
     from and decoded rows are as good as prefilled ones; or "grid", whole chunks of C from position 0 and decoding at
     the one width `rungs[0]`.
     rungs: ascending; the last one is C, the chunk of a prefill.
+    plan: the shapes in which products were proven, for kernels that need one.
     numerics_class: within one class the same request gives the same bits. Device kind, instruction set or GPU, torch
-    build, kernels, and a fingerprint of computed bits, which stands for whatever else matters (thread count, vendor).
+    build, kernels, the shapes that serve, and a fingerprint of computed bits, which stands for whatever else matters.
     """
 
     mode: Literal["ladder", "grid"]
@@ -58,6 +69,8 @@ class Numerics:
     seconds: float
     checks: int
     spans: int
+    shapes: int = 0
+    plan: Plan | None = None
     failures: tuple[str, ...] = ()
 
     @property
@@ -75,12 +88,18 @@ class Numerics:
             "kernels": self.kernels,
             "threads": self.threads,
             "class": self.numerics_class,
-            "probe": {"seconds": round(self.seconds, 3), "checks": self.checks, "spans": self.spans},
+            "probe": {
+                "seconds": round(self.seconds, 3),
+                "checks": self.checks,
+                "spans": self.spans,
+                "products": self.shapes,
+            },
+            "products": [] if self.plan is None else self.plan.shown(),
             "failures": list(self.failures),
         }
 
     def to_json(self) -> str:
-        return json.dumps({"version": _VERSION, **asdict(self)})
+        return json.dumps({"version": _VERSION, **_converter.unstructure(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Numerics:
@@ -88,17 +107,29 @@ class Numerics:
         value = json.loads(text)
         if not isinstance(value, dict) or value.pop("version", None) != _VERSION:
             raise ValueError("not the outcome of this version's numerics probe")
-        kinds: dict[str, type | tuple[type, ...]] = {
-            "mode": str, "rungs": list, "grain": int, "chunk": int, "kernels": str, "threads": int,
-            "numerics_class": str, "seconds": (int, float), "checks": int, "spans": int, "failures": list,
-        }  # fmt: skip
-        if set(value) != set(kinds) or not all(isinstance(value[name], kind) for name, kind in kinds.items()):
-            raise ValueError("the numerics probe's outcome has missing or malformed fields")
-        rungs = tuple(value.pop("rungs"))
-        sound = all(isinstance(rung, int) and rung > 0 for rung in rungs) and rungs == tuple(sorted(set(rungs)))
-        if not sound or not rungs or rungs[-1] != value["chunk"] or value["mode"] not in ("ladder", "grid"):
-            raise ValueError("the numerics probe's outcome has impossible rungs or mode")
-        return cls(rungs=rungs, failures=tuple(map(str, value.pop("failures"))), **value)
+        try:
+            found = _converter.structure(value, cls)
+        except (BaseValidationError, TypeError, ValueError) as error:
+            raise ValueError("the numerics probe's outcome has missing or malformed fields") from error
+        rungs = found.rungs
+        sound = all(rung > 0 for rung in rungs) and rungs == tuple(sorted(set(rungs)))
+        if not sound or not rungs or rungs[-1] != found.chunk:
+            raise ValueError("the numerics probe's outcome has impossible rungs")
+        if found.plan is not None:
+            checked(found.plan)
+        return found
+
+
+def _exactly(value: Any, kind: type) -> Any:
+    """JSON's own types only: nothing is converted."""
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise TypeError(f"{value!r} is not {kind.__name__}")
+    return value
+
+
+_converter = Converter(forbid_extra_keys=True)
+for _kind in (int, str, float, bool):
+    _converter.register_structure_hook(_kind, _exactly)
 
 
 def probe_key(
@@ -110,12 +141,21 @@ def probe_key(
     chunk: int,
     capacity: int,
     ladder: Sequence[int] = LADDER,
+    memory: int = 1 << 62,
 ) -> str:
     """Under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
+    listed = products(
+        config, rungs_of(ladder, chunk), capacity=capacity, dtype=dtype, threads=torch.get_num_threads(), memory=memory
+    )
     shapes = evolve(config, dtype=None, num_layers=1)
     where = (str(device), str(dtype), torch.get_num_threads(), machine(kernels, device))
-    parts = (_VERSION, shapes, chunk, capacity, tuple(ladder), where)
+    keys = [heads.keys for heads in listed.heads]
+    parts = (_VERSION, shapes, chunk, capacity, tuple(ladder), where, listed, keys)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def rungs_of(ladder: Sequence[int], chunk: int) -> tuple[int, ...]:
+    return (*(rung for rung in sorted(ladder) if rung < chunk), chunk)
 
 
 def machine(kernels: Kernels, device: torch.device) -> str:
@@ -126,6 +166,7 @@ def machine(kernels: Kernels, device: torch.device) -> str:
         return f"cuda sm_{properties.major}{properties.minor} {properties.name}, {build}, {kernels.name}"
     found = torch.cpu.get_capabilities()
     sets = [name for name in _INSTRUCTION_SETS if found.get(name)]
+    sets += [f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ]
     name = found.get("cpu_name") or platform.processor() or platform.machine()
     isa = torch.backends.cpu.get_cpu_capability()
     return f"cpu {platform.machine()} {name} {isa} ({' '.join(sets)}), {build}, {kernels.name}"
@@ -140,56 +181,68 @@ def probe(
     chunk: int,
     capacity: int,
     ladder: Sequence[int] = LADDER,
+    memory: int = 1 << 62,
 ) -> Numerics:
-    """Take the measure of `kernels` on `device`; a second or two. The kernels themselves are left as they were."""
+    """Take the measure of `kernels` on `device`; a second or two. The kernels themselves are left as they were.
+
+    memory: bytes that packed weights may take in host memory.
+    """
     start = time.perf_counter()
-    rungs = (*(rung for rung in sorted(ladder) if rung < chunk), chunk)
-    vocab = max(1, min(config.vocab_size, _MAX_HEAD // config.hidden_size))
-    layer = evolve(config, num_layers=1, vocab_size=vocab, tie_word_embeddings=True)
+    rungs, threads = rungs_of(ladder, chunk), torch.get_num_threads()
+    proof = kernels.prove(products(config, rungs, capacity=capacity, dtype=dtype, threads=threads, memory=memory))
+    # The embedding alone: the head is on the list of products, and nothing else happens to logits.
+    layer = evolve(config, num_layers=2, vocab_size=_VOCABULARY, tie_word_embeddings=False)
     weights = RandomWeights(layer, 1, device, torch.float32 if device.type == "cpu" else dtype, layer.hidden_size**-0.5)
-    shard = Qwen3Shard(
-        layer, weights, kernels.fresh(), device=device, dtype=dtype, slots=_SLOTS, capacity=capacity, rungs=rungs
-    )
+    shape: dict[str, Any] = {"device": device, "dtype": dtype, "slots": _SLOTS, "capacity": capacity, "rungs": rungs}
+    shard = Qwen3Shard(layer, weights, kernels.using(proof.plan), layers=range(1), **shape)
     try:
         bench = Bench(shard, capacity)
-        spans = bench.run(kernels.kv_tile, start + _BUDGET)
+        spans = bench.run(kernels.kv_tile, every=proof.plan is None)
         kept = tuple(rung for rung in rungs if rung not in bench.broken)
         ladder_holds = chunk not in bench.broken and (len(kept) > 1 or len(rungs) == 1)
         if not ladder_holds:
             kept = tuple(sorted({bench.width(), chunk}))
+        on_cpu = device.type == "cpu"
         return Numerics(
             mode="ladder" if ladder_holds else "grid",
             rungs=kept,
             grain=GRAIN if ladder_holds else chunk,
             chunk=chunk,
             kernels=kernels.name,
-            threads=torch.get_num_threads() if device.type == "cpu" else 0,
-            numerics_class=f"{machine(kernels, device)}, {bench.fingerprint}",
+            threads=threads if on_cpu else 0,
+            numerics_class=f"{machine(kernels, device)}, {_served(kept, proof, threads)}, {bench.fingerprint}",
             seconds=time.perf_counter() - start,
-            checks=bench.checks,
+            checks=bench.checks + proof.checks,
             spans=spans,
-            failures=tuple(bench.broken.values()),
+            shapes=proof.shapes,
+            plan=proof.plan,
+            failures=(*proof.failures, *bench.broken.values()),
         )
     finally:
         shard.close()
 
 
+def _served(rungs: Sequence[int], proof: Proof, threads: int) -> str:
+    """16 hex digits of the shapes that serve: whoever serves in others shares nothing with us."""
+    plan = None if proof.plan is None else proof.plan.numbers()
+    parts = (tuple(rungs), plan, 0 if proof.single else threads, proof.digest)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
 @frozen
 class Rows:
-    """What one segment left: hidden `[n, D]`, each KV tensor `[KV, n, hd]`, logits `[n, V]` or None."""
+    """What one segment left: hidden `[n, D]`, each KV tensor `[KV, n, hd]`."""
 
     start: int
     hidden: Tensor
     kv: Mapping[str, Tensor]
-    logits: Tensor | None
 
     def part(self, start: int, stop: int) -> Rows:
         rows = slice(start - self.start, stop - self.start)
-        kv = {name: tensor[:, rows] for name, tensor in self.kv.items()}
-        return Rows(start, self.hidden[rows], kv, None if self.logits is None else self.logits[rows])
+        return Rows(start, self.hidden[rows], {name: tensor[:, rows] for name, tensor in self.kv.items()})
 
     def tensors(self) -> list[Tensor]:
-        return [self.hidden, *self.kv.values(), *([] if self.logits is None else [self.logits])]
+        return [self.hidden, *self.kv.values()]
 
 
 def same_bits(ours: Rows, theirs: Rows) -> bool:
@@ -224,39 +277,34 @@ class Bench:
         for slot in range(1, _SLOTS):
             self.shard.copy_rows(0, slot, self.capacity)
 
-    def compute(self, rung: int, *segments: Segment, logits: bool = False) -> list[Rows]:
+    def compute(self, rung: int, *segments: Segment) -> list[Rows]:
         """The rows of every segment; slots all hold the same sequence."""
         step = Step(segments, rung)
         inputs = torch.cat([self.tokens[segment.start : segment.start + segment.count] for segment in segments])
         hidden = self.shard.forward(step, inputs).hidden
-        scores = self.shard.logits(step, hidden) if logits else None
         found, row = [], 0
         for segment in segments:
             rows, stop = slice(row, row + segment.count), segment.start + segment.count
             kv = self.shard.export_rows(segment.slot, segment.start, stop)
-            head = None if scores is None else scores[rows].clone()
-            found.append(Rows(segment.start, hidden[rows].clone(), kv, head))
+            found.append(Rows(segment.start, hidden[rows].clone(), kv))
             row += segment.count
         return found
 
-    def run(self, tile: int, deadline: float) -> int:
-        """Check every rung at every sampled boundary; returns how many key spans were covered."""
+    def run(self, tile: int, *, every: bool) -> int:
+        """Check every rung at key tile boundaries, `every` sampled one or the first and the last; returns how many."""
         rows = min(self.shard.rungs[-1], self.capacity)
         last = self.capacity - rows
         at = [min(max(0, boundary - rows // 2), last) for boundary in boundaries(tile, self.capacity)]
         thorough = {0, *at[:1]}
-        done = 0
-        for start in dict.fromkeys([*sorted(thorough), last, *at]):
-            if done > len(thorough) and time.perf_counter() > deadline:
-                break
+        starts = dict.fromkeys([*sorted(thorough), last, *(at if every else ())])
+        for start in starts:
             self.check_span(start, rows, tile, thorough=start in thorough)
-            done += 1
-        return done
+        return len(starts)
 
     def check_span(self, start: int, rows: int, tile: int, *, thorough: bool) -> None:
         """Compare pieces of `[start, start + rows)` with the whole of it, computed as one chunk of C."""
         chunk = self.shard.rungs[-1]
-        [whole] = self.compute(chunk, Segment(0, start, rows), logits=start == 0)
+        [whole] = self.compute(chunk, Segment(0, start, rows))
         if not self.fingerprint:
             self._take_fingerprint(whole.part(start, start + min(rows, _FINGERPRINT_ROWS)))
         edge = min(max(start + 1, (start // tile + 1) * tile), start + rows - 1)
@@ -264,7 +312,7 @@ class Bench:
             for at, count in pieces(start, rows, edge, rung, thorough=thorough):
                 if rung in self.broken:
                     break
-                [part] = self.compute(rung, Segment(0, at, count), logits=start == 0)
+                [part] = self.compute(rung, Segment(0, at, count))
                 self._compare(rung, "alone", whole, part)
             if thorough and rung not in self.broken:
                 self._check_batch(rung, whole, start, rows, edge)
@@ -280,7 +328,7 @@ class Bench:
             return
         for slot in range(1, _SLOTS):
             self.shard.import_rows(slot, start, whole.kv)
-        for part in self.compute(rung, *segments, logits=start == 0):
+        for part in self.compute(rung, *segments):
             self._compare(rung, "batched", whole, part)
 
     def _compare(self, rung: int, how: str, whole: Rows, part: Rows) -> None:
@@ -300,8 +348,8 @@ class Bench:
         """The smallest rung at which a row is the same alone, in another place and among others; else C."""
         at, other = self.capacity // 2, self.capacity // 3
         for rung in self.shard.rungs[:-1]:
-            [alone] = self.compute(rung, Segment(0, at, 1), logits=True)
-            _, batched, _ = self.compute(rung, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1), logits=True)
+            [alone] = self.compute(rung, Segment(0, at, 1))
+            _, batched, _ = self.compute(rung, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1))
             if same_bits(alone, batched):
                 return rung
         return self.shard.rungs[-1]

@@ -13,9 +13,11 @@ from adapters.models.branches import Branches, check_tree
 from adapters.models.checkpoint import Weights
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Batch, Kernels, Rope
+from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
 from adapters.models.shard import Forward, Kept, NamedTensors, Step, TargetHead
 
 LADDER = (4, 8, 16, 32, 64, 128, 256)
+HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
 
 
 @frozen
@@ -51,6 +53,30 @@ def rope_tables(config: Qwen3Config, capacity: int, device: torch.device) -> Rop
     frequencies = 1.0 / (config.rope_theta**exponents)
     angles = torch.outer(torch.arange(capacity).float(), frequencies)
     return Rope(angles.cos().to(device), angles.sin().to(device))
+
+
+def products(
+    config: Qwen3Config, rows: Sequence[int], *, capacity: int, dtype: torch.dtype, threads: int, memory: int
+) -> Products:
+    """What the CPU kernels multiply for this model. capacity: rows of a slot; memory: bytes that weights may take."""
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+    projected, shared = config.num_heads * size, 2 * config.num_kv_heads * size
+    layer = (
+        Weight(projected + shared, hidden),
+        Weight(hidden, projected),
+        Weight(inner, hidden, gated=True),
+        Weight(hidden, inner),
+    )
+    head = Weight(config.vocab_size, hidden, most=HEAD_ROWS)
+    each = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in layer)
+    count = each * config.num_layers + head.outputs * head.inputs
+    return Products(
+        weights=tuple(dict.fromkeys((*layer, head))),
+        heads=(Heads(config.group, size, -(-capacity // TILE) * TILE),),
+        rows=tuple(rows),
+        threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
+        wider=count * 4 <= memory,
+    )
 
 
 class Qwen3Shard:

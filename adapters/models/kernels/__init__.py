@@ -13,6 +13,8 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from adapters.models.kernels.products import Plan, Products
+from adapters.models.kernels.proof import Proof
 from adapters.models.shard import Segment, Step
 
 T = TypeVar("T")
@@ -156,6 +158,14 @@ class Kernels(Protocol):
 
     def fresh(self) -> Kernels:
         """The same kernels for another shard: nothing that was recorded or kept for this one."""
+        ...
+
+    def prove(self, products: Products) -> Proof:
+        """Multiply in every shape of the list and tell which agree; kernels that never cut a sum have no plan."""
+        ...
+
+    def using(self, plan: Plan | None) -> Kernels:
+        """Fresh ones that run in the shapes of a plan and in no other."""
         ...
 
     def pack(self, weight: Tensor) -> Any:

@@ -1,39 +1,49 @@
 """CPU kernels: oneDNN's products, of weights and in attention, called so that a row never sees its rung.
 
 What makes a row's bits its own:
-* oneDNN's products block rows and columns alike at every row count; torch's own `linear` changes kernels with it;
+* a product runs with a number of rows that was proven to agree with all others that are used (`proof.py`): a step of
+  more rows is multiplied in pieces, one of fewer is padded; how oneDNN cuts a sum differs with the row count, the
+  processor and the threads;
 * activations run inside oneDNN, whose vector tails are masked; an ATen elementwise loop may finish with scalar code,
   so outside oneDNN only correctly rounded operations (+, *, /, sqrt, casts) touch the rows, and softmax over rows of
   whole vectors;
-* attention is a product with the keys, softmax, and products with the values of at most 1024 keys each, over spans of
+* attention is a product with the keys, softmax, and products with the values of so many keys each, over spans of
   whole tiles of the slot's cache. A key that is not seen weighs exactly zero, and zeros change no bit of a sum.
+
+Without a plan nothing is cut, padded or promised: that is for tests and for the proof itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from adapters.models.kernels import Batch, BlockBatch, Rope, Sight
+from adapters.models.kernels.products import (
+    NARROW,
+    QUERIES,
+    TILE,
+    Attention,
+    Heads,
+    Plan,
+    Products,
+    Unproven,
+    queries,
+    span_of,
+)
+from adapters.models.kernels.proof import COUNTS, Proof, name_of, prove
 from adapters.models.shard import Segment
 
 T = TypeVar("T")
 
-_MIN_ROWS = 4  # one row alone goes through another kernel of oneDNN than several
-_TERMS = 1024  # keys of one product with values: oneDNN splits longer sums, and where they end decides how
-# Query rows, and scores of them, that attention works on at a time, so that they stay in the processor's caches.
-_QUERIES = 256
-_SCORES = 1 << 21
-# A narrow step over this many bytes of weights is over before waking other threads has paid: one thread decodes the
-# 12M demo as fast as two where nothing else runs, and several times faster where something does. Beside other
-# processes two threads took twice as long as one for 16 rows.
-_SMALL = 96 << 20
-_NARROW = 16
+_TERMS = 1024  # keys of one product with values where there is no plan
+# oneDNN's AMX kernels read 16-bit inputs in blocks of so many; in what lies past the end of one a NaN would spread.
+_COLUMNS = 32
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
@@ -66,6 +76,20 @@ def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     if not _ONEDNN:
         return torch.nn.functional.silu(product(x, gate)).mul_(product(x, up))
     return _linear_binary(x, _linear(x, gate, None, "swish", [], ""), up, None, "mul")
+
+
+@frozen(eq=False)
+class Packed:
+    """A weight as oneDNN likes it best (gated: two), and how it is multiplied with.
+
+    columns: K, zeros included that were put behind it. pieces: the row count of a product for every row count of a
+    step; None: whatever comes.
+    """
+
+    weights: tuple[Tensor, ...]
+    dtype: torch.dtype
+    columns: int
+    pieces: Mapping[int, int] | None
 
 
 @frozen
@@ -120,45 +144,91 @@ class Plan:
 
 
 class CpuKernels:
-    """Keeps only what the steps of one shard share; the weights are the shard's."""
+    """Keeps only what the steps of one shard share; the weights are the shard's.
 
-    kv_tile = 256
+    plan: in which shapes products run; a product that is not in it raises Unproven.
+    """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._compute = dtype if _native(dtype) else torch.float32
+    kv_tile = TILE
+
+    def __init__(self, dtype: torch.dtype, plan: Plan | None = None) -> None:
+        self._dtype, self._plan = dtype, plan
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
         self._outputs: dict[int, Tensor] = {}
-        self._packed_bytes = 0
-        rows = torch.arange(_QUERIES).unsqueeze(1)
-        self._later = _hiding(torch.arange(_QUERIES + self.kv_tile) > rows)  # keys counted from the first row's own
+        self._attentions: dict[tuple[int, int], Attention] = {}
+        rows = torch.arange(QUERIES).unsqueeze(1)
+        self._later = _hiding(torch.arange(QUERIES + self.kv_tile) > rows)  # keys counted from the first row's own
 
     @property
     def name(self) -> str:
-        library = "onednn" if _ONEDNN else "aten"
-        return f"{library}-{str(self._compute).removeprefix('torch.')}+sums{_TERMS}"
+        return f"{'onednn' if _ONEDNN else 'aten'}-{name_of(self._dtype)}"
 
     def fresh(self) -> CpuKernels:
-        return CpuKernels(self._dtype)
+        return self.using(self._plan)
 
-    def pack(self, weight: Tensor) -> Tensor:
-        packed = _reorder(weight.to(self._compute))
-        self._packed_bytes += weight.numel() * self._compute.itemsize
-        return packed
+    # --- products, in no particular pieces ---
 
-    def linear(self, x: Tensor, packed: Tensor) -> Tensor:
-        if self._compute is self._dtype:
-            return product(x, packed)
-        return product(x.to(self._compute), packed).to(self._dtype)
+    def dtypes(self) -> Sequence[torch.dtype]:
+        own = [self._dtype] if _native(self._dtype) else []
+        return tuple(dict.fromkeys([*own, torch.float32]))
 
-    def pack_gated(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = weight.chunk(2)
-        return self.pack(gate.contiguous()), self.pack(up.contiguous())
+    def reorder(self, weight: Tensor) -> Tensor:
+        return _reorder(weight)
 
-    def gated(self, x: Tensor, packed: tuple[Tensor, Tensor]) -> Tensor:
-        if self._compute is self._dtype:
-            return gated_product(x, *packed)
-        return gated_product(x.to(self._compute), *packed).to(self._dtype)
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return product(x, weight)
+
+    def multiply_gated(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return gated_product(x, gate, up)
+
+    # --- what is proven of them ---
+
+    def prove(self, products: Products) -> Proof:
+        return prove(self, products)
+
+    def using(self, plan: Plan | None) -> CpuKernels:
+        return CpuKernels(self._dtype, plan)
+
+    # --- weights ---
+
+    def pack(self, weight: Tensor) -> Packed:
+        return self._pack(weight, gated=False)
+
+    def pack_gated(self, weight: Tensor) -> Packed:
+        return self._pack(*weight.chunk(2), gated=True)
+
+    def _pack(self, *weights: Tensor, gated: bool) -> Packed:
+        outputs, inputs = weights[0].shape
+        dtype, pieces = self.dtypes()[0], None
+        if self._plan is not None:
+            served = self._plan.weight(outputs, inputs, gated=gated)
+            dtype = getattr(torch, served.dtype)
+            if self._plan.steps:
+                pieces = {rows: served.piece(rows) for rows in self._plan.steps}
+        columns = inputs if dtype is torch.float32 else -(-inputs // _COLUMNS) * _COLUMNS
+        wide = (torch.nn.functional.pad(weight.to(dtype), (0, columns - inputs)) for weight in weights)
+        return Packed(tuple(self.reorder(weight.contiguous()) for weight in wide), dtype, columns, pieces)
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        [weight] = packed.weights
+        return self._in_pieces(x, packed, lambda rows: self.multiply(rows, weight))
+
+    def gated(self, x: Tensor, packed: Packed) -> Tensor:
+        gate, up = packed.weights
+        return self._in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
+
+    def _in_pieces(self, x: Tensor, packed: Packed, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        rows, inputs = x.shape
+        count = rows if packed.pieces is None else packed.pieces.get(rows, 0)
+        if not count:
+            raise Unproven(f"a product of {rows} rows; proven: steps of {sorted(packed.pieces or ())}")
+        x = x.to(packed.dtype)
+        if count > rows or packed.columns > inputs:
+            padded = x.new_zeros(max(count, rows), packed.columns)
+            padded[:rows, :inputs] = x
+            x = padded
+        found = multiply(x) if len(x) == count else torch.cat([multiply(part) for part in x.split(count)])
+        return found[:rows].to(self._dtype)
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
@@ -219,47 +289,69 @@ class CpuKernels:
         return found[1]
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        plan: Plan = batch.plan
-        group = q.shape[2]
-        spans = plan.spans(None, lambda: [span for row, one in plan.segments for span in self._causal(row, one, group)])
-        return self._attend(q, k_cache, v_cache, batch, spans)
+        plan, how, capacity = batch.plan, self._how(q), k_cache.shape[2]
+
+        def make() -> list[Span]:
+            return [span for row, one in plan.segments for span in self._causal(row, one, how, capacity)]
+
+        return self._attend(q, k_cache, v_cache, batch, plan.spans(None, make))
 
     def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
-        plan: Plan = batch.plan
+        plan, how, capacity = batch.plan, self._how(q), k_cache.shape[2]
 
         def make() -> list[Span]:
             pairs = zip(plan.segments, batch.before, strict=True)
-            return [self._block(row, segment, before, sight) for (row, segment), before in pairs]
+            return [span for one, before in pairs for span in self._block(*one, before, sight, how, capacity)]
 
         return self._attend(q, k_cache, v_cache, batch, plan.spans(sight, make))
 
-    def _causal(self, row: int, segment: Segment, group: int) -> Iterator[Span]:
-        done = 0
+    def _how(self, q: Tensor) -> Attention:
+        _, _, group, size = q.shape
+        found = self._attentions.get((group, size))
+        if found is None:
+            unproven = Attention(Heads(group, size, 0), name_of(self.dtypes()[0]), COUNTS, _TERMS)
+            found = unproven if self._plan is None else self._plan.attention(group, size)
+            self._attentions[group, size] = found
+        return found
+
+    def _causal(self, row: int, segment: Segment, how: Attention, capacity: int) -> Iterator[Span]:
+        done, group = 0, how.heads.group
         while done < segment.count:
             start = segment.start + done
-            count = min(_rows_together(start, group), segment.count - done)
-            stop = self._whole_tiles(start + count)
-            mask = Mask(start, self._later[:count, :, : stop - start])
-            yield Span(Segment(segment.slot, start, count), row + done, 0, stop, (mask,))
+            count = min(queries(group, span_of(start + QUERIES, capacity), how.rows), segment.count - done)
+            stop = span_of(start + count, capacity)
+            yield Span(Segment(segment.slot, start, count), row + done, 0, stop, self._later_keys(start, count, stop))
             done += count
 
-    def _whole_tiles(self, keys: int) -> int:
-        return -(-keys // self.kv_tile) * self.kv_tile
+    def _later_keys(self, start: int, count: int, stop: int) -> tuple[Mask, ...]:
+        near = min(stop - start, self._later.shape[2])
+        masks = [Mask(start, self._later[:count, :, :near])]
+        if start + near < stop:
+            masks.append(Mask(start + near, _hiding(torch.ones(1, stop - start - near, dtype=torch.bool))))
+        return tuple(masks)
 
-    def _block(self, row: int, segment: Segment, before: int, sight: Sight) -> Span:
+    @staticmethod
+    def _block(
+        row: int, segment: Segment, before: int, sight: Sight, how: Attention, capacity: int
+    ) -> Iterator[Span]:
         """A sliding window is read from the key tile on in which it starts."""
-        start, end = segment.start, segment.start + segment.count
-        low = sight.lowest(before, start)
-        first, stop = low // self.kv_tile * self.kv_tile, self._whole_tiles(end)
-        rows = torch.arange(start, end).unsqueeze(1)
-        masks = []
-        if low > first:
-            masks.append(Mask(first, _hiding(torch.ones(1, low - first, dtype=torch.bool))))
-        if sight.window:
-            masks.append(Mask(low, _hiding(torch.arange(low, end) <= rows - sight.window)))
-        last = rows if sight.causal else rows[-1:]
-        masks.append(Mask(start, _hiding(torch.arange(start, stop) > last)))
-        return Span(segment, row, first, stop, tuple(masks))
+        end = segment.start + segment.count
+        low = sight.lowest(before, segment.start)
+        first = low // TILE * TILE
+        keys = span_of(end - first, capacity)
+        first = min(first, capacity - keys)
+        together = queries(how.heads.group, keys, how.rows)
+        for done in range(0, segment.count, together):
+            rows = torch.arange(segment.start + done, min(segment.start + done + together, end)).unsqueeze(1)
+            masks = []
+            if low > first:
+                masks.append(Mask(first, _hiding(torch.ones(1, low - first, dtype=torch.bool))))
+            if sight.window:
+                masks.append(Mask(low, _hiding(torch.arange(low, end) <= rows - sight.window)))
+            last = rows if sight.causal else rows.new_tensor([[end - 1]])
+            masks.append(Mask(segment.start, _hiding(torch.arange(segment.start, first + keys) > last)))
+            part = evolve(segment, start=segment.start + done, count=len(rows))
+            yield Span(part, row + done, first, first + keys, tuple(masks))
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spans: list[Span]) -> Tensor:
         if len(spans) == 1 and spans[0].segment.count == batch.rung:
@@ -281,51 +373,52 @@ class CpuKernels:
         The heads of a group go together, so that keys and values are read once.
         Scores are float32 in every dtype: rounded to bfloat16 they would be the coarsest step of the whole model.
         """
-        count, keys = span.segment.count, span.stop - span.first
+        count, keys, how = span.segment.count, span.stop - span.first, self._how(q)
         k_slot = k_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
         v_slot = v_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
-        rows = q.narrow(0, span.row, count)
-        group = q.shape[2]
+        rows, group = q.narrow(0, span.row, count), q.shape[2]
+        most = next((proven for proven in how.rows if proven >= count * group), 0)
+        if not most:
+            raise Unproven(f"attention of {count * group} query rows; proven: {how.rows}")
         parts = []
         for head in range(q.shape[1]):
-            queries = rows.select(1, head).reshape(count * group, -1)
-            if count * group < _MIN_ROWS:
-                queries = queries.repeat(_MIN_ROWS, 1)
-            scores = product(queries, k_slot.select(0, head).float())
-            wide = scores.view(-1, count, group, keys)
+            asking = rows.select(1, head).reshape(count * group, -1)
+            if most > count * group:
+                asking = torch.cat((asking, asking.new_zeros(most - count * group, asking.shape[1])))
+            scores = self.multiply(asking, k_slot.select(0, head).float())
+            wide = scores.narrow(0, 0, count * group).view(count, group, keys)
             for mask in span.masks:
-                wide.narrow(3, mask.key - span.first, mask.scores.shape[2]).add_(mask.scores)
+                wide.narrow(2, mask.key - span.first, mask.scores.shape[2]).add_(mask.scores)
             torch.softmax(scores, -1, out=scores)  # in place: large buffers that come and go cost page faults
-            found = self._weighted(scores, v_slot.select(0, head))
+            found = self._weighted(scores, v_slot.select(0, head), how)
             parts.append(found.narrow(0, 0, count * group).view(count, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def _weighted(self, weights: Tensor, values: Tensor) -> Tensor:
-        """weights float32 `[M, n]` @ values `[n, hd]`, the sums of `_TERMS` keys each added up in float32."""
-        if len(values) <= _TERMS:
-            return product(weights.to(self._compute), values.to(self._compute).t())
-        terms = zip(torch.split(weights, _TERMS, 1), torch.split(values, _TERMS), strict=True)
-        first, *rest = (product(some.to(self._compute), those.to(self._compute).t()) for some, those in terms)
+    def _weighted(self, weights: Tensor, values: Tensor, how: Attention) -> Tensor:
+        """weights float32 `[M, n]` @ values `[n, hd]`, the sums of `terms` keys each added up in float32."""
+        dtype = getattr(torch, how.dtype)
+        if len(values) <= how.terms:
+            return self.multiply(weights.to(dtype), values.to(dtype).t())
+        terms = zip(torch.split(weights, how.terms, 1), torch.split(values, how.terms), strict=True)
+        first, *rest = (self.multiply(some.to(dtype).contiguous(), those.to(dtype).t()) for some, those in terms)
         total = first.float()
         for part in rest:
             total += part
         return total
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:  # noqa: ARG002
-        if batch.rung > _NARROW or self._packed_bytes > _SMALL:
+        if self._plan is None:
             return body()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        (narrow, wide), threads = self._plan.threads, torch.get_num_threads()
+        if threads != wide:
+            raise Unproven(f"products were proven for {wide} threads, and there are {threads} now")
+        if batch.rung > NARROW or narrow == wide:
+            return body()
+        torch.set_num_threads(narrow)
         try:
             return body()
         finally:
-            torch.set_num_threads(threads)
-
-
-def _rows_together(start: int, group: int) -> int:
-    """How many rows from `start` on attend at a time: a power of two, so that the products' shapes recur."""
-    most = max(1, min(_QUERIES, _SCORES // (start + _QUERIES)) // group)
-    return 1 << most.bit_length() - 1
+            torch.set_num_threads(wide)
 
 
 def _hiding(hidden: Tensor) -> Tensor:

@@ -1,0 +1,182 @@
+"""The closed list: every matrix product that serving a model can ask for, and in which shapes it was proven.
+
+`Products` says what there is to multiply: it follows from the model's configuration, the row counts of its steps, how
+many rows a slot holds, and the threads. `Plan` says what serves: for every weight and every kind of attention the row
+counts that gave each row the same bits. A step of another number of rows is multiplied in pieces, or padded up to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import field, frozen
+
+TILE = 256  # keys are read in whole tiles
+NARROW = 16  # rows of a step that mostly decodes
+# A narrow step over this many bytes of weights is over before waking other threads has paid: one thread decodes the
+# 12M demo as fast as two where nothing else runs, and several times faster where something does. Beside other
+# processes two threads took twice as long as one for 16 rows.
+SMALL = 96 << 20
+SCORES = 1 << 21  # attention scores at a time, float32, so that they stay in the processor's caches
+QUERIES = 256  # query rows that attend at a time
+_EXACT_TILES = 8
+
+
+class Unproven(RuntimeError):
+    """A product was asked for that is not on the list: a bug, since the list is meant to hold all there can be."""
+
+
+@frozen(order=True)
+class Weight:
+    """A weight matrix `[outputs, inputs]`; gated: two of them, silu(x @ gate) * (x @ up), in one operation.
+
+    most: rows that it is ever multiplied with at once; a head sees the rows whose logits are asked for, no chunks.
+    """
+
+    outputs: int
+    inputs: int
+    gated: bool = False
+    most: int = field(default=1 << 20, eq=False, order=False)
+
+
+@frozen(order=True)
+class Heads:
+    """Attention where `group` query heads of `size` share a key/value head, over slots of `keys` rows at most."""
+
+    group: int
+    size: int
+    keys: int = field(eq=False, order=False)
+
+
+@frozen
+class Products:
+    """Everything that may be multiplied. rows: of the steps, ascending, the last is a prefill's chunk.
+
+    threads: of narrow steps, and of wide ones. wider: 16-bit weights may be kept in float32, if that is faster.
+    """
+
+    weights: tuple[Weight, ...]
+    heads: tuple[Heads, ...]
+    rows: tuple[int, ...]
+    threads: tuple[int, int]
+    wider: bool = True
+
+
+@frozen
+class Served:
+    """How products with one weight are computed.
+
+    dtype: of the product; its result is rounded to the model's. rows: the counts that agree bit for bit, ascending.
+    wide: the one among them in which more rows are multiplied piece by piece.
+    """
+
+    weight: Weight
+    dtype: str
+    rows: tuple[int, ...]
+    wide: int
+
+    def piece(self, rows: int) -> int:
+        """What a step of so many rows is cut into, or padded up to."""
+        fitting = [count for count in self.rows if count <= min(rows, self.wide)]
+        return fitting[-1] if fitting else self.rows[0]
+
+
+@frozen
+class Attention:
+    """How one kind of attention is computed.
+
+    dtype: of the product of weights and values. terms: keys of one such product; the results are added up in float32.
+    rows: counts of query rows that agree, ascending.
+    """
+
+    heads: Heads
+    dtype: str
+    rows: tuple[int, ...]
+    terms: int
+
+
+@frozen
+class Plan:
+    """What serves: the proven part of the list. steps: the row counts of steps; none: any, and nothing is promised."""
+
+    steps: tuple[int, ...]
+    threads: tuple[int, int]
+    weights: tuple[Served, ...]
+    heads: tuple[Attention, ...]
+
+    def numbers(self) -> tuple[object, ...]:
+        """All of it that bits depend on."""
+        weights = ((one.weight.outputs, one.weight.inputs, one.weight.gated, one.dtype, one.rows) for one in self.weights)
+        heads = ((one.heads.group, one.heads.size, one.dtype, one.rows, one.terms) for one in self.heads)
+        return (self.steps, *sorted(weights), *sorted(heads))
+
+    def shown(self) -> list[str]:
+        """A line for each product."""
+        weights = (
+            f"{one.weight.inputs} to {one.weight.outputs}{', gated' if one.weight.gated else ''}: {one.dtype}, "
+            f"rows {', '.join(map(str, one.rows))}, wide steps by {one.wide}"
+            for one in self.weights
+        )
+        heads = (
+            f"attention, {one.heads.group} query heads of {one.heads.size} a key head: {one.dtype}, "
+            f"rows {', '.join(map(str, one.rows))}, values by {one.terms}"
+            for one in self.heads
+        )
+        return [*weights, *heads]
+
+    def weight(self, outputs: int, inputs: int, *, gated: bool = False) -> Served:
+        """Raises Unproven."""
+        for served in self.weights:
+            if served.weight == Weight(outputs, inputs, gated):
+                return served
+        raise Unproven(f"products with a {'gated ' if gated else ''}weight of {outputs} x {inputs} were never proven")
+
+    def attention(self, group: int, size: int) -> Attention:
+        """Raises Unproven."""
+        for served in self.heads:
+            if (served.heads.group, served.heads.size) == (group, size):
+                return served
+        raise Unproven(f"attention of {group} query heads of {size} to a key head was never proven")
+
+
+def spans(capacity: int) -> tuple[int, ...]:
+    """How many keys a row may attend over, for rows up to `capacity`: whole tiles, in steps of an eighth at most.
+
+    So that the list stays short however long the context is: what is read beyond a row's own keys weighs exactly zero.
+    """
+    found, keys, step = list[int](), TILE, TILE
+    while keys < capacity:
+        found.append(keys)
+        if keys >= step * 2 * _EXACT_TILES:
+            step *= 2
+        keys += step
+    return (*found, capacity)
+
+
+def span_of(keys: int, capacity: int) -> int:
+    """The shortest span that holds so many keys."""
+    step = TILE
+    while keys > step * 2 * _EXACT_TILES:
+        step *= 2
+    return min(-(-keys // step) * step, capacity)
+
+
+def queries(group: int, keys: int, rows: Sequence[int]) -> int:
+    """How many rows of a sequence, each of `group` queries, attend together over so many keys."""
+    most = min(QUERIES, SCORES // keys)
+    fitting = [count for count in rows if count <= most] or rows[:1]
+    return max(1, fitting[-1] // group)
+
+
+def checked(plan: Plan) -> Plan:
+    """Raises ValueError for a plan, read from somewhere, that no proof can have made."""
+    groups = (*(one.rows for one in plan.weights), *(one.rows for one in plan.heads))
+    if any(not rows or rows[0] < 1 or rows != tuple(sorted(set(rows))) for rows in groups):
+        raise ValueError("a plan of products with impossible row counts")
+    if any(one.wide not in one.rows for one in plan.weights) or any(one.terms < TILE for one in plan.heads):
+        raise ValueError("a plan of products with impossible pieces")
+    if any(one.dtype not in ("float32", "bfloat16", "float16") for one in (*plan.weights, *plan.heads)):
+        raise ValueError("a plan of products in an unknown dtype")
+    if min(plan.threads) < 1:
+        raise ValueError("a plan of products for no thread")
+    return plan
