@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from attrs import evolve
 
 from adapters import demo
 from adapters.models.config import CheckpointError, Qwen3Config
 from adapters.models.dflash import SMALLEST_BLOCK, Ask, DFlashDraft
+from adapters.models.dflash import products as draft_products
 from adapters.models.dflash_checkpoint import DraftCheckpoint
-from adapters.models.numerics import Numerics
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.kernels import Kernels
+from adapters.models.numerics import Numerics, kept_under, plan_from_json, plan_to_json
+from adapters.models.qwen3 import Qwen3Shard, products
 from adapters.models.shard import Segment, Step
+from engine.kept import kept
 from engine.options import Options
 from engine.refusal import Refusal
 
@@ -42,13 +46,30 @@ def find_draft(options: Options, config: Qwen3Config, numerics: Numerics) -> Dra
     return found
 
 
-def load_draft(found: DraftCheckpoint, shard: Qwen3Shard) -> DFlashDraft:
+def draft_kernels(found: DraftCheckpoint, shard: Qwen3Shard, numerics: Numerics, *, fast: bool) -> Kernels:
+    """Of the target's kind. What the draft multiplies is proven on its own: another draft changes no answer.
+
+    A draft whose products cannot be proven drafts all the same, but what it proposes after a restore may differ.
+    """
+    kernels, plan = shard.kernels, numerics.plan
+    if plan is None:
+        return kernels.fresh()
+    target = products(shard.config, plan.steps, capacity=shard.capacity, dtype=shard.dtype, threads=plan.threads[1])
+    listed = draft_products(
+        found.config, evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=shard.config.vocab_size
+    )
+    key = kept_under(listed, kernels, shard.device, str(shard.dtype))
+    proven = kept(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
+    return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
+
+
+def load_draft(found: DraftCheckpoint, shard: Qwen3Shard, kernels: Kernels) -> DFlashDraft:
     """Beside the target, whose embedding and head it shares."""
     try:
         return DFlashDraft(
             found.config,
             found,
-            shard.kernels.fresh(),
+            kernels,
             shard.head,
             device=shard.device,
             dtype=shard.dtype,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -37,8 +36,9 @@ from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from engine.draft import find_draft, load_draft, short_of_memory, warm_up_draft
+from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory, warm_up_draft
 from engine.folders import cache_folder, user_folder
+from engine.kept import kept
 from engine.loading import with_loading
 from engine.measure import measured
 from engine.options import Options
@@ -202,7 +202,10 @@ def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) ->
     )
     warm_up(shard, numerics.rungs)
     executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
-    drafting = None if found is None else add_draft(found, shard, executor, options.ddtree_budget)
+    drafting = None
+    if found is not None:
+        beside = draft_kernels(found, shard, numerics, fast=fast)
+        drafting = add_draft(found, shard, executor, beside, options.ddtree_budget)
     draft = None if drafting is None else drafting.draft
     settings = decide(options, executor, shard, draft, numerics)
     store = build_store(options, layout(shard, draft, named, numerics.grain), gpu=device.type == "cuda")
@@ -231,9 +234,11 @@ def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) ->
     )
 
 
-def add_draft(found: DraftCheckpoint, shard: Qwen3Shard, executor: DeviceExecutor, nodes: int) -> Drafting[DFlashDraft]:
+def add_draft(
+    found: DraftCheckpoint, shard: Qwen3Shard, executor: DeviceExecutor, kernels: Kernels, nodes: int
+) -> Drafting[DFlashDraft]:
     """Beside the target, at work for the executor. nodes: of its trees."""
-    draft = load_draft(found, shard)
+    draft = load_draft(found, shard, kernels)
     warm_up_draft(draft, shard, shard.rungs, BATCH_ROWS)
     drafting = Drafting(draft, shard.rungs, nodes)
     executor.proposed_to(drafting)
@@ -325,22 +330,21 @@ def check_memory(token_bytes: int, device: torch.device, slots: int, context: in
     if device.type != "cpu":
         return
     needed = slots * context * token_bytes
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = host_memory()
     if needed > there:
         size = f"{slots} slots of {context} tokens take {needed / 1e9:.0f} GB"
         raise Refusal(f"{size}, this machine has {there / 1e9:.0f} GB: fewer --slots or a smaller --max-ctx may help")
 
 
+def host_memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def probed(config: Qwen3Config, kernels: Kernels, **how: Any) -> Numerics:
     """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
-    kept = user_folder() / "numerics" / f"{probe_key(config, kernels, **how)}.json"
-    with suppress(OSError, ValueError):
-        return Numerics.from_json(kept.read_text(encoding="utf-8"))
-    found = probe(config, kernels, **how)
-    with suppress(OSError):  # a read-only home costs a second at every start
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(found.to_json(), encoding="utf-8")
-    return found
+    key = probe_key(config, kernels, **how)
+    return kept(key, lambda: probe(config, kernels, **how), Numerics.to_json, Numerics.from_json)
 
 
 def choose_device(name: str) -> torch.device:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Kernels
-from adapters.models.kernels.products import Plan, checked
+from adapters.models.kernels.products import ProductPlan, Products, checked
 from adapters.models.kernels.proof import Proof
 from adapters.models.qwen3 import LADDER, Qwen3Shard, products
 from adapters.models.shard import Segment, Step
@@ -70,7 +70,7 @@ class Numerics:
     checks: int
     spans: int
     shapes: int = 0
-    plan: Plan | None = None
+    plan: ProductPlan | None = None
     failures: tuple[str, ...] = ()
 
     @property
@@ -120,6 +120,22 @@ class Numerics:
         return found
 
 
+def plan_to_json(plan: ProductPlan | None) -> str:
+    return json.dumps({"version": _VERSION, "plan": _converter.unstructure(plan)})
+
+
+def plan_from_json(text: str) -> ProductPlan | None:
+    """What `plan_to_json` wrote; ValueError for anything else."""
+    value = json.loads(text)
+    if not isinstance(value, dict) or value.get("version") != _VERSION:
+        raise ValueError("not a plan of this version's products")
+    try:
+        found = None if value.get("plan") is None else _converter.structure(value["plan"], ProductPlan)
+    except (BaseValidationError, TypeError, ValueError) as error:
+        raise ValueError("a plan of products has missing or malformed fields") from error
+    return None if found is None else checked(found)
+
+
 def _exactly(value: Any, kind: type) -> Any:
     """JSON's own types only: nothing is converted."""
     if type(value) is not kind and not (kind is float and type(value) is int):
@@ -148,9 +164,12 @@ def probe_key(
         config, rungs_of(ladder, chunk), capacity=capacity, dtype=dtype, threads=torch.get_num_threads(), memory=memory
     )
     shapes = evolve(config, dtype=None, num_layers=1)
-    where = (str(device), str(dtype), torch.get_num_threads(), machine(kernels, device))
-    keys = [heads.keys for heads in listed.heads]
-    parts = (_VERSION, shapes, chunk, capacity, tuple(ladder), where, listed, keys)
+    return kept_under(listed, kernels, device, (shapes, chunk, capacity, tuple(ladder), str(dtype)))
+
+
+def kept_under(listed: Products, kernels: Kernels, device: torch.device, more: object = None) -> str:
+    """Under which the proof of a list of products may be kept, and whatever else was measured: 32 hex digits."""
+    parts = (_VERSION, str(device), torch.get_num_threads(), machine(kernels, device), listed, more)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -199,7 +218,7 @@ def probe(
         bench = Bench(shard, capacity)
         spans = bench.run(kernels.kv_tile, every=proof.plan is None)
         kept = tuple(rung for rung in rungs if rung not in bench.broken)
-        ladder_holds = chunk not in bench.broken and (len(kept) > 1 or len(rungs) == 1)
+        ladder_holds = proof.holds and chunk not in bench.broken and (len(kept) > 1 or len(rungs) == 1)
         if not ladder_holds:
             kept = tuple(sorted({bench.width(), chunk}))
         on_cpu = device.type == "cpu"

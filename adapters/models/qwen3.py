@@ -56,7 +56,7 @@ def rope_tables(config: Qwen3Config, capacity: int, device: torch.device) -> Rop
 
 
 def products(
-    config: Qwen3Config, rows: Sequence[int], *, capacity: int, dtype: torch.dtype, threads: int, memory: int
+    config: Qwen3Config, rows: Sequence[int], *, capacity: int, dtype: torch.dtype, threads: int, memory: int = 1 << 62
 ) -> Products:
     """What the CPU kernels multiply for this model. capacity: rows of a slot; memory: bytes that weights may take."""
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim

@@ -13,7 +13,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.kernels.products import Plan, Products
+from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.shard import Segment, Step
 
@@ -164,7 +164,7 @@ class Kernels(Protocol):
         """Multiply in every shape of the list and tell which agree; kernels that never cut a sum have no plan."""
         ...
 
-    def using(self, plan: Plan | None) -> Kernels:
+    def using(self, plan: ProductPlan | None) -> Kernels:
         """Fresh ones that run in the shapes of a plan and in no other."""
         ...
 

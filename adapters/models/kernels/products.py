@@ -1,8 +1,8 @@
 """The closed list: every matrix product that serving a model can ask for, and in which shapes it was proven.
 
 `Products` says what there is to multiply: it follows from the model's configuration, the row counts of its steps, how
-many rows a slot holds, and the threads. `Plan` says what serves: for every weight and every kind of attention the row
-counts that gave each row the same bits. A step of another number of rows is multiplied in pieces, or padded up to one.
+many rows a slot holds, and the threads. `ProductPlan` says what serves: for every weight and every kind of attention
+the row counts that gave each row the same bits. A step of another number of rows is multiplied in pieces, or padded.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Attention:
 
 
 @frozen
-class Plan:
+class ProductPlan:
     """What serves: the proven part of the list. steps: the row counts of steps; none: any, and nothing is promised."""
 
     steps: tuple[int, ...]
@@ -106,7 +106,9 @@ class Plan:
 
     def numbers(self) -> tuple[object, ...]:
         """All of it that bits depend on."""
-        weights = ((one.weight.outputs, one.weight.inputs, one.weight.gated, one.dtype, one.rows) for one in self.weights)
+        weights = (
+            (one.weight.outputs, one.weight.inputs, one.weight.gated, one.dtype, one.rows) for one in self.weights
+        )
         heads = ((one.heads.group, one.heads.size, one.dtype, one.rows, one.terms) for one in self.heads)
         return (self.steps, *sorted(weights), *sorted(heads))
 
@@ -168,14 +170,15 @@ def queries(group: int, keys: int, rows: Sequence[int]) -> int:
     return max(1, fitting[-1] // group)
 
 
-def checked(plan: Plan) -> Plan:
+def checked(plan: ProductPlan) -> ProductPlan:
     """Raises ValueError for a plan, read from somewhere, that no proof can have made."""
     groups = (*(one.rows for one in plan.weights), *(one.rows for one in plan.heads))
     if any(not rows or rows[0] < 1 or rows != tuple(sorted(set(rows))) for rows in groups):
         raise ValueError("a plan of products with impossible row counts")
     if any(one.wide not in one.rows for one in plan.weights) or any(one.terms < TILE for one in plan.heads):
         raise ValueError("a plan of products with impossible pieces")
-    if any(one.dtype not in ("float32", "bfloat16", "float16") for one in (*plan.weights, *plan.heads)):
+    dtypes = {*(one.dtype for one in plan.weights), *(one.dtype for one in plan.heads)}
+    if not dtypes <= {"float32", "bfloat16", "float16"}:
         raise ValueError("a plan of products in an unknown dtype")
     if min(plan.threads) < 1:
         raise ValueError("a plan of products for no thread")

@@ -24,7 +24,7 @@ from adapters.models.kernels.products import (
     TILE,
     Attention,
     Heads,
-    Plan,
+    ProductPlan,
     Products,
     Served,
     Weight,
@@ -57,13 +57,15 @@ class Multiplier(Protocol):
 
 @frozen
 class Proof:
-    """plan: what serves; None if some product could not be proven at any row count.
+    """plan: what serves; None for kernels that need none, or if some product agrees with itself at no row count.
 
-    shapes: how many products were proven. checks: how many comparisons that took. single: one thread gives the same
-    bits, so the thread count is no part of the numerics class. digest: of the bits that came out.
+    holds: any row count of a step may serve. shapes: how many products were proven. checks: how many comparisons that
+    took. single: one thread gives the same bits, so the thread count is no part of the numerics class. digest: of the
+    bits that came out.
     """
 
-    plan: Plan | None
+    plan: ProductPlan | None
+    holds: bool = True
     shapes: int = 0
     checks: int = 0
     failures: tuple[str, ...] = ()
@@ -92,7 +94,7 @@ class Trial:
 
     def whole(self, count: int, threads: int) -> Tensor:
         torch.set_num_threads(threads)
-        return torch.cat([self.multiply(part) for part in self.x.split(count)])
+        return torch.cat([self.multiply(part) for part in torch.split(self.x, count)])
 
     def same(self, found: Tensor, expected: Tensor) -> bool:
         self.checks += 1
@@ -200,14 +202,14 @@ class Prover:
     failures: list[str] = field(factory=list)
     digest: hashlib.blake2b = field(factory=lambda: hashlib.blake2b(digest_size=8))
 
-    def run(self) -> Plan | None:
+    def run(self) -> ProductPlan | None:
         weights = [self.weight(weight) for weight in self.products.weights]
         heads = [self.attention(heads) for heads in self.products.heads]
         served = tuple(one for one in weights if one is not None)
         attended = tuple(one for one in heads if one is not None)
         if len(served) < len(weights) or len(attended) < len(heads):
             return None
-        return Plan(self.products.rows, self.threads, served, attended)
+        return ProductPlan(self.products.rows, self.threads, served, attended)
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
@@ -267,7 +269,7 @@ class Prover:
         scores = self._scores_trial(heads, counts[-1], least)
         scored = scores.groups(counts)
         self._count(scores)
-        best: tuple[float, Attention, Group, Trial, Group] | None = None
+        best: tuple[float, Attention, Group, ValuesTrial, Group] | None = None
         for place, dtype in enumerate(self.dtypes):
             for terms in TERMS:
                 values = self._values_trial(heads, counts[-1], terms, dtype)
@@ -317,9 +319,7 @@ class Prover:
         def product(some: Tensor, those: Tensor) -> Tensor:
             return kernels.multiply(some, those.t())
 
-        return ValuesTrial(
-            name, x, self.regimes, lambda some: product(some, values), values=values, product=product
-        )
+        return ValuesTrial(name, x, self.regimes, lambda some: product(some, values), values=values, product=product)
 
     def _count(self, trial: Trial) -> None:
         self.checks += trial.checks
@@ -347,8 +347,8 @@ def prove(kernels: Multiplier, products: Products) -> Proof:
             failures += prover.failures
             if plan is not None:
                 digest = prover.digest.hexdigest()
-                return Proof(plan, prover.shapes, checks, tuple(failures), prover.single, digest)
-    return Proof(None, 0, checks, tuple(failures))
+                return Proof(plan, True, prover.shapes, checks, tuple(failures), prover.single, digest)
+    return Proof(None, False, 0, checks, tuple(failures))
 
 
 @contextmanager

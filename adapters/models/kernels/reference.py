@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adapters.models.kernels import Batch, BlockBatch, Rope, Sight
-from adapters.models.kernels.products import Plan, Products
+from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class ReferenceKernels:
     def prove(self, products: Products) -> Proof:  # noqa: ARG002
         return Proof(None)
 
-    def using(self, plan: Plan | None) -> ReferenceKernels:  # noqa: ARG002
+    def using(self, plan: ProductPlan | None) -> ReferenceKernels:  # noqa: ARG002
         return self.fresh()
 
     def pack(self, weight: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from adapters.models.kernels.products import (
     TILE,
     Attention,
     Heads,
-    Plan,
+    ProductPlan,
     Products,
     Unproven,
     queries,
@@ -151,7 +151,7 @@ class CpuKernels:
 
     kv_tile = TILE
 
-    def __init__(self, dtype: torch.dtype, plan: Plan | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None) -> None:
         self._dtype, self._plan = dtype, plan
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -186,7 +186,7 @@ class CpuKernels:
     def prove(self, products: Products) -> Proof:
         return prove(self, products)
 
-    def using(self, plan: Plan | None) -> CpuKernels:
+    def using(self, plan: ProductPlan | None) -> CpuKernels:
         return CpuKernels(self._dtype, plan)
 
     # --- weights ---
@@ -227,7 +227,7 @@ class CpuKernels:
             padded = x.new_zeros(max(count, rows), packed.columns)
             padded[:rows, :inputs] = x
             x = padded
-        found = multiply(x) if len(x) == count else torch.cat([multiply(part) for part in x.split(count)])
+        found = multiply(x) if len(x) == count else torch.cat([multiply(part) for part in torch.split(x, count)])
         return found[:rows].to(self._dtype)
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -301,7 +301,9 @@ class CpuKernels:
 
         def make() -> list[Span]:
             pairs = zip(plan.segments, batch.before, strict=True)
-            return [span for one, before in pairs for span in self._block(*one, before, sight, how, capacity)]
+            return [
+                span for (row, one), before in pairs for span in self._block(row, one, before, sight, how, capacity)
+            ]
 
         return self._attend(q, k_cache, v_cache, batch, plan.spans(sight, make))
 
@@ -331,9 +333,7 @@ class CpuKernels:
         return tuple(masks)
 
     @staticmethod
-    def _block(
-        row: int, segment: Segment, before: int, sight: Sight, how: Attention, capacity: int
-    ) -> Iterator[Span]:
+    def _block(row: int, segment: Segment, before: int, sight: Sight, how: Attention, capacity: int) -> Iterator[Span]:
         """A sliding window is read from the key tile on in which it starts."""
         end = segment.start + segment.count
         low = sight.lowest(before, segment.start)

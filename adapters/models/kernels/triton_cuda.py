@@ -17,9 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.cuda_graphs import GraphCache
-from adapters.models.kernels.products import Plan, Products
-from adapters.models.kernels.proof import Proof
 from adapters.models.kernels import Batch, BlockBatch, Rope, Sight
+from adapters.models.kernels.products import ProductPlan, Products
+from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.triton import attention, block, linear, rows
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class TritonKernels:
         """Every element is one chain over ascending K whatever the shape: the probe's whole layer is the proof."""
         return Proof(None)
 
-    def using(self, plan: Plan | None) -> TritonKernels:  # noqa: ARG002
+    def using(self, plan: ProductPlan | None) -> TritonKernels:  # noqa: ARG002
         return self.fresh()
 
     def pack(self, weight: Tensor) -> Packed:
