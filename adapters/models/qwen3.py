@@ -14,6 +14,7 @@ from adapters.models.checkpoint import Weights
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Batch, Kernels, Rope
 from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
+from adapters.models.parking import size_of
 from adapters.models.shard import Forward, Kept, NamedTensors, Step, TargetHead
 
 LADDER = (4, 8, 16, 32, 64, 128, 256)
@@ -34,6 +35,11 @@ class Layer:
     down: Any
     k_cache: Tensor
     v_cache: Tensor
+
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
+        return (*norms, self.qkv, self.out, self.gate_up, self.down)
 
 
 @define(eq=False)
@@ -107,7 +113,6 @@ class Qwen3Shard:
         self._slots = slots
         self._capacity = -(-capacity // kernels.kv_tile) * kernels.kv_tile
         self._rungs, self._capture = tuple(rungs), tuple(capture)
-        self._weights_bytes = 0
         self._buffers: dict[int, Buffers] = {}
         self._rope = rope_tables(config, self._capacity, self._device)
         shape = (len(self._layers), 2, slots, config.num_kv_heads, self._capacity, config.head_dim)
@@ -131,15 +136,13 @@ class Qwen3Shard:
             head = table if config.tie_word_embeddings else self._read(weights, "lm_head.weight")
             assert head is not None
             self._head = self._kernels.pack(head)
-            if config.tie_word_embeddings and self._embedding is not None and self._head is not head:
-                self._weights_bytes += head.nbytes
+        layers = tuple(block.weights for block in self._blocks)
+        self._weights_bytes = size_of((self._embedding, self._norm, self._head, layers))
 
     def _read(self, weights: Weights, *names: str) -> Tensor:
         """The named tensors, stacked along their rows, on the device in the model's dtype."""
         parts = [weights.read(name).to(self._device, self._dtype) for name in names]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._weights_bytes += tensor.nbytes
-        return tensor.contiguous()
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
     def _load_layer(self, weights: Weights, index: int) -> Layer:
         kernels, prefix = self._kernels, f"model.layers.{index}."

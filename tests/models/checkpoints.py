@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from adapters.models.checkpoint import Checkpoint
+from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Kernels
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.qwen3 import LADDER, Qwen3Shard, products
 from adapters.models.shard import Segment, Step
 
 GEOMETRIES = {
@@ -54,6 +56,16 @@ def shard_of(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels 
     checkpoint = Checkpoint.open(folder)
     shape = {"slots": 4, "capacity": 1024} | options
     return Qwen3Shard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), dtype=dtype, **shape)
+
+
+def proven(config: Qwen3Config, dtype: torch.dtype, capacity: int, ladder: Sequence[int] = LADDER) -> Kernels:
+    """CPU kernels that keep to what the probe proves on the machine that runs the tests."""
+    kernels = CpuKernels(dtype)
+    rungs = tuple(ladder)
+    listed = products(config, rungs, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
+    proof = kernels.prove(listed)
+    assert proof.holds, proof.failures
+    return kernels.using(proof.plan)
 
 
 def tokens_of(count: int, vocab: int = 160, seed: int = 7) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 
 from adapters.models.config import Qwen3Config
+from adapters.models.kernels.products import Weight, span_of, spans
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics, boundaries, probe, probe_key
+from adapters.models.numerics import Numerics, boundaries, machine, probe, probe_key
 
 CPU = torch.device("cpu")
 CONFIG = Qwen3Config(256, 64, 128, 4, 4, 2, 16, 4096, 1e6)
@@ -20,50 +22,76 @@ def measure(kernels, dtype=torch.float32, chunk=64, capacity=1024, config=CONFIG
 
 
 class Mutant(CpuKernels):
-    """Kernels with one flaw; `fresh` keeps it."""
+    """Kernels with one flaw, which `using` keeps; in float32, so that there is nothing to choose."""
 
-    def __init__(self):
-        super().__init__(torch.float32)
+    def __init__(self, plan=None):
+        super().__init__(torch.float32, plan)
 
-    def fresh(self):
-        return type(self)()
+    def using(self, plan):
+        return type(self)(plan)
 
 
-def sums_in_halves(x, linear, packed):
+def in_halves(x, weight, multiply):
+    """The same sum in another order."""
     half = x.shape[1] // 2
     left, right = x.clone(), x.clone()
     left[:, half:], right[:, :half] = 0, 0
-    return linear(left, packed) + linear(right, packed)
+    return multiply(left, weight) + multiply(right, weight)
 
 
-def splits_at(*rungs):
+def splits_at(*rows):
+    """Sums cut by M, as by oneDNN's AMX kernels."""
+
     class Splitting(Mutant):
-        def linear(self, x, packed):
-            if len(x) in rungs:
-                return sums_in_halves(x, super().linear, packed)
-            return super().linear(x, packed)
+        def multiply(self, x, weight):
+            return in_halves(x, weight, super().multiply) if len(x) in rows else super().multiply(x, weight)
 
     return Splitting()
 
 
+class SplitsByColumns(Mutant):
+    """Sums cut by N: scores over many keys."""
+
+    def multiply(self, x, weight):
+        many = weight.shape[0] > 600 and not weight.is_mkldnn
+        return in_halves(x, weight, super().multiply) if many else super().multiply(x, weight)
+
+
+class SplitsByThreads(Mutant):
+    def multiply(self, x, weight):
+        alone = torch.get_num_threads() == 1
+        return in_halves(x, weight, super().multiply) if alone else super().multiply(x, weight)
+
+
+class SplitsLongSums(Mutant):
+    """Sums cut by K: how many values there are decides where."""
+
+    def multiply(self, x, weight):
+        plain = weight.shape[0] == 16 and x.shape[1] in (512, 1024)
+        return in_halves(x, weight, super().multiply) if plain else super().multiply(x, weight)
+
+
 class FavoursItsFirstRow(Mutant):
-    def linear(self, x, packed):
-        found = super().linear(x, packed)
-        found[0] = sums_in_halves(x[:1], super().linear, packed)[0]
+    def multiply(self, x, weight):
+        found = super().multiply(x, weight)
+        found[0] = in_halves(x[:1], weight, super().multiply)[0]
         return found
 
 
-class ShortSpans(Mutant):
-    kv_tile = 8  # softmax takes 16 keys at a time
+class LeaksWhatIsNoNumber(Mutant):
+    """As oneDNN issue 5717: a NaN in one row, a padded one say, reaches the others."""
+
+    def multiply(self, x, weight):
+        return super().multiply(x, weight) + x.sum() * 0
 
 
 class SeesItsNeighbours(Mutant):
-    def gated(self, x, packed):
-        return super().gated(x + x.abs().sum() * 1e-7, packed)
+    def multiply_gated(self, x, gate, up):
+        return super().multiply_gated(x + x.abs().sum() * 1e-7, gate, up)
 
 
 class ForgetsFarKeys(Mutant):
-    """Wrong only where a key tile ends: one value of the tile before is lost to small rungs."""
+    """Beyond products, where only the whole layer tells: one value of the tile before is lost to small rungs."""
 
     def attend(self, q, k_cache, v_cache, batch):
         if batch.rung < 64 and any(segment.start >= self.kv_tile for segment in batch.segments):
@@ -73,62 +101,114 @@ class ForgetsFarKeys(Mutant):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_cpu_kernels_are_a_proven_ladder(dtype):
+def test_every_product_of_the_cpu_kernels_can_be_proven_here(dtype):
     found = measure(CpuKernels(dtype), dtype)
     assert (found.mode, found.rungs, found.grain, found.chunk) == ("ladder", (4, 8, 16, 32, 64), 64, 64)
-    assert found.failures == ()
     assert found.batch_rows == 64
-    assert found.checks > 50
+    assert found.checks > 500
+    assert found.shapes > 50
     assert found.threads == torch.get_num_threads()
+    assert {served.weight for served in found.plan.weights} == {
+        Weight(128, 64), Weight(64, 64), Weight(128, 64, gated=True), Weight(64, 128), Weight(256, 64),
+    }  # fmt: skip
 
 
-def test_a_kernel_that_sums_differently_at_one_rung_loses_that_rung():
+def test_row_counts_that_sum_differently_are_left_out_and_steps_of_them_multiply_in_others():
     found = measure(splits_at(16))
-    assert (found.mode, found.rungs, found.grain) == ("ladder", (4, 8, 32, 64), 64)
-    assert len(found.failures) == 1
-    assert found.failures[0].startswith("rung 16: rows ")
+    assert (found.mode, found.rungs) == ("ladder", (4, 8, 16, 32, 64))
+    for served in found.plan.weights:
+        if not served.weight.gated:
+            assert served.rows == (4, 8, 32, 64)
+            assert [served.piece(rows) for rows in (4, 8, 16)] == [4, 8, 8]
+    assert found.plan.heads[0].rows == (4, 8, 32, 64, 128, 256)
+    assert found.numerics_class != measure(splits_at()).numerics_class
 
 
-def test_a_ladder_without_its_lowest_rung_starts_at_the_next():
-    assert measure(splits_at(4)).rungs == (8, 16, 32, 64)
+def test_decoding_is_padded_where_its_row_counts_agree_with_nothing():
+    served = measure(splits_at(4, 8)).plan.weights[0]
+    if served.rows == (4, 8):  # as good, where multiplying so many rows in fours is quick
+        assert served.piece(64) in {4, 8}
+    else:
+        assert (served.rows, served.piece(4), served.piece(64)) == ((16, 32, 64), 16, served.wide)
 
 
-@pytest.mark.parametrize("mutant", [splits_at(4, 8, 16, 32), splits_at(64), FavoursItsFirstRow(), SeesItsNeighbours()])
+@pytest.mark.parametrize("mutant", [FavoursItsFirstRow(), SeesItsNeighbours(), LeaksWhatIsNoNumber()], ids=repr)
 def test_kernels_that_cannot_be_trusted_end_in_a_grid_of_whole_chunks(mutant):
     found = measure(mutant)
-    assert found.mode == "grid"
+    assert (found.mode, found.plan) == ("grid", None)
     assert found.grain == found.chunk == found.rungs[-1] == 64
     assert found.batch_rows == found.rungs[0]
     assert found.failures
 
 
+def test_a_neighbour_that_is_not_a_number_is_named():
+    failures = measure(LeaksWhatIsNoNumber()).failures
+    assert any("a neighbour that is not a number" in failure for failure in failures)
+
+
 def test_a_grid_decodes_at_a_width_where_rows_are_their_own():
-    assert measure(splits_at(64)).rungs == (4, 64)
     assert measure(SeesItsNeighbours()).rungs == (64,)
 
 
-def test_key_spans_that_are_not_whole_tiles_are_noticed():
-    found = measure(ShortSpans(), capacity=1000)
+def test_sums_over_keys_that_depend_on_how_many_there_are_end_in_a_grid():
+    found = measure(SplitsByColumns())
     assert found.mode == "grid"
+    assert any("keys differ" in failure for failure in found.failures)
 
 
-def test_a_flaw_beyond_the_first_key_tile_is_noticed():
-    found = measure(ForgetsFarKeys())
-    assert found.rungs == (64,) or found.mode == "grid"
-    assert all("rows 2" in failure for failure in found.failures)
+def test_values_are_added_up_in_pieces_whose_length_changes_nothing():
+    # two halves of 512 are the sums of 256 that a shorter span has; those of 1024 are not
+    assert measure(SplitsLongSums()).plan.heads[0].terms == 512
+    assert measure(splits_at()).plan.heads[0].terms == 1024
 
 
-def test_the_fingerprint_is_of_the_bits_and_not_of_this_instance():
-    first = measure(CpuKernels(torch.float32)).numerics_class
-    assert measure(CpuKernels(torch.float32), chunk=128, capacity=600).numerics_class == first
+def test_thread_counts_that_differ_do_not_serve_together():
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        assert measure(CpuKernels(torch.float32)).numerics_class == first
+        torch.set_num_threads(2)
+        found = measure(SplitsByThreads())
+        assert found.plan.threads == (2, 2)
+        assert any("threads" in failure for failure in found.failures)
+        torch.set_num_threads(3)
+        assert measure(SplitsByThreads()).numerics_class != found.numerics_class
+        assert measure(splits_at()).plan.threads == (1, 3)
     finally:
         torch.set_num_threads(threads)
-    assert measure(SeesItsNeighbours()).numerics_class != first
+
+
+def test_a_flaw_outside_of_products_is_noticed_by_the_whole_layer():
+    found = measure(ForgetsFarKeys())
+    assert found.rungs == (64,) or found.mode == "grid"
+    assert any("rows 2" in failure for failure in found.failures)
+
+
+def test_the_class_is_of_the_bits_and_the_shapes_and_not_of_this_instance():
+    first = measure(splits_at()).numerics_class
+    assert measure(splits_at(), capacity=600).numerics_class == first
+    assert measure(splits_at(), chunk=128).numerics_class != first, "other shapes serve"
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert measure(splits_at()).numerics_class == first
+    finally:
+        torch.set_num_threads(threads)
+    assert measure(SplitsLongSums()).numerics_class != first
     assert measure(CpuKernels(torch.bfloat16), torch.bfloat16).numerics_class != first
+
+
+def test_what_a_user_sets_for_the_libraries_is_part_of_the_class(monkeypatch):
+    first = machine(CpuKernels(torch.float32), CPU)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert machine(CpuKernels(torch.float32), CPU) != first
+
+
+def test_the_outcome_does_not_depend_on_how_long_it_took(monkeypatch):
+    first = measure(splits_at())
+    seconds = iter(range(10**9))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(seconds)))
+    slow = measure(splits_at())
+    assert (slow.rungs, slow.checks, slow.shapes, slow.spans) == (first.rungs, first.checks, first.shapes, first.spans)
+    assert slow.numerics_class == first.numerics_class
 
 
 def test_a_context_shorter_than_the_chunk_is_probed_too():
@@ -136,10 +216,23 @@ def test_a_context_shorter_than_the_chunk_is_probed_too():
     assert measure(CpuKernels(torch.float32), chunk=4, capacity=100).rungs == (4,)
 
 
+def test_spans_are_few_whole_tiles_and_hold_all_keys():
+    for capacity in (256, 1024, 5120, 8192, 40960):
+        found = spans(capacity)
+        assert all(span % 256 == 0 for span in found)
+        assert len(found) <= 8 * math.log2(capacity / 128)
+        for keys in range(1, capacity + 1, 37):
+            assert span_of(keys, capacity) in found
+            assert keys <= span_of(keys, capacity) <= max(keys * 1.125 + 256, 256)
+
+
 def test_an_outcome_can_be_kept_and_read_again():
     found = measure(splits_at(16))
     assert Numerics.from_json(found.to_json()) == found
-    assert json.loads(json.dumps(found.shown()))["rungs"] == [4, 8, 32, 64]
+    shown = json.loads(json.dumps(found.shown()))
+    assert shown["rungs"] == [4, 8, 16, 32, 64]
+    assert shown["probe"]["products"] == found.shapes
+    assert shown["products"][0].startswith("64 to 128: float32, rows 4, 8, 32, 64")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +245,8 @@ def test_an_outcome_can_be_kept_and_read_again():
         {"mode": "maybe"},
         {"chunk": "64"},
         {"more": 1},
+        {"plan": {"steps": [4]}},
+        {"plan": {"steps": [4], "threads": [1, 1], "weights": [], "heads": [{"rows": []}]}},
     ],
 )
 def test_an_outcome_that_was_not_ours_is_refused(change):

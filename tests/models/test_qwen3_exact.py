@@ -7,11 +7,13 @@ import torch
 
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Batch
+from adapters.models.kernels.products import Unproven
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.numerics import probe
+from adapters.models.qwen3 import Qwen3Shard, products
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
-from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
+from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
 
 CONFIGS = {
     "the demo's layer shapes": Qwen3Config(512, 320, 832, 2, 5, 1, 64, 2048, 1e6, tie_word_embeddings=True),
@@ -19,6 +21,7 @@ CONFIGS = {
     "gqa 2 to 1": Qwen3Config(300, 96, 130, 2, 4, 2, 32, 2048, 1e4),
 }
 LENGTH = 700
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -31,7 +34,7 @@ def whole(request, dtype):
     """A shard whose slot 0 holds a sequence computed in chunks of C, with its logits."""
     config = CONFIGS[request.param]
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
-    shard = Qwen3Shard(config, weights, CpuKernels(dtype), dtype=dtype, slots=4, capacity=1024)
+    shard = Qwen3Shard(config, weights, proven(config, dtype, 1024), dtype=dtype, slots=4, capacity=1024)
     tokens = tokens_of(LENGTH, config.vocab_size)
     return shard, tokens, run_in_pieces(shard, tokens, [(256, 256)])
 
@@ -113,15 +116,40 @@ def test_rolling_back_is_forgetting(whole):
     assert same_bits(run(shard, 16, (1, 400, tokens[400:416])), expected[400:416])
 
 
-def test_the_number_of_threads_changes_no_bit(whole):
-    shard, tokens, expected = whole
-    before = torch.get_num_threads()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_thread_counts_of_one_numerics_class_have_the_same_bits(dtype):
+    config, before = CONFIGS["the demo's layer shapes"], torch.get_num_threads()
+    tokens, found = tokens_of(300, config.vocab_size), {}
     try:
-        for threads in (1, 3):
+        for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            assert same_bits(run_in_pieces(shard, tokens[:300], [(256, 256), (4, 4)], slot=1), expected[:300])
+            numerics = probe(config, CpuKernels(dtype), device=CPU, dtype=dtype, chunk=256, capacity=512)
+            kernels = CpuKernels(dtype).using(numerics.plan)
+            shard = Qwen3Shard(config, RandomWeights(config), kernels, dtype=dtype, slots=1, capacity=512)
+            logits = run_in_pieces(shard, tokens, [(256, 256), (4, 4)])
+            assert same_bits(found.setdefault(numerics.numerics_class, logits), logits)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_product_that_was_never_proven_is_refused(whole):
+    shard, tokens, _ = whole
+    listed = products(shard.config, (4, 256), capacity=256, dtype=shard.dtype, threads=torch.get_num_threads())
+    plan = CpuKernels(shard.dtype).prove(listed).plan
+    kernels = CpuKernels(shard.dtype).using(plan)
+    with pytest.raises(Unproven, match="7 x 11 were never proven"):
+        kernels.pack(torch.zeros(7, 11))
+    with pytest.raises(Unproven, match="of 3 query heads of 8"):
+        kernels.attend(torch.zeros(4, 1, 3, 8), torch.zeros(1, 1, 256, 8), torch.zeros(1, 1, 256, 8), Batch(4, CPU))
+    other = Qwen3Shard(shard.config, RandomWeights(shard.config), kernels, dtype=shard.dtype, capacity=256)
+    with pytest.raises(Unproven, match=r"a product of 8 rows; proven: steps of \[4, 256\]"):
+        run(other, 8, (0, 0, tokens[:5]))
+    torch.set_num_threads(before := torch.get_num_threads() + 1)
+    try:
+        with pytest.raises(Unproven, match=f"and there are {before} now"):
+            run(other, 4, (0, 0, tokens[:1]))
+    finally:
+        torch.set_num_threads(before - 1)
 
 
 LONG = 2600
@@ -131,7 +159,8 @@ LONG = 2600
 def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shape, dtype):
     """Keys come in pairs whose values nearly cancel, so that every change in the order of a sum shows."""
     (kv, group, head), generator = shape, torch.Generator().manual_seed(4)
-    kernels = CpuKernels(dtype)
+    own = Qwen3Config(8, 32, 32, 1, kv * group, kv, head, 3072, 1e6)
+    kernels = proven(own, dtype, 3072)
     k = torch.randn(2, kv, 3072, head, generator=generator).to(dtype)
     v = torch.randn(2, kv, 3072, head, generator=generator).to(dtype)
     k[:, :, 1::2], v[:, :, 1::2] = k[:, :, 0::2], -v[:, :, 0::2] * 1.01

@@ -10,11 +10,10 @@ from attrs import evolve
 
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
-from tests.models.checkpoints import run, same_bits, same_rows, tokens_of
+from tests.models.checkpoints import proven, run, same_bits, same_rows, tokens_of
 
 CONFIG = Qwen3Config(203, 100, 212, 2, 8, 2, 24, 2048, 1e4)
 KINDS = [
@@ -29,12 +28,13 @@ KINDS = [
 def shard(request):
     """Slots 0 and 1 hold two sequences of 510 rows, just before a key tile's end; the others are empty."""
     dtype, device = request.param
-    config, kernels = CONFIG, CpuKernels(dtype)
+    config, kernels = CONFIG, None
     if device == "cuda":
         from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - comes with CUDA only
 
         config = evolve(CONFIG, hidden_size=128, intermediate_size=224, head_dim=32)
         kernels = TritonKernels(torch.device(device))
+    kernels = kernels or proven(config, dtype, 1024)
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shape = {"device": device, "dtype": dtype, "slots": 4, "capacity": 1024, "capture": (0, 1)}
     made = Qwen3Shard(config, weights, kernels, **shape)
