@@ -6,12 +6,16 @@ second one is asked for the same. A short prompt before warms up what is only do
 device's raw rate is measured in the same run: the same files, forgotten again, read with preadv.
 
 Answers must have the same tokens and log-probabilities, and the row of logits behind the prompt the same digest: the
-servers are ours but for one function that writes it down (`python -m benchmarks.restart serve FILE ...`).
+servers are ours but for two functions that write things down (`python -m benchmarks.restart serve FILE ...`): that
+digest, and the processor time that the whole process took while a restore was under way (`cpu_ms`).
+
+`--against CHECKOUT`: the servers of another checkout take turns with ours, run by run, and both are shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import subprocess
@@ -31,36 +35,50 @@ from benchmarks.cold import forget, read_raw
 from benchmarks.report import machine, median, raw, table
 
 ROOT = Path(__file__).parents[1]
+CPU = ".cpu"
 STAGES = ("LookingUp", "Restoring", "Prefilling")
+
+
+def write_down(file: str, line: str) -> None:
+    with Path(file).open("a", encoding="ascii") as opened:
+        opened.write(line + "\n")
 
 
 def serve(digests: str, words: Sequence[str]) -> None:
     """`rekindle serve`, with a digest of the first row of all logits appended to a file."""
     from adapters.models.qwen3 import Qwen3Shard  # noqa: PLC0415 - only this process needs them
     from adapters.models.shard import Step  # noqa: PLC0415
+    from adapters.store.executor import StoreExecutor  # noqa: PLC0415
     from engine.__main__ import main as rekindle  # noqa: PLC0415
 
-    logits = Qwen3Shard.logits
+    logits, restore = Qwen3Shard.logits, StoreExecutor.restore
+
+    async def timed(executor: StoreExecutor, *about: Any) -> Any:
+        before = time.process_time()
+        outcome = await restore(executor, *about)
+        write_down(digests + CPU, f"{1e3 * (time.process_time() - before):.3f}")
+        return outcome
 
     def digested(shard: Qwen3Shard, step: Step, hidden: torch.Tensor) -> torch.Tensor:
         found = logits(shard, step, hidden)
-        with Path(digests).open("a", encoding="ascii") as file:
-            file.write(blake2b(found[0].cpu().numpy().tobytes(), digest_size=16).hexdigest() + "\n")
+        write_down(digests, blake2b(found[0].cpu().numpy().tobytes(), digest_size=16).hexdigest())
         return found
 
     Qwen3Shard.logits = digested  # type: ignore[assignment, method-assign]
+    StoreExecutor.restore = timed  # type: ignore[assignment, method-assign]
     sys.argv = ["rekindle", "serve", *words]
     rekindle()
 
 
 @contextmanager
-def server(digests: Path, *words: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
+def server(tree: Path, digests: Path, *words: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.restart", "serve", str(digests), "--port", "0", *words],
+        [sys.executable, __file__, "serve", str(digests), "--port", "0", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        cwd=ROOT,
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
     )
     assert process.stdout is not None
     try:
@@ -114,11 +132,13 @@ def prompts(sizes: Sequence[int], seed: int) -> list[list[int]]:
     return [[draw.randrange(16, 4000) for _ in range(size)] for size in sizes]
 
 
-def one_run(folder: Path, codec: str, sizes: Sequence[int], seed: int, threads: str) -> list[dict[str, Any]]:
+def one_run(
+    tree: Path, folder: Path, codec: str, sizes: Sequence[int], seed: int, *, threads: str
+) -> list[dict[str, Any]]:
     words = ("--kv-cache-dir", str(folder), "--kv-cache-codec", codec, "--host-cache-budget", "0", "--threads", threads)
     asked, warm_up = prompts(sizes, seed), prompts([100], seed + 1)[0]
     cold, groups, digests = [], [], folder.with_name("logits")
-    with server(digests, *words) as (client, process):
+    with server(tree, digests, *words) as (client, process):
         ask(client, warm_up, digests)
         for prompt in asked:
             before = set(folder.glob("*.zst"))
@@ -129,7 +149,7 @@ def one_run(folder: Path, codec: str, sizes: Sequence[int], seed: int, threads: 
         process.wait(30)
     forget([file for files in groups for file in files])
     rows = []
-    with server(digests, *words) as (client, _):
+    with server(tree, digests, *words) as (client, _):
         ask(client, warm_up, digests)
         for size, prompt, files, first in zip(sizes, asked, groups, cold, strict=True):
             spent = loading_ms(client)
@@ -142,6 +162,7 @@ def one_run(folder: Path, codec: str, sizes: Sequence[int], seed: int, threads: 
             restoring = hit["rekindle"]["stages_ms"]["Restoring"]
             rows.append(
                 {
+                    "tree": "this" if tree == ROOT else "other",
                     "codec": codec,
                     "tokens": size,
                     "restored": hit["rekindle"]["restored_tokens"],
@@ -150,6 +171,7 @@ def one_run(folder: Path, codec: str, sizes: Sequence[int], seed: int, threads: 
                     "ratio": prefill_ms(first) / prefill_ms(hit),
                     "restoring_ms": restoring,
                     "loading_ms": loading_ms(client) - spent,
+                    "cpu_ms": float(lines(digests.with_name(digests.name + CPU))[-1]),
                     "MB": read / 1e6,
                     "restore_MB/s": read / restoring / 1e3,
                     "raw_MB/s": read / seconds / 1e6,
@@ -161,9 +183,9 @@ def one_run(folder: Path, codec: str, sizes: Sequence[int], seed: int, threads: 
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["codec"], row["tokens"]), []).append(row)
+        groups.setdefault((row["tree"], row["codec"], row["tokens"]), []).append(row)
     return [
         {name: one if isinstance(one, str) else median([row[name] for row in group]) for name, one in group[0].items()}
         for group in groups.values()
@@ -180,12 +202,17 @@ def main() -> int:
     parser.add_argument("--codecs", default="store,zstd")
     parser.add_argument("--threads", default="0")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk that is to be measured")
+    parser.add_argument(
+        "--against", type=Path, default=None, help="another checkout, whose servers take turns with ours"
+    )
     given = parser.parse_args()
+    trees = [ROOT] if given.against is None else [ROOT, given.against.resolve()]
     sizes, rows = [int(size) for size in given.tokens.split(",")], list[dict[str, Any]]()
     for run in range(given.runs):
         for codec in given.codecs.split(","):
-            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                rows += one_run(Path(folder) / "kv", codec, sizes, 100 * run, given.threads)
+            for tree in trees if run % 2 else trees[::-1]:
+                with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+                    rows += one_run(tree, Path(folder) / "kv", codec, sizes, 100 * run, threads=given.threads)
     found = medians(rows)
     table("Prefill stage cold and after kill -9 with a cold page cache; medians, answers and logits identical", found)
     raw("restart", {"medians": found, "runs": rows, "machine": machine()})

@@ -17,7 +17,7 @@ import torch
 from adapters.store import journal, seekable
 from adapters.store.blocks import chain, pack, root
 from adapters.store.folder import Folder
-from adapters.store.format import Layout, Rows, Run, encode, file_name, head
+from adapters.store.format import Layout, Rows, Run, encode, file_name
 from adapters.store.index import Entry
 from adapters.store.opening import open_disk
 from benchmarks.report import machine, median, raw, table
@@ -34,7 +34,7 @@ def fill(folder: Path, count: int) -> list[Entry]:
     for handle in range(1, count + 1):
         tokens = pack(range(handle, handle + TOKENS))
         run = Run(0, parent, chain(parent, tokens, GRAIN), tokens)
-        content = b"".join(encode(head(run, LAYOUT), data, codec))
+        content = b"".join(encode(run, LAYOUT, data, codec))
         (folder / file_name(run.keys[-1], handle)).write_bytes(content)
         entries.append(Entry(handle, 0, parent, run.keys, tokens, len(content), parent, used=handle))
     return entries

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 from attrs import define, frozen
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -332,7 +333,7 @@ def gc(path: Path, unwanted: Unwanted, *, dry_run: bool) -> int:
         removal = report(found, path, unwanted, done=True)
         for name in removal.names:
             owned.remove(name)
-        owned.write(journal.NAME, [b"".join(journal.snapshot(one.entry for one in removal.left))])
+        anyio.run(owned.write, journal.NAME, [b"".join(journal.snapshot(one.entry for one in removal.left))])
     finally:
         owned.close()
     return 0

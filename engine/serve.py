@@ -145,7 +145,7 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
         ) as running:
             gate.app = build_app(running.door, text, edge_options(options, target, text.sampling), running.metrics)
             announce(options, target, serving, time.monotonic() - started)
-            await stopped(stop, target.threads)
+            await stopped(stop, [target.lane.thread])
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
             deadline = anyio.current_time() + options.grace
             clean = await running.door.drain(options.grace)

@@ -98,8 +98,8 @@ class Target:
 
     @property
     def threads(self) -> tuple[Watched, ...]:
-        """Whose troubles /health tells; the engine stops when one of them has died."""
-        return (self.lane.thread,)
+        """Whose troubles /health tells."""
+        return (self.lane.thread, *(() if self.store is None else self.store.store.threads))
 
     @property
     def has_disk(self) -> bool:
@@ -135,7 +135,7 @@ class Target:
         """The lane first, then the files that it handed over."""
         await anyio.to_thread.run_sync(self.executor.close)
         if self.store is not None:
-            await anyio.to_thread.run_sync(self.store.store.close)
+            await anyio.to_thread.run_sync(self.store.close)
 
 
 async def load_target(options: Options, only: str | None = None) -> Target:

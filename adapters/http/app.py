@@ -185,7 +185,7 @@ class Edge:
         status = self.door.status()
         state, troubles = status.get("state", "ready"), status.get("troubles")
         if state == "ready":  # answers are right all the same, so a balancer goes on sending requests
-            return JSONResponse({"status": "ok", **({"troubles": troubles} if troubles else {})})
+            return JSONResponse({"status": "degraded", "troubles": troubles} if troubles else {"status": "ok"})
         why = UNREADY.get(state, UNREADY["loading"])
         described = {"message": why, "type": "unavailable_error", "param": None, "code": 503}
         retry = {"retry-after": str(self.options.retry_after_s)}

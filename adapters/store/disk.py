@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
 
+from aiofiles.threadpool import wrap
 from attrs import define, field, frozen
 
 from adapters.store import journal, recent, seekable
@@ -21,32 +23,36 @@ from adapters.store.blocks import root
 from adapters.store.codec import DECODERS, Chooser
 from adapters.store.folder import LOCK, Folder
 from adapters.store.format import (
+    MOST_HANDLE,
     MOST_HEAD,
+    Head,
     Layout,
     Newer,
     Outdated,
     Run,
     encode,
     file_name,
-    head,
     parse_head,
     parse_name,
 )
 from adapters.store.index import Entry, Index
-from adapters.store.memory import Buffer
+from adapters.store.memory import Buffer, Memory
 from adapters.store.names import QUARANTINE, what
-from adapters.store.reading import Expected, read_run
+from adapters.store.reading import Expected, RunFile
 from adapters.store.recent import Recent, Recents
 from adapters.store.seekable import Damaged
+from adapters.watched import Watched
 
 log = logging.getLogger("rekindle.store")
 
 COUNTED = ("quarantined", "outdated", "newer", "write_errors", "read_errors", "written_bytes", "read_bytes")
 MOST_QUARANTINED = 8  # files that are kept for people to look at
+RESTARTS = 16  # of the writer's thread: what fails more often does not get better by beginning again
 MOST_QUEUED = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
 MOST_RECENT_FILES = 8  # of other identities
-RECENT_SLACK = 1 << 20  # bytes of that file beyond twice what it says, before it is written anew
 SLACK = 4096  # journal records beyond what its entries need, before it is written anew
+
+Then: TypeAlias = Callable[[Buffer], object]
 
 
 @frozen(eq=False)
@@ -94,15 +100,23 @@ class Disk:
     queued: int = 0
     _queue: SimpleQueue[Write | Note | None] = field(factory=SimpleQueue)
     _readers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "store-reader"))
-    _thread: threading.Thread | None = None
-    _closing: bool = False
+    writer: Watched = field(init=False)
+    _files: asyncio.Runner = field(init=False)  # of the writer's thread, which waits for each call
+    _closing: bool = False  # nothing more is taken
+    _starting: bool = True
+    _ended: bool = False  # the writer's thread has been told so
     _unknown: list[str] = field(factory=list[str])
+    _aside: dict[str, None] = field(factory=dict[str, None])  # names of what is quarantined, the first to go first
+    _stale: bool = False  # the journal has to be written anew
     _touched: dict[int, Entry] = field(factory=dict[int, Entry])
     _records: int = 0
     _recent_bytes: int = 0  # of their file
     _recent_last: int = 0  # the last one in it
     _recent_lost: bool = False  # one that later ones may begin with is not in it
     _failing: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        self.writer = Watched("store-writer", self._work, died=self._give_up, restarts=RESTARTS)
 
     # --- start and end ---
 
@@ -111,9 +125,8 @@ class Disk:
         listing = dict(self.folder.names())
         with no_collection():
             self._load(listing)
-        self._evict(0)
-        self._thread = threading.Thread(target=self._work, name="store-writer", daemon=True)
-        self._thread.start()
+        self._evict(0, in_journal=False)
+        self.writer.start()
 
     def _load(self, listing: dict[str, int]) -> None:
         kept = self._read_journal(listing)
@@ -127,17 +140,23 @@ class Disk:
             if listing.get(name) == entry.size and self.index.add(entry):
                 del listing[name]
         self._unknown = [name for name in listing if what(name) == "run"]
+        numbers = (named[1] for name in self._unknown if (named := parse_name(name)) and named[1] <= MOST_HANDLE)
+        self.index.turn = max(self.index.turn, *numbers, 0)  # what is written before they are read is called otherwise
+        self._aside = dict.fromkeys(sorted(name for name in listing if what(name) == "aside"))
         self._records = kept.records
-        if not kept.whole or len(kept.entries) != len(self.index):
-            self._compact()
+        self._stale = not kept.whole or len(kept.entries) != len(self.index)
 
     def close(self, timeout_s: float = 10) -> bool:
-        """Write what is queued, then let the folder go. False if that took longer; the lock goes with the process."""
-        self._closing = True
-        self._queue.put(None)
-        assert self._thread is not None
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        """Write what is queued, then let the folder go. False if that took longer; the lock goes with the process.
+
+        It may be closed again.
+        """
+        with self.lock:
+            if not self._closing:
+                self._queue.put(None)
+            self._closing = True
+        self.writer.join(timeout_s)
+        if self.writer.is_alive():
             return False
         self._readers.shutdown()
         self.folder.close()
@@ -165,17 +184,19 @@ class Disk:
             self._queue.put(job)
         return True
 
-    def read(self, entry: Entry, target: memoryview) -> None:
-        """Fill `target` with the tensors of a leased entry. For a worker thread.
+    async def read(self, entry: Entry, memory: Memory, workers: Executor, then: Then = lambda _: None) -> Buffer:
+        """The tensors of a leased entry, end to end, in a buffer from `memory`. Two hops to the threads of `workers`.
 
-        Raises Damaged (quarantined by then) or OSError (it may be better next time).
+        then: called with it on the thread that read it, which has it at hand.
+        Raises Damaged (quarantined by then), OSError (it may be better next time) or MemoryError.
         """
+        loop = asyncio.get_running_loop()
         try:
-            expected = Expected(entry.size, entry.run, self.layout)
-            read_run(self.folder, self.name(entry), expected, target, self._readers)
+            raw, buffer = await loop.run_in_executor(workers, self._opened, entry, memory, then)
+            await wrap(raw, loop=loop, executor=workers).readinto(buffer.data.numpy().data)
         except Damaged as error:
             self._forget(entry)
-            self._quarantine(self.name(entry), str(error))
+            await loop.run_in_executor(workers, self._quarantine, self.name(entry), str(error))
             raise
         except FileNotFoundError:
             self._forget(entry)
@@ -184,10 +205,17 @@ class Disk:
             self.counts["read_errors"] += 1
             raise
         self.counts["read_bytes"] += entry.size
+        return buffer
+
+    def _opened(self, entry: Entry, memory: Memory, then: Then) -> tuple[RunFile, Buffer]:
+        expected = Expected(entry.size, entry.run, self.layout)
+        buffer = memory.take(self.layout.size(entry.kind, entry.length))
+        file = RunFile(self.folder, self.name(entry), expected, self._readers, then=lambda: then(buffer))
+        return file, buffer
 
     def read_past_cache(self, name: str, expected: Expected, target: memoryview) -> None:
         """A file as `read` reads it, but from the disk itself, and for nobody: whatever is found changes nothing."""
-        read_run(self.folder, name, expected, target, self._readers, past_cache=True)
+        RunFile(self.folder, name, expected, self._readers, past_cache=True).readinto(target)
 
     def figures(self) -> dict[str, Any]:
         with self.lock:
@@ -206,35 +234,77 @@ class Disk:
 
     @property
     def scanning(self) -> bool:
-        """Are there files that have not been looked at yet?"""
-        return bool(self._unknown)
+        """Is the journal not whole again, or are there files that have not been looked at yet?"""
+        return self._starting or bool(self._unknown)
 
     # --- the writer's thread ---
 
     def _work(self) -> None:
-        while self._unknown and not self._closing:
+        """Begun again after an exception that nobody foresaw; what it was at is given up by then."""
+        with asyncio.Runner() as self._files:
+            self._files.get_loop().set_default_executor(ThreadPoolExecutor(1, "store-files"))
+            if self._stale:
+                self._compact()
+            self._starting = False
+            while not self._ended:
+                if looking := bool(self._unknown) and not self._closing:
+                    self._look()
+                with suppress(Empty):  # files of a lost journal, thousands maybe, do not hold up what is to be written
+                    self._next(wait=not looking)
+            self._journal()
+
+    def _look(self) -> None:
+        """At one of the files that the journal does not know, and that it is looked at but once."""
+        try:
             self._adopt(self._unknown[-1])
+            if len(self._unknown) == 1:
+                self._evict(0)
+        finally:
             self._unknown.pop()
-        self._evict(0)
-        while (job := self._queue.get()) is not None:
-            try:
-                if isinstance(job, Note):
-                    self._note(job)
-                else:
-                    self._write(job)
-                self._failed(None)
-            except (OSError, MemoryError) as error:
-                self._failed(error)
-            finally:
-                job.done()
-                with self.lock:
-                    self.queued -= job.size
-            del job
-        self._journal()
+
+    def _next(self, *, wait: bool) -> None:
+        """Raises Empty where there is nothing to be done, and nobody is to wait for it."""
+        job = self._queue.get(block=wait)
+        if job is None:
+            self._ended = True
+            return
+        try:
+            if isinstance(job, Note):
+                self._note(job)
+            else:
+                self._write(job)
+        except (OSError, MemoryError) as error:
+            self._failed(error)
+        except BaseException:
+            self.counts["write_errors"] += 1
+            raise
+        else:
+            self._failed(None)
+        finally:
+            self._done(job)
+
+    def _done(self, job: Write | Note) -> None:
+        job.done()
+        with self.lock:
+            self.queued -= job.size
+
+    def _give_up(self) -> None:
+        """The writer's thread has died: nothing is taken any more, and nobody waits for what was."""
+        with self.lock:
+            self._closing = True
+        with suppress(Empty):
+            while True:
+                if (job := self._queue.get_nowait()) is not None:
+                    self.counts["write_errors"] += 1
+                    self._done(job)
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> None:
+        """For something that is done to a file."""
+        self._files.run(work)
 
     def _write(self, write: Write) -> None:
         run, data = write.run, write.rows.data.numpy().data
-        parts = encode(head(run, self.layout), data, self.chooser.compressor())
+        parts = encode(run, self.layout, data, self.chooser.compressor())
         size = sum(map(len, parts))
         if not self._evict(size, run.parent):
             self.counts["dropped_no_room"] += 1
@@ -242,7 +312,7 @@ class Disk:
         with self.lock:
             handle = self.index.next_handle()
         entry = entry_of(run, handle, size, self.index.origin)
-        self.folder.write(self.name(entry), parts)
+        self._wait(self.folder.write(self.name(entry), parts))
         with self.lock:
             added = self.index.add(entry)
         if not added:
@@ -251,15 +321,17 @@ class Disk:
         self.counts["written_bytes"] += size
         self._journal(journal.came(entry))
 
-    def _evict(self, size: int, parent: bytes = b"") -> bool:
-        """Make room; True if there is."""
+    def _evict(self, size: int, parent: bytes = b"", *, in_journal: bool = True) -> bool:
+        """Make room; True if there is. in_journal: say so there, if it is not to be written anew anyway."""
         with self.lock:
             gone = self.index.make_room(size, parent) if size <= self.index.budget else []
             fits = self.index.fits(size)
         for entry in gone:
             self._remove(self.name(entry))
-        if gone:
+        if gone and in_journal:
             self._journal(*map(journal.left, gone))
+        self._stale = self._stale or (bool(gone) and not in_journal)
+        if gone:
             log.info("evicted %d runs from disk: %d bytes for %d more", len(gone), sum(e.size for e in gone), size)
         return fits
 
@@ -302,13 +374,10 @@ class Disk:
         descriptor = self.folder.opener(name)
         try:
             size = os.fstat(descriptor).st_size
-            run, identity, grain = read_head(descriptor, size)
+            said = read_head(descriptor, size)
         finally:
             os.close(descriptor)
-        key, handle = named
-        if run.keys[-1] != key:
-            raise Damaged("the file has another run's name")
-        return entry_of(run, handle, size, root(identity, grain))
+        return entry_named(named, said, size)
 
     # --- recent prompts ---
 
@@ -324,7 +393,7 @@ class Disk:
         for name in others:
             del listing[name]
         self._recent_bytes = listing.pop(self._recent_name, 0)
-        most = 2 * self.recents.most_bytes + 2 * RECENT_SLACK
+        most = 2 * self.recents.most_bytes + 2 * recent.SLACK
         raw = self._read_small(self._recent_name) if 0 < self._recent_bytes <= most else b""
         if self._recent_bytes and not recent.read(raw, self.recents):
             self._recent_bytes = 0  # it is written anew with the next one
@@ -335,13 +404,15 @@ class Disk:
             return  # they were, meanwhile
         before, self._recent_bytes, kept = self._recent_bytes, 0, [note.recent]
         lost, self._recent_lost = self._recent_lost, False
-        if before and not lost and before <= 2 * self.recents.held + RECENT_SLACK:
+        if before and not lost and before <= 2 * self.recents.held + recent.SLACK:
             raw = recent.record(note.recent)
-            self._append(self._recent_name, raw)
+            self._wait(self.folder.extend(self._recent_name, raw))
             self._recent_bytes = before + len(raw)
         else:
             kept = self.recents.all() or kept
-            self._recent_bytes = self.folder.write(self._recent_name, [b"".join(recent.snapshot(kept))])
+            raw = b"".join(recent.snapshot(kept))
+            self._wait(self.folder.write(self._recent_name, [raw]))
+            self._recent_bytes = len(raw)
         self._recent_last = kept[-1].serial
 
     # --- small things ---
@@ -349,18 +420,17 @@ class Disk:
     def _read_journal(self, listing: dict[str, int]) -> journal.Kept:
         """Raises OSError for somebody else's file of that name: there is nothing of ours in the folder."""
         size = listing.pop(journal.NAME, 0)
-        raw = self._read_small(journal.NAME) if 0 < size <= journal.MOST else b""
-        theirs = size and not raw.startswith(journal.ANY)
-        if theirs and not any(what(name) == "run" for name in listing):
+        ours = not size or journal.may_be_ours(self._read_small(journal.NAME, journal.LOOK))
+        if not ours and not any(what(name) == "run" for name in listing):
             raise OSError(errno.EEXIST, f"there is a file named {journal.NAME} that is not ours")
-        return journal.read(raw)
+        return journal.read(self._read_small(journal.NAME) if ours and 0 < size <= journal.MOST else b"")
 
-    def _read_small(self, name: str) -> bytes:
-        """Nothing, where reading fails."""
+    def _read_small(self, name: str, most: int = -1) -> bytes:
+        """Nothing, where reading fails. most: bytes of it."""
         try:
             descriptor = self.folder.opener(name)
             with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
-                return file.read()
+                return file.read(most)
         except OSError:
             self.counts["read_errors"] += 1
             return b""
@@ -376,21 +446,14 @@ class Disk:
             return
         if raw := b"".join((*records, *touches)):
             with suppress(OSError):
-                self._append(journal.NAME, raw)
-
-    def _append(self, name: str, raw: bytes) -> None:
-        descriptor = self.folder.open_append(name)
-        try:
-            self.folder.append(descriptor, raw)
-        finally:
-            self.folder.shut(descriptor)
+                self._wait(self.folder.extend(journal.NAME, raw))
 
     def _compact(self) -> None:
         with self.lock:
             parts = list(journal.snapshot(self.index.entries.values()))
         with suppress(OSError):
-            self.folder.write(journal.NAME, [b"".join(parts)])
-            self._records = len(parts) - 1
+            self._wait(self.folder.write(journal.NAME, [b"".join(parts)]))
+            self._records, self._stale = len(parts) - 1, False
 
     def _forget(self, entry: Entry) -> None:
         """Its file is no good. The journal will find out at the next start."""
@@ -398,23 +461,37 @@ class Disk:
             self.index.remove(entry)
 
     def _quarantine(self, name: str, why: str) -> None:
+        """The last few are kept for a look."""
         self.counts["quarantined"] += 1
         log.warning("a damaged cache file is put aside: %s: %s", name, why)
+        aside = QUARANTINE + name
         try:
-            self.folder.rename(name, QUARANTINE + name)
-            self._trim_quarantine()
+            self.folder.rename(name, aside)
         except OSError:
             self._remove(name)
-
-    def _trim_quarantine(self) -> None:
-        with suppress(OSError):
-            aside = sorted(name for name, _ in self.folder.names() if what(name) == "aside")
-            for name in aside[:-MOST_QUARANTINED]:
-                self._remove(name)
+            return
+        with self.lock:
+            self._aside.pop(aside, None)
+            self._aside[aside] = None
+            gone = list(self._aside)[:-MOST_QUARANTINED]
+            for one in gone:
+                del self._aside[one]
+        for one in gone:
+            self._remove(one)
 
     def _remove(self, name: str) -> None:
         with suppress(OSError):
             self.folder.remove(name)
+
+
+def entry_named(named: tuple[bytes, int], said: Head, size: int) -> Entry:
+    """The entry of a file of so many bytes, from its name and its head. Raises Damaged where they do not agree."""
+    key, handle = named
+    if said.run.keys[-1] != key:
+        raise Damaged("the file has another run's name")
+    if handle > MOST_HANDLE:
+        raise Damaged("the number in the file's name cannot be")
+    return entry_of(said.run, handle, size, root(said.identity, said.grain))
 
 
 def entry_of(run: Run, handle: int, size: int, origin: bytes) -> Entry:
@@ -435,8 +512,8 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def read_head(descriptor: int, size: int) -> tuple[Run, str, int]:
-    """(run, identity, grain) of an open file of ours, nothing else of it read. Raises Damaged, Newer, OSError."""
+def read_head(descriptor: int, size: int) -> Head:
+    """Of an open file of ours, nothing else of it read. Raises Damaged, Newer, Outdated or OSError."""
     foot = seekable.FOOT.size
     if size < foot:
         raise Damaged("the file is too short")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, TypeAlias, TypeGuard
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 import anyio
-from anyio import from_thread, to_thread
+from anyio import to_thread
 from attrs import define, field
 
 from adapters.device.lane import DeviceLane
@@ -28,10 +29,12 @@ from effects.prefill import OpenSlot
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 
+T = TypeVar("T")
 log = logging.getLogger("rekindle.store")
 
 GIVEN_UP = StoreFailed("abandoned", "the request was abandoned")
 LONG = 8192  # tokens: a longer prompt is looked up beside the event loop
+WORKERS = 2 * AHEAD  # threads that open, read and copy runs: two restores in full, more of them take turns
 # The state of a slot, if it was opened for this request; asked on the lane.
 Serving: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
 
@@ -79,19 +82,21 @@ class Restoring:
 
 @define(eq=False)
 class Fence:
-    """Behind everything that was asked of a slot before it was opened for this request. Any thread may wait."""
+    """Behind everything that was asked of a slot before it was opened for this request. On the event loop."""
 
     request: RequestId
-    passed: threading.Event = field(factory=threading.Event)
     failure: StoreFailed | None = None
+    passed: bool = False  # and nothing failed; any thread may ask
+    _decided: anyio.Event = field(factory=anyio.Event)
 
-    def wait(self) -> StoreFailed | None:
-        self.passed.wait()
+    async def wait(self) -> StoreFailed | None:
+        await self._decided.wait()
         return self.failure
 
-    def open(self, failure: StoreFailed | None) -> None:
-        self.failure = failure
-        self.passed.set()
+    def open(self, failure: StoreFailed | None, error: BaseException | None) -> None:
+        self.failure = failure if error is None else StoreFailed("broken", str(error))
+        self.passed = self.failure is None
+        self._decided.set()
 
 
 @define(eq=False)
@@ -110,6 +115,7 @@ class StoreExecutor:
     lane: DeviceLane
     serving: Serving
     draft: Slots | None = None
+    workers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(WORKERS, "store-restore"))
     _restoring: dict[RequestId, Restoring] = field(factory=dict[RequestId, Restoring])
     _fences: dict[SlotId, Fence] = field(factory=dict[SlotId, Fence])
     _movers: dict[Kind, Mover] = field(init=False)
@@ -142,6 +148,11 @@ class StoreExecutor:
         """Right behind the opening itself: what is asked of the lane next must not keep a restore waiting."""
         self._fences[effect.slot] = self._fence(request, effect.slot)
 
+    def close(self) -> None:
+        """When nothing is restored any more: what was kept is written."""
+        self.workers.shutdown()
+        self.store.close()
+
     def abandon(self, request: RequestId) -> None:
         """A restore in flight stops after the runs that it is at."""
         if (restoring := self._restoring.get(request)) is not None:
@@ -170,7 +181,7 @@ class StoreExecutor:
         queue = deque(now.moves)
         async with anyio.create_task_group() as tasks:
             for _ in range(min(AHEAD, len(queue))):
-                tasks.start_soon(to_thread.run_sync, self._work, now, queue)
+                tasks.start_soon(self._work, now, queue)
         taken, ready = time.perf_counter_ns() - started, now.ready()
         if now.failure is not None and lease.state is not None:
             return now.failure  # rows alone do not continue a sequence that has a state beside them
@@ -189,10 +200,7 @@ class StoreExecutor:
 
     def _fence(self, request: RequestId, slot: SlotId) -> Fence:
         fence = Fence(request)
-        self.lane.post(
-            lambda: fence.open(self._reached(request, slot)),
-            lambda error: fence.open(StoreFailed("broken", str(error))),
-        )
+        self.lane.submit(partial(self._reached, request, slot), fence.open)
         return fence
 
     def _reached(self, request: RequestId, slot: SlotId) -> StoreFailed | None:
@@ -201,25 +209,22 @@ class StoreExecutor:
         state = self.serving(slot, request)
         return StoreFailed(state.kind, state.detail) if isinstance(state, DeviceFailed) else None
 
-    def _work(self, now: Restoring, queue: deque[Move]) -> None:
-        """One of a few worker threads that take a restore's parts, in order, while they are of use."""
-        while queue and now.failure is None:
-            if now.abandoned:
-                now.failure = GIVEN_UP
-                return
-            try:
+    async def _work(self, now: Restoring, queue: deque[Move]) -> None:
+        """One of a few that take a restore's parts, in order, while they are of use. What threads do is waited for."""
+        with anyio.CancelScope(shield=True):
+            while queue and now.failure is None:
+                if now.abandoned:
+                    now.failure = GIVEN_UP
+                    return
                 move = queue.popleft()
-            except IndexError:  # another one took the last
-                return
-            mover = self._movers.get(move.kind)
-            self._carry(now, move, mover)
-            if move.failure is not None and move.kind == "rows":
-                now.failure = now.failure or move.failure
+                await self._carry(now, move)
+                if move.failure is not None and move.kind == "rows":
+                    now.failure = now.failure or move.failure
 
-    def _carry(self, now: Restoring, move: Move, mover: Mover | None) -> None:
+    async def _carry(self, now: Restoring, move: Move) -> None:
         """Into memory, and on into the slot; a checkpoint waits for the rows."""
         try:
-            buffer = self._fetched(move.part)
+            buffer = await self._fetched(move.part, partial(self._at_once, now, move))
         except Damaged as error:
             move.failure = StoreFailed("broken", str(error))
         except OSError as error:
@@ -227,37 +232,45 @@ class StoreExecutor:
         except MemoryError:
             move.failure = StoreFailed("out_of_memory", "no memory to read into")
         else:
-            move.failure = now.fence.wait()
-            if move.failure is None:
-                self._into_slot(now.effect.slot, move, mover, buffer)
+            move.failure = move.failure or await now.fence.wait()
+            if move.failure is None and not move.done:
+                await self._into_slot(now.effect.slot, move, buffer)
         if move.kind != "rows" and move.failure is not None:
             log.warning("what goes with a target's rows is missing (%s): %s", move.kind, move.failure.detail)
 
-    def _into_slot(self, slot: SlotId, move: Move, mover: Mover | None, buffer: Buffer) -> None:
+    async def _into_slot(self, slot: SlotId, move: Move, buffer: Buffer) -> None:
+        mover = self._movers.get(move.kind)
         if mover is None:
             move.buffer = buffer
         elif mover.anywhere:
-            self._put(slot, move, mover, buffer)
+            await self._beside(self._put, slot, move, mover, buffer)
         else:
-            from_thread.run(self.lane.run, partial(self._put, slot, move, mover, buffer))
+            await self.lane.run(partial(self._put, slot, move, mover, buffer))
 
-    @staticmethod
-    def _put(slot: SlotId, move: Move, mover: Mover, buffer: Buffer) -> None:
+    async def _beside(self, work: Callable[..., T], *about: object) -> T:
+        """On one of our threads. Nothing that a request waits for is done on those that the whole process shares."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, work, *about)
+
+    def _put(self, slot: SlotId, move: Move, mover: Mover, buffer: Buffer) -> None:
         try:
             mover.put(slot, move.span, buffer.data, move.part.entry.start)
             move.done = True
         except (ValueError, RuntimeError) as error:  # a device that finds no memory is a RuntimeError
             move.failure = StoreFailed("broken", str(error))
 
-    def _fetched(self, part: Part) -> Buffer:
+    def _at_once(self, now: Restoring, move: Move, buffer: Buffer) -> None:
+        """On the thread that has read it: another one would have to be woken for the same."""
+        self.store.promote(move.part.entry, buffer)
+        mover = self._movers.get(move.kind)
+        if mover is not None and mover.anywhere and now.fence.passed:
+            self._put(now.effect.slot, move, mover, buffer)
+
+    async def _fetched(self, part: Part, then: Callable[[Buffer], object]) -> Buffer:
         """Raises Damaged, OSError or MemoryError."""
         entry, disk = part.entry, self.store.disk
         if part.place == "host" or disk is None:
             return self.store.rows[entry.handle]
-        buffer = self.store.memory.take(disk.layout.size(entry.kind, entry.length))
-        disk.read(entry, buffer.data.numpy().data)
-        self.store.promote(entry, buffer)
-        return buffer
+        return await disk.read(entry, self.store.memory, self.workers, then)
 
     def _landed(self, request: RequestId, now: Restoring, ready: list[Move]) -> StoreFailed | None:
         """On the lane: from now on the slot holds what has come."""

@@ -9,9 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
+
+import aiofiles
+from aiofiles.os import wrap
 
 LOCK = "LOCK"
 TEMPORARY = ".new-"
@@ -23,6 +27,18 @@ class FolderUnusable(Exception):
 
 class FolderInUse(FolderUnusable):
     """Another process owns it."""
+
+
+class File(Protocol):
+    """An open file that is written to, beside the event loop."""
+
+    def fileno(self) -> int: ...
+
+    async def writelines(self, lines: Iterable[bytes]) -> object: ...
+
+    async def flush(self) -> object: ...
+
+    async def close(self) -> object: ...
 
 
 class Folder:
@@ -57,9 +73,11 @@ class Folder:
         return cls(path, descriptor, None)
 
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-        os.close(self._descriptor)
+        """Once is enough; another time does nothing."""
+        open_ones = [one for one in (self._lock, self._descriptor) if one is not None and one >= 0]
+        self._lock, self._descriptor = None, -1
+        for descriptor in open_ones:
+            os.close(descriptor)
 
     def names(self) -> list[tuple[str, int]]:
         """(name, bytes) of the regular files. A name may be anything."""
@@ -79,51 +97,56 @@ class Folder:
             raise OSError(f"{name} is not a regular file")
         return descriptor
 
-    def write(self, name: str, parts: Iterable[bytes]) -> int:
+    async def write(self, name: str, parts: Sequence[bytes]) -> int:
         """The bytes written, when the file is under its name and will be after a power cut. Raises OSError.
 
         Whatever fails, there is no file under the name, or the one that was there before.
         """
         temporary = TEMPORARY + name
-        descriptor = self.create(temporary)
-        written = 0
+        file = await aiofiles.open(temporary, "wb", opener=self.create)
         try:
             try:
-                for part in parts:
-                    written += self.append(descriptor, part)
-                self.sync(descriptor)
+                await self.append(file, parts)
+                await wrap(self.sync)(file.fileno())
             finally:
-                self.shut(descriptor)
-            self.rename(temporary, name)
+                await self.shut(file)
+            await wrap(self.rename)(temporary, name)
         except BaseException:
             with suppress(OSError):
                 self.remove(temporary)
             raise
-        self.sync_folder()
-        return written
+        await wrap(self.sync_folder)()
+        return sum(map(len, parts))
+
+    async def extend(self, name: str, raw: bytes) -> None:
+        """What a kill leaves of it may be torn. Raises OSError."""
+        file = await aiofiles.open(name, "ab", opener=self.open_append)
+        try:
+            await self.append(file, [raw])
+        finally:
+            await self.shut(file)
 
     # --- one system call each, so that a test can make any of them fail ---
 
-    def create(self, name: str) -> int:
+    def create(self, name: str, _: int = 0) -> int:
+        """An opener: which flags are right is our business."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self._descriptor)
 
-    def open_append(self, name: str) -> int:
+    def open_append(self, name: str, _: int = 0) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self._descriptor)
 
-    def append(self, descriptor: int, data: bytes) -> int:
-        """All of it: one write may take less than it is given."""
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        return len(data)
+    async def append(self, file: File, parts: Sequence[bytes]) -> None:
+        """All of them: a buffered file goes on where one write takes less than it is given."""
+        await file.writelines(parts)
+        await file.flush()
 
     def sync(self, descriptor: int) -> None:
         os.fsync(descriptor)
 
-    def shut(self, descriptor: int) -> None:
-        os.close(descriptor)
+    async def shut(self, file: File) -> None:
+        await file.close()
 
     def rename(self, old: str, new: str) -> None:
         os.rename(old, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)

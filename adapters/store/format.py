@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -19,10 +20,14 @@ from adapters.store import seekable
 from adapters.store.blocks import KEY, WIDTH, chain, checkpoint_key, draft_root, root
 from adapters.store.seekable import Buffer, Compress, Damaged, Sizes
 
-VERSION = 2
+VERSION = 3
 FRAME = 2 << 20  # content bytes of a frame of tensors
 MOST_HEAD = 8 << 20  # bytes of the first frame: header and token ids
+MOST_HEADER = 1 << 20  # bytes of the header alone: 10,000 tensors
 MOST_START = 1 << 24  # tokens before a run
+MOST_HANDLE = 1 << 48  # turns: a million a second for nine years
+MOST_IDENTITY = 128  # characters
+DIGEST = 16  # bytes
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32"}
 INFIX, SUFFIX = "-", ".safetensors.zst"
 
@@ -152,12 +157,22 @@ class Run:
         return self.start + self.length
 
 
+@frozen
+class Head:
+    """What a file says of itself. frames: digest over the checksums of all frames but the first."""
+
+    run: Run
+    identity: str
+    grain: int
+    frames: bytes
+
+
 def file_name(key: bytes, handle: int) -> str:
     return f"{key.hex()}{INFIX}{handle:016x}{SUFFIX}"
 
 
 def parse_name(name: str) -> tuple[bytes, int] | None:
-    """(key of the last block, handle), or None if the name is not one of ours."""
+    """(key of the last block, handle), or None if the name is not one of ours. The handle may be one that cannot be."""
     stem = name.removesuffix(SUFFIX)
     key, _, handle = stem.partition(INFIX)
     digits = set(key + handle) <= set("0123456789abcdef")
@@ -166,8 +181,16 @@ def parse_name(name: str) -> tuple[bytes, int] | None:
     return bytes.fromhex(key), int(handle, 16)
 
 
-def head(run: Run, layout: Layout) -> bytes:
-    """Everything before the tensors: the safetensors header, then the token ids, its first tensor."""
+def frames_digest(checksums: Iterable[bytes]) -> bytes:
+    """Binds frames to their head: under it, no frames but these, in this order. It costs no look at their contents."""
+    return blake2b(b"".join(checksums), digest_size=DIGEST).digest()
+
+
+def head(run: Run, layout: Layout, frames: bytes) -> bytes:
+    """Everything before the tensors: the safetensors header, then the token ids, its first tensor.
+
+    frames: their digest.
+    """
     count, at = run.length, len(run.tokens)
     about = {
         "rekindle_kv": str(VERSION),
@@ -177,6 +200,7 @@ def head(run: Run, layout: Layout) -> bytes:
         "start": str(run.start),
         "parent": run.parent.hex(),
         "key": run.keys[-1].hex(),
+        "frames": frames.hex(),
     }
     if run.kind == "draft":
         assert layout.draft is not None, "no draft, so nobody asks for its rows"
@@ -201,13 +225,13 @@ def cuts(size: int) -> list[tuple[int, int]]:
     return [(at, min(at + FRAME, size)) for at in range(0, size, FRAME)]
 
 
-def encode(first: bytes, data: Buffer, codec: Compress) -> list[bytes]:
+def encode(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[bytes]:
     """What to write, in order: the frame of the head, those of the rows, the seek table."""
-    view = memoryview(data)
-    frames, sizes = [codec.compress(first)], [len(first)]
-    for start, stop in cuts(len(view)):
-        frames.append(codec.compress(view[start:stop]))
-        sizes.append(stop - start)
+    view, spans = memoryview(data), cuts(len(memoryview(data)))
+    rows = [codec.compress(view[start:stop]) for start, stop in spans]
+    first = head(run, layout, frames_digest(map(seekable.checksum, rows)))
+    frames = [codec.compress(first), *rows]
+    sizes = [len(first), *(stop - start for start, stop in spans)]
     return [*frames, seekable.table([(len(frame), size) for frame, size in zip(frames, sizes, strict=True)])]
 
 
@@ -217,20 +241,21 @@ def check_frames(frames: Sequence[Sizes], data: int) -> None:
         raise Damaged("the frames' sizes are not those of these rows")
 
 
-def parse_head(raw: Buffer) -> tuple[Run, str, int]:
-    """The run that a file of any identity says it holds, the identity and the grain.
+def parse_head(raw: Buffer) -> Head:
+    """What a file of any identity says it holds.
 
     Raises Damaged, Newer or Outdated.
     """
     try:
         size = int.from_bytes(raw[:8], "little")
-        if size > len(raw) - 8:
+        if size > min(len(raw) - 8, MOST_HEADER):
             raise Damaged("the header goes beyond its frame")
-        about = json.loads(bytes(raw[8 : 8 + size]))["__metadata__"]
+        about = strings(json.loads(bytes(raw[8 : 8 + size]))["__metadata__"])
         check_version(int(about["rekindle_kv"]))
         run = parse_run(about, bytes(raw[8 + size :]))
-        identity, grain, key = str(about["identity"]), int(about["grain"]), bytes.fromhex(about["key"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        identity, grain, key = about["identity"], int(about["grain"]), bytes.fromhex(about["key"])
+        frames = bytes.fromhex(about["frames"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the header cannot be read: {type(error).__name__}") from error
     if not 1 <= grain <= MOST_START or not 0 <= run.start <= MOST_START or len(run.parent) != KEY or run.start % grain:
         raise Damaged("the header's numbers cannot be")
@@ -240,7 +265,16 @@ def parse_head(raw: Buffer) -> tuple[Run, str, int]:
     run = evolve(run, keys=keys_of(run, grain))
     if run.keys[-1] != key:
         raise Damaged("the tokens do not have the key that the header says")
-    return run, identity, grain
+    return Head(run, identity, grain, frames)
+
+
+def strings(about: Mapping[str, Any]) -> Mapping[str, str]:
+    """Metadata of safetensors is strings, and ours is plain ones. Raises ValueError or AttributeError."""
+    if not all(type(value) is str and value.isascii() and value.isprintable() for value in about.values()):
+        raise ValueError("no plain strings")
+    if len(about.get("identity", "")) > MOST_IDENTITY:
+        raise ValueError("no identity is as long")
+    return about
 
 
 def check_version(version: int) -> None:

@@ -14,18 +14,24 @@ from typing import get_args
 from attrs import frozen
 
 from adapters.store.blocks import KEY, WIDTH
-from adapters.store.format import Kind
+from adapters.store.format import MOST_HANDLE, Kind
 from adapters.store.index import Entry
 from adapters.store.records import framed, records
 
 NAME = "journal"
 ANY = b"rekindle-journal-"  # what every version begins with
 MOST = 1 << 30  # bytes
-MAGIC = b"rekindle-journal-2\n"
+LOOK = 4096  # bytes that tell whether it is ours
+MAGIC = b"rekindle-journal-3\n"
 CAME = struct.Struct("<cQIQQQIcI")
 LEFT = struct.Struct("<cQ")
 FOUND = struct.Struct("<cQQQ")
 KINDS: dict[bytes, Kind] = {kind[:1].encode(): kind for kind in get_args(Kind)}
+
+
+def may_be_ours(beginning: bytes) -> bool:
+    """Of a journal's first LOOK bytes. A power cut may leave zeros of them, or the first few and zeros."""
+    return beginning.startswith(ANY) or (bool(beginning) and ANY.startswith(beginning.rstrip(b"\0")))
 
 
 def came(entry: Entry) -> bytes:
@@ -80,6 +86,8 @@ def replay(entries: dict[int, Entry], body: memoryview) -> bool:
             entries.pop(LEFT.unpack(body)[1], None)
         else:
             _, handle, hits, used = FOUND.unpack(body)
+            if max(hits, used) > MOST_HANDLE:
+                return False
             if handle in entries:
                 entries[handle].hits, entries[handle].used = hits, used
     except (struct.error, ValueError, KeyError):
@@ -93,5 +101,7 @@ def parse_came(body: memoryview) -> Entry:
     names, tokens = rest[: KEY * (2 + count)], rest[KEY * (2 + count) :]
     if not count or len(names) != KEY * (2 + count) or not tokens or len(tokens) % (count * WIDTH):
         raise ValueError("a run's sizes do not agree")
+    if max(handle, hits, used) > MOST_HANDLE:
+        raise ValueError("numbers that no turn has reached")
     origin, parent, *keys = (names[at : at + KEY] for at in range(0, len(names), KEY))
     return Entry(handle, start, parent, tuple(keys), tokens, size, origin, hits, used, kind=KINDS[kind], since=since)

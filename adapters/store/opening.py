@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 from adapters.store import reading
@@ -15,6 +16,7 @@ from adapters.store.index import Index
 from adapters.store.memory import Memory
 from adapters.store.recent import MOST_BYTES, Recents
 from adapters.store.store import AHEAD, RUN_BYTES, Store
+from adapters.watched import Watched
 
 GPU_RUN_BYTES = 32 << 20  # a copy of less does not reach the bus's speed
 MOVING = 8  # runs that are on their way to or from the device
@@ -41,7 +43,7 @@ def open_store(
     lock, memory = threading.RLock(), Memory(host_bytes + MOVING * run_bytes, pin)
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
     ready = threading.Event()
-    threading.Thread(target=prepare, args=(memory, MOVING * run_bytes, ready), name="store-memory", daemon=True).start()
+    Watched("store-memory", partial(prepare, memory, MOVING * run_bytes, ready)).start()
     if disk is not None:
         disk.most_queued = max(disk.most_queued, host_bytes, physical() // QUEUE_SHARE)
     return Store(layout, index(layout, host_bytes), disk, lock, memory, run_bytes, ready=ready)

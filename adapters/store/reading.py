@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import io
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, wait
 from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 from attrs import frozen
 
 from adapters.store import seekable
 from adapters.store.folder import Folder
-from adapters.store.format import Layout, Run, check_frames, cuts, head
+from adapters.store.format import MOST_HEAD, Layout, Run, check_frames, cuts, frames_digest, head
 from adapters.store.seekable import Damaged, Sizes
 
 PIECE = (2 << 20) + (64 << 10)  # bytes that are read at once: a frame that did not get smaller, and the head
@@ -35,20 +37,79 @@ class Expected:
     layout: Layout
 
 
-@frozen
-class File:
-    """An open file. direct: its content does not pass through the page cache, and is read in whole pages."""
+class RunFile(io.FileIO):
+    """A run's file, to be read once and whole. aiofiles wraps it: opening is one hop to a thread, `readinto` another.
 
-    descriptor: int
-    size: int
-    direct: bool
+    What is in the page cache is read from there. What is not is read once and needs no place in it: to find one for
+    every page takes more processor time than everything else that is done with the content.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        name: str,
+        expected: Expected,
+        pool: Executor,
+        *,
+        then: Callable[[], object] = lambda: None,
+        past_cache: bool = False,
+    ) -> None:
+        """Raises OSError.
+
+        pool: its threads help reading. then: called on the reading thread when all is in place. past_cache: what is in
+        the page cache is not taken from it either, where the file system can do that.
+        """
+        super().__init__(name, opener=lambda name, _: folder.opener(name))
+        self._expected, self._pool, self._then = expected, pool, then
+        try:
+            self.size = os.fstat(self.fileno()).st_size
+            self.direct = (past_cache or not resident(self.fileno(), self.size)) and bypass(self.fileno())
+            if not self.direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self.fileno(), 0, self.size, os.POSIX_FADV_WILLNEED)
+        except BaseException:
+            self.close()
+            raise
+
+    def readinto(self, buffer: object) -> int:
+        """Fill it with the run's tensors, end to end (`Layout.views` names them), and close the file.
+
+        Raises Damaged where the file is not exactly the one that we would write for this run, OSError where reading
+        fails.
+        """
+        target = cast("memoryview", buffer)
+        try:
+            self._fill(target)
+        finally:
+            self.close()
+        self._then()
+        return len(target)
+
+    def _fill(self, target: memoryview) -> None:
+        if self.size != self._expected.size:
+            raise Damaged("the file has another size than when it was written")
+        frames = read_table(self, 1 + len(cuts(len(target))))
+        check_frames(frames, len(target))
+        own, *others = batches(frames)
+        futures = [self._pool.submit(read_batch, self, batch, target) for batch in others]
+        try:
+            read = [read_batch(self, own, target)]
+        except (Damaged, OSError):
+            for future in futures:
+                future.cancel()
+            raise
+        finally:
+            wait(futures)  # nobody may write into the target, or read from the file, any more
+        read += [future.result() for future in futures]
+        checksums = [one for batch in read for one in batch.checksums]
+        if read[0].head != head(self._expected.run, self._expected.layout, frames_digest(checksums)):
+            raise Damaged("the file holds another run, or another model's")
 
     @contextmanager
-    def read(self, at: int, length: int) -> Iterator[memoryview]:
-        """Its content, inside the block. Raises Damaged if there is less."""
+    def piece(self, at: int, length: int) -> Iterator[memoryview]:
+        """Its content, inside the block; of a direct file whole pages are read. Raises Damaged if there is less."""
         first = at % PAGE if self.direct else 0
         with scratch(first + length) as space:
-            fill(self.descriptor, space if self.direct else space[:length], at - first, first + length)
+            fill(self.fileno(), space if self.direct else space[:length], at - first, first + length)
             yield space[first : first + length]
 
 
@@ -63,50 +124,6 @@ class Batch:
     @property
     def packed(self) -> int:
         return sum(packed for packed, _ in self.frames)
-
-
-def read_run(
-    folder: Folder, name: str, expected: Expected, target: memoryview, pool: Executor, *, past_cache: bool = False
-) -> None:
-    """Fill `target` with the tensors of a run, end to end (`Layout.views` names them). For a worker thread.
-
-    Raises Damaged where the file is not exactly the one that we would write for this run, OSError where reading fails.
-    """
-    with opened(folder, name, past_cache=past_cache) as file:
-        if file.size != expected.size:
-            raise Damaged("the file has another size than when it was written")
-        frames = read_table(file, 1 + len(cuts(len(target))))
-        check_frames(frames, len(target))
-        own, *others = batches(frames)
-        futures = [pool.submit(read_batch, file, batch, target) for batch in others]
-        try:
-            read_batch(file, own, target, head(expected.run, expected.layout))
-        except (Damaged, OSError):
-            for future in futures:
-                future.cancel()
-            raise
-        finally:
-            wait(futures)  # nobody may write into the target, or read from the file, any more
-        for future in futures:
-            future.result()
-
-
-@contextmanager
-def opened(folder: Folder, name: str, *, past_cache: bool = False) -> Iterator[File]:
-    """What is in the page cache is read from there. What is not is read once and needs no place in it: to find one for
-    every page takes more processor time than everything else that is done with the content.
-
-    past_cache: what is there is not taken from it either, where the file system can do that.
-    """
-    descriptor = folder.opener(name)
-    try:
-        size = os.fstat(descriptor).st_size
-        direct = (past_cache or not resident(descriptor, size)) and bypass(descriptor)
-        if not direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
-        yield File(descriptor, size, direct)
-    finally:
-        os.close(descriptor)
 
 
 def resident(descriptor: int, size: int) -> bool:
@@ -134,33 +151,41 @@ def bypass(descriptor: int) -> bool:
     return True
 
 
-def read_table(file: File, frames: int) -> list[Sizes]:
+@frozen
+class Read:
+    """What a batch brought beside contents. head: of the batch that begins with it."""
+
+    checksums: tuple[bytes, ...]
+    head: bytes = b""
+
+
+def read_table(file: RunFile, frames: int) -> list[Sizes]:
     length = seekable.table_size(frames)
     if length > file.size:
         raise Damaged("the file is too short")
-    with file.read(file.size - length, length) as raw:
+    with file.piece(file.size - length, length) as raw:
         return seekable.parse_table(raw, file.size)
 
 
-def read_batch(file: File, batch: Batch, target: memoryview, first: bytes = b"") -> None:
-    """first: what the head must be, of the batch that begins with it."""
-    at = batch.content
-    with file.read(batch.at, batch.packed) as raw:
+def read_batch(file: RunFile, batch: Batch, target: memoryview) -> Read:
+    at, head, checksums = batch.content, b"", list[bytes]()
+    with file.piece(batch.at, batch.packed) as raw:
         for packed, content in batch.frames:
             if at < 0:
-                check_head(raw[:packed], content, first)
+                head = read_head_frame(raw[:packed], content)
             else:
                 seekable.decompress(raw[:packed], target[at : at + content])
+                checksums.append(seekable.checksum(raw[:packed]))
             raw, at = raw[packed:], at + content  # noqa: PLW2901 - what is left of it
+    return Read(tuple(checksums), head)
 
 
-def check_head(frame: memoryview, content: int, expected: bytes) -> None:
-    if content != len(expected):
-        raise Damaged("the head has another length than this run's")
+def read_head_frame(frame: memoryview, content: int) -> bytes:
+    if content > MOST_HEAD:
+        raise Damaged("the header is too long")
     found = bytearray(content)
     seekable.decompress(frame, memoryview(found))
-    if found != expected:
-        raise Damaged("the file holds another run, or another model's")
+    return bytes(found)
 
 
 def batches(frames: list[Sizes]) -> list[Batch]:

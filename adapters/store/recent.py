@@ -22,6 +22,8 @@ MAGIC = b"rekindle-recent-1\n"
 BODY = struct.Struct("<QQI")
 MOST = 256  # prompts
 MOST_BYTES = 64 << 20  # of packed tokens
+SLACK = 1 << 20  # bytes of a file beyond twice what it says, before it is written anew
+MOST_FILE = 2 * MOST_BYTES + 2 * SLACK
 CHUNK = 4096  # tokens that are compared at once: most prompts differ soon
 
 

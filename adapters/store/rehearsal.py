@@ -24,7 +24,7 @@ from adapters.store.blocks import KEY, WIDTH
 from adapters.store.codec import LEVELS, Fixed
 from adapters.store.disk import Disk
 from adapters.store.folder import TEMPORARY
-from adapters.store.format import Run, encode, file_name, head
+from adapters.store.format import Run, encode, file_name
 from adapters.store.index import Entry
 from adapters.store.memory import Buffer
 from adapters.store.moving import Mover, Slots
@@ -137,7 +137,7 @@ class Rehearsal:
         layout, grain = self.store.layout, self.store.layout.grain
         tokens, names = self._tokens(min(SAMPLE, self.store.run_bytes)), list[str]()
         run = Run(0, layout.root("rows"), (bytes(KEY),) * (tokens // grain), bytes(tokens * WIDTH))
-        parts = encode(head(run, layout), self._content(tokens), seekable.compressor(LEVELS[codec]))
+        parts = encode(run, layout, self._content(tokens), seekable.compressor(LEVELS[codec]))
         size = sum(map(len, parts))
         most, end = min(AHEAD, disk.index.budget // PART // size), time.perf_counter_ns() + LIMIT_NS
         try:

@@ -12,6 +12,8 @@ from typing import Protocol, TypeAlias
 import zstandard
 
 SKIPPABLE, SEEKABLE = 0x184D2A5E, 0x8F92EAB1
+MOST_FRAMES = 1 << 14  # with contents of 2 MiB that is 32 GiB; only sizes that were made up are more
+CHECKSUM = 4  # bytes at a frame's end
 HEAD, ROW, FOOT = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<IBI")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -45,6 +47,8 @@ def frame_count(footer: Buffer) -> int:
     count, flags, magic = FOOT.unpack(footer)
     if magic != SEEKABLE or flags:
         raise Damaged("no seek table at the end")
+    if count > MOST_FRAMES:
+        raise Damaged("it says that it has more frames than any file of ours")
     return int(count)
 
 
@@ -64,6 +68,11 @@ def parse_table(raw: Buffer, file_size: int) -> list[Sizes]:
 def bound(content: int) -> int:
     """Bytes that zstd needs at most for so many (ZSTD_compressBound, and a checksum)."""
     return content + (content >> 8) + 1024
+
+
+def checksum(frame: Buffer) -> bytes:
+    """Of its content (XXH64, the lower half), as `decompress` compares it."""
+    return bytes(frame[-CHECKSUM:])
 
 
 def decompress(frame: Buffer, target: memoryview) -> None:

@@ -17,6 +17,7 @@ from adapters.store.format import Kind, Layout, Run
 from adapters.store.index import Entry, Index
 from adapters.store.memory import Buffer, Memory
 from adapters.store.recent import Recents
+from adapters.watched import Watched
 from effects.ids import LeaseId, Span, Tokens
 
 log = logging.getLogger("rekindle.store")
@@ -339,6 +340,11 @@ class Store:
             del self.rows[entry.handle]
 
     # --- the rest ---
+
+    @property
+    def threads(self) -> tuple[Watched, ...]:
+        """Whose troubles /health tells. What they do not do any more costs hits only."""
+        return () if self.disk is None else (self.disk.writer,)
 
     def close(self) -> bool:
         return self.disk is None or self.disk.close()

@@ -12,16 +12,25 @@ from typing import Any
 from attrs import define, field, frozen
 
 from adapters.store import journal, recent, seekable
-from adapters.store.blocks import root
-from adapters.store.disk import entry_of, no_collection, read_head
+from adapters.store.disk import entry_named, no_collection, read_head
 from adapters.store.folder import Folder, FolderUnusable
-from adapters.store.format import DTYPES, MOST_HEAD, Newer, Outdated, Run, parse_head, parse_name
+from adapters.store.format import (
+    DTYPES,
+    MOST_HEAD,
+    Newer,
+    Outdated,
+    Run,
+    check_frames,
+    frames_digest,
+    parse_head,
+    parse_name,
+)
 from adapters.store.index import Entry
 from adapters.store.names import what
-from adapters.store.recent import Recents
+from adapters.store.recent import MOST_FILE, Recents
 from adapters.store.seekable import Damaged, Sizes
 
-MOST_FRAME = 64 << 20  # content bytes: ours have 2 MiB
+MOST_SHAPE = 8  # dimensions of a tensor
 WIDTHS = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
@@ -142,14 +151,12 @@ def described(name: str, descriptor: int, known: Mapping[int, Entry]) -> Kept:
     named = parse_name(name)
     assert named is not None
     size = os.fstat(descriptor).st_size
-    run, identity, grain = read_head(descriptor, size)
-    if run.keys[-1] != named[0]:
-        raise Damaged("the file has another run's name")
-    entry = entry_of(run, named[1], size, root(identity, grain))
+    said = read_head(descriptor, size)
+    entry = entry_named(named, said, size)
     remembered = known.get(named[1])
     if remembered is not None and remembered.keys == entry.keys:
         entry.hits, entry.used = remembered.hits, remembered.used
-    return Kept(name, entry, identity, grain, sum(content for _, content in table(descriptor, size)[1:]))
+    return Kept(name, entry, said.identity, said.grain, sum(content for _, content in table(descriptor, size)[1:]))
 
 
 def table(descriptor: int, size: int) -> list[Sizes]:
@@ -187,18 +194,23 @@ def check_run(name: str, descriptor: int) -> None:
     """Name, seek table, head, keys, tensors, every frame and its checksum. Raises Damaged, Newer, Outdated, OSError."""
     size, named = os.fstat(descriptor).st_size, parse_name(name)
     assert named is not None
-    frames, at = table(descriptor, size), 0
-    if len(frames) < 2 or frames[0][1] > MOST_HEAD or max(content for _, content in frames[1:]) > MOST_FRAME:
-        raise Damaged("a frame's size cannot be")
-    for number, (packed, content) in enumerate(frames):
-        raw = bytearray(content)
-        seekable.decompress(read_exactly(descriptor, at, packed), memoryview(raw))
+    frames, checksums = table(descriptor, size), list[bytes]()
+    if len(frames) < 2 or frames[0][1] > MOST_HEAD:
+        raise Damaged("the header is too long, or all that there is")
+    data = sum(content for _, content in frames[1:])
+    check_frames(frames, data)
+    at, first = frames[0][0], bytearray(frames[0][1])
+    seekable.decompress(read_exactly(descriptor, 0, at), memoryview(first))
+    said = parse_head(first)
+    entry_named(named, said, size)
+    check_tensors(first, said.run, data)
+    for packed, content in frames[1:]:
+        frame = read_exactly(descriptor, at, packed)
+        seekable.decompress(frame, memoryview(bytearray(content)))
+        checksums.append(seekable.checksum(frame))
         at += packed
-        if not number:
-            run, _, _ = parse_head(raw)
-            if run.keys[-1] != named[0]:
-                raise Damaged("the file has another run's name")
-            check_tensors(raw, run, sum(size for _, size in frames[1:]))
+    if frames_digest(checksums) != said.frames:
+        raise Damaged("these are not the frames that the head was written for")
 
 
 def check_tensors(raw: bytearray, run: Run, content: int) -> None:
@@ -224,7 +236,7 @@ def span(about: Mapping[str, Any]) -> tuple[int, int]:
     """Of one tensor, which has to be as long as its shape says. Raises ValueError, KeyError or TypeError."""
     start, stop = about["data_offsets"]
     shape = about["shape"]
-    if not all(type(one) is int and one >= 0 for one in (start, stop, *shape)):
+    if len(shape) > MOST_SHAPE or not all(type(one) is int and one >= 0 for one in (start, stop, *shape)):
         raise ValueError("no positions")
     if stop - start != prod(shape) * WIDTHS[about["dtype"]]:
         raise ValueError("another length than its shape")
@@ -234,12 +246,12 @@ def span(about: Mapping[str, Any]) -> tuple[int, int]:
 def check_recents(folder: Folder, name: str) -> str:
     """What is wrong with a file of recent prompts; a torn tail is what a kill leaves, and nothing wrong."""
     try:
-        raw = read_whole(folder, name, journal.MOST)
+        raw = read_whole(folder, name, MOST_FILE)
     except FileNotFoundError:
         return ""
     except OSError as error:
         return str(error)
-    recents = Recents(most_bytes=journal.MOST)
+    recents = Recents(most_bytes=MOST_FILE)
     if raw and not recent.read(raw, recents) and not len(recents):
         return "no recent prompts can be read from it"
     return ""

@@ -332,7 +332,7 @@ async def test_health_tells_of_a_thread_in_trouble(folder: Path) -> None:
         assert (await site.client.get("/health")).json() == {"status": "ok"}
         site.door.troubles = {"trace": "No space left on device"}
         response = await site.client.get("/health")
-        assert (response.status_code, response.json()) == (200, {"status": "ok", "troubles": site.door.troubles})
+        assert (response.status_code, response.json()) == (200, {"status": "degraded", "troubles": site.door.troubles})
 
 
 async def test_small_answers_are_not_held_up_in_the_socket(shared: Site) -> None:

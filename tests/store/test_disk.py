@@ -109,18 +109,16 @@ def test_hits_are_remembered_over_a_restart(path: Path) -> None:
     assert entry.hits == 3
 
 
-def test_a_journal_does_not_grow_for_ever(path: Path) -> None:
-    store = disk_store(path, disk=30_000)
-    for number in range(6000):
-        store.disk._journal(journal.left(kit_entry(number)))  # noqa: SLF001
-    assert (path / journal.NAME).stat().st_size < 200_000
+def test_a_journal_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.store.disk.SLACK", 20)
+    store, sizes = disk_store(path, disk=30_000), list[int]()
+    for number in range(50, 130):
+        save(store, (number, *ONE[1:]))
+        settled(store)
+        sizes.append((path / journal.NAME).stat().st_size)
+    assert store.figures()["evictions"] > 50
+    assert max(sizes) < 2 * (sum(sizes) / len(sizes)), "it was written anew a few times"
     store.close()
-
-
-def kit_entry(handle: int):
-    from adapters.store.index import Entry  # noqa: PLC0415
-
-    return Entry(handle, 0, bytes(16), (bytes(16),), bytes(16), 1)
 
 
 @pytest.mark.parametrize("with_journal", [True, False])
@@ -181,7 +179,7 @@ def test_what_is_put_aside_is_bounded(path: Path) -> None:
 
 
 def test_a_newer_format_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.format.VERSION", 3)
+    monkeypatch.setattr("adapters.store.format.VERSION", 4)
     filled(path, ONE)
     monkeypatch.undo()
     (path / journal.NAME).unlink()
@@ -324,6 +322,7 @@ def steps(tmp_path: Path) -> list[str]:
     """The system calls of one run's way to disk."""
     opening = Opening(lambda: None)
     store = disk_store(tmp_path / "count", folder=opening)
+    settled(store)
     opening.arm(0)
     save(store, ONE)
     settled(store)
@@ -345,6 +344,7 @@ def test_whatever_write_step_fails_is_counted_and_the_next_one_works(
         path = tmp_path / f"{at}"
         opening = Opening(fail)
         store = disk_store(path, folder=opening)
+        settled(store)
         opening.arm(at)
         caplog.clear()
         save(store, ONE)
@@ -409,6 +409,7 @@ from tests.store.kit import Opening, die, disk_store, settled
 def child(path, at, known):
     opening = Opening(die)
     store = disk_store(path, folder=opening)
+    settled(store)
     for number in range(known):
         store.joins((1, 2, 3, number), 30)
         settled(store)

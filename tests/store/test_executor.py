@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
+from anyio import to_thread
 from attrs import define, evolve
 
 from adapters.device.executor import DeviceExecutor
@@ -102,7 +105,8 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     executor.handle(SaveSnapshot, stored.save)
     yield Bench(executor, stored, shard)
     assert executor.close()
-    assert store.close()
+    stored.close()
+    assert store.close(), "once more"
 
 
 async def test_a_restored_prompt_is_answered_with_the_same_bits(bench: Bench) -> None:
@@ -145,6 +149,35 @@ async def test_a_snapshot_of_what_the_slot_does_not_hold_is_refused(bench: Bench
     assert bench.stored.store.host.entries == {}
 
 
+async def test_a_restore_waits_on_no_thread_of_the_process(bench: Bench) -> None:
+    """Nor on one of its own: with one alone, and the lane busy, that one is free as soon as everything is read."""
+    cold, go = await bench.kept(), threading.Event()
+    limiter = to_thread.current_default_thread_limiter()
+    before, limiter.total_tokens = limiter.total_tokens, 1
+    bench.stored.workers = ThreadPoolExecutor(1)
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(to_thread.run_sync, go.wait)  # the only one that there is
+            bench.stored.lane.post(go.wait, print)
+            bench.open(2, 3)
+            found, restored = await bench.found(2), list[object]()
+
+            async def restore() -> None:
+                restored.append(await bench.restore(2, found, 3))
+
+            tasks.start_soon(restore)
+            for _ in range(20):
+                await bench.stored._beside(int)  # noqa: SLF001
+            assert not restored
+            go.set()
+    finally:
+        limiter.total_tokens = before
+        bench.stored.workers.shutdown()
+    assert restored == [BlocksRestored(0, 96, 96 * bench.stored.store.layout.token_bytes)]
+    await bench.prefill(2, 3, 96)
+    assert await bench.answer(2, 3) == cold
+
+
 async def test_a_damaged_file_fails_the_restore_and_the_request_computes(bench: Bench, tmp_path: Path) -> None:
     cold = await bench.kept()
     (file,) = files(tmp_path / "kv")
@@ -185,13 +218,13 @@ async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
     bench.open(2, 1)
     put = StoreExecutor._put  # noqa: SLF001
 
-    def leave(slot, move, mover, buffer):
+    def leave(stored, slot, move, mover, buffer):
         if move.span == (32, 48):
             bench.stored.abandon(RequestId(2))
-        put(slot, move, mover, buffer)
+        put(stored, slot, move, mover, buffer)
 
     monkeypatch.setattr("adapters.store.executor.AHEAD", 1)
-    monkeypatch.setattr(StoreExecutor, "_put", staticmethod(leave))
+    monkeypatch.setattr(StoreExecutor, "_put", leave)
     restored = await bench.restore(2, await bench.found(2), 1)
     assert restored == BlocksRestored(0, 48, 48 * bench.stored.store.layout.token_bytes)
     monkeypatch.undo()

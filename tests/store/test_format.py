@@ -21,20 +21,33 @@ from adapters.store.blocks import chain, checkpoint_key, pack, root
 from adapters.store.codec import Chooser, quicker
 from adapters.store.disk import read_head
 from adapters.store.folder import Folder
-from adapters.store.format import FRAME, Newer, Outdated, Run, encode, file_name, head, parse_head, parse_name
-from adapters.store.reading import Expected, read_run
+from adapters.store.format import (
+    FRAME,
+    Head,
+    Newer,
+    Outdated,
+    Run,
+    encode,
+    file_name,
+    frames_digest,
+    head,
+    parse_head,
+    parse_name,
+)
+from adapters.store.reading import Expected, RunFile
 from adapters.store.seekable import Damaged
 from tests.store.kit import DRAFT, EVERYTHING, GRAIN, LAYOUT, OTHER, ROWS, buffer_of, rows_of, same
 
 TOKENS = tuple(range(100, 140))
 KEYS = chain(root(LAYOUT.identity, GRAIN), pack(TOKENS), GRAIN)
 RUN = Run(8, KEYS[1], KEYS[2:], pack(TOKENS[8:]))
+NO_FRAMES = frames_digest([])
 WIDE = evolve(LAYOUT, rows=evolve(ROWS, heads=8, width=1280))  # several frames
 
 
 def blob(layout=LAYOUT, level: int = -5, run: Run = RUN) -> bytes:
     data = buffer_of(rows_of(TOKENS, run.start, layout, run.kind), layout, run.kind).data.numpy().data
-    return b"".join(encode(head(run, layout), data, seekable.compressor(level)))
+    return b"".join(encode(run, layout, data, seekable.compressor(level)))
 
 
 def read(path: Path, raw: bytes, layout=LAYOUT, run: Run = RUN) -> dict[str, torch.Tensor]:
@@ -42,7 +55,7 @@ def read(path: Path, raw: bytes, layout=LAYOUT, run: Run = RUN) -> dict[str, tor
     folder, data = Folder.open(path), torch.empty(layout.size(run.kind, run.length), dtype=torch.uint8)
     try:
         with ThreadPoolExecutor(2) as pool:
-            read_run(folder, "file", Expected(len(raw), run, layout), data.numpy().data, pool)
+            RunFile(folder, "file", Expected(len(raw), run, layout), pool).readinto(data.numpy().data)
     finally:
         folder.close()
     return layout.views(run.kind, data, run.length)
@@ -80,13 +93,14 @@ def test_zstandard_and_safetensors_alone_open_a_file(level: int) -> None:
     assert same(tensors, rows_of(TOKENS, 8, WIDE))
     about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
     assert about == {
-        "rekindle_kv": "2",
+        "rekindle_kv": "3",
         "kind": "rows",
         "identity": WIDE.identity,
         "grain": "4",
         "start": "8",
         "parent": KEYS[1].hex(),
         "key": KEYS[-1].hex(),
+        "frames": about["frames"],
     }
 
 
@@ -103,7 +117,7 @@ def test_drafts_and_checkpoints_are_files_like_rows(private: Path, run: Run) -> 
         tensors = safetensors.torch.load(reader.read())
     assert tensors.pop("tokens").tolist() == list(TOKENS[run.start :])
     assert same(tensors, truth)
-    assert parse_head(head(run, EVERYTHING)) == (run, LAYOUT.identity, GRAIN)
+    assert parse_head(head(run, EVERYTHING, NO_FRAMES)) == Head(run, LAYOUT.identity, GRAIN, NO_FRAMES)
 
 
 def test_another_drafts_rows_have_other_keys() -> None:
@@ -125,8 +139,7 @@ def test_the_seek_table_finds_every_frame_by_itself() -> None:
 
 
 def test_a_file_says_what_it_is() -> None:
-    run, identity, grain = parse_head(head(RUN, LAYOUT))
-    assert (run, identity, grain) == (RUN, LAYOUT.identity, GRAIN)
+    assert parse_head(head(RUN, LAYOUT, NO_FRAMES)) == Head(RUN, LAYOUT.identity, GRAIN, NO_FRAMES)
     assert parse_name(file_name(KEYS[-1], 77)) == (KEYS[-1], 77)
     for odd in (
         "journal",
@@ -208,8 +221,8 @@ def test_a_frame_that_says_it_is_huge_is_refused_by_its_header(content: int) -> 
 @pytest.mark.parametrize(
     ("change", "raised"),
     [
-        ({"rekindle_kv": "3"}, Newer),
-        ({"rekindle_kv": "1"}, Outdated),
+        ({"rekindle_kv": "4"}, Newer),
+        ({"rekindle_kv": "2"}, Outdated),
         ({"rekindle_kv": "one"}, Damaged),
         ({"kind": "other"}, Damaged),
         ({"kind": "state", "since": "0"}, Damaged),
@@ -225,7 +238,7 @@ def test_a_frame_that_says_it_is_huge_is_refused_by_its_header(content: int) -> 
     ],
 )
 def test_a_header_that_cannot_be_is_refused(change: dict, raised: type[Exception]) -> None:
-    raw = head(RUN, LAYOUT)
+    raw = head(RUN, LAYOUT, NO_FRAMES)
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     header["__metadata__"] |= change
@@ -252,7 +265,8 @@ def test_the_first_frame_is_enough_to_know_a_file(private: Path) -> None:
     path = private / "file"
     path.write_bytes(blob(WIDE))
     with path.open("rb") as file:
-        assert read_head(file.fileno(), path.stat().st_size) == (RUN, WIDE.identity, GRAIN)
+        said = read_head(file.fileno(), path.stat().st_size)
+    assert (said.run, said.identity, said.grain) == (RUN, WIDE.identity, GRAIN)
 
 
 def test_links_and_pipes_are_not_read(private: Path) -> None:
@@ -264,7 +278,7 @@ def test_links_and_pipes_are_not_read(private: Path) -> None:
     folder = Folder.open(private)
     for name in ("link", "pipe"):
         with pytest.raises(OSError):  # noqa: PT011 - which one depends
-            read_run(folder, name, Expected(1, RUN, LAYOUT), memoryview(bytearray()), ThreadPoolExecutor(1))
+            RunFile(folder, name, Expected(1, RUN, LAYOUT), ThreadPoolExecutor(1))
     folder.close()
 
 

@@ -161,7 +161,7 @@ def test_their_file_may_be_lost(path: Path, spoil: str) -> None:
 
 
 def test_their_file_is_written_anew_before_it_grows_beyond_measure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.disk.RECENT_SLACK", 4000)
+    monkeypatch.setattr("adapters.store.recent.SLACK", 4000)
     store = disk_store(path)
     for number in range(3 * MOST):
         store.joins((number, number, 5), 1)
