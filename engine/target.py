@@ -386,6 +386,8 @@ def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mod
         str(dtype),
         str(numerics.grain),
         numerics.numerics_class,
+        numerics.mode,
+        repr(numerics.rungs),  # what serves: other shapes may round otherwise, and two starts may have proven others
         mode,
     )
     return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

@@ -103,7 +103,7 @@ class Disk:
     writer: Watched = field(init=False)
     _files: asyncio.Runner = field(init=False)  # of the writer's thread, which waits for each call
     _closing: bool = False  # nothing more is taken
-    _starting: bool = True
+    _begun: threading.Event = field(factory=threading.Event)  # the journal is whole, or cannot be written
     _ended: bool = False  # the writer's thread has been told so
     _unknown: list[str] = field(factory=list[str])
     _aside: dict[str, None] = field(factory=dict[str, None])  # names of what is quarantined, the first to go first
@@ -127,6 +127,7 @@ class Disk:
             self._load(listing)
         self._evict(0, in_journal=False)
         self.writer.start()
+        self._begun.wait()
 
     def _load(self, listing: dict[str, int]) -> None:
         kept = self._read_journal(listing)
@@ -234,8 +235,8 @@ class Disk:
 
     @property
     def scanning(self) -> bool:
-        """Is the journal not whole again, or are there files that have not been looked at yet?"""
-        return self._starting or bool(self._unknown)
+        """Are there files that have not been looked at yet?"""
+        return bool(self._unknown)
 
     # --- the writer's thread ---
 
@@ -245,7 +246,7 @@ class Disk:
             self._files.get_loop().set_default_executor(ThreadPoolExecutor(1, "store-files"))
             if self._stale:
                 self._compact()
-            self._starting = False
+            self._begun.set()
             while not self._ended:
                 if looking := bool(self._unknown) and not self._closing:
                     self._look()
@@ -292,6 +293,7 @@ class Disk:
         """The writer's thread has died: nothing is taken any more, and nobody waits for what was."""
         with self.lock:
             self._closing = True
+        self._begun.set()
         with suppress(Empty):
             while True:
                 if (job := self._queue.get_nowait()) is not None:

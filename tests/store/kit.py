@@ -19,7 +19,7 @@ from adapters.store.folder import File, Folder
 from adapters.store.format import Draft, Kind, Layout, Rows, Spec
 from adapters.store.memory import Buffer
 from adapters.store.opening import index, open_disk
-from adapters.store.store import Part, Store
+from adapters.store.store import Miss, Part, Store
 from effects.ids import LeaseId, Tokens
 
 GRAIN = 4
@@ -109,6 +109,12 @@ def disk_store(
     lock = threading.RLock()
     opened: Disk = open_disk(layout, folder(path), lock, budget=disk, codec=codec)  # type: ignore[arg-type]
     return Store(layout, index(layout, host), opened, lock)
+
+
+def kept(store: Store, tokens: Tokens) -> int:
+    """How much of it is found, everything of it compared with the truth."""
+    found = store.find((*tokens, 0), 0)
+    return 0 if isinstance(found, Miss) else fetch(store, tokens, found[0])
 
 
 def settled(store: Store, seconds: float = 10) -> None:

@@ -22,8 +22,9 @@ from adapters.store.disk import MOST_QUARANTINED
 from adapters.store.folder import Folder, FolderInUse, FolderUnusable
 from adapters.store.names import QUARANTINE
 from adapters.store.seekable import Damaged
-from adapters.store.store import Miss, Store
-from tests.store.kit import LAYOUT, OTHER, Opening, disk_store, fetch, files, save, settled
+from adapters.store.store import Store
+from tests.store import kit
+from tests.store.kit import LAYOUT, OTHER, Opening, disk_store, files, save, settled
 
 ROOT = Path(__file__).parents[2]
 ONE, TWO = tuple(range(1, 41)), (*range(1, 21), *range(200, 240))
@@ -35,9 +36,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def kept(store: Store, tokens=ONE) -> int:
-    """How much of it is found, everything of it compared with the truth."""
-    found = store.find((*tokens, 0), 0)
-    return 0 if isinstance(found, Miss) else fetch(store, tokens, found[0])
+    return kit.kept(store, tokens)
 
 
 def filled(path: Path, *sequences, **options) -> None:
@@ -366,6 +365,7 @@ def test_whatever_write_step_fails_is_counted_and_the_next_one_works(
 KILLED = """
 import os, sys
 from pathlib import Path
+from tests.store import kit
 from tests.store.kit import Opening, die, disk_store, save, settled
 from tests.store.test_disk import ONE, TWO
 
@@ -404,6 +404,7 @@ def test_a_kill_at_any_step_leaves_whole_runs(tmp_path: Path) -> None:
 NOTED = """
 import os, sys
 from pathlib import Path
+from tests.store import kit
 from tests.store.kit import Opening, die, disk_store, settled
 
 def child(path, at, known):

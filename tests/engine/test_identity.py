@@ -1,0 +1,53 @@
+"""The identity that a cache is kept under: everything that serves is in it, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+
+from adapters import demo
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.numerics import Numerics
+from engine.target import identity
+from tests.store.kit import LAYOUT, disk_store, kept, save, settled
+
+FOUND = Numerics("ladder", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5, 100, 7)
+TOKENS = tuple(range(1, 41))
+
+
+def named(numerics: Numerics = FOUND, dtype: torch.dtype = torch.bfloat16, mode: str = "exact") -> str:
+    return identity(Checkpoint.open(demo.FOLDER), dtype, numerics, mode)
+
+
+OTHERS = {
+    "rungs": lambda: named(evolve(FOUND, rungs=(4, 8, 256))),
+    "mode of the probe": lambda: named(evolve(FOUND, mode="grid")),
+    "grain": lambda: named(evolve(FOUND, grain=256)),
+    "numerics class": lambda: named(evolve(FOUND, numerics_class="class two")),
+    "dtype": lambda: named(dtype=torch.float32),
+    "mode": lambda: named(mode="fast"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+def test_what_is_computed_otherwise_shares_nothing(tmp_path: Path, other) -> None:
+    assert other() != named()
+    for mine, theirs in ((named(), other()), (other(), named())):
+        folder = tmp_path / mine
+        first = disk_store(folder, layout=evolve(LAYOUT, identity=mine))
+        save(first, TOKENS)
+        first.joins(TOKENS, 5)
+        settled(first)
+        assert first.close()
+        second = disk_store(folder, layout=evolve(LAYOUT, identity=theirs))
+        settled(second)
+        assert kept(second, TOKENS) == 0
+        assert second.joins(TOKENS, 5) == 0
+        assert second.close()
+
+
+def test_how_the_probe_went_changes_nothing() -> None:
+    assert named(evolve(FOUND, seconds=9.0, checks=1, spans=1, failures=("16: slot 1",))) == named()
