@@ -11,7 +11,6 @@ from typing import Any
 import anyio
 from attrs import define, frozen
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text as Line
 
@@ -24,6 +23,7 @@ from adapters.store.index import Index
 from adapters.store.survey import Kept, Survey, sequences
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
+from engine.progress import progress
 from engine.refusal import Refusal
 from engine.simulation.report import WIDTH as COLUMNS
 from engine.simulation.report import counted, size
@@ -266,7 +266,7 @@ def verify(path: Path, *, as_json: bool) -> int:
     with looked_at(path) as folder:
         found = survey.survey(folder)
         names = sorted([*(one.name for one in found.kept), *found.damaged, *found.unreadable])
-        with progress(len(names)) as step:
+        with progress("files read", len(names)) as step:
             for name, wrong in survey.verify(folder, names):
                 step()
                 if wrong:
@@ -283,16 +283,6 @@ def verify(path: Path, *, as_json: bool) -> int:
             console.print(Line(f"{name}: {wrong}", style="red"), soft_wrap=True)
         console.print(f"{counted(len(names), 'file')} read, {size(checked)}: {len(damaged)} damaged", highlight=False)
     return 1 if damaged else 0
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error, for people only."""
-    console = Console(stderr=True)
-    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
 
 
 # --- gc ---

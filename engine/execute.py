@@ -6,7 +6,7 @@ No draft is needed, whatever the trace was recorded with: what the target agreed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.round import RoundDone, RunRound
 from engine.options import Options, checked
+from engine.progress import progress
 from engine.refusal import Refusal
 from engine.replay import Diverged, Replay, show
 from engine.runner import Envelope
@@ -209,7 +210,7 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
         run, remembered, ahead = Replay.of(header), Remembered(target.checkpoint.config.vocab_size), Ahead(lines)
         execution = Execution(target.executor, header.settings.chunk, remembered, ahead)
         target.executor.proposed_to(remembered)
-        for line in ahead:
+        for line in shown(ahead):
             envelope = line.record
             if not isinstance(envelope, Envelope):
                 run.feed(line.number, envelope)
@@ -226,6 +227,13 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
         return run, execution.tokens
     finally:
         await target.close()
+
+
+def shown(lines: Iterable[Line]) -> Iterator[Line]:
+    with progress("executed lines") as step:
+        for line in lines:
+            yield line
+            step()
 
 
 def options_of(header: Header, model: str | None) -> Options:

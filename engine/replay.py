@@ -9,6 +9,7 @@ from typing import Any
 
 from attrs import define, field
 
+from engine.progress import progress
 from engine.runner import Envelope
 from engine.trace import UNREADABLE, Digest, Header, Record, converter, digest, read
 from states.machine import IllegalEvent
@@ -95,10 +96,12 @@ def show(value: object, width: int = 600) -> str:
 def replay(header: Header, records: Iterable[tuple[int, Record]], until: int | None = None) -> Replay:
     """Replay all, or up to and including event `until`; raises Diverged."""
     run = Replay.of(header)
-    for number, record in records:
-        if until is not None and isinstance(record, Envelope) and record.seq > until:
-            return run
-        run.feed(number, record)
+    with progress("replayed lines") as step:
+        for number, record in records:
+            if until is not None and isinstance(record, Envelope) and record.seq > until:
+                return run
+            run.feed(number, record)
+            step()
     run.finish()
     return run
 

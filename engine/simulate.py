@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 from attrs import evolve
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from effects.scope import Scope
+from engine.progress import progress
 from engine.refusal import Refusal
 from engine.simulation.costs import Costs, figures, read_costs
 from engine.simulation.logs import Logs, read_logs
@@ -84,23 +83,13 @@ def simulate(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Run]:
     """A run for each scope, and before them one without any cache."""
     requests = sum(session.count for session in logs.sessions)
     runs = list[Run]()
-    with progress(requests * (1 + len(wanted))) as step:
+    with progress("simulated requests", requests * (1 + len(wanted))) as step:
         for scope in (None, *wanted):
             name = NO_CACHE if scope is None else str(scope)
-            one = Run(setup, logs.sessions, scope, lambda name=name: step(name))  # type: ignore[misc]
+            one = Run(setup, logs.sessions, scope, lambda name=name: step(name=f"{name}: requests"))  # type: ignore[misc]
             one.run()
             runs.append(one)
     return runs
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error, for people only. Call with the scope that has got one request further."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda name: bar.update(task, advance=1, description=name)
 
 
 def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Run]) -> dict[str, Any]:

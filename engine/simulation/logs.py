@@ -17,6 +17,7 @@ from adapters.text.tokenizer import Tokenizer
 from adapters.traces import claude_code, text_log
 from adapters.traces.requests import MOST_TOKENS, BadLog, Session
 from effects.ids import Tokens
+from engine.progress import progress
 from engine.refusal import Refusal
 from engine.simulation.costs import Measured
 from engine.simulation.recorded import merged, read_recorded
@@ -153,6 +154,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 def read_logs(paths: Sequence[Path], model: Path | None = None, *, shared_head: bool = False) -> Logs:
     """Raises Refusal or OSError."""
     reader = Reader(model, shared_head)
-    for path in paths:
-        reader.read(path)
+    with progress("read logs", len(paths)) as step:
+        for path in paths:
+            reader.read(path)
+            step()
     return reader.finish()

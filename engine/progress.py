@@ -1,0 +1,46 @@
+"""How far a command has got, on standard error: a bar on a terminal, else a line every few seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+FIRST_S, EVERY_S, REFRESH_S = 1.0, 5.0, 0.1  # until anything is shown, between lines, and of a bar
+
+# Call with how many steps were done, and with what is being done if that has changed.
+Advance = Callable[..., None]
+
+
+@contextmanager
+def progress(what: str, total: int | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
+    """total: steps in all, where that is known. What is done within a second is silent."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
+    task = bar.add_task(what, total=total)
+    done, due, shown = 0, clock() + FIRST_S, False
+
+    def advance(steps: int = 1, name: str = what) -> None:
+        nonlocal done, due, shown
+        done += steps
+        if (now := clock()) < due:
+            return
+        due = now + (EVERY_S if bar.disable else REFRESH_S)
+        if bar.disable:
+            print(f"{name}: {done:,}" + (f" of {total:,}" if total else ""), file=sys.stderr, flush=True)
+            return
+        if not shown:
+            bar.start()
+            shown = True
+        bar.update(task, completed=done, description=name, refresh=True)
+
+    try:
+        yield advance
+    finally:
+        if shown:
+            bar.stop()
