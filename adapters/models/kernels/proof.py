@@ -12,7 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from attrs import define, field, frozen
@@ -37,6 +37,9 @@ DECODES = 32  # decode steps that weigh as much as the prefill of one chunk when
 MARGIN = 0.8  # of the time of the model's own dtype is what another one must beat: the choice should not waver
 _MOST = 1 << 22  # random elements of a weight; a larger one repeats them
 _RUNS = 4
+
+
+TrialT = TypeVar("TrialT", bound="Trial")
 
 
 class Multiplier(Protocol):
@@ -229,24 +232,27 @@ class Prover:
             best = count if seconds < MARGIN * times[best] else best
         return times[best] + DECODES * trial.seconds(rows[0], narrow), best
 
+    def quickest_first(self, trials: Sequence[TrialT], counts: Sequence[int]) -> list[tuple[float, float, TrialT]]:
+        """(seconds if nothing were cut, factor, trial), one trial for each dtype in the order of preference."""
+        narrow, wide = self.threads
+        found = []
+        for trial, factor in zip(trials, (MARGIN, 1.0), strict=False):
+            seconds = trial.seconds(counts[-1], wide) + DECODES * trial.seconds(counts[0], narrow)
+            found.append((seconds * factor, factor, trial))
+        return sorted(found, key=lambda one: one[0])
+
     def weight(self, weight: Weight) -> Served | None:
         counts = [count for count in self.products.rows if count <= weight.most] or list(self.products.rows[:1])
-        chunk = counts[-1]
         best: tuple[float, Served, Trial, Group] | None = None
-        least: list[tuple[float, int, torch.dtype, Trial]] = []
-        for place, dtype in enumerate(self.dtypes):
-            trial, favour = self._weight_trial(weight, chunk, dtype), 1.0 if place else MARGIN
-            narrow, wide = self.threads
-            bound = trial.seconds(chunk, wide) + DECODES * trial.seconds(counts[0], narrow)
-            least.append((bound * favour, place, dtype, trial))
-        for bound, place, dtype, trial in sorted(least, key=lambda one: one[:2]):
+        trials = [self._weight_trial(weight, counts[-1], dtype) for dtype in self.dtypes]
+        for bound, factor, trial in self.quickest_first(trials, counts):
             if best is not None and best[0] <= bound:
                 continue  # even uncut it would be slower
             for group in trial.groups(counts):
-                seconds, piece = self.cost(trial, group.rows, chunk)
-                found = Served(weight, name_of(dtype), tuple(group.rows), piece)
-                if best is None or seconds * (1.0 if place else MARGIN) < best[0]:
-                    best = (seconds * (1.0 if place else MARGIN), found, trial, group)
+                seconds, piece = self.cost(trial, group.rows, counts[-1])
+                if best is None or seconds * factor < best[0]:
+                    served = Served(weight, name_of(trial.x.dtype), tuple(group.rows), piece)
+                    best = (seconds * factor, served, trial, group)
             self._count(trial)
         if best is None:
             return None
@@ -270,23 +276,21 @@ class Prover:
         scored = scores.groups(counts)
         self._count(scores)
         best: tuple[float, Attention, Group, ValuesTrial, Group] | None = None
-        for place, dtype in enumerate(self.dtypes):
-            for terms in TERMS:
-                values = self._values_trial(heads, counts[-1], terms, dtype)
-                ways = [
-                    (tuple(count for count in weighed.rows if count in group.rows), group, weighed)
-                    for weighed in values.groups(counts)
-                    for group in scored
-                ]
+        longest = [self._values_trial(heads, counts[-1], TERMS[0], dtype) for dtype in self.dtypes]
+        for bound, factor, trial in self.quickest_first(longest, counts):
+            if best is not None and best[0] <= bound / TERMS[0]:
+                continue
+            for terms in TERMS:  # longer sums mean fewer calls
+                values = self._values_trial(heads, counts[-1], terms, trial.x.dtype)
+                ways = self._ways(heads, values.groups(counts), scored)
                 self._count(values)
-                ways = [way for way in ways if way[0] and way[0][-1] >= heads.group]
                 for rows, group, weighed in ways:
-                    seconds = self.cost(values, rows, counts[-1])[0] / terms * (1.0 if place else MARGIN)
-                    seconds += self.cost(scores, rows, counts[-1])[0] / len(scores.keys)
+                    seconds = self.cost(values, rows, counts[-1])[0] / terms * factor
                     if best is None or seconds < best[0]:
-                        best = (seconds, Attention(heads, name_of(dtype), rows, terms), group, values, weighed)
+                        served = Attention(heads, name_of(trial.x.dtype), rows, terms)
+                        best = (seconds, served, group, values, weighed)
                 if ways:
-                    break  # longer sums mean fewer calls
+                    break
         if best is None:
             self.failures.append(f"attention of {heads.group} query heads of {heads.size}: nothing agrees")
             return None
@@ -295,6 +299,17 @@ class Prover:
         self._keep(scores, Group(list(served.rows), group.reference), each * len(scores.spans))
         self._keep(values, Group(list(served.rows), weighed.reference), each * (served.terms // TILE))
         return served
+
+    @staticmethod
+    def _ways(heads: Heads, weighed: list[Group], scored: list[Group]) -> list[tuple[tuple[int, ...], Group, Group]]:
+        """Row counts at which both products agree, if a position's queries fit into one of them."""
+        found = []
+        for values in weighed:
+            for scores in scored:
+                rows = tuple(count for count in values.rows if count in scores.rows)
+                if rows and rows[-1] >= heads.group:
+                    found.append((rows, scores, values))
+        return found
 
     def _scores_trial(self, heads: Heads, rows: int, least: int) -> ScoresTrial:
         found = spans(heads.keys)
