@@ -180,9 +180,7 @@ def main() -> int:
         words = ["serve", "--port", "0", "--kv-cache-dir", str(folder), "--trace", str(trace)]
         with log.open("w") as errors:
             command = [sys.executable, "-m", "engine", *words, "--kv-cache-budget", "256", *options]
-            server = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ
-            )
+            server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert server.stdout is not None
         ready = server.stdout.readline()
         assert ready.startswith("ready"), log.read_text()
@@ -204,9 +202,8 @@ def main() -> int:
         slopes = {name: round(slope(samples, name), 4) for name in samples[0] if name != "seconds"}
         tracebacks = log.read_text().count("Traceback")
         print(f"a minute, over the last half: {slopes}", *sorted(soak.counts.items()), sep="\n  ")
-        print(
-            f"exit status {status}, {tracebacks} tracebacks in the log, a trace of {trace.stat().st_size / 2**20:.1f} MiB"
-        )
+        size = trace.stat().st_size / 2**20
+        print(f"exit status {status}, {tracebacks} tracebacks in the log, a trace of {size:.1f} MiB", flush=True)
         replays = checked(trace)
     whole = {"machine": machine(), "options": options, "minutes": arguments.minutes, "rate": arguments.rate}
     whole |= {"slopes_a_minute": slopes, "status": status, "tracebacks": tracebacks, "replays": replays}
