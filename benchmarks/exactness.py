@@ -219,23 +219,24 @@ class Comparison:
 MODES = ("cold", "batched", "continued", "trees", "scoped", "host", "disk", "executed")
 
 
-def made(count: int, ends: Tokens) -> list[Job]:
-    """Of every kind in turn; of each the first one greedy, the next one sampled, and so on."""
-    by_kind = held_out_prompts(list(NAMES), -(-count // len(NAMES)), LONGEST)
-    mixed = [prompt for row in zip(*by_kind.values(), strict=True) for prompt in row][:count]
+def made(count: int, ends: Tokens, skip: int = 0) -> list[Job]:
+    """Of every kind in turn; of each the first one greedy, the next one sampled, and so on; without the first ones."""
+    by_kind = held_out_prompts(list(NAMES), -(-(skip + count) // len(NAMES)), LONGEST)
+    mixed = [prompt for row in zip(*by_kind.values(), strict=True) for prompt in row][: skip + count]
     return [
         Job(prompt, ANSWER, Sampling() if n // len(NAMES) % 2 == 0 else evolve(SAMPLED, seed=n), ends, OFF)
         for n, prompt in enumerate(mixed)
+        if n >= skip
     ]
 
 
-async def measure(options: Options, count: int, modes: Sequence[str]) -> int:
+async def measure(options: Options, count: int, skip: int, modes: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         kept = evolve(options, kv_cache_dir=folder / "kv", kv_cache_min_tokens=0, host_cache_budget=4096)
         target = await load_target(kept)
         text = Text.load(target.folder)
-        jobs = made(count, tuple(text.tokenizer.end_tokens))
+        jobs = made(count, tuple(text.tokenizer.end_tokens), skip)
         await text.aclose()
         compared = Comparison(target, jobs, folder, [()] * len(jobs), [])
         silent = [evolve(job, speculate=False) for job in jobs]
@@ -290,14 +291,17 @@ async def again(compared: Comparison, options: Options) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--skip", type=int, default=0, help="prompts: so that several processes can share the work")
+    parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--only", default=",".join(MODES), help="of " + ", ".join(MODES))
     given = parser.parse_args()
-    options = Options(model=given.model, draft=given.draft, device=given.device, dtype=given.dtype, slots=4)
-    return 1 if anyio.run(measure, options, given.prompts, given.only.split(",")) else 0
+    where = {"device": given.device, "threads": given.threads}
+    options = Options(model=given.model, draft=given.draft, **where, dtype=given.dtype, slots=4)
+    return 1 if anyio.run(measure, options, given.prompts, given.skip, given.only.split(",")) else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+# What decides how products are computed: figures of one kind of processor say nothing of another.
+FEATURES = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
+
 
 def machine() -> dict[str, Any]:
     """Where this runs, as far as it explains figures."""
@@ -22,8 +25,10 @@ def machine() -> dict[str, Any]:
             line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
         ]
         model = names[0] if names else ""
+    kinds = torch.cpu.get_capabilities()
     found = {
         "cpu": model,
+        "features": " ".join(name for name in FEATURES if kinds.get(name)),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
