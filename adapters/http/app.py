@@ -21,7 +21,16 @@ from adapters.http import chat, completions, controls, models
 from adapters.http.access_log import NOTE, refused
 from adapters.http.answer import Answer
 from adapters.http.body import read_object
-from adapters.http.errors import ApiError, error_response, no_such_path, queue_full, unavailable, wrong_method
+from adapters.http.errors import (
+    ApiError,
+    error_response,
+    invalid,
+    left,
+    no_such_path,
+    queue_full,
+    unavailable,
+    wrong_method,
+)
 from adapters.http.fields import Fields
 from adapters.http.guard import Guard
 from adapters.http.openai_shape import ChatShape, CompletionShape
@@ -32,9 +41,11 @@ from adapters.http.shape import Named, new_id
 from adapters.metrics import Metrics
 from adapters.text.template import TemplateFailed, TemplateRefused, text_of
 from adapters.text.text import Text
+from adapters.text.tokenizer import GaveUp, TooLong
 from effects.ports import Door
 
 log = logging.getLogger("rekindle.http")
+MOST_TOKENIZED = 1 << 20  # tokens that /tokenize gives: 0.5 s of work, 8 MB of answer
 
 
 def build_app(door: Door, text: Text, options: EdgeOptions, metrics: Metrics) -> Starlette:
@@ -100,8 +111,8 @@ class Edge:
     async def chat(self, request: Request) -> Answer:
         fields = await self._ready(request)
         asked = chat.read_chat_controls(fields, self.options, self.text)
-        conversation = chat.read_chat(fields, self.text)
-        prompt = await chat.encode_chat(conversation, self.text)
+        conversation = await anyio.to_thread.run_sync(chat.read_chat, fields, self.text)  # may be tens of thousands
+        prompt = await chat.encode_chat(conversation, self.text, self.options, request.is_disconnected)
         planned = controls.plan([prompt], ["$.messages"], asked, self.options, self.text.openings)
         named = Named(new_id("chatcmpl-"), asked.model)
         shape = ChatShape(named, asked, self.options, self.text.tokenizer)
@@ -110,7 +121,7 @@ class Edge:
     async def completions(self, request: Request) -> Answer:
         fields = await self._ready(request)
         asked = completions.read_completion_controls(fields, self.options, self.text)
-        prompts, paths = await completions.read_prompts(fields, self.options, self.text)
+        prompts, paths = await completions.read_prompts(fields, self.options, self.text, request.is_disconnected)
         planned = controls.plan(prompts, paths, asked, self.options, self.text.openings)
         named = Named(new_id("cmpl-"), asked.model)
         return self._answer(planned, CompletionShape(named, asked, self.options, self.text.tokenizer), asked)
@@ -143,7 +154,15 @@ class Edge:
         if content is None:
             raise fields.wrong("content", "a string")
         special, start = fields.flag("parse_special"), fields.flag("add_special")
-        (tokens,) = await self.text.tokenizer.encode([content], controls=special, start=start)
+        most = max(MOST_TOKENIZED, chat.COUNTED * self.options.max_ctx)
+        try:
+            (tokens,) = await self.text.tokenizer.encode(
+                [content], controls=special, start=start, most=most, gone=request.is_disconnected
+            )
+        except TooLong:
+            raise invalid("$.content", f"has more than {most} tokens; send it in parts") from None
+        except GaveUp:
+            raise left() from None
         if not fields.flag("with_pieces"):
             return JSONResponse({"tokens": tokens})
         return JSONResponse({"tokens": [{"id": token, "piece": self._piece(token)} for token in tokens]})
@@ -165,7 +184,9 @@ class Edge:
         return JSONResponse({"content": content})
 
     async def apply_template(self, request: Request) -> JSONResponse:
-        conversation = chat.read_chat(await read_object(request, self.options), self.text)
+        fields = await read_object(request, self.options)
+        conversation = await anyio.to_thread.run_sync(chat.read_chat, fields, self.text)
+        chat.refuse_unread(conversation, self.text, chat.COUNTED * self.options.max_ctx, self.options)
         try:
             rendered = await self.text.render(conversation.messages, **conversation.variables)
         except (TemplateRefused, TemplateFailed) as error:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from functools import cache
 from typing import Any, NoReturn
 
 import anyio
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from adapters.http.census import censuses
 from adapters.http.errors import ApiError, invalid
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
 
 MAX_DEPTH = 64
-INLINE_BYTES = 1 << 16  # larger bodies are parsed in a worker thread
+MAX_CONTAINERS = 1 << 17  # arrays and objects of a body: 30 MB of them at most, made in 50 ms
+MAX_VALUES = 1 << 22  # of any kind; 150 MB if all are numbers
+INLINE_BYTES = 1 << 16  # larger bodies are counted, then parsed in a worker thread
+PARSERS = 1  # such bodies at a time: parsing holds the interpreter
+BOM = b"\xef\xbb\xbf"
+DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 CLOSE = {"connection": "close"}  # the rest of the body is not read, so the connection cannot be used again
 
 
@@ -22,8 +31,27 @@ async def read_object(request: Request, options: EdgeOptions) -> Fields:
     """The body as a JSON object. Raises ApiError 400, 408, 413 or 415."""
     check_headers(request)
     raw = await read_bytes(request, options)
-    value = parse(raw) if len(raw) < INLINE_BYTES else await anyio.to_thread.run_sync(parse, raw)
-    return Fields.of(value, "$")
+    if len(raw) < INLINE_BYTES:
+        return Fields.of(parse(raw), "$")
+    return Fields.of(await anyio.to_thread.run_sync(parse_large, raw, options, limiter=parsers()), "$")
+
+
+@cache
+def parsers() -> anyio.CapacityLimiter:
+    return anyio.CapacityLimiter(PARSERS)
+
+
+def parse_large(raw: bytearray, options: EdgeOptions) -> Any:
+    """As `parse`, for a body that would take much time and memory if it held millions of small values."""
+    most = min(MAX_VALUES, MAX_CONTAINERS + options.max_prompts * options.max_ctx)
+    for found in censuses(raw):
+        if found.depth > MAX_DEPTH:
+            raise invalid("$", f"the body is nested deeper than {MAX_DEPTH}")
+        if found.containers > MAX_CONTAINERS:
+            raise invalid("$", f"the body has more than {MAX_CONTAINERS} arrays and objects")
+        if found.containers + found.commas > most:
+            raise invalid("$", f"the body has more than {most} values")
+    return parse(raw)
 
 
 def check_headers(request: Request) -> None:
@@ -37,7 +65,7 @@ def check_headers(request: Request) -> None:
         raise ApiError(415, message, code="unsupported_media_type", headers=CLOSE)
 
 
-async def read_bytes(request: Request, options: EdgeOptions) -> bytes:
+async def read_bytes(request: Request, options: EdgeOptions) -> bytearray:
     too_large = ApiError(
         413, f"The body is larger than {options.max_body} bytes (--max-body).", code="body_too_large", headers=CLOSE
     )
@@ -56,25 +84,33 @@ async def read_bytes(request: Request, options: EdgeOptions) -> bytes:
         raise ApiError(408, message, code="body_timeout", headers=CLOSE) from None
     except ClientDisconnect:
         raise ApiError(400, "The body was not sent completely.", headers=CLOSE) from None
-    return bytes(raw)
+    return raw
 
 
-def parse(raw: bytes) -> Any:
+def parse(raw: bytes | bytearray) -> Any:
     """JSON in UTF-8, a byte order mark allowed; of a key that occurs twice the last value holds."""
+    try:
+        value = DECODER.decode(memoryview(raw)[len(BOM) :] if raw.startswith(BOM) else raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        value = parse_again(raw)
+    check(value)
+    return value
+
+
+def parse_again(raw: bytes | bytearray) -> Any:
+    """What the quick parser will not have: read by the standard library's, which says what is wrong, and where."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise invalid("$", f"the body is not UTF-8 (byte {error.start})") from None
     try:
-        value = json.loads(text, parse_constant=no_constant)
+        return json.loads(text, parse_constant=no_constant)
     except json.JSONDecodeError as error:
         raise invalid("$", f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise invalid("$", f"the body is nested deeper than {MAX_DEPTH}") from None
     except ValueError as error:  # an integer of thousands of digits, NaN
         raise invalid("$", f"the body is not JSON that can be read: {error}"[:200]) from None
-    check(value)
-    return value
 
 
 def no_constant(name: str) -> NoReturn:
@@ -82,33 +118,40 @@ def no_constant(name: str) -> NoReturn:
 
 
 def check(value: Any) -> None:
-    """No number beyond a double, no lone surrogate, no deep nesting. Raises ApiError with the path."""
-    todo: list[tuple[Any, str, int]] = [(value, "$", 0)]
-    while todo:
-        found, path, depth = todo.pop()
-        if isinstance(found, str):
-            check_text(found, path)
-        elif isinstance(found, float):
-            if not math.isfinite(found):
-                raise invalid(path, "the number is too large")
-        elif isinstance(found, dict | list):
-            if depth >= MAX_DEPTH:
-                raise invalid("$", f"the body is nested deeper than {MAX_DEPTH}")
-            if isinstance(found, dict):
-                for key, inner in found.items():
-                    check_text(key, path)
-                    todo.append((inner, f"{path}.{key[:80]}", depth + 1))
-            else:
-                todo += [
-                    (inner, f"{path}[{place}]", depth + 1)
-                    for place, inner in enumerate(found)
-                    if type(inner) is not int
-                ]
+    """No number beyond a double, no lone surrogate, no deep nesting. Raises ApiError with the path, made only then."""
+    ways: list[Iterator[tuple[str | int, Any]]] = [iter([("$", value)])]
+    path: list[str | int] = []  # the keys of the containers that are open
+    while ways:
+        for key, found in ways[-1]:
+            if type(key) is str and (at := half(key)) is not None:
+                raise invalid(written(path), f"has half of a surrogate pair at character {at} of a key")
+            if type(found) is str and (at := half(found)) is not None:
+                raise invalid(written([*path, key]), f"has half of a surrogate pair at character {at}")
+            if type(found) is float and not math.isfinite(found):
+                raise invalid(written([*path, key]), "the number is too large")
+            if type(found) in (dict, list):
+                if len(path) >= MAX_DEPTH:
+                    raise invalid("$", f"the body is nested deeper than {MAX_DEPTH}")
+                path.append(key)
+                ways.append(iter(found.items() if type(found) is dict else enumerate(found)))
+                break
+        else:
+            ways.pop()
+            if path:
+                path.pop()
 
 
-def check_text(text: str, path: str) -> None:
+def half(text: str) -> int | None:
+    """Where half of a surrogate pair stands, which no encoding has."""
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise invalid(path, f"has half of a surrogate pair at character {error.start}") from None
+            return error.start
+    return None
+
+
+def written(path: list[str | int]) -> str:
+    """$.messages[2].content"""
+    steps = (f"[{key}]" if isinstance(key, int) else f".{key[:80]}" for key in path[1:])
+    return "".join((str(path[0]), *steps))

@@ -10,16 +10,20 @@ from typing import Any
 from attrs import frozen
 
 from adapters.http.controls import Controls, read_controls
-from adapters.http.errors import ApiError, invalid
+from adapters.http.errors import ApiError, far_too_long, invalid, left
 from adapters.http.fields import Fields, shown
 from adapters.http.options import EdgeOptions
+from adapters.text.pieces import size_of
 from adapters.text.template import TemplateFailed, TemplateRefused
 from adapters.text.text import Text
+from adapters.text.tokenizer import GaveUp, Gone, TooLong
 from effects.ids import Tokens
 
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1 << 20
 MAX_LOGPROBS = 20
+COUNTED = 2  # contexts: a prompt is counted so far, then it is refused as having at least so many tokens
+THOUGHTS = 8  # contexts of reasoning that a template may be given to leave out
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 TEMPLATE_FLAGS = ("enable_thinking", "thinking", "preserve_thinking")
@@ -206,12 +210,32 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
     return tools
 
 
-async def encode_chat(chat: Chat, text: Text) -> Tokens:
-    """Raises ApiError 400 where the template refuses the conversation, 500 where it fails."""
+async def encode_chat(chat: Chat, text: Text, options: EdgeOptions, gone: Gone) -> Tokens:
+    """Raises ApiError 400 where the conversation is too long or the template refuses it, 500 where it fails."""
+    most = COUNTED * options.max_ctx
+    refuse_unread(chat, text, most, options)
     try:
-        return await text.encode_chat(chat.messages, **chat.variables)
+        return await text.encode_chat(chat.messages, most, gone, **chat.variables)
+    except TooLong as error:
+        raise far_too_long(error.tokens, options.max_ctx, "$.messages") from None
+    except GaveUp:
+        raise left() from None
     except (TemplateRefused, TemplateFailed) as error:
         raise template_error(error) from error
+
+
+def refuse_unread(chat: Chat, text: Text, most: int, options: EdgeOptions) -> None:
+    """What cannot fit is not even rendered. Templates may leave out what an assistant thought; no more than that."""
+    knowledge, said, thought = text.tokenizer.known_plain, 0, 0
+    for message in chat.messages:
+        content = message["content"]
+        answer = content.rpartition("</think>")[2] if message["role"] == "assistant" else content
+        said += size_of(answer)
+        thought += size_of(message.get("reasoning_content", "")) + len(content) - len(answer)
+    if said > knowledge.most_bytes(most):
+        raise far_too_long(knowledge.least(said), options.max_ctx, "$.messages")
+    if thought > THOUGHTS * knowledge.most_bytes(most):
+        raise far_too_long(0, options.max_ctx, "$.messages")
 
 
 def template_error(error: TemplateRefused | TemplateFailed) -> ApiError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from adapters.http.chat import COUNTED
 from adapters.http.controls import Controls, check_tokens, read_controls
-from adapters.http.errors import context_exceeded, invalid
+from adapters.http.errors import context_exceeded, far_too_long, invalid, left
 from adapters.http.fields import Fields, shown
 from adapters.http.options import EdgeOptions
 from adapters.text.text import Text
+from adapters.text.tokenizer import GaveUp, Gone, TooLong
 from effects.ids import Tokens
 
 MAX_LOGPROBS = 20
@@ -25,7 +27,7 @@ def read_completion_controls(fields: Fields, options: EdgeOptions, text: Text) -
     return read_controls(fields, options, ends, -1 if logprobs is None else logprobs, MAX_TOKENS)
 
 
-async def read_prompts(fields: Fields, options: EdgeOptions, text: Text) -> tuple[list[Tokens], list[str]]:
+async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> tuple[list[Tokens], list[str]]:
     """The prompts as tokens, and the path of each in the body.
 
     Text that spells a control token stays text unless the request says `parse_special: true`.
@@ -33,17 +35,29 @@ async def read_prompts(fields: Fields, options: EdgeOptions, text: Text) -> tupl
     prompt, path = fields.data.get("prompt"), fields.at("prompt")
     special = fields.flag("parse_special")
     listed: list[Any] = [prompt]
-    if many := isinstance(prompt, list) and not all(type(item) is int for item in prompt):
+    if many := isinstance(prompt, list) and set(map(type, prompt)) - {int}:
         listed = list(prompt)
     if len(listed) > options.max_prompts:
         raise invalid(path, f"must have at most {options.max_prompts} entries, not {len(listed)}")
     paths = [f"{path}[{place}]" for place in range(len(listed))] if many else [path]
     kinds = {type(item) for item in listed}
     if kinds == {str}:
-        return await text.tokenizer.encode(listed, controls=special, start=True), paths
+        how = {"controls": special, "gone": gone}
+        each = zip(listed, paths, strict=True)
+        return [await encode(prompt, where, how, text, options.max_ctx) for prompt, where in each], paths
     if kinds == {list}:
         for item, where in zip(listed, paths, strict=True):
             if len(item) >= options.max_ctx:  # before millions of them are looked at
                 raise context_exceeded(len(item), options.max_ctx, where)
         return [check_tokens(item, where, options) for item, where in zip(listed, paths, strict=True)], paths
     raise invalid(path, f"must be {KINDS}, not {shown(prompt)}")
+
+
+async def encode(prompt: str, path: str, how: dict[str, Any], text: Text, context: int) -> Tokens:
+    try:
+        (tokens,) = await text.tokenizer.encode([prompt], **how, start=True, most=COUNTED * context)
+    except TooLong as error:
+        raise far_too_long(error.tokens, context, path) from None
+    except GaveUp:
+        raise left() from None
+    return tokens

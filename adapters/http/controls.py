@@ -111,6 +111,8 @@ def read_tokens(fields: Fields, name: str, most: int, options: EdgeOptions) -> T
 
 
 def check_tokens(tokens: list[Any], path: str, options: EdgeOptions) -> Tokens:
+    if set(map(type, tokens)) <= {int} and 0 <= min(tokens, default=0) <= max(tokens, default=0) < options.vocab:
+        return tuple(tokens)  # the usual case, quickly
     for place, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token < options.vocab:
             raise invalid(f"{path}[{place}]", f"must be a token id from 0 to {options.vocab - 1}, not {shown(token)}")

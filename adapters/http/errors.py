@@ -77,6 +77,14 @@ def context_exceeded(tokens: int, context: int, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded", extra=counts)
 
 
+def far_too_long(least: int, context: int, param: str) -> ApiError:
+    """Nobody has counted to the end. least: tokens that there are at least; 0: that is not known either."""
+    count = f"at least {least} tokens" if least else "too much text to count its tokens"
+    error = context_exceeded(least, context, param)
+    error.message = error.message.replace(f"{least} tokens", count, 1)
+    return error
+
+
 def model_not_found(asked: str, served: Sequence[str]) -> ApiError:
     names = f"{', '.join(map(repr, served))} {'is' if len(served) == 1 else 'are'}"
     message = f"The model {asked[:200]!r} is not served here; {names} (--alias adds names, --any-model all)."
@@ -96,6 +104,11 @@ def queue_full(retry_after_s: int) -> ApiError:
 def unavailable(why: str, retry_after_s: int) -> ApiError:
     headers = {"retry-after": str(retry_after_s)}
     return ApiError(503, why, "unavailable_error", code="unavailable", headers=headers)
+
+
+def left() -> ApiError:
+    """For the log: there is nobody to hear it."""
+    return ApiError(499, "The client has left.", "cancelled", code="client_gone")
 
 
 def failure_of(closed: Closed, retry_after_s: int) -> ApiError | None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import struct
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from attrs import define, field, frozen
 from adapters.models.config import CheckpointError
 
 WORKER = Path(__file__).with_name("render_worker.py")
-START_SECONDS = 20  # a fresh interpreter on a busy machine
+START_SECONDS = 60  # a fresh interpreter on a busy machine
+PATIENCE = 15  # seconds by the clock for each of processor time: a busy machine is not the template's fault
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_OWN_CHARS = 1 << 16  # in a prompt that says one word: a system prompt of its own takes a few thousand
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "TZ", "SYSTEMROOT")
@@ -56,7 +58,7 @@ class TemplateFailed(Exception):
 class ChatTemplate:
     """One template and the worker that renders it. The worker starts with the first render and after a kill.
 
-    seconds: wall clock a render may take, in whole seconds.  max_chars: length of what it may write.
+    seconds: of processor time that a render may take.  max_chars: length of what it may write.
     max_bytes: address space of the worker.
     """
 
@@ -89,7 +91,7 @@ class ChatTemplate:
         async with self._lock:
             if self._worker is None:
                 await self._start()
-            text = await self._ask(json.dumps(asked).encode(), self.seconds)
+            text = await self._ask(json.dumps(asked).encode(), PATIENCE * self.seconds)
         return self._split(text)
 
     async def check(self) -> None:
@@ -133,8 +135,10 @@ class ChatTemplate:
                 reply = await self._worker.ask(frame, limit=8 * self.max_chars)
             answered = True
         except TimeoutError:
-            raise TemplateFailed(f"the chat template took more than {seconds} s") from None
+            raise TemplateFailed(f"the chat template did not end within {seconds} s") from None
         except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            if await self._worker.ended() == -signal.SIGPROF:
+                raise TemplateFailed(f"the chat template took more than {self.seconds} s of processor time") from None
             raise TemplateFailed("the chat template ended its process") from None
         finally:
             if not answered:
@@ -183,6 +187,12 @@ class Worker:
             raise TemplateFailed("the chat template wrote too much")
         reply: dict[str, Any] = json.loads(await self.replies.receive_exactly(length))
         return reply
+
+    async def ended(self) -> int | None:
+        """How, if it has."""
+        with anyio.move_on_after(1):
+            return await self.process.wait()
+        return None
 
     async def kill(self) -> None:
         with anyio.CancelScope(shield=True):

@@ -11,7 +11,7 @@ from attrs import define, field
 from adapters.models.config import CheckpointError
 from adapters.text.boundaries import Openings, find_openings
 from adapters.text.template import ChatTemplate, Rendered, TemplateFailed, TemplateRefused, find_template, text_of
-from adapters.text.tokenizer import Tokenizer, read_json
+from adapters.text.tokenizer import Gone, Tokenizer, read_json
 from effects.ids import Tokens
 from effects.job import Sampling
 
@@ -55,9 +55,14 @@ class Text:
             return ("the chat template puts control tokens together from parts, which are served as plain text",)
         return ()
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Tokens:
-        """A conversation's prompt, ready for the assistant's answer. The checkpoint must have a template."""
-        return await self.tokenizer.encode_rendered(await self.render(messages, **variables))
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, gone: Gone | None = None, **variables: Any
+    ) -> Tokens:
+        """A conversation's prompt, ready for the assistant's answer. The checkpoint must have a template.
+
+        most, gone: as `Tokenizer.encode` has them.
+        """
+        return await self.tokenizer.encode_rendered(await self.render(messages, **variables), most, gone)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
         assert self.template is not None

@@ -11,10 +11,10 @@ text would have had.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import tokenizers
@@ -22,6 +22,7 @@ from attrs import define, field
 
 from adapters import bounded_json
 from adapters.models.config import CheckpointError
+from adapters.text.pieces import Knowledge, known, runs, size_of
 from adapters.text.template import Control, Rendered
 from effects.ids import Tokens
 
@@ -31,6 +32,20 @@ MAX_PARTS = 1 << 20  # lists and objects: a merge may be a list
 # What an expression may trip over.
 TRIED = [*(sign * 200 + "!" for sign in "a1 \n"), "Hello, world.", "\u00e9\u4e2d\U0001f600"]
 ENCODING_THREADS = 2  # encoding is CPU work: more would only slow the event loop
+
+Gone: TypeAlias = Callable[[], Awaitable[bool]]  # has whoever asked left?
+
+
+class TooLong(Exception):
+    """A text has more tokens than were wanted. `tokens`: at least so many."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
+        self.tokens = tokens
+
+
+class GaveUp(Exception):
+    """Whoever wanted the tokens has left."""
 
 
 @define(eq=False)
@@ -43,6 +58,8 @@ class Tokenizer:
     special: frozenset[int]  # not shown when decoding
     end_tokens: Tokens = ()  # any of these ends an answer
     variables: Mapping[str, str] = field(factory=dict)  # bos_token, eos_token ... as chat templates read them
+    known_plain: Knowledge = field(factory=Knowledge)
+    known_full: Knowledge = field(factory=Knowledge)
     size: int = field(init=False)
     _limiter: anyio.CapacityLimiter | None = field(default=None, init=False)
     _pieces: dict[int, bytes] = field(factory=dict, init=False)
@@ -63,16 +80,62 @@ class Tokenizer:
             why = f"{type(error).__name__}: {str(error)[:200]}"
             raise CheckpointError(f"tokenizer.json is not made as one: {why}") from error
 
-    async def encode(self, texts: Sequence[str], *, controls: bool = False, start: bool = False) -> list[Tokens]:
-        """Encode each text, in a worker thread.
+    async def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        controls: bool = False,
+        start: bool = False,
+        most: int | None = None,
+        gone: Gone | None = None,
+    ) -> list[Tokens]:
+        """Encode each text, in a worker thread, piece by piece: between two pieces others have their turn.
 
         controls: text that spells a control token becomes it.  start: add what the tokenizer puts before a text (BOS).
+        most: a text of more tokens raises TooLong, once that is clear.  gone: asked between pieces; if so, GaveUp.
         """
-        return await self._thread(self.encode_now, texts, controls, start)
+        before, after = self._around(controls) if start else ((), ())
+        found = []
+        for text in texts:
+            (tokens,) = await self._encode([text], controls, most, gone)
+            found.append((*before, *tokens, *after))
+        return found
 
-    async def encode_rendered(self, rendered: Rendered) -> Tokens:
-        """Encode a rendered conversation, in a worker thread."""
-        return await self._thread(self.encode_rendered_now, rendered)
+    async def encode_rendered(self, rendered: Rendered, most: int | None = None, gone: Gone | None = None) -> Tokens:
+        """Encode a rendered conversation, in the same way. most: of the whole."""
+        texts = [trimmed(rendered, place) for place, piece in enumerate(rendered) if isinstance(piece, str)]
+        encoded = iter(await self._encode(texts, False, most, gone))
+        tokens: list[int] = []
+        for piece in rendered:
+            tokens.extend((piece.id,) if isinstance(piece, Control) else next(encoded))
+        return tuple(tokens)
+
+    async def _encode(
+        self, texts: Sequence[str], controls: bool, most: int | None, gone: Gone | None
+    ) -> list[list[int]]:
+        """The tokens of each text; `most` is of all together."""
+        knowledge = self.known_full if controls else self.known_plain
+        size = sum(map(size_of, texts))
+        if most is not None and size > knowledge.most_bytes(most):
+            raise TooLong(knowledge.least(size))
+        encoded: list[list[int]] = [[] for _ in texts]
+        count = 0
+        for run in runs(texts, knowledge):
+            if count and gone is not None and await gone():
+                raise GaveUp
+            found = await self._thread(self.encode_now, [piece for _, piece in run], controls)
+            for (place, _), tokens in zip(run, found, strict=True):
+                encoded[place] += tokens
+                count += len(tokens)
+            if most is not None and count > most:
+                raise TooLong(count)
+        return encoded
+
+    def _around(self, controls: bool) -> tuple[Tokens, Tokens]:
+        """What the tokenizer puts before and behind a text."""
+        (whole,), (bare,) = self.encode_now(["a"], controls, True), self.encode_now(["a"], controls)
+        at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return whole[:at], whole[at + len(bare) :]
 
     def encode_now(self, texts: Sequence[str], controls: bool = False, start: bool = False) -> list[Tokens]:
         backend = self.full if controls else self.plain
@@ -80,14 +143,6 @@ class Tokenizer:
             # the batch call releases the GIL; encode() holds it for seconds on a long text
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=start)
         return [tuple(encoding.ids) for encoding in encodings]
-
-    def encode_rendered_now(self, rendered: Rendered) -> Tokens:
-        texts = [trimmed(rendered, place) for place, piece in enumerate(rendered) if isinstance(piece, str)]
-        encoded = iter(self.encode_now(texts))
-        tokens: list[int] = []
-        for piece in rendered:
-            tokens.extend((piece.id,) if isinstance(piece, Control) else next(encoded))
-        return tuple(tokens)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Tokens to text. special: write control tokens out. Ids that the tokenizer does not have are no text."""
@@ -150,9 +205,10 @@ def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens:
     added = [token for token in described.get("added_tokens", ()) if token["content"].strip()]
     contents = {token["content"] for token in added}
     try:
+        bare = without(described, contents)
         with panics():
             full = tokenizers.Tokenizer.from_str(json.dumps(described))
-            plain = tokenizers.Tokenizer.from_str(json.dumps(without(described, contents)))
+            plain = tokenizers.Tokenizer.from_str(json.dumps(bare))
             for backend in (full, plain):
                 backend.encode_batch_fast(TRIED, add_special_tokens=False)
     except Exception as error:  # the library raises plain Exception
@@ -170,7 +226,8 @@ def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens:
     if named.get("eos_token") in controls:
         ends.append(controls[named["eos_token"]].id)
     special = frozenset(token["id"] for token in described.get("added_tokens", ()) if token["special"])
-    return Tokenizer(full, plain, controls, special, tuple(dict.fromkeys(ends)), named)
+    knowledge = (known(bare, BYTES), known(described, BYTES))
+    return Tokenizer(full, plain, controls, special, tuple(dict.fromkeys(ends)), named, *knowledge)
 
 
 def without(described: Mapping[str, Any], contents: set[str]) -> dict[str, Any]:

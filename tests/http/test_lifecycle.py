@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,11 @@ async def test_a_client_that_leaves_is_noticed_at_once_wherever_its_job_is(
     folder: Path, phase: str, streamed: bool
 ) -> None:
     async with served(folder, door=SLOW[phase]) as site:
-        with anyio.move_on_after(0.3):
-            await site.post(PATH, chat(stream=streamed, max_tokens=500))
-        assert site.door.tickets
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(site.post, PATH, chat(stream=streamed, max_tokens=500)))
+            await until(lambda: site.door.tickets, 20)  # the template's process has to start
+            await anyio.sleep(0.1)
+            tasks.cancel_scope.cancel()
         (ticket,) = site.door.tickets
         assert await until(lambda: ticket.closed) < 1
         assert ticket.closed is not None

@@ -52,11 +52,11 @@ def test_control_tokens_can_be_asked_for(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokens, special=True) == "<|im_start|>user <tool_call>"
 
 
-def test_a_control_token_may_swallow_the_white_space_beside_it(tokenizer: Tokenizer) -> None:
+async def test_a_control_token_may_swallow_the_white_space_beside_it(tokenizer: Tokenizer) -> None:
     greedy = Control("<x>", 3, lstrip=True, rstrip=True)
     rendered = ("a \n", greedy, "\n b ")
     (a,), (b,) = tokenizer.encode_now(["a"])[0], tokenizer.encode_now(["b"])[0]
-    assert tokenizer.encode_rendered_now(rendered)[:3] == (a, 3, b)
+    assert (await tokenizer.encode_rendered(rendered))[:3] == (a, 3, b)
 
 
 def test_what_ends_an_answer_is_read_from_every_file_that_says_so(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,123 @@
+"""How much text can be refused unread, and where a text may be cut without changing its tokens.
+
+Both follow from tokenizer.json, and only from kinds that are known. A token of a byte-level vocabulary stands for no
+more bytes than the longest one has, so a text has at least so many tokens. And between a letter and a sign that is
+none, every pre-tokenizer below ends a word, whatever comes after: none of their expressions goes on from a letter to
+anything but a letter, and none looks back. NFC composes nothing across such a place either. So the parts have the
+tokens of the whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+PIECE = 1 << 16  # characters: some 20 ms of encoding
+CUT = re.compile("(?<=[A-Za-z\u4e00-\u9fa5])(?=[\\x00-@\\[-`{-\\x7f\u3001\u3002\uff0c])")
+SHRINKS = 3  # NFC: three Hangul jamo of three bytes each become one syllable of three
+UNPROVEN = 64  # bytes a token, for the byte limit where nothing is known
+
+# GPT-2's, which ByteLevel uses; Qwen's; and Llama 3's, which differs in digits
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+KNOWN = (GPT2, QWEN, QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"))
+
+
+@frozen
+class Knowledge:
+    """What is known of a tokenizer. `longest`: bytes that one token stands for at most; 0: not known."""
+
+    longest: int = 0
+    cuts: bool = False
+
+    def least(self, size: int) -> int:
+        """Tokens of a text of so many bytes, at least; 0 where that is not known."""
+        return -(-size // self.longest) if self.longest else 0
+
+    def most_bytes(self, tokens: int) -> int:
+        """A longer text is refused unread where it may have no more than so many tokens."""
+        return tokens * (self.longest or UNPROVEN)
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """The text in parts of some 64 Ki characters each, whose tokens are those of the whole."""
+        start = 0
+        while self.cuts and len(text) - start > PIECE and (found := CUT.search(text, start + PIECE)):
+            yield text[start : found.start()]
+            start = found.start()
+        yield text[start:] if start else text
+
+
+def size_of(text: str) -> int:
+    """Bytes of its UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def runs(texts: Sequence[str], knowledge: Knowledge) -> Iterator[list[tuple[int, str]]]:
+    """All pieces of all texts with the place of their text, in portions of some 64 Ki characters."""
+    run, size = list[tuple[int, str]](), 0
+    for place, text in enumerate(texts):
+        for piece in knowledge.pieces(text):
+            if run and size + len(piece) > PIECE:
+                yield run
+                run, size = [], 0
+            run.append((place, piece))
+            size += len(piece)
+    if run:
+        yield run
+
+
+def known(described: Mapping[str, Any], alphabet: Mapping[str, int]) -> Knowledge:
+    """From the content of a tokenizer.json. alphabet: byte-level characters."""
+    model, added = described.get("model") or {}, described.get("added_tokens") or ()
+    vocabulary = model.get("vocab")
+    if not isinstance(vocabulary, Mapping) or model.get("type", "BPE") != "BPE" or model.get("dropout"):
+        return Knowledge()
+    shrinks = shrinkage(described.get("normalizer"))
+    words = splits_words(described.get("pre_tokenizer"))
+    swallows = any(token.get(flag) for token in added for flag in ("lstrip", "rstrip", "single_word"))
+    if not (shrinks and words) or swallows or not alphabet.keys() <= vocabulary.keys():
+        return Knowledge()
+    longest = max(len(text) if alphabet.keys() >= set(text) else len(text.encode()) for text in vocabulary)
+    longest = max([longest, *(len(token["content"].encode()) for token in added)])
+    return Knowledge(shrinks * longest, not any(CUT.search(token["content"]) for token in added))
+
+
+def shrinkage(normalizer: Any) -> int:
+    """How much shorter a normalised text may be; 0: not known."""
+    if normalizer is None:
+        return 1
+    return SHRINKS if normalizer.get("type") == "NFC" else 0
+
+
+def splits_words(step: Any) -> bool:
+    """Does this pre-tokenizer keep every byte, and end a word wherever `CUT` says?"""
+    if not isinstance(step, Mapping):
+        return False
+    match step.get("type"):
+        case "Sequence":
+            parts = step.get("pretokenizers") or []
+            return any(regular(part) for part in parts) and all(keeps(part) for part in parts)
+        case _:
+            return regular(step) and keeps(step)
+
+
+def regular(step: Mapping[str, Any]) -> bool:
+    """Does it cut by one of the expressions that are known?"""
+    if step.get("type") == "ByteLevel":
+        return bool(step.get("use_regex", True))
+    return step.get("type") == "Split" and (step.get("pattern") or {}).get("Regex") in KNOWN
+
+
+def keeps(step: Mapping[str, Any]) -> bool:
+    """Does it hand on every byte, in words that the next step does not join?"""
+    match step.get("type"):
+        case "ByteLevel":
+            return not step.get("add_prefix_space", True)
+        case "Digits":
+            return True
+        case "Split":
+            return step.get("behavior") == "Isolated" and not step.get("invert") and regular(step)
+    return False

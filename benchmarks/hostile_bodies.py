@@ -1,0 +1,128 @@
+"""Bodies that are made to cost, sent to the demo over HTTP: how long each takes, what memory the server needs for it,
+and how long the requests of others take meanwhile.
+
+    python -m benchmarks.hostile_bodies --mib 30
+
+Goal: an answer within 2 s and ten times the body's size of memory, others' p99 at most 100 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.report import machine, raw, table
+from tests.e2e.server import Running, serving
+
+MIB = 1 << 20
+SMALL = {"messages": [{"role": "user", "content": "Hello"}], "prompt": "Hello"}
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+
+
+def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
+    """Name, path and body."""
+
+    def filled(unit: str, around: str = '{"prompt": [%s]}') -> bytes:
+        return (around % (unit * (size // len(unit)))[:-1]).encode()
+
+    def chat(content: str, role: str = "user") -> bytes:
+        return json.dumps({"messages": [{"role": role, "content": content}]}).encode()
+
+    text = "The quick brown fox jumps over the lazy dog. " * (size // 45)
+    yield "one text", PLAIN, json.dumps({"prompt": text}).encode()
+    yield "one word", PLAIN, json.dumps({"prompt": "a" * size}).encode()
+    yield "text with control tokens parsed", PLAIN, json.dumps({"prompt": text, "parse_special": True}).encode()
+    yield "wide characters", PLAIN, json.dumps({"prompt": text[:-4] + "\U0001f600"}, ensure_ascii=False).encode()
+    yield "escaped characters", PLAIN, json.dumps({"prompt": "\u6771" * (size // 6)}).encode()
+    yield "a chat", CHAT, chat(text)
+    yield "a chat of an assistant", CHAT, chat(text, "assistant")
+    yield "a chat of thoughts", CHAT, chat(f"<think>{text}</think>", "assistant")
+    yield "many messages", CHAT, filled('{"role":"user","content":"x"},', '{"messages": [%s]}')
+    yield "/tokenize", "/tokenize", json.dumps({"content": text}).encode()
+    yield "[[5], ...]", PLAIN, filled("[5],")
+    yield "[{}, ...]", PLAIN, filled("{},")
+    yield "[[], ...]", PLAIN, filled("[],")
+    yield "[5, ...]", PLAIN, filled("5,")
+    yield '["", ...]', PLAIN, filled('"",')
+    yield "levels", PLAIN, b"[" * (size // 2) + b"]" * (size // 2)
+    yield "NaN at the end", PLAIN, json.dumps({"prompt": text}).encode()[:-1] + b', "n": NaN}'
+    yield "half a surrogate at the end", PLAIN, json.dumps({"prompt": text}).encode()[:-2] + b'\\udfff"}'
+
+
+class Others:
+    """Small requests, one after another, and how long each took."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.took, self.stop = url, list[float](), threading.Event()
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            while not self.stop.is_set():
+                start = time.perf_counter()
+                client.post("/tokenize", json={"content": "a short text"}).raise_for_status()
+                self.took.append(time.perf_counter() - start)
+                time.sleep(0.002)
+
+    def __enter__(self) -> Others:
+        self.thread.start()
+        time.sleep(0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join()
+
+
+def memory(server: Running, name: str) -> int:
+    """VmRSS or VmHWM, in bytes."""
+    lines = Path(f"/proc/{server.process.pid}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+
+def once(server: Running, path: str, body: bytes) -> dict[str, Any]:
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5", encoding="ascii")  # the peak starts again from here
+    before = memory(server, "VmRSS")
+    with Others(server.url) as others:
+        start = time.perf_counter()
+        response = server.client.post(path, content=body, headers={"content-type": "application/json"}, timeout=300)
+        seconds = time.perf_counter() - start
+    return {
+        "status": response.status_code,
+        "seconds": seconds,
+        "peak_x": (memory(server, "VmHWM") - before) / len(body),
+        "kept_mib": (memory(server, "VmRSS") - before) / MIB,
+        "others_p99_ms": 1e3 * sorted(others.took)[int(0.99 * len(others.took))],
+        "others": len(others.took),
+        "said": response.text[:200],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=30)
+    parser.add_argument("--only", default="", help="bodies with this in their name")
+    asked = parser.parse_args()
+    rows = []
+    with serving("--draft", "none") as server:
+        for path in (CHAT, PLAIN):
+            server.client.post(path, json={**SMALL, "max_tokens": 1}).raise_for_status()  # everything is warm
+        for name, path, body in bodies(asked.mib * MIB):
+            if asked.only not in name:
+                continue
+            rows.append({"body": name, "mib": len(body) / MIB, **once(server, path, body)})
+    shown = [{name: value for name, value in row.items() if name != "said"} for row in rows]
+    table("Bodies made to cost (goal: 2 s, 10x, others' p99 100 ms)", shown)
+    raw("hostile_bodies", {"rows": rows, "machine": machine()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
