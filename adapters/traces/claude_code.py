@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from attrs import define, field
 
@@ -20,6 +20,7 @@ from adapters.traces.requests import (
     BadLog,
     Request,
     Session,
+    ends_before,
     made_up,
     message_starts,
     shown,
@@ -28,6 +29,7 @@ from adapters.traces.requests import (
 from effects.ids import Tokens
 
 MOST_BLOCK = 1 << 12
+Earlier: TypeAlias = tuple[int, list[int], Sequence[int]]  # length, whole blocks, where earlier prompts end in it
 MOST_DEPTH = 8  # subagents of subagents
 MOST_MADE_UP = 1 << 26  # tokens of a file, each block counted once
 
@@ -106,15 +108,13 @@ class Reader:
             if "hash_ids" in one or "requests" not in one:
                 timed.append((at_ns, number, one, place))
         found = list[Request]()
-        before = list[tuple[int, Sequence[int]]]()  # length and whole blocks of each earlier prompt
+        before = list[Earlier]()
         for at_ns, _, one, place in sorted(timed, key=lambda entry: entry[:2]):
             found.append(self._request(at_ns, one, place, before))
         if found:
             self._agents.append(Agent(tuple(found)))
 
-    def _request(
-        self, at_ns: int, raw: Mapping[str, Any], where: str, before: list[tuple[int, Sequence[int]]]
-    ) -> Request:
+    def _request(self, at_ns: int, raw: Mapping[str, Any], where: str, before: list[Earlier]) -> Request:
         length = whole(raw, "in", where, least=1)
         ids = raw.get("hash_ids", [])
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
@@ -127,8 +127,8 @@ class Reader:
         if rest > 0:
             pieces.append(self._tokens(f"{own}: rest", rest))
         out = whole(raw, "out", where, default=0)
-        ends = [end for end, blocks in before if end <= length and list(blocks) == ids[: len(blocks)]]
-        before.append((length, ids[: length // self._block]))
+        ends = ends_before(before, lambda end, blocks: end <= length and blocks == ids[: len(blocks)])
+        before.append((length, ids[: length // self._block], ends))
         return Request(
             at_ns,
             tuple(pieces),

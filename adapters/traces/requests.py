@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
+from typing import TypeVar
 
 from attrs import frozen
 
 from effects.ids import Tokens
 
+T = TypeVar("T")
 MOST_TOKENS = 1 << 22  # of one prompt or answer
 MOST_REQUESTS = 1 << 20  # of one file
 LONE = re.compile("[\ud800-\udfff]")
@@ -87,6 +89,18 @@ def made_up(name: str, length: int) -> Tokens:
     """Tokens that stand for a text nobody has: always the same for one name. Small numbers, which take no memory."""
     digests = (blake2b(f"{name}\0{at}".encode(), digest_size=DIGEST).digest() for at in range(0, length, DIGEST))
     return tuple(chain.from_iterable(digests))[:length]
+
+
+def ends_before(earlier: Sequence[tuple[int, T, Sequence[int]]], begins: Callable[[int, T], bool]) -> list[int]:
+    """Where earlier prompts end that this one begins with. Each is (length, what it is told by, its own ends).
+
+    What one of them begins with, this one does too: a long conversation is compared with its last turn, not with all.
+    """
+    ends = set[int]()
+    for length, told, own in reversed(earlier):
+        if length not in ends and begins(length, told):
+            ends.update(own, (length,))
+    return sorted(ends)
 
 
 def message_starts(length: int, marked: Iterable[int], earlier: Sequence[int]) -> Tokens:

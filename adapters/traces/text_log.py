@@ -10,7 +10,7 @@ from attrs import frozen
 
 from adapters import bounded_json
 from adapters.traces import requests
-from adapters.traces.requests import MOST_REQUESTS, Agent, BadLog, Request, Session, message_starts, shown
+from adapters.traces.requests import MOST_REQUESTS, Agent, BadLog, Request, Session, ends_before, message_starts, shown
 from effects.ids import Tokens
 
 # texts -> for each its tokens and, for each token, the character it begins at
@@ -81,9 +81,10 @@ def agent(lines: Sequence[Line], encode: Encode) -> Agent:
     """A session's requests, which its lines hold in any order. encode is asked twice: for all prompts, all answers."""
     prompts = encode([line.text for line in lines])
     answers = encode([line.answer for line in lines])
-    found = list[Request]()
+    found, before = list[Request](), list[tuple[int, Tokens, Sequence[int]]]()
     for number, (line, (tokens, begins)) in enumerate(zip(lines, prompts, strict=True)):
-        earlier = [len(before) for before, _ in prompts[:number] if tokens[: len(before)] == before]
+        earlier = ends_before(before, lambda end, other, tokens=tokens: tokens[:end] == other)  # type: ignore[misc]
+        before.append((len(tokens), tokens, earlier))
         marks = marked(line.text, begins)
         answer = answers[number][0] or tokens[-1:]
         found.append(Request(line.at_ns, (tokens,), answer, message_starts(len(tokens), marks, earlier)))

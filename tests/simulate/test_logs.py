@@ -235,3 +235,12 @@ def test_a_long_text_is_read_in_pieces_that_texts_which_begin_alike_share(tmp_pa
     assert second.prompt[: first.length - 1] == first.prompt[:-1]
     assert second.boundaries[-2] == second.length - 2
     assert peak < 60 * len(words)
+
+
+def test_a_prompt_that_goes_back_begins_as_all_do_that_it_began_with(tmp_path: Path) -> None:
+    """Two earlier prompts of one length, one with another tail, one that is no beginning of the last turn."""
+    turns = [[1], [1, 2], [1, 2, 3], [1, 7], [1, 2, 3, 4], [1, 7, 8]]
+    log = session(*(counts(at, 8 * len(ids), ids) for at, ids in enumerate(turns)), block_size=8, tool_tokens=0)
+    found = requests(read_logs([write(tmp_path / "s.json", log)]))
+    assert found[4].boundaries == (2, 8, 16, 24, 32)
+    assert found[5].boundaries == (2, 8, 16, 24)
