@@ -84,10 +84,15 @@ def prefilled(rates: Rates, start: int, rows: int, took_ns: int, *, beside: bool
 
 
 def restored(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, beside: bool) -> Rates:
-    """Rows were loaded; beside: while others of the same prompt were computed."""
+    """Rows were loaded; beside: while others of the same prompt were computed.
+
+    What took less even so takes no longer alone: files may be in the page cache this time.
+    """
+    alone = tokens * load_time(rates, tier)
     if beside:
-        alone = tokens * load_time(rates, tier)
-        return evolve(rates, load_beside=slowed(rates.load_beside, took_ns, alone))
+        rates = evolve(rates, load_beside=slowed(rates.load_beside, took_ns, alone))
+    if beside and took_ns >= alone:
+        return rates
     return with_load(rates, tier, blended(load_time(rates, tier), max(1, took_ns // tokens)))
 
 

@@ -135,6 +135,15 @@ def test_what_both_sides_lose_by_each_other_is_kept_apart() -> None:
     assert rates.restored(alone, "disk", 10, 300, beside=True) == alone, "nothing to compare with"
 
 
+def test_what_loads_sooner_beside_something_else_than_it_did_alone_takes_no_longer_alone() -> None:
+    """Files that were read past the page cache at start are in it now."""
+    known = Rates(prefill=(100,), disk=100)
+    assert rates.restored(known, "disk", 10, 200, beside=True) == evolve(known, disk=80, load_beside=1000)
+    for _ in range(20):
+        known = rates.restored(known, "disk", 10, 200, beside=True)
+    assert 20 <= known.disk <= 25
+
+
 @pytest.mark.parametrize(
     "wrong", [{"prefill": (-1,)}, {"disk": -1}, {"rounds": ((1, -1),)}, {"load_beside": -1}, {"prefill": (1,) * 65}]
 )
