@@ -1,20 +1,27 @@
 # Two commands do everything on a fresh machine: `make serve` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 DRAFT_ARGS ?=
 
 .PHONY: install serve test lint types imports check diagram train-demo train-demo-draft bench clean
 
-install: .venv/installed  ## set up .venv with rekindle and what its tests need
+install: .venv/develops  ## set up .venv with rekindle and what its tests and benchmarks need
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/serves: pyproject.toml constraints.txt
+	@echo 'Setting up .venv: torch first, which is large, then the rest; once, for some minutes.'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
 
-serve: install  ## serve the demo model on 127.0.0.1:8000; ARGS="..." adds options
+.venv/develops: .venv/serves
+	@echo 'Adding linters, test tools and plotting to .venv.'
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+serve: .venv/serves  ## serve the demo model on 127.0.0.1:8000; ARGS="..." adds options
 	@exec $(BIN)/rekindle serve $(ARGS)
 
 test: install  ## the whole suite; ARGS="-k name" picks from it

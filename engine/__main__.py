@@ -14,8 +14,9 @@ import cyclopts
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from engine import __version__
+from engine import __version__, startup
 from engine.options import Options
+from engine.preflight import prepared
 from engine.refusal import Refusal
 from engine.simulation.wanted import Wanted
 
@@ -45,12 +46,16 @@ def serve(
     config
         TOML file with the same names: `port = 8080`, `api-key = ["..."]`.
     """
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import can swallow a KeyboardInterrupt
-    from engine.serve import run  # noqa: PLC0415 - torch takes a second to import
-
-    signal.signal(signal.SIGINT, interrupt)
     del config  # read before the command line was
-    return run(options)
+    startup.configure_logging()
+    options = prepared(options)
+    with startup.Steps() as steps:
+        steps(startup.IMPORT)
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import can swallow a KeyboardInterrupt
+        from engine.serve import run  # noqa: PLC0415 - torch takes seconds to import
+
+        signal.signal(signal.SIGINT, interrupt)
+        return run(options, steps)
 
 
 @app.command(sort_key=2)

@@ -200,7 +200,7 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
     if header.redacted:
         raise Refusal(f"{path} is redacted: it replays, but its tokens are gone and cannot be executed")
     try:
-        target = await load_target(options_of(header, model), header.identity)
+        target = await load_target(options_of(header, model), only=header.identity)
     except Mismatched as error:
         raise Refusal(
             f"{path} was recorded with model and numerics {header.identity[:40]}, these are {error}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -20,6 +21,8 @@ ENGINE = "Engine"
 DRAFT = "Speculation"
 CACHE = "Cache"
 TRACE = "Trace"
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[^\s/?#@\[\]:]+)(:\d{1,5})?")
 
 Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
@@ -82,6 +85,18 @@ def known_key(_: Any, value: tuple[str, ...]) -> None:
         raise ValueError("Must be printable ASCII, and not empty.")
 
 
+def known_aliases(_: Any, value: tuple[str, ...]) -> None:
+    for name in value:
+        if not name.strip() or not name.isprintable() or len(name) > 200:
+            raise ValueError("Must be a name of up to 200 printable characters.")
+
+
+def known_origins(_: Any, value: tuple[str, ...]) -> None:
+    for origin in value:
+        if origin != "*" and not ORIGIN.fullmatch(origin.lower()):
+            raise ValueError("Must be what a browser sends, such as https://page.example:8443, without a path, or *.")
+
+
 @frozen
 class Model:
     """The one option that needs no flag."""
@@ -93,6 +108,12 @@ class Model:
 @frozen(kw_only=True)
 class Options(Model):
     """Options of `rekindle serve`. Every one can also come from `REKINDLE_<NAME>` or from the `--config` file."""
+
+    alias: Annotated[tuple[str, ...], flag(MODEL, negative="", validator=known_aliases)] = ()
+    """A further name that requests may call the model by. May be given several times."""
+
+    any_model: Annotated[bool, flag(MODEL, negative="")] = False
+    """Requests may call the model what they like: for clients with a fixed name."""
 
     device: Annotated[Device, flag(MODEL, validator=known_device)] = "auto"
     """auto (CUDA where there is one), cpu, cuda or cuda:N."""
@@ -137,11 +158,18 @@ class Options(Model):
     allow_host: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_names)] = ()
     """A further name that clients may call this server by, * for any. May be given several times."""
 
+    allow_origin: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_origins)] = ()
+    """Origin of web pages that may call this server (https://page.example), * for any. May be given several times."""
+
     port: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=0, lte=65535))] = 8000
     """Port to listen on; 0 takes a free one."""
 
     api_key: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=known_key)] = ()
-    """A key that clients must send (Authorization: Bearer, or X-Api-Key). May be given several times."""
+    """A key that clients must send (Authorization: Bearer, or X-Api-Key). May be given several times. Other users of
+    this machine see a command line: better use REKINDLE_API_KEY or --api-key-file."""
+
+    api_key_file: Annotated[Path | None, flag(SERVER)] = None
+    """File with such keys, one a line, read once at start."""
 
     max_queue: Annotated[int, flag(SERVER, converter=whole, validator=Number(gte=0, lte=100_000))] = 128
     """Requests that may wait for a slot; more are answered 429."""
@@ -196,6 +224,8 @@ class Options(Model):
             raise Refusal(
                 "--lazy-draft is --draft-residency request-scoped, and persistent is asked for: leave one out"
             )
+        if self.kv_cache_dir is not None and parse(self.disk_prefix_cache).kind == "off":
+            raise Refusal("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
 
     @property
     def residency(self) -> Residency:
@@ -212,6 +242,7 @@ class Options(Model):
         """For the trace's header and /props: everything but secrets."""
         raw = attrs.asdict(self)
         raw["api_key"] = len(self.api_key)
+        raw["api_key_file"] = None if self.api_key_file is None else self.api_key_file.name
         raw["kv_cache_dir"] = None if self.kv_cache_dir is None else self.kv_cache_dir.name
         raw["trace"] = None if self.trace is None else self.trace.name
         raw["model"] = Path(self.model).name

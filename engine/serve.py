@@ -32,6 +32,7 @@ from engine import __version__
 from engine.assemble import engine
 from engine.options import Options
 from engine.refusal import Refusal, innermost
+from engine.startup import TOKENIZER, Steps
 from engine.target import Target, load_target, model_folder
 from engine.trace import VERSION, Header, Recorder
 
@@ -42,13 +43,11 @@ LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
 
-def run(options: Options) -> NoReturn:
+def run(options: Options, steps: Steps) -> NoReturn:
     """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
     raise_file_limit()
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        status = anyio.run(serve_until_signal, options)
+        status = anyio.run(serve_until_signal, options, steps)
     except BaseExceptionGroup as group:
         raise innermost(group) from group
     leave(status)
@@ -86,13 +85,13 @@ class Gate:
             await error_response(scope["path"], unavailable("Loading model", 1))(scope, receive, send)
 
 
-async def serve_until_signal(options: Options) -> int:
-    gate, stop, started = Gate(), anyio.Event(), time.monotonic()
+async def serve_until_signal(options: Options, steps: Steps) -> int:
+    gate, stop = Gate(), anyio.Event()
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, signals, gate, stop, options.grace)
             serving: Serving = await tasks.start(listen, options, gate)
-            clean = await serve_model(options, gate, serving, stop, started)
+            clean = await serve_model(options, gate, serving, stop, steps)
             tasks.cancel_scope.cancel()
     return 0 if clean else 1
 
@@ -123,11 +122,12 @@ def give_up() -> None:
     os._exit(1)
 
 
-async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyio.Event, started: float) -> bool:
+async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyio.Event, steps: Steps) -> bool:
     """From loading to the end of the drain. True if nobody was cut short."""
+    steps(TOKENIZER)
     text = await load_text(options)
     try:
-        target = await load_target(options)
+        target = await load_target(options, steps)
     except BaseException:
         await text.aclose()
         raise
@@ -144,7 +144,8 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
             paranoid=options.paranoid,
         ) as running:
             gate.app = build_app(running.door, text, edge_options(options, target, text.sampling), running.metrics)
-            announce(options, target, serving, time.monotonic() - started)
+            steps.done()
+            announce(options, target, serving, time.monotonic() - steps.began)
             await stopped(stop, [target.lane.thread])
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
             deadline = anyio.current_time() + options.grace
@@ -210,6 +211,9 @@ def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOp
         max_ctx=target.settings.max_context,
         vocab=target.checkpoint.config.vocab_size,
         api_keys=options.api_key,
+        aliases=options.alias,
+        any_model=options.any_model,
+        allowed_origins=tuple(map(str.lower, options.allow_origin)),
         allowed_hosts=(options.host.lower(), *map(str.lower, options.allow_host)),
         numerics=target.numerics_shown,
         model_info=target.model_info,
@@ -229,7 +233,9 @@ def announce(options: Options, target: Target, serving: Serving, seconds: float)
     host = f"[{serving.host}]" if ":" in serving.host else serving.host
     url = f"http://{host}:{serving.port}"
     if options.host not in LOOPBACK and not options.api_key:
-        log.warning("listening on %s without --api-key: anybody who can reach it can use it", options.host)
+        log.warning("listening on %s without --api-key-file: anybody who can reach it can use it", options.host)
+    if "*" in options.allow_origin and not options.api_key:
+        log.warning("--allow-origin * without --api-key-file: any web page that a browser here shows can use it")
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
     drafted = "none" if target.draft is None else f"{target.settings.block} a round"
     print(f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s", flush=True)

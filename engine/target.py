@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -36,6 +36,7 @@ from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot, SnapshotSaved
+from engine import startup
 from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory, warm_up_draft
 from engine.folders import cache_folder, user_folder
 from engine.kept import kept
@@ -138,14 +139,16 @@ class Target:
             await anyio.to_thread.run_sync(self.store.close)
 
 
-async def load_target(options: Options, only: str | None = None) -> Target:
+async def load_target(
+    options: Options, step: Callable[[str], None] = startup.silent, only: str | None = None
+) -> Target:
     """Raises Refusal with one line for whatever keeps the model from being served.
 
     only: Mismatched is raised before memory is allocated where the identity is another one.
     """
     lane = DeviceLane(choose_device(options.device))
     try:
-        return await lane.run(partial(load_on_lane, options, lane, only))
+        return await lane.run(partial(load_on_lane, options, lane, step, only))
     except CheckpointError as error:
         lane.close()
         raise Refusal(str(error)) from error
@@ -165,7 +168,7 @@ class Mismatched(Exception):
     """The model is there, and its identity, the argument, is not the one that is wanted."""
 
 
-def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) -> Target:
+def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None], only: str | None = None) -> Target:
     device = lane.device
     if device.type == "cpu" and options.threads:
         torch.set_num_threads(options.threads)
@@ -180,6 +183,7 @@ def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) ->
     chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
     kernels = build_kernels(device, dtype)
     fast = options.numerics == "fast"
+    step(startup.PROBE)
     how: dict[str, Any] = {"device": device, "dtype": dtype, "chunk": chunk, "memory": host_memory() // 2}
     numerics = probed(config, kernels, capacity=context, **how)
     named = identity(checkpoint, dtype, numerics, options.numerics)
@@ -189,6 +193,7 @@ def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) ->
     kernels = kernels.using(evolve(plan, steps=()) if fast and plan is not None else plan)
     found = find_draft(options, config, numerics)
     check_memory(row_bytes(config, found, dtype), device, options.slots, context)
+    step(startup.WEIGHTS)
     shard = Qwen3Shard(
         config,
         checkpoint,
@@ -200,14 +205,18 @@ def load_on_lane(options: Options, lane: DeviceLane, only: str | None = None) ->
         rungs=row_counts(numerics.rungs, fast=fast),
         capture=() if found is None else found.config.taps,
     )
+    step(startup.WARM_UP)
     warm_up(shard, numerics.rungs)
     executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
     drafting = None
     if found is not None:
+        step(startup.DRAFT)
         beside = draft_kernels(found, shard, numerics, fast=fast)
         drafting = add_draft(found, shard, executor, beside, options.ddtree_budget)
     draft = None if drafting is None else drafting.draft
+    step(startup.MEASURE)
     settings = decide(options, executor, shard, draft, numerics)
+    step(startup.CACHE)
     store = build_store(options, layout(shard, draft, named, numerics.grain), gpu=device.type == "cuda")
     stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving, draft)
     if stored is not None:

@@ -270,7 +270,12 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                     what = "is longer than a line may be" if len(line) >= LINE_LIMIT else "was cut short"
                     raise BadTrace(f"{path}: line {number} {what}")
                 yield number, line
-    except (OSError, UnicodeDecodeError, zstandard.ZstdError) as error:
+    except OSError as error:
+        where = f" after line {number}" if number else ""
+        missing = "there is no such file"
+        reason = missing if isinstance(error, FileNotFoundError) else f"cannot be read{where}: {error.strerror}"
+        raise BadTrace(f"{path}: {reason}") from error
+    except (UnicodeDecodeError, zstandard.ZstdError) as error:
         raise BadTrace(f"{path}: unreadable after line {number}: {first_line(error)}") from error
 
 

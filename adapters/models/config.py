@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from adapters.models import MODEL_TYPES
+
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -102,8 +104,9 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen3Config:
 
 def _refuse_other_models(raw: Mapping[str, Any]) -> None:
     kind = raw.get("model_type")
-    if kind != "qwen3":
-        raise CheckpointError(f"config.json: model_type {shown(kind)} is not supported; accepted: 'qwen3'")
+    if kind not in MODEL_TYPES:
+        accepted = ", ".join(map(repr, MODEL_TYPES))
+        raise CheckpointError(f"config.json: model_type {shown(kind)} is not supported; accepted: {accepted}")
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported; accepted: 'silu'")
     if raw.get("quantization_config") is not None:

@@ -94,3 +94,12 @@ def serving(*words: str, cwd: Path | None = None) -> Iterator[Running]:
         reader.join(10)
         process.stdout.close()
         process.stderr.close()
+
+
+def refused(*words: str) -> str:
+    """What the command says before it exits with 2, in one line, besides the steps that it began."""
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line and " INFO rekindle: starting: " not in line]
+    assert line.startswith("rekindle: ")
+    return line

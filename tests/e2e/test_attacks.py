@@ -14,7 +14,7 @@ import pytest
 
 from adapters import demo
 from engine.__main__ import main
-from tests.e2e.server import command, serving
+from tests.e2e.server import command, refused, serving
 
 
 def checkpoint(folder: Path, **files: Any) -> Path:
@@ -24,15 +24,6 @@ def checkpoint(folder: Path, **files: Any) -> Path:
         file = folder / f"{name}.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     return folder
-
-
-def refusal(*words: str) -> str:
-    """What the command says before it exits with 2, in one line."""
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("rekindle: ")
-    return line
 
 
 ADDED = json.loads((demo.FOLDER / "tokenizer.json").read_text())["added_tokens"]
@@ -49,7 +40,7 @@ ADDED = json.loads((demo.FOLDER / "tokenizer.json").read_text())["added_tokens"]
 )
 def test_a_checkpoint_whose_text_cannot_be_served_is_one_line(tmp_path: Path, files: dict[str, Any], said: str) -> None:
     folder = checkpoint(tmp_path / "broken", **files)
-    assert said in refusal("serve", "--port", "0", str(folder))
+    assert said in refused("serve", "--port", "0", str(folder))
 
 
 def test_a_configuration_that_is_a_folder_and_a_host_that_is_no_name_are_one_line(
@@ -57,12 +48,12 @@ def test_a_configuration_that_is_a_folder_and_a_host_that_is_no_name_are_one_lin
 ) -> None:
     assert main(["serve", "--config", str(tmp_path)]) == 2
     assert "is a directory" in capsys.readouterr().err
-    assert "cannot listen" in refusal("serve", "--port", "0", "--host", "a" * 300)
+    assert "cannot listen" in refused("serve", "--port", "0", "--host", "a" * 300)
 
 
 def test_a_context_that_no_memory_holds_is_one_line(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "endless", config={"max_position_embeddings": 1 << 24})
-    assert "--max-ctx" in refusal("serve", "--port", "0", "--device", "cpu", "--slots", "64", str(folder))
+    assert "--max-ctx" in refused("serve", "--port", "0", "--device", "cpu", "--slots", "64", str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from tests.e2e.server import Running, serving
+from tests.e2e.server import Running, refused, serving
 
 PROMPT = [10 + 37 * n % 4000 for n in range(1500)]
 ASKED = {"max_tokens": 16, "temperature": 0.8, "seed": 5, "logprobs": 2}
@@ -99,17 +98,7 @@ def test_host_memory_gives_back_what_a_slot_lost(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_a_folder_in_use_is_told_in_one_line(tmp_path: Path) -> None:
     with serving("--kv-cache-dir", str(tmp_path / "kv")):
-        import subprocess  # noqa: PLC0415
-
-        from tests.e2e.server import command  # noqa: PLC0415
-
-        words = command("serve", "--port", "0", "--kv-cache-dir", str(tmp_path / "kv"))
-        root = Path(__file__).parents[2]
-        done = subprocess.run(
-            words, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
-        )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+        line = refused("serve", "--port", "0", "--kv-cache-dir", str(tmp_path / "kv"))
     assert "--kv-cache-dir" in line
     assert "another process" in line
 

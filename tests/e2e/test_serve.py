@@ -18,7 +18,7 @@ import pytest
 
 from adapters import demo
 from engine.__main__ import main
-from tests.e2e.server import Running, command, serving
+from tests.e2e.server import Running, refused, serving
 
 CODE = "def fibonacci(n):\n"
 
@@ -131,9 +131,7 @@ def test_a_client_that_leaves_stops_its_work(server: Running) -> None:
 def test_a_long_prefill_does_not_starve_a_stream(server: Running) -> None:
     long = "\n".join(f"line_{n} = {n * 7919 % 1000}" for n in range(700))
     gaps: list[float] = []
-    with server.client.stream(
-        "POST", "/v1/completions", json={"prompt": CODE, "max_tokens": 200, "stream": True}
-    ) as response:
+    with server.client.stream("POST", "/v1/completions", json={**server.endless(), "max_tokens": 200}) as response:
         lines = (line for line in response.iter_lines() if line)
         next(lines)
         other = threading.Thread(
@@ -224,20 +222,10 @@ def test_a_second_signal_stops_at_once() -> None:
             list(lines)
 
 
-def refused(*words: str) -> str:
-    """What `serve` says before it exits with 2, in one line."""
-    done = subprocess.run(command("serve", *words), capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line]
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("rekindle: ")
-    return lines[0]
-
-
 def test_a_port_in_use_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused("--port", str(port))
+        said = refused("serve", "--port", str(port))
     assert str(port) in said
     assert "in use" in said
 
@@ -252,14 +240,14 @@ def test_a_truncated_checkpoint_is_one_line(tmp_path: Path) -> None:
     folder = broken(tmp_path)
     shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:-1000])
-    assert shard.name in refused(str(folder))
+    assert shard.name in refused("serve", str(folder))
 
 
 def test_an_unknown_model_type_is_one_line(tmp_path: Path) -> None:
     folder = broken(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "mystery"}))
-    said = refused(str(folder))
+    said = refused("serve", str(folder))
     assert "mystery" in said
     assert "qwen3" in said
 
@@ -267,9 +255,9 @@ def test_an_unknown_model_type_is_one_line(tmp_path: Path) -> None:
 def test_a_missing_tokenizer_and_a_missing_folder_are_one_line(tmp_path: Path) -> None:
     folder = broken(tmp_path)
     (folder / "tokenizer.json").unlink()
-    assert "tokenizer.json" in refused(str(folder))
-    assert "no such folder" in refused(str(tmp_path / "nowhere"))
+    assert "tokenizer.json" in refused("serve", str(folder))
+    assert "no such folder" in refused("serve", str(tmp_path / "nowhere"))
 
 
 def test_a_device_that_is_not_there_is_one_line() -> None:
-    assert "cuda:97" in refused("--device", "cuda:97")
+    assert "cuda:97" in refused("serve", "--device", "cuda:97")

@@ -17,7 +17,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """What `serve` would have been run with."""
     seen = list[Options]()
 
-    def run(options: Options) -> int:
+    def run(options: Options, _: object) -> int:
         seen.append(options)
         return 0
 
@@ -66,6 +66,13 @@ def test_flags_win_over_environment_and_that_over_the_file(
         (["--max-queue", "-3"], ["--max-queue", ">= 0"]),
         (["--api-key", ""], ["--api-key", "empty"]),
         (["--host", "a b"], ["--host", "127.0.0.1"]),
+        (["--alias", " "], ["--alias", "printable"]),
+        (["--alias", "x" * 201], ["--alias", "200"]),
+        (["--allow-origin", "page.example"], ["--allow-origin", "https://page.example"]),
+        (["--allow-origin", "https://page.example/"], ["--allow-origin", "without a path"]),
+        (["--allow-origin", "https://a b"], ["--allow-origin"]),
+        (["--disk-prefix-cache", "off", "--kv-cache-dir", "x"], ["--disk-prefix-cache off", "--kv-cache-dir"]),
+        (["--api-key-file", "no/keys"], ["--api-key-file no/keys", "no such file"]),
         (["--disk-prefix-cache", "some"], ["--disk-prefix-cache", '"off", "full", "auto", "auto:N" or N', "1000000"]),
         (["--disk-prefix-cache", "auto:0"], ["--disk-prefix-cache", "auto:N"]),
         (["--disk-prefix-cache", "auto:"], ["--disk-prefix-cache", "auto:N"]),
@@ -110,6 +117,13 @@ def test_mistakes_name_the_flag_and_what_is_accepted(
 def test_a_draft_stays_or_goes_as_the_flags_say(words: list[str], policy: str, served: list[Options]) -> None:
     assert command.main(["serve", *words]) == 0
     assert served[0].residency == policy
+
+
+def test_names_and_origins_may_be_given_several_times(served: list[Options]) -> None:
+    words = ["--alias", "gpt-4o", "--alias", "a/b", "--any-model", "--allow-origin", "https://Page.example:8443"]
+    assert command.main(["serve", *words, "--allow-origin", "*", "--allow-origin", "http://[::1]:3000"]) == 0
+    assert (served[0].alias, served[0].any_model) == (("gpt-4o", "a/b"), True)
+    assert served[0].allow_origin == ("https://Page.example:8443", "*", "http://[::1]:3000")
 
 
 def test_a_mistake_in_the_environment_names_the_variable(

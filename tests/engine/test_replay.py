@@ -222,7 +222,14 @@ def test_damaged_zstd_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "no/such/trace"]) == 2
-    assert "no/such/trace" in capsys.readouterr().err
+    assert capsys.readouterr().err == "rekindle: no/such/trace: there is no such file\n"
+
+
+def test_a_folder_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Is a directory" in line
+    assert "Error" not in line
 
 
 def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:

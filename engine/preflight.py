@@ -1,0 +1,162 @@
+"""What can be seen to be wrong before torch is imported, which takes most of a start's time. Nothing is changed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from adapters.models import MODEL_TYPES
+from adapters.store.folder import LOCK, Folder, FolderUnusable, check_private
+from effects.scope import parse
+from engine.options import Options
+from engine.refusal import Refusal
+
+log = logging.getLogger("rekindle")
+CHECKPOINT = "accepted: a folder with a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors)"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+MOST_CONFIG = 64 << 20  # bytes of config.json
+MOST_KEYS = 1 << 20  # bytes of --api-key-file
+
+
+def prepared(options: Options) -> Options:
+    """The options, with the keys that a file holds. Raises Refusal."""
+    if options.model != "demo":
+        check_model(options.model)
+    if options.draft not in {"auto", "none"} and not Path(options.draft).is_dir():
+        raise Refusal(f"--draft {options.draft}: no such folder")
+    if options.trace is not None:
+        check_trace(options.trace)
+    if options.kv_cache_dir is not None and parse(options.disk_prefix_cache).kind != "off":
+        check_cache(options.kv_cache_dir)
+    if options.api_key_file is None:
+        return options
+    return evolve(options, api_key=(*options.api_key, *read_keys(options.api_key_file)))
+
+
+def check_model(name: str) -> None:
+    path = Path(name)
+    if not path.exists():
+        if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+            folder = name.partition("/")[2]
+            get = f"`hf download {name} --local-dir {folder}` (of the package huggingface_hub)"
+            raise Refusal(f"{name}: no such folder, and nothing is downloaded: get it with {get}, then serve {folder}")
+        raise Refusal(f"{name}: no such {'file' if path.suffix == '.gguf' else 'folder'}; {CHECKPOINT}")
+    if not path.is_dir():
+        what = "GGUF files are not served yet" if is_gguf(path) else "is a file"
+        raise Refusal(f"{name}: {what}; {CHECKPOINT}")
+    kind = read_config(path).get("model_type")
+    if kind not in MODEL_TYPES:
+        accepted = ", ".join(map(repr, MODEL_TYPES))
+        raise Refusal(f"{path}: config.json: model_type {repr(kind)[:80]} is not supported; accepted: {accepted}")
+
+
+def is_gguf(path: Path) -> bool:
+    if path.suffix.lower() == ".gguf":
+        return True
+    if not path.is_file():  # a pipe would be waited for
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        gguf = "; GGUF files are not served yet" if any(folder.glob("*.gguf")) else ""
+        raise Refusal(f"{folder}: config.json is missing{gguf}; {CHECKPOINT}")
+    with path.open("rb") as file:
+        data = file.read(MOST_CONFIG + 1)
+    if len(data) > MOST_CONFIG:
+        raise Refusal(f"{path}: larger than {MOST_CONFIG >> 20} MiB")
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError):
+        raise Refusal(f"{path}: not valid JSON") from None
+    if not isinstance(raw, dict):
+        raise Refusal(f"{path}: not a JSON object")
+    return raw
+
+
+def check_trace(path: Path) -> None:
+    """A trace that is there stays as it is until the model is loaded."""
+    try:
+        there, folder = path.exists(), path.parent.is_dir()
+    except OSError as error:  # a name that is too long
+        raise Refusal(f"--trace {path}: {error.strerror}") from error
+    if path.is_dir():
+        raise Refusal(f"--trace {path}: is a folder; accepted: a file that can be written")
+    if not folder:
+        raise Refusal(f"--trace {path}: there is no folder {path.parent}")
+    if not os.access(path if there else path.parent, os.W_OK):
+        raise Refusal(f"--trace {path}: permission denied")
+
+
+def check_cache(path: Path) -> None:
+    """As it will be opened: ours alone, and nobody's at the moment."""
+    try:
+        if not os.path.lexists(path):
+            check_parent(path)
+            return
+        Folder.look(path).close()
+        check_private(path, path.stat())
+        check_unlocked(path)
+        check_writable(path)
+    except FolderUnusable as error:
+        raise Refusal(f"--kv-cache-dir {error}") from error
+    except OSError as error:
+        raise Refusal(f"--kv-cache-dir {path}: {error.strerror}") from error
+
+
+def check_parent(path: Path) -> None:
+    """It will be made, with what is missing above it."""
+    above = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise FolderUnusable(f"{path}: {above} is not a folder")
+    check_writable(above)
+
+
+def check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FolderUnusable(f"{folder}: nothing can be made in it: permission denied")
+
+
+def check_unlocked(path: Path) -> None:
+    lock = path / LOCK
+    if not lock.is_file() or lock.is_symlink():
+        return
+    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FolderUnusable(f"{path}: another process is using this cache folder") from None
+    finally:
+        os.close(descriptor)
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """One a line; empty lines and white space around a key do not count."""
+    flag = f"--api-key-file {path}"
+    try:
+        with path.open("rb") as file:
+            about, data = os.fstat(file.fileno()), file.read(MOST_KEYS + 1)
+    except OSError as error:
+        raise Refusal(f"{flag}: {(error.strerror or str(error)).lower()}") from error
+    if len(data) > MOST_KEYS:
+        raise Refusal(f"{flag}: larger than {MOST_KEYS >> 10} KiB; accepted: one key a line")
+    keys = tuple(line.strip().decode("ascii", "replace") for line in data.splitlines() if line.strip())
+    if not keys:
+        raise Refusal(f"{flag}: holds no key; accepted: one key a line")
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable():
+            raise Refusal(f"{flag}: key {number} is not printable ASCII")
+    if stat.S_ISREG(about.st_mode) and about.st_mode & 0o077:
+        log.warning("%s: others may read it; `chmod 600` it", flag)
+    return keys

@@ -1,0 +1,74 @@
+"""What a start is doing, on stderr: a bar on a terminal, a line for each step elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any, TextIO
+
+from attrs import define, field
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+log = logging.getLogger("rekindle")
+IMPORT = "importing torch"
+PROBE = "probing numerics"
+WEIGHTS = "reading weights"
+WARM_UP = "warming up"
+DRAFT = "reading and warming up the draft"
+MEASURE = "measuring how long rounds take"
+CACHE = "opening the cache"
+TOKENIZER = "reading the tokenizer"
+STEPS = (IMPORT, TOKENIZER, PROBE, WEIGHTS, WARM_UP, DRAFT, MEASURE, CACHE)
+
+
+class Stderr(logging.StreamHandler[TextIO]):
+    """Writes to whatever stderr is now: a bar takes it over, to keep below what is written."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def configure_logging() -> None:
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, handlers=[Stderr()])
+
+
+@define
+class Steps:
+    """Call it with each step as it begins, from any thread; leave the block when all is done, or nothing will be."""
+
+    began: float = field(factory=time.monotonic)
+    _bar: Progress | None = None
+    _task: Any = None
+
+    def __enter__(self) -> Steps:
+        console = Console(stderr=True)
+        if console.is_terminal:
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("starting", total=len(STEPS))
+            self._bar.start()
+            console.show_cursor()  # a signal may end us before the bar could show it again
+        return self
+
+    def __call__(self, step: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=step, completed=STEPS.index(step))
+        else:
+            log.info("starting: %s (%.1f s)", step, time.monotonic() - self.began)
+
+    def __exit__(self, *_: object) -> None:
+        self.done()
+
+    def done(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def silent(_: str) -> None:
+    """Of whoever loads a model without telling anybody."""
