@@ -188,7 +188,9 @@ class Comparison:
 
     async def trees(self) -> list[Answered]:
         """As if the largest ones cost no more than a plain round, so that there is nothing else."""
-        return await together(self.target, self.jobs, tree=TREE, rates=Rates(rounds=((0, 1000), (TREE, 1001))))
+        return await together(
+            self.target, self.jobs, tree=TREE, rates=Rates(rounds=((0, 1, 0, 1000), (0, 1, 32, 1001)))
+        )
 
     async def continued(self) -> list[Answered]:
         """Each after one that shares two thirds of its prompt, in the slots."""

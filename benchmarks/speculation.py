@@ -44,6 +44,7 @@ from effects.stream import EmitTokens
 from engine.assemble import Engine, engine
 from engine.options import Options
 from engine.target import Target, load_target
+from states import pace
 from states.rates import Rates
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
@@ -238,7 +239,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             for name in names:
                 watched = Watched(proposer, {})
                 target.executor.proposed_to(watched)
-                flat = Rates(rounds=((0, 1000), (target.settings.block, 1001)))
+                flat = Rates(rounds=((0, 1, 0, 1000), (0, 1, pace.filled(1 + target.settings.block), 1001)))
                 settings = evolve(target.settings, rates=flat)
                 async with engine(settings, target.executor, store=target.store, facts={}) as running:
                     answers = [await answer(running, job) for job in jobs]

@@ -15,6 +15,7 @@ from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from effects.round import RoundDone, RunRound
+from states import pace
 from states.rates import FIRST, Rates
 
 BUDGET_NS = 400_000_000  # for all rounds: a slow model is measured less often
@@ -65,12 +66,13 @@ def quickest(work: Callable[[], None]) -> int:
     return min(found)
 
 
-def rounds(
-    executor: DeviceExecutor, shard: Qwen3Shard, context: int, widths: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """(proposals, nanoseconds) of one request's round, its draft included; the first of each width warms up."""
+def rounds(executor: DeviceExecutor, shard: Qwen3Shard, context: int, widths: Sequence[int]) -> pace.Rounds:
+    """As `Rates.rounds` wants it: of one request's launches, its draft included.
+
+    Each width comes twice in a row, and the quicker one counts: the first may warm up, and lets the draft catch up.
+    """
     slot, known, started = SlotId(0), min(CONTEXT, context // 2), time.perf_counter_ns()
-    tokens, wanted = some_tokens(shard, known), list(widths) * PASSES
+    tokens, wanted = some_tokens(shard, known), [width for width in widths for _ in range(2)] * (PASSES // 2)
 
     def following(outcomes: Sequence[Outcome]) -> Ask | None:
         if not outcomes:
@@ -88,4 +90,5 @@ def rounds(
     for done in executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following):
         if isinstance(done, RoundDone):
             times.setdefault(done.proposed, []).append(done.ns)
-    return tuple((width, min(found[1:] or found)) for width, found in sorted(times.items()))
+    shapes = {pace.Shape(0, 1, 1 + width if width else 0).key: min(found) for width, found in sorted(times.items())}
+    return tuple((*key, ns) for key, ns in sorted(shapes.items()))

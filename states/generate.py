@@ -53,7 +53,7 @@ def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens
         rounds=hold.rounds + 1,
         proposed=hold.proposed + event.proposed,
         accepted=hold.accepted + min(event.accepted, len(tokens)),
-        pace=hold.pace and pace.after(hold.pace, event.proposed, event.accepted, len(tokens)),
+        pace=hold.pace and pace.after(hold.pace, event.proposed, event.accepted, len(tokens), event.ns),
     )
     emit = EmitTokens(tokens, event.logprobs[: len(tokens)])
     if stops or len(hold.answer) == job.max_tokens:

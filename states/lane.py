@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from attrs import evolve, frozen
@@ -11,7 +11,9 @@ from effects.all import Ask, Launch, Outcome
 from effects.ids import RequestId
 from effects.round import RunRound
 from states import pace, residency
-from states.life import State
+from states.life import Speculating, State
+from states.pace import Shape
+from states.rates import Rates, span_of
 from states.residency import Residency
 from states.settings import Settings
 from states.slots import hold_of
@@ -31,9 +33,12 @@ class Lane:
     running: tuple[Ask, ...] = ()  # members of the launch that have not answered
     rounds_last: bool = False  # the last launch was a batch of rounds
     members: int = 0  # of the last launch
+    proposing: int = 0  # launches since one in which nobody proposed anything
 
 
 Chosen: TypeAlias = Launch | Answer | None
+
+OFTEN = 64  # launches with proposals; then comes a plain one, so that what they are compared with stays true
 
 
 def join(lane: Lane, ask: Ask) -> Lane:
@@ -52,7 +57,7 @@ def answered(lane: Lane, request: RequestId) -> Lane:
 
 
 def choose(
-    lane: Lane, models: Residency, settings: Settings, requests: Mapping[RequestId, State]
+    lane: Lane, models: Residency, settings: Settings, requests: Mapping[RequestId, State], rates: Rates
 ) -> tuple[Lane, Residency, Chosen]:
     """What to do next, decided when the lane is free and not before.
 
@@ -69,22 +74,55 @@ def choose(
     rounds = [ask for ask in lane.waiting if isinstance(ask.effect, RunRound)]
     others = [ask for ask in lane.waiting if not isinstance(ask.effect, RunRound)]
     if rounds and not (others and lane.rounds_last):
-        batch = fitting(shared(rounds, requests, settings.batch_rows), settings.batch_rows)
+        limit = 0 if lane.proposing == OFTEN else settings.batch_rows
+        batch = fitting(shared(rounds, requests, rates, limit), settings.batch_rows)
         return start(lane, batch, rounds=True), models, Launch(batch)
     return start(lane, (others[0],), rounds=False), models, Launch((others[0],))
 
 
-def shared(rounds: list[Ask], requests: Mapping[RequestId, State], limit: int) -> list[Ask]:
-    """The same rounds, narrowed where they go together."""
-    if len(rounds) == 1:
-        return rounds
-    effects = [ask.effect for ask in rounds if isinstance(ask.effect, RunRound)]
-    holds = [hold_of(requests.get(ask.request)) for ask in rounds]
-    wanted = [(one.propose, hold.pace if hold else None) for one, hold in zip(effects, holds, strict=True)]
+def shared(rounds: list[Ask], requests: Mapping[RequestId, State], rates: Rates, limit: int) -> list[Ask]:
+    """The same rounds, with as many proposals as pay. limit: of rows; 0: nobody proposes."""
+    effects = effects_of(rounds)
+    wanted = [(one.propose, pace_of(requests, ask)) for one, ask in zip(effects, rounds, strict=True)]
+    offer = offered(rounds, rates, limit)
     return [
         ask if propose == one.propose else evolve(ask, effect=evolve(one, propose=propose))
-        for ask, one, propose in zip(rounds, effects, pace.share(wanted, limit), strict=True)
+        for ask, one, propose in zip(rounds, effects, pace.share(wanted, offer, limit), strict=True)
     ]
+
+
+def offered(rounds: Sequence[Ask], rates: Rates, limit: int) -> pace.Terms:
+    company = shape(rounds)
+    return pace.terms(rates.rounds, company.span, company.members, limit)
+
+
+def shape(rounds: Sequence[Ask]) -> Shape:
+    effects = effects_of(rounds)
+    proposed = sum(one.propose for one in effects)
+    positions = sum(one.position for one in effects)
+    return Shape(span_of(positions // len(effects)), len(effects), proposed and len(effects) + proposed)
+
+
+def effects_of(rounds: Sequence[Ask]) -> list[RunRound]:
+    return [ask.effect for ask in rounds if isinstance(ask.effect, RunRound)]
+
+
+def pace_of(requests: Mapping[RequestId, State], ask: Ask) -> pace.Pace | None:
+    hold = hold_of(requests.get(ask.request))
+    return hold.pace if hold else None
+
+
+def told(launch: Launch, requests: Mapping[RequestId, State], rates: Rates, limit: int) -> dict[RequestId, State]:
+    """Those of its requests that have a draft, which now know what the launch will cost them."""
+    if not effects_of(launch.asks):
+        return {}
+    offer, rows, knowing = offered(launch.asks, rates, limit), shape(launch.asks).rows, dict[RequestId, State]()
+    for ask in launch.asks:
+        state = requests[ask.request]
+        if isinstance(state, Speculating) and state.hold.pace is not None:
+            hold = evolve(state.hold, pace=pace.launched(state.hold.pace, offer, rows))
+            knowing[ask.request] = evolve(state, hold=hold)
+    return knowing
 
 
 def fitting(rounds: list[Ask], limit: int) -> tuple[Ask, ...]:
@@ -101,7 +139,10 @@ def fitting(rounds: list[Ask], limit: int) -> tuple[Ask, ...]:
 
 def start(lane: Lane, asks: tuple[Ask, ...], *, rounds: bool) -> Lane:
     leaving = {ask.request for ask in asks}  # a request waits with one ask at most
-    return Lane(tuple(ask for ask in lane.waiting if ask.request not in leaving), asks, rounds, len(asks))
+    waiting, proposing = tuple(ask for ask in lane.waiting if ask.request not in leaving), lane.proposing
+    if rounds:
+        proposing = proposing + 1 if any(one.propose for one in effects_of(asks)) else 0
+    return Lane(waiting, asks, rounds, len(asks), proposing)
 
 
 def drop(lane: Lane, ask: Ask) -> Lane:

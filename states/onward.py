@@ -105,7 +105,7 @@ def next_round(hold: Hold) -> tuple[Hold, RunRound]:
     room = hold.job.max_tokens - len(hold.answer) - 1
     if hold.pace is None or room == 0:
         return hold, RunRound(hold.slot, hold.valid, last)
-    choice = pace.choose(hold.pace, len(hold.answer), room)
+    choice = pace.choose(hold.pace, room)
     if choice.reason != hold.speculation:
         hold = evolve(hold, speculation=choice.reason)
     return hold, RunRound(hold.slot, hold.valid, last, choice.propose)

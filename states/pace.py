@@ -1,48 +1,90 @@
-"""When to speculate and how wide: what a round costs against what it is likely to give.
+"""When to speculate and how wide: what a launch of rounds costs against what it is likely to give.
 
-Counted in thousandths: of a plain round, for what things cost, and of a token, for what they give. So a request that
-speculates knows at every moment how much longer it took than plain decoding would have, by what was measured, and it
-never starts a round that could leave it more than `LOSS` behind: whatever the draft proposes. Beside that hard limit
-there is judgement: the width with the most expected tokens for its time, a rest where no width pays, and a new try
-after it, each rest twice as long as the one before while tries keep failing.
+Counted in thousandths: of a token, for what rounds give, and of a plain launch, for what they cost: one of the same
+requests, at the same length of context, in which nobody proposes anything. So a request knows at every moment how much
+longer it took than without a draft. It starts with SPARE plain rounds of such time, earns REFILL of one with each
+token, and begins no launch that could cost more than it has: an answer of N tokens takes at most SPARE + N REFILL
+longer, whatever the draft proposes, which is 1.5 % for 512 tokens. What it has left, up to SPARE, is all that the next
+answer starts with, so a thousand short answers lose no more than a long one.
+
+Requests that decode together decide together. A launch has one price, which each of them pays whether it proposes or
+not; it begins if they have that much between them. Beside this hard limit there is judgement: the width with the most
+expected tokens for its time, a rest where no width pays, and a new try after it, each rest twice as long as the one
+before while tries keep failing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import TypeAlias
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from states.rates import Rates
 from states.settings import Settings
 
 UNIT = 1000
-LOSS = 15  # thousandths that an answer of LENGTH tokens or more may take longer than without a draft, at most
-LENGTH = 512
+SPARE = 5 * UNIT  # 1 % of 512 tokens
+REFILL = 5  # half a percent
 MEMORY = 8  # rounds that an estimate rests on, about
 SHORTEST, LONGEST = 8, 256  # plain rounds of a rest
 HOPE = 800  # before anything is known: how likely a draft is right about the next token
 DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
 RUNG = 4  # rows of the smallest forward: as many tokens are fed at the price of one
+MOST = 4  # times what was presumed: a launch that took longer was held up by something else than the draft
+
+Key: TypeAlias = tuple[int, int, int]
+Rounds: TypeAlias = tuple[tuple[int, int, int, int], ...]  # as in Rates
 
 
-Rounds: TypeAlias = tuple[tuple[int, int], ...]  # as in Rates
+@frozen
+class Shape:
+    """Of a launch, as far as its time depends on it. rows: that it feeds in all; 0: nobody proposes anything."""
+
+    span: int  # of positions, as in `Rates.prefill`: where its requests are on average
+    members: int
+    rows: int = 0
+
+    @property
+    def key(self) -> Key:
+        return self.span, self.members, filled(self.rows) if self.rows else 0
+
+
+@frozen
+class Terms:
+    """What launches of the same requests cost."""
+
+    members: int = 1
+    plain: int = 0  # nanoseconds of one in which nobody proposes; 0: not measured
+    prices: tuple[int, ...] = ()  # of up to RUNG, 2 RUNG, 4 RUNG ... rows
+    measuring: bool = False  # times are measured here, and this one is missing: a plain launch comes first
+
+    def price(self, rows: int) -> int:
+        """Beyond what a launch may have, in proportion: nobody will ask for that many."""
+        at, last = (filled(rows) // RUNG).bit_length() - 1, len(self.prices) - 1
+        return self.prices[at] if at <= last else self.prices[last] << at - last
 
 
 @frozen
 class Pace:
-    """What a request has learnt about its draft. All tuples go with `widths`."""
+    """What a request has learnt about its draft."""
 
     widths: tuple[int, ...]  # proposals that are worth considering, ascending
-    prices: tuple[int, ...]  # of a round with so many, in thousandths of a plain one
-    gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths
+    gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
+    terms: Terms  # of the company it was last in
+    price: int = 0  # of the launch that it is in, or was in last; 0: a plain one
     branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
-    debt: int = 0  # thousandths of plain rounds that this took longer than plain decoding; below zero: saved
+    spare: int = SPARE  # thousandths of plain rounds that it may yet take longer
     tried: int = 0  # rounds since the last rest
     rest: int = 0  # plain rounds until the next try
     pause: int = SHORTEST  # of the next rest
+    prices: tuple[int, ...] = field(init=False)  # where everybody proposes so many, one for each width
+
+    def __attrs_post_init__(self) -> None:
+        prices = tuple(self.terms.price(self.terms.members * (1 + width)) for width in self.widths)
+        object.__setattr__(self, "prices", prices)  # frozen: once made, nothing changes
 
 
 @frozen
@@ -62,9 +104,66 @@ def rungs(most: int) -> tuple[int, ...]:
     return (*full, most) if most > 0 else ()
 
 
+def filled(rows: int) -> int:
+    """The smallest forward that holds so many rows."""
+    return RUNG << max(0, (rows - 1) // RUNG).bit_length()
+
+
+# --- what launches cost ---
+
+
+def terms(rounds: Rounds, span: int, members: int, most: int) -> Terms:
+    """Of so many requests around there, for launches of up to `most` rows."""
+    near = ((span, members), (span, 1), (0, 1))
+    known = {each[:3]: each[3] for each in rounds if each[:2] in near}
+    plain = known.get((span, members, 0), 0)
+    ladder = [RUNG << step for step in range((filled(most) // RUNG).bit_length())]
+    prices = accumulate((presumed(known, span, members, rows) for rows in ladder), max)
+    return Terms(members, plain, tuple(prices), measuring=bool(rounds) and not plain)
+
+
+def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
+    """What was measured; or what it costs a request that is alone, on top; or a guess. Never less than a plain one.
+
+    A wider launch costs no less, so what was measured of one is a limit: noise only ever adds.
+    """
+    plain = known.get((span, members, 0), 0)
+    own = [ns for key, ns in known.items() if key[:2] == (span, members) and key[2] >= rows]
+    if plain and own:
+        return max(UNIT, UNIT * min(own) // plain)
+    for at in (span, 0):
+        base, wide = (
+            known.get((at, 1, 0), 0),
+            {key[2]: ns for key, ns in known.items() if key[:2] == (at, 1) and key[2]},
+        )
+        if base and wide:
+            widest = max(wide)
+            more = min((ns for row, ns in wide.items() if row >= rows), default=wide[widest]) - base
+            return UNIT + UNIT * max(0, more) * max(rows, widest) // widest // (plain or base)
+    return UNIT + DRAFT + ROW * (rows - RUNG)
+
+
+def timed(rounds: Rounds, shape: Shape, took_ns: int) -> Rounds:
+    """`Rates.rounds` after one more launch.
+
+    Whatever else the machine does makes launches slower, never quicker: so a quick one counts for much and a slow one
+    for little, and shapes stay comparable. What stays slow is believed in time.
+    """
+    known = {(span, members, rows): ns for span, members, rows, ns in rounds}
+    mean = known.get(shape.key, took_ns)
+    known[shape.key] = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
+    return tuple((*key, ns) for key, ns in sorted(known.items()))
+
+
+# --- what a request wants, and what a launch gives ---
+
+
 def fresh(settings: Settings, rates: Rates) -> Pace:
+    """With what the answers before it have taught."""
     useful = widths(settings)
-    return Pace(useful, priced(useful, rates.rounds), tuple(map(hoped, useful)), branching=settings.tree > 0)
+    gains = rates.gains if len(rates.gains) == len(useful) else tuple(map(hoped, useful))
+    alone = terms(rates.rounds, 0, 1, settings.batch_rows)
+    return Pace(useful, gains, alone, branching=settings.tree > 0, spare=max(0, SPARE - rates.spent))
 
 
 @cache
@@ -72,70 +171,49 @@ def hoped(width: int) -> int:
     return sum(UNIT * HOPE**right // UNIT**right for right in range(1, width + 1))
 
 
-@cache
-def guessed(width: int) -> int:
-    return UNIT + DRAFT + ROW * max(0, width + 1 - RUNG)
+def remembered(rates: Rates, pace: Pace | None) -> Rates:
+    """For the answers after it. Time that this one saved is its own."""
+    if pace is None:
+        return rates
+    return evolve(rates, gains=pace.gains, spent=min(max(0, SPARE - pace.spare), SPARE))
 
 
-def priced(useful: tuple[int, ...], rounds: Rounds) -> tuple[int, ...]:
-    """What rounds of such widths cost, never less than a plain one."""
-    plain = dict(rounds).get(0, 0)
-    known = {width: max(UNIT, UNIT * took // plain) for width, took in rounds if width and took} if plain else {}
-    return tuple(presumed(width, known) for width in useful)
-
-
-def presumed(width: int, known: Mapping[int, int]) -> int:
-    """What was measured, or what that of other widths says, if it is less: noise only ever adds.
-
-    A wider round costs no less, and no more than as many narrower ones as have its rows. Where only narrower ones are
-    known, it costs as much more than the widest of them as would be guessed, up to that.
-    """
-    if not known:
-        return guessed(width)
-    ceilings = [price * -(-(width + 1) // (other + 1)) for other, price in known.items() if other < width]
-    wider = [price for other, price in known.items() if other >= width]
-    widest = max(known)
-    return min([*ceilings, *wider] if wider else [*ceilings, guessed(width) + known[widest] - guessed(widest)])
-
-
-def choose(pace: Pace, answered: int, room: int) -> Choice:
-    """For the next round of a request with so many tokens of answer, which may propose no more than `room`."""
+def choose(pace: Pace, room: int) -> Choice:
+    """What a request wants of its next round at most; `share` decides, and knows what others have to spare."""
     if room <= 0:
         return Choice(0, "last_token")
     if pace.rest:
         return Choice(0, "does_not_pay")
-    limit = LOSS * max(LENGTH, answered + 1)
-    able = [at for at, price in enumerate(pace.prices) if pace.debt + price - UNIT <= limit]
-    if not able:
+    if pace.terms.members == 1 and pace.spare < pace.prices[0] - UNIT:
         return Choice(0, "loss_limit")
-    return Choice(min(pace.widths[max(able, key=lambda at: value(pace, at, room))], room), "")
+    return Choice(min(pace.widths[-1], room), "")
 
 
-def value(pace: Pace, at: int, room: int) -> int:
-    """Thousandths of a token for the time of a plain round."""
-    return UNIT * (UNIT + min(pace.gains[at], UNIT * room)) // pace.prices[at]
+def share(wanted: Sequence[tuple[int, Pace | None]], offer: Terms, limit: int) -> list[int]:
+    """How much each of a launch's requests proposes of what it wants, in at most `limit` rows.
 
-
-def share(wanted: Sequence[tuple[int, Pace | None]], limit: int) -> list[int]:
-    """How much each of several requests may propose of what it wants, in a launch of at most `limit` rows.
-
-    All get the same bound: the one with the most expected tokens for the time of the whole launch. Where nobody
-    proposes, there may still be more rows than `limit`.
+    All get the same bound: the one with the most expected tokens for the time of the whole launch, among those that
+    they can spare together. What is not expected to pay is tried if all of them want to, and so learn from it. Where
+    nobody proposes, there may still be more rows than `limit`.
     """
-    costs = next((pace for _, pace in wanted if pace is not None), None)
-    most = [propose for propose, _ in wanted]
-    if len(wanted) == 1 or costs is None or not any(most):
+    most, paces = [propose for propose, _ in wanted], [pace for _, pace in wanted if pace is not None]
+    best, proposals = len(wanted) * UNIT, [0] * len(wanted)
+    if not paces or not any(most):
         return most
-    best, proposals = 0, most
-    for bound in (0, *costs.widths):
+    if offer.measuring:
+        return proposals
+    if all(propose or pace is None for propose, pace in wanted):
+        best = 0
+    spare = sum(pace.spare for pace in paces)
+    for bound in paces[0].widths:
         each = [min(propose, bound) for propose in most]
         rows = len(each) + sum(each)
-        if bound and rows > limit:
+        if rows > limit:
             break
+        price = offer.price(rows)
         tokens = sum(UNIT + gain(pace, propose) for propose, (_, pace) in zip(each, wanted, strict=True))
-        worth = UNIT * tokens // launch_price(costs, rows, sum(map(bool, each)))
-        if worth > best:
-            best, proposals = worth, each
+        if UNIT * tokens // price > best and len(paces) * (price - UNIT) <= spare:
+            best, proposals = UNIT * tokens // price, each
     return proposals
 
 
@@ -143,32 +221,12 @@ def gain(pace: Pace | None, propose: int) -> int:
     return min(pace.gains[covering(pace, propose)], UNIT * propose) if pace is not None and propose else 0
 
 
-def launch_price(pace: Pace, rows: int, drafting: int) -> int:
-    """Of a forward of so many rows with so many drafts before it, by what a single request's rounds cost."""
-    draft = pace.prices[0] - UNIT if pace.widths[0] < RUNG else DRAFT
-    beyond = rows - 1 - pace.widths[-1]
-    if rows <= RUNG:
-        verify = UNIT
-    elif beyond <= 0:
-        verify = pace.prices[covering(pace, rows - 1)] - draft
-    else:
-        dearer, wider = pace.prices[-1] - pace.prices[0], pace.widths[-1] - pace.widths[0]
-        verify = pace.prices[-1] - draft + beyond * (max(0, dearer) // wider if wider else ROW)
-    return max(verify, UNIT) + drafting * draft
+def launched(pace: Pace, offer: Terms, rows: int) -> Pace:
+    """It is part of a launch of so many rows; 0: a plain one."""
+    return evolve(pace, terms=offer, price=offer.price(rows) if rows else 0)
 
 
-def timed(rounds: Rounds, useful: tuple[int, ...], proposed: int, took_ns: int) -> Rounds:
-    """`Rates.rounds` after one more round of a request that was alone.
-
-    Whatever else the machine does makes rounds slower, never quicker: so a quick one counts for much and a slow one for
-    little, and widths stay comparable. What stays slow is believed in time.
-    """
-    if proposed and proposed not in useful:
-        return rounds
-    known = dict(rounds)
-    mean = known.get(proposed, took_ns)
-    known[proposed] = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
-    return tuple(sorted(known.items()))
+# --- what a round has taught ---
 
 
 def pays(pace: Pace) -> bool:
@@ -180,21 +238,29 @@ def could_pay(pace: Pace) -> bool:
     return any(UNIT * (1 + width) > price for width, price in zip(pace.widths, pace.prices, strict=True))
 
 
-def after(pace: Pace, proposed: int, accepted: int, tokens: int) -> Pace:
-    """What a round has taught: of so many proposals so many were right, and it gave so many tokens."""
+def after(pace: Pace, proposed: int, accepted: int, tokens: int, took_ns: int = 0) -> Pace:
+    """Of so many proposals so many were right, and the round gave so many tokens."""
+    pace = evolve(pace, spare=pace.spare + (UNIT + REFILL) * tokens - cost(pace, took_ns))
     if proposed == 0:
         return evolve(pace, rest=pace.rest - 1) if pace.rest else pace
-    at = covering(pace, proposed)
     weight = min(pace.tried + 2, MEMORY)
     gains = tuple(
         (gain * (weight - 1) + seen) // weight
         for gain, seen in zip(pace.gains, sample(pace, proposed, accepted), strict=True)
     )
-    debt = pace.debt + pace.prices[at] - UNIT * tokens
-    learnt = evolve(pace, gains=gains, debt=debt, tried=pace.tried + 1)
+    learnt = evolve(pace, gains=gains, tried=pace.tried + 1)
     if pays(learnt):
         return evolve(learnt, pause=max(SHORTEST, pace.pause // 2)) if learnt.tried >= MEMORY else learnt
     return evolve(learnt, tried=0, rest=pace.pause, pause=min(2 * pace.pause, LONGEST))
+
+
+def cost(pace: Pace, took_ns: int) -> int:
+    """Of the launch that it was in: what such ones usually cost; of a first try, in which the draft has catching up to
+    do, what that one really took.
+    """
+    if not pace.price or pace.tried or not took_ns or not pace.terms.plain:
+        return pace.price or UNIT
+    return min(max(pace.price, UNIT * took_ns // pace.terms.plain), MOST * pace.price)
 
 
 def covering(pace: Pace, proposed: int) -> int:

@@ -17,24 +17,29 @@ class Rates:
     """0, or nothing, where nothing has been measured.
 
     prefill: to compute one prompt token, by where it stands: [0, 1024), [1024, 2048), [2048, 4096), doubling.
-    host, disk: to load one token's rows. rounds: (proposals, a whole round of one request that has so many), ascending.
+    host, disk: to load one token's rows. rounds: (span of positions as in prefill, requests, rows that are fed, a whole
+    launch of such rounds), ascending; 0 rows: one in which nobody proposes.
 
     These are times of either side alone. prefill_beside, load_beside: in thousandths of them, what computing and
     loading take while both go on for one prompt. A mixture of the two conditions in one number would predict neither.
+
+    gains, spent: what the last answer has taught about the draft, and how much of `pace.SPARE` it left used up.
     """
 
     prefill: tuple[int, ...] = ()
     host: int = 0
     disk: int = 0
-    rounds: tuple[tuple[int, int], ...] = ()
+    rounds: tuple[tuple[int, int, int, int], ...] = ()
     prefill_beside: int = 0
     load_beside: int = 0
+    gains: tuple[int, ...] = ()
+    spent: int = 0
 
     def __attrs_post_init__(self) -> None:
         """Rates also come out of traces, which are hostile input."""
-        spans = [number for pair in self.rounds for number in pair]
-        single = (self.host, self.disk, self.prefill_beside, self.load_beside)
-        if min((*self.prefill, *single, *spans)) < 0 or len(self.prefill) > 64:
+        launches = [number for each in self.rounds for number in each]
+        single = (self.host, self.disk, self.prefill_beside, self.load_beside, self.spent)
+        if min((*self.prefill, *single, *launches, *self.gains)) < 0 or len(self.prefill) > 64:
             raise ValueError(f"rates that cannot be: {self}")
 
 

@@ -20,7 +20,19 @@ from states import lane as lanes
 from states import pace, rates, residency
 from states import slots as seats
 from states.lane import Answer, Lane
-from states.life import Cancelled, Derived, Done, Event, External, New, Refused, Restoring, State, Submitted
+from states.life import (
+    Cancelled,
+    Derived,
+    Done,
+    Event,
+    External,
+    New,
+    Refused,
+    Restoring,
+    Speculating,
+    State,
+    Submitted,
+)
 from states.machine import IllegalEvent, step
 from states.rates import Rates
 from states.residency import Residency
@@ -104,10 +116,12 @@ class Fold:
                 beside = state.front > state.hold.restored
                 self.rates = rates.restored(self.rates, state.tier, stop - start, ns, beside=beside)
             case RunRound(propose=propose), RoundDone(proposed=proposed, ns=ns) if (
-                ns and proposed == propose and self.lane.members == 1
+                # a launch is timed once, by the first of its members to answer
+                ns and proposed == propose and len(self.lane.running) == self.lane.members
             ):
-                rounds = pace.timed(self.rates.rounds, pace.widths(self.settings), proposed, ns)
-                self.rates = evolve(self.rates, rounds=rounds)
+                self.rates = evolve(
+                    self.rates, rounds=pace.timed(self.rates.rounds, lanes.shape(self.lane.running), ns)
+                )
             case _:
                 pass
 
@@ -123,6 +137,8 @@ class Fold:
     def react(self, request: RequestId, event: Event) -> None:
         before = self.requests.get(request, New())
         then = step(TABLE, before, event)
+        if isinstance(before, Speculating) and not isinstance(then.state, Speculating):
+            self.rates = pace.remembered(self.rates, then.state.hold.pace)
         if isinstance(event, PrefixFound) and not getattr(then.state, "computing", False):
             self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
         if isinstance(before, New) and isinstance(event, Submitted):
@@ -151,9 +167,12 @@ class Fold:
     def launch(self) -> None:
         """Decided at launch, not when the effect was queued: by then the world may look different."""
         while not self.todo:
-            self.lane, self.models, chosen = lanes.choose(self.lane, self.models, self.settings, self.requests)
+            self.lane, self.models, chosen = lanes.choose(
+                self.lane, self.models, self.settings, self.requests, self.rates
+            )
             match chosen:
                 case Launch():
+                    self.requests |= lanes.told(chosen, self.requests, self.rates, self.settings.batch_rows)
                     self.out.append(chosen)
                 case Answer(request, outcome):
                     self.todo.append((request, outcome))

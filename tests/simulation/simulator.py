@@ -131,7 +131,9 @@ class Simulator:
     def some_settings(self) -> Settings:
         rng = self.rng
         grain = rng.choice((1, 2, 4))
-        rounds = rng.choice(((), ((0, 20), (3, 25), (7, 30)), ((0, 20), (3, 50))))
+        rounds = rng.choice(
+            ((), ((0, 1, 0, 20), (0, 1, 4, 25), (0, 1, 8, 30), (0, 2, 0, 30)), ((0, 1, 0, 20), (0, 1, 4, 50)))
+        )
         return Settings(
             slots=rng.randint(1, 4),
             max_context=80,

@@ -39,7 +39,7 @@ def park(request: int) -> Ask:
 
 
 def choose(*waiting: Ask, rounds_last: bool = False, models: Residency = NOBODY, settings: Any = DRAFT) -> Any:
-    return lane.choose(Lane(waiting, (), rounds_last), models, settings, {})
+    return lane.choose(Lane(waiting, (), rounds_last), models, settings, {}, Rates())
 
 
 def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
@@ -54,7 +54,7 @@ def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
 def test_an_idle_lane_without_work_and_a_busy_one_choose_nothing() -> None:
     assert choose() == (Lane(), Residency(), None)
     busy = Lane((a_round(1),), (chunk(2),))
-    assert lane.choose(busy, Residency(), DRAFT, {}) == (busy, Residency(), None)
+    assert lane.choose(busy, Residency(), DRAFT, {}, Rates()) == (busy, Residency(), None)
 
 
 def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
@@ -81,33 +81,62 @@ def test_a_batch_has_a_limit_in_rows_and_at_least_one_member(proposals: tuple[in
     assert launched(*rounds) == tuple(rounds[:taken])
 
 
-def decoding(*requests: int, **changes: Any) -> dict[RequestId, State]:
-    known = evolve(pace.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates()), **changes)
+CHEAP = ((0, 1, 0, 1000), (0, 1, 16, 1100))
+DEAR = ((0, 1, 0, 1000), (0, 1, 4, 1200), (0, 1, 8, 2000), (0, 1, 16, 4000))
+
+
+def decoding(*requests: int, rounds: pace.Rounds = CHEAP, **changes: Any) -> dict[RequestId, State]:
+    known = evolve(pace.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates(rounds=rounds)), **changes)
     return {RequestId(n): Speculating(a_prefilled(DRAFT, draft=True, pace=known)) for n in requests}
 
 
-def proposed(requests: dict[RequestId, State], rows: int, *wanted: int) -> list[int]:
-    rounds = tuple(a_round(request, most) for request, most in zip(requests, wanted, strict=True))
-    settings = evolve(DRAFT, batch_rows=rows)
-    _, _, chosen = lane.choose(Lane(rounds), Residency(), settings, requests)
+def proposed(requests: dict[RequestId, State], rows: int, *wanted: int, rounds: pace.Rounds = CHEAP) -> list[int]:
+    """Plain rounds of several take as long as of one here, which has been measured."""
+    asks = tuple(a_round(request, most) for request, most in zip(requests, wanted, strict=True))
+    rates = Rates(rounds=(*rounds, *((0, members, 0, 1000) for members in (2, 3, 4))))
+    _, _, chosen = lane.choose(Lane(asks), Residency(), evolve(DRAFT, batch_rows=rows), requests, rates)
     assert isinstance(chosen, Launch)
     return [ask.effect.propose for ask in chosen.asks if isinstance(ask.effect, RunRound)]
 
 
+SURE = {"gains": (2900, 6500, 13000)}
+
+
 def test_rounds_that_go_together_propose_what_fits_together() -> None:
-    cheap = {"prices": (1100, 1110, 1120, 1130), "gains": (2900, 6500, 13000, 13000)}
-    assert proposed(decoding(1, **cheap), 16, 15) == [15]
-    assert proposed(decoding(1, 2, **cheap), 64, 15, 15) == [15, 15]
-    assert proposed(decoding(1, 2, **cheap), 16, 15, 15) == [7, 7]
-    assert proposed(decoding(1, 2, 3, 4, **cheap), 16, 15, 2, 0, 15) == [3, 2, 0, 3]
-    assert proposed(decoding(1, 2, 3, 4, **cheap), 8, 15, 15, 15, 15) == [0, 0, 0, 0]
+    assert proposed(decoding(1, **SURE), 16, 15) == [15]
+    assert proposed(decoding(1, 2, **SURE), 64, 15, 15) == [15, 15]
+    assert proposed(decoding(1, 2, **SURE), 16, 15, 15) == [7, 7]
+    assert proposed(decoding(1, 2, 3, 4, **SURE), 16, 15, 2, 0, 15) == [3, 2, 0, 3]
+    assert proposed(decoding(1, 2, 3, 4, **SURE), 8, 15, 15, 15, 15) == [0, 0, 0, 0]
 
 
 def test_rounds_that_go_together_propose_less_where_rows_are_dear() -> None:
-    dear = {"prices": (1200, 1900, 3300, 6100), "gains": (2000, 3000, 3500, 3600)}
-    assert proposed(decoding(1, **dear), 64, 3) == [3]
-    assert proposed(decoding(1, 2, **dear), 64, 7, 7) == [3, 3]
-    assert proposed(decoding(1, 2, 3, 4, **dear), 64, 7, 7, 7, 7) == [0, 0, 0, 0]
+    some = {"gains": (2100, 3500, 3500), "rounds": DEAR}
+    assert proposed(decoding(1, **some), 64, 15, rounds=DEAR) == [3]
+    assert proposed(decoding(1, 2, **some), 64, 15, 0, rounds=DEAR) == [3, 0]
+    assert proposed(decoding(1, 2, 3, 4, **some), 64, 15, 15, 15, 0, rounds=DEAR) == [0, 0, 0, 0]
+
+
+def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
+    requests, waiting = decoding(1, **SURE), Lane((a_round(1, 15),))
+    rates, settings, found = Rates(rounds=CHEAP), evolve(DRAFT, batch_rows=64), list[int]()
+    for _ in range(2 * lane.OFTEN + 2):
+        after, _, chosen = lane.choose(waiting, Residency(), settings, requests, rates)
+        assert isinstance(chosen, Launch)
+        found.append(chosen.asks[0].effect.propose)  # type: ignore[union-attr]
+        waiting = evolve(after, waiting=waiting.waiting, running=())
+    assert found == ([15] * lane.OFTEN + [0]) * 2
+
+
+def test_who_has_a_draft_is_told_what_the_launch_costs() -> None:
+    requests, rates = decoding(1, **SURE), Rates(rounds=(*CHEAP, (0, 2, 0, 1000)))
+    requests[TWO] = Speculating(a_prefilled(DRAFT))
+    told = lane.told(Launch((a_round(1, 15), a_round(2))), requests, rates, 64)
+    assert told.keys() == {ONE}
+    assert told[ONE].hold.pace.price == 1200, "17 rows go through 32"  # type: ignore[union-attr]
+    assert told[ONE].hold.pace.terms == pace.terms(rates.rounds, 0, 2, 64)  # type: ignore[union-attr]
+    assert lane.told(Launch((a_round(1),)), requests, rates, 64)[ONE].hold.pace.price == 0  # type: ignore[union-attr]
+    assert lane.told(Launch((chunk(1),)), requests, rates, 64) == {}
 
 
 def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:
@@ -146,4 +175,4 @@ def test_a_draft_is_not_sent_away_while_somebody_waits_for_it() -> None:
     after, models, chosen = choose(park(1), unpark(2), models=last, settings=SCOPED)
     assert (after, models, chosen) == (Lane((park(1),)), two, Answer(TWO, DraftUnparked()))
     left = Residency(Model("loaded", (TWO,)))
-    assert lane.choose(after, models, SCOPED, {})[1:] == (left, Answer(ONE, DraftParked()))
+    assert lane.choose(after, models, SCOPED, {}, Rates())[1:] == (left, Answer(ONE, DraftParked()))

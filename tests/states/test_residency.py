@@ -18,6 +18,7 @@ from states import lane, residency
 from states.invariants import check
 from states.lane import Answer, Lane
 from states.life import Cancelled, Event, Submitted
+from states.rates import Rates
 from states.residency import IDLE, Model, Policy, Residency, Resolved, Use, boot, resolve, resolved, shown
 from states.settings import Settings
 from states.world import Out, World, advance, begin
@@ -132,13 +133,21 @@ def test_a_failed_parking_leaves_it_loaded_for_the_next_one() -> None:
 @pytest.mark.parametrize("settings", [DRAFT, SCOPED], ids=["kept", "request-scoped"])
 def test_a_draft_that_somebody_else_needs_stays(settings: Settings) -> None:
     shared, left = Residency(Model("loaded", (ONE, TWO))), Residency(Model("loaded", (TWO,)))
-    assert lane.choose(Lane((park(1),)), shared, settings, {}) == (Lane(), left, Answer(ONE, DraftParked()))
+    assert lane.choose(Lane((park(1),)), shared, settings, {}, Rates()) == (Lane(), left, Answer(ONE, DraftParked()))
 
 
 def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
     last, waiting = Residency(Model("loaded", (ONE,))), Lane((park(1),))
-    assert lane.choose(waiting, last, DRAFT, {}) == (Lane(), Residency(Model("loaded")), Answer(ONE, DraftParked()))
-    assert lane.choose(waiting, last, SCOPED, {}) == (Lane((), (park(1),), members=1), last, Launch((park(1),)))
+    assert lane.choose(waiting, last, DRAFT, {}, Rates()) == (
+        Lane(),
+        Residency(Model("loaded")),
+        Answer(ONE, DraftParked()),
+    )
+    assert lane.choose(waiting, last, SCOPED, {}, Rates()) == (
+        Lane((), (park(1),), members=1),
+        last,
+        Launch((park(1),)),
+    )
 
 
 def test_other_outcomes_leave_the_residency_alone() -> None:

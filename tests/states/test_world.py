@@ -15,6 +15,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.round import RoundDone, RunRound
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from states import lane, pace
 from states.invariants import check
 from states.life import Cancelled, Draining, Event, Prefilling, Submitted, Waiting
 from states.machine import IllegalEvent
@@ -170,21 +171,53 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
     assert outs[-1] == alone(TWO, UnparkDraft())
 
 
-def test_a_round_alone_tells_what_rounds_cost_and_one_in_company_does_not() -> None:
-    measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(rounds=((0, 800), (3, 1000))))
+def test_a_launch_tells_once_what_such_launches_cost() -> None:
+    start: pace.Rounds = ((0, 1, 0, 800), (0, 1, 4, 1000))
+    measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(rounds=start))
     one, two = submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,))
     world, outs = after(measured, one, (ONE, RoundDone((7, 8), 3, ns=1800)))
-    assert world.rates.rounds == ((0, 800), (3, 1025))
-    assert after(measured, one, (ONE, RoundDone((7, 8), 2, ns=1800)))[0].rates.rounds == ((0, 800), (3, 1000))
+    assert world.rates.rounds == ((0, 1, 0, 800), (0, 1, 4, 1025))
+    assert after(measured, one, (ONE, RoundDone((7, 8), 2, ns=1800)))[0].rates.rounds == start
     world, outs = after(measured, one, two, (ONE, RoundDone((7, 8), 3, ns=1000)))
-    assert outs[-1] == Launch((Ask(ONE, RunRound(HERE, 2, 8, 3)), Ask(TWO, RunRound(SlotId(1), 0, 2, 3))))
-    for request in (ONE, TWO):
-        world, _ = advance(world, request, RoundDone((7,), 3, ns=9000))
-    assert world.rates.rounds == ((0, 800), (3, 1000))
+    assert outs[-1] == Launch((Ask(ONE, RunRound(HERE, 2, 8)), Ask(TWO, RunRound(SlotId(1), 0, 2)))), "measured first"
+    for request, ns in ((ONE, 1200), (TWO, 1210)):
+        world, outs = advance(world, request, RoundDone((7,), ns=ns))
+    assert world.rates.rounds == (*start, (0, 2, 0, 1200))
+    assert outs[-1] == Launch((Ask(ONE, RunRound(HERE, 3, 7, 2)), Ask(TWO, RunRound(SlotId(1), 1, 7, 3))))
+    for request, ns in ((ONE, 1500), (TWO, 1510)):
+        world, outs = advance(world, request, RoundDone((7,), 3 if request is TWO else 2, ns=ns))
+    assert world.rates.rounds == (*start, (0, 2, 0, 1200), (0, 2, 8, 1500))
+
+
+def test_what_proposals_are_compared_with_is_measured_again_now_and_then() -> None:
+    """A plain launch that was held up when it was first measured would make any draft look free."""
+    measured = evolve(DRAFT, max_context=1024, rates=Rates(rounds=((0, 1, 0, 5000), (0, 1, 4, 5000))))
+    world, _ = after(measured, submitted(ONE, prompt=(1,), max_tokens=600))
+    plain = list[int]()
+    for number in range(140):
+        (asked,) = world.lane.running
+        assert isinstance(asked.effect, RunRound)
+        if not asked.effect.propose:
+            plain.append(number)
+        done = RoundDone(
+            (7,) * (1 + asked.effect.propose), asked.effect.propose, ns=5000 if asked.effect.propose else 1000
+        )
+        world, _ = advance(world, ONE, done)
+    assert plain[0] == lane.OFTEN
+    assert world.rates.rounds[0] < (0, 1, 0, 3001)
+
+
+def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None:
+    world, _ = after(
+        DRAFT, submitted(ONE, prompt=(1,), max_tokens=2), (ONE, RoundDone((7,), 1)), (ONE, RoundDone((7,)))
+    )
+    assert ONE not in world.requests
+    assert world.rates.gains[0] < pace.fresh(DRAFT, Rates()).gains[0]
+    assert world.rates.spent == 200 - 2 * pace.REFILL
 
 
 def test_a_request_decides_by_the_rates_of_its_admission() -> None:
-    slow = evolve(DRAFT, rates=Rates(rounds=((0, 800), (3, 3200))))
+    slow = evolve(DRAFT, rates=Rates(rounds=((0, 1, 0, 800), (0, 1, 4, 3200))))
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunRound(HERE, 0, 1)), "four tokens in the time of four rounds"
     assert world.requests[ONE].hold.speculation == "never_pays"  # type: ignore[union-attr]

@@ -1,0 +1,162 @@
+"""A draft must not make anything slower, measured: with it and without, in turn, in one process.
+
+    python -m benchmarks.never_slower [--parts streams,pairs] [--streams 1,4,16] [--device cpu] [--json FILE]
+
+streams: so many clients at once, each with its own prompts, prompts' computation included; the draft as it is, and one
+that is never right. pairs: single answers of 512 tokens with a draft that is never right, and no pair may lose more
+than 2 %. Both compare a target that has no draft at all with one that has, side by side; each is a server's life long,
+so what is learnt stays. Wall time and processor time: on a machine with other work the second says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+from attrs import define, evolve
+
+from benchmarks.report import machine, median, raw, table
+from benchmarks.speculation import Wrong, answer
+from benchmarks.subjects import prompts
+from effects.ids import Tokens
+from effects.job import Job
+from effects.scope import Scope
+from engine.assemble import Engine, engine
+from engine.options import Options
+from engine.target import Target, load_target
+
+LONGEST = 256  # tokens of a prompt
+ANSWER = 512  # of a pair
+
+
+@define
+class Took:
+    tokens: int
+    wall: float
+    cpu: float
+    rounds: int
+    answers: list[Tokens]
+
+
+async def together(running: Engine, jobs: Sequence[Job]) -> Took:
+    """All at once. wall, cpu: seconds until the last one is done, prompts included."""
+    found: list[Any] = [None] * len(jobs)
+
+    async def one(at: int) -> None:
+        found[at] = await answer(running, jobs[at])
+
+    wall, cpu = time.perf_counter(), time.process_time()
+    async with anyio.create_task_group() as tasks:
+        for at in range(len(jobs)):
+            tasks.start_soon(one, at)
+    spent = time.perf_counter() - wall, time.process_time() - cpu
+    rounds = sum(each.report.rounds for each in found if each.report is not None)
+    return Took(sum(len(each.tokens) for each in found), *spent, rounds, [each.tokens for each in found])
+
+
+async def compared(ways: dict[str, Engine], batches: Sequence[Sequence[Job]]) -> dict[str, list[Took]]:
+    """Every batch in every way, one right after the other; who begins takes turns."""
+    took: dict[str, list[Took]] = {way: [] for way in ways}
+    for number, jobs in enumerate(batches):
+        for way in sorted(ways, reverse=number % 2 == 1):
+            took[way].append(await together(ways[way], jobs))
+    return took
+
+
+def row(what: str, took: dict[str, list[Took]]) -> dict[str, Any]:
+    """x: plain time over time with the draft, of all and of single batches; below 1 the draft loses."""
+    plain, drafted = took["plain"], took["draft"]
+    walls = [one.wall / other.wall for one, other in zip(plain, drafted, strict=True)]
+    cpus = [one.cpu / other.cpu for one, other in zip(plain, drafted, strict=True)]
+    return {
+        "what": what,
+        "tokens": sum(one.tokens for one in plain),
+        "plain tok/s": sum(one.tokens for one in plain) / sum(one.wall for one in plain),
+        "draft tok/s": sum(one.tokens for one in drafted) / sum(one.wall for one in drafted),
+        "x wall": sum(one.wall for one in plain) / sum(one.wall for one in drafted),
+        "x cpu": sum(one.cpu for one in plain) / sum(one.cpu for one in drafted),
+        "median x wall": median(walls),
+        "least x wall": min(walls),
+        "median x cpu": median(cpus),
+        "least x cpu": min(cpus),
+        "tok/round": sum(one.tokens for one in drafted) / sum(one.rounds for one in drafted),
+        "differing": sum(one.answers != other.answers for one, other in zip(plain, drafted, strict=True)),
+    }
+
+
+async def streams(ways: dict[str, Engine], kind: str, counts: Sequence[int], repeats: int, most: int) -> list[Any]:
+    rows = list[Any]()
+    for count in counts:
+        asked = prompts(["code"], count * repeats, LONGEST)["code"]
+        jobs = [Job(prompt, most, scope=Scope("off")) for prompt in asked]
+        batches = [jobs[at * count : (at + 1) * count] for at in range(repeats)]
+        rows.append(row(f"{count} streams, {kind}", await compared(ways, batches)))
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+async def pairs(ways: dict[str, Engine], count: int) -> dict[str, Any]:
+    asked = prompts(["code"], count, LONGEST)["code"]
+    found = row("pairs, never right", await compared(ways, [[Job(one, ANSWER, scope=Scope("off"))] for one in asked]))
+    print(json.dumps(found), flush=True)
+    return found
+
+
+async def measure(options: Options, given: argparse.Namespace) -> list[dict[str, Any]]:
+    parts, counts = given.parts.split(","), [int(count) for count in given.streams.split(",")]
+    options = evolve(options, disk_prefix_cache="off", host_cache_budget=0)
+    targets: dict[str, Target] = {
+        "plain": await load_target(evolve(options, draft="none")),
+        "draft": await load_target(options),
+    }
+    proposer = targets["draft"].executor._proposer  # noqa: SLF001 - to speak in its place
+    assert proposer is not None
+    rows = list[dict[str, Any]]()
+    for kind in ("as it is", "never right"):
+        targets["draft"].executor.proposed_to(proposer if kind == "as it is" else Wrong(proposer, {}))
+        async with AsyncExitStack() as stack:
+            ways = {
+                way: await stack.enter_async_context(engine(target.settings, target.executor, facts={}))
+                for way, target in targets.items()
+            }
+            if "pairs" in parts and kind == "never right":
+                rows.append(await pairs(ways, given.pairs))
+            if "streams" in parts:
+                rows += await streams(ways, kind, counts, given.repeats, given.tokens)
+    for target in targets.values():
+        await target.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="streams,pairs")
+    parser.add_argument("--streams", default="1,4,16")
+    parser.add_argument("--repeats", type=int, default=4, help="batches of streams")
+    parser.add_argument("--tokens", type=int, default=128, help="of a stream's answer")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    options = Options(
+        model=given.model, draft=given.draft, device=given.device, threads=given.threads, slots=given.slots
+    )
+    rows = anyio.run(measure, options, given)
+    table("with the draft against without", rows)
+    raw("never_slower", {"rows": rows, "machine": machine()})
+    if given.json:
+        given.json.write_text(json.dumps({"rows": rows, "machine": machine()}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
