@@ -33,7 +33,7 @@ SHORTEST, LONGEST = 8, 256  # plain rounds of a rest
 HOPE = 800  # before anything is known: how likely a draft is right about the next token
 DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
 RUNG = 4  # rows of the smallest forward: as many tokens are fed at the price of one
-MOST = 4  # times what was presumed: a launch that took longer was held up by something else than the draft
+MOST = 2  # times what was presumed: a launch that took longer was held up by something else than the draft
 
 Key: TypeAlias = tuple[int, int, int]
 Rounds: TypeAlias = tuple[tuple[int, int, int, int], ...]  # as in Rates
