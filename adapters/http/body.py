@@ -21,6 +21,7 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 17  # arrays and objects of a body: 30 MB of them at most, made in 50 ms
 MAX_VALUES = 1 << 22  # of any kind; 150 MB if all are numbers
 INLINE_BYTES = 1 << 16  # larger bodies are counted, then parsed in a worker thread
+PART = 1 << 20  # characters
 PARSERS = 1  # such bodies at a time: parsing holds the interpreter
 BOM = b"\xef\xbb\xbf"
 DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
@@ -143,11 +144,11 @@ def check(value: Any) -> None:
 
 def half(text: str) -> int | None:
     """Where half of a surrogate pair stands, which no encoding has."""
-    if not text.isascii():
+    for start in range(0, 0 if text.isascii() else len(text), PART):
         try:
-            text.encode()
+            text[start : start + PART].encode()
         except UnicodeEncodeError as error:
-            return error.start
+            return start + error.start
     return None
 
 

@@ -18,6 +18,7 @@ from attrs import frozen
 PIECE = 1 << 16  # characters: some 20 ms of encoding
 CUT = re.compile("(?<=[A-Za-z\u4e00-\u9fa5])(?=[\\x00-@\\[-`{-\\x7f\u3001\u3002\uff0c])")
 SHRINKS = 3  # NFC: three Hangul jamo of three bytes each become one syllable of three
+LONG = 1 << 20  # characters
 UNPROVEN = 64  # bytes a token, for the byte limit where nothing is known
 
 # GPT-2's, which ByteLevel uses; Qwen's; and Llama 3's, which differs in digits
@@ -51,8 +52,8 @@ class Knowledge:
 
 
 def size_of(text: str) -> int:
-    """Bytes of its UTF-8."""
-    return len(text) if text.isascii() else len(text.encode())
+    """Bytes of its UTF-8; of a long text at least: no more than characters are counted, which takes no time."""
+    return len(text) if len(text) > LONG or text.isascii() else len(text.encode())
 
 
 def runs(texts: Sequence[str], knowledge: Knowledge) -> Iterator[list[tuple[int, str]]]:
