@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 from aiofiles.threadpool import wrap
 from attrs import define, field, frozen
 
-from adapters.store import journal, recent, seekable
-from adapters.store.blocks import root
+from adapters.store import journal, recent
 from adapters.store.codec import DECODERS, Chooser
+from adapters.store.described import entry_named, entry_of, no_collection, read_head
 from adapters.store.folder import LOCK, Folder
 from adapters.store.format import (
     MOST_HANDLE,
-    MOST_HEAD,
-    Head,
     Layout,
     Newer,
     Outdated,
     Run,
     encode,
     file_name,
-    parse_head,
     parse_name,
 )
 from adapters.store.index import Entry, Index
@@ -484,49 +480,3 @@ class Disk:
     def _remove(self, name: str) -> None:
         with suppress(OSError):
             self.folder.remove(name)
-
-
-def entry_named(named: tuple[bytes, int], said: Head, size: int) -> Entry:
-    """The entry of a file of so many bytes, from its name and its head. Raises Damaged where they do not agree."""
-    key, handle = named
-    if said.run.keys[-1] != key:
-        raise Damaged("the file has another run's name")
-    if handle > MOST_HANDLE:
-        raise Damaged("the number in the file's name cannot be")
-    return entry_of(said.run, handle, size, root(said.identity, said.grain))
-
-
-def entry_of(run: Run, handle: int, size: int, origin: bytes) -> Entry:
-    return Entry(
-        handle, run.start, run.parent, run.keys, run.tokens, size, origin, used=handle, kind=run.kind, since=run.since
-    )
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Many objects are made at once and none of them is garbage: looking for some took half of the time."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def read_head(descriptor: int, size: int) -> Head:
-    """Of an open file of ours, nothing else of it read. Raises Damaged, Newer, Outdated or OSError."""
-    foot = seekable.FOOT.size
-    if size < foot:
-        raise Damaged("the file is too short")
-    count = seekable.frame_count(os.pread(descriptor, foot, size - foot))
-    length = seekable.table_size(count)
-    if count < 2 or length > size:
-        raise Damaged("the seek table is longer than the file")
-    frames = seekable.parse_table(os.pread(descriptor, length, size - length), size)
-    packed, content = frames[0]
-    if content > MOST_HEAD:
-        raise Damaged("the header is too long")
-    raw = bytearray(content)
-    seekable.decompress(os.pread(descriptor, packed, 0), memoryview(raw))
-    return parse_head(raw)

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from attrs import Factory, asdict, define, evolve, field, frozen
 
 from adapters.store.blocks import WIDTH, chain, checkpoint_key, pack
-from adapters.store.disk import Disk, Note, Write, entry_of
+from adapters.store.described import entry_of
+from adapters.store.disk import Disk, Note, Write
 from adapters.store.format import Kind, Layout, Run
 from adapters.store.index import Entry, Index
 from adapters.store.memory import Buffer, Memory

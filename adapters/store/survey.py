@@ -12,7 +12,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from adapters.store import journal, recent, seekable
-from adapters.store.disk import entry_named, no_collection, read_head
+from adapters.store.described import entry_named, no_collection, read_head
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.format import (
     DTYPES,

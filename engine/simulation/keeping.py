@@ -10,7 +10,8 @@ import torch
 from attrs import define, field
 
 from adapters.store.blocks import WIDTH
-from adapters.store.disk import MOST_QUEUED, Disk, Note, Write, entry_of
+from adapters.store.described import entry_of
+from adapters.store.disk import MOST_QUEUED, Disk, Note, Write
 from adapters.store.format import Layout, Rows, Run
 from adapters.store.index import Entry, Index
 from adapters.store.memory import Buffer

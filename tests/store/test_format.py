@@ -19,7 +19,7 @@ from attrs import evolve
 from adapters.store import seekable
 from adapters.store.blocks import chain, checkpoint_key, pack, root
 from adapters.store.codec import Chooser, quicker
-from adapters.store.disk import read_head
+from adapters.store.described import read_head
 from adapters.store.folder import Folder
 from adapters.store.format import (
     FRAME,

@@ -1,0 +1,60 @@
+"""What a file of ours says of itself, as an entry of the index: from its name, its seek table and its first frame."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from adapters.store import seekable
+from adapters.store.blocks import root
+from adapters.store.format import MOST_HANDLE, MOST_HEAD, Head, Run, parse_head
+from adapters.store.index import Entry
+from adapters.store.seekable import Damaged
+
+
+def entry_named(named: tuple[bytes, int], said: Head, size: int) -> Entry:
+    """The entry of a file of so many bytes, from its name and its head. Raises Damaged where they do not agree."""
+    key, handle = named
+    if said.run.keys[-1] != key:
+        raise Damaged("the file has another run's name")
+    if handle > MOST_HANDLE:
+        raise Damaged("the number in the file's name cannot be")
+    return entry_of(said.run, handle, size, root(said.identity, said.grain))
+
+
+def entry_of(run: Run, handle: int, size: int, origin: bytes) -> Entry:
+    return Entry(
+        handle, run.start, run.parent, run.keys, run.tokens, size, origin, used=handle, kind=run.kind, since=run.since
+    )
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Many objects are made at once and none of them is garbage: looking for some took half of the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def read_head(descriptor: int, size: int) -> Head:
+    """Of an open file of ours, nothing else of it read. Raises Damaged, Newer, Outdated or OSError."""
+    foot = seekable.FOOT.size
+    if size < foot:
+        raise Damaged("the file is too short")
+    count = seekable.frame_count(os.pread(descriptor, foot, size - foot))
+    length = seekable.table_size(count)
+    if count < 2 or length > size:
+        raise Damaged("the seek table is longer than the file")
+    frames = seekable.parse_table(os.pread(descriptor, length, size - length), size)
+    packed, content = frames[0]
+    if content > MOST_HEAD:
+        raise Damaged("the header is too long")
+    raw = bytearray(content)
+    seekable.decompress(os.pread(descriptor, packed, 0), memoryview(raw))
+    return parse_head(raw)
