@@ -189,7 +189,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:
         raise Mismatched(named)
-    plan = numerics.plan if numerics.mode == "ladder" else None
+    plan = numerics.plan
     kernels = kernels.using(evolve(plan, steps=()) if fast and plan is not None else plan)
     found = find_draft(options, config, numerics)
     check_memory(row_bytes(config, found, dtype), device, options.slots, context)

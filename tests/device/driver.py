@@ -11,7 +11,6 @@ from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
 from adapters.device.sampling import Pick, Row, Sampler, pick
 from adapters.models.config import Qwen3Config
-from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
@@ -21,6 +20,7 @@ from effects.job import Sampling
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.round import RoundDone, RunRound
 from tests.device.fake_shard import FakeShard
+from tests.models.checkpoints import proven
 
 VOCAB, RUNGS, CHUNK = 97, (4, 8, 16, 32), 32
 TINY = Qwen3Config(VOCAB, 64, 96, 2, 4, 2, 16, 512, 1e6, tie_word_embeddings=True)
@@ -33,7 +33,8 @@ def qwen3(slots: int = 4, device: str = "cpu", capture: tuple[int, ...] = ()) ->
     rungs = row_counts(RUNGS, fast=True)
     shape = {"device": device, "slots": slots, "capacity": 256, "rungs": rungs, "capture": capture}
     if device == "cpu":
-        return Qwen3Shard(TINY, RandomWeights(TINY, scale=0.2), CpuKernels(torch.float32), **shape)
+        kernels = proven(TINY, torch.float32, 256, rungs).fresh()
+        return Qwen3Shard(TINY, RandomWeights(TINY, scale=0.2), kernels, **shape)
     from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 
     config = evolve(TINY, hidden_size=128, head_dim=64)

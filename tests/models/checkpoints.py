@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Kernels
+from adapters.models.kernels.products import Products
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import LADDER, Qwen3Shard, products
 from adapters.models.shard import Segment, Step
@@ -58,14 +60,20 @@ def shard_of(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels 
     return Qwen3Shard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), dtype=dtype, **shape)
 
 
-def proven(config: Qwen3Config, dtype: torch.dtype, capacity: int, ladder: Sequence[int] = LADDER) -> Kernels:
-    """CPU kernels that keep to what the probe proves on the machine that runs the tests."""
-    kernels = CpuKernels(dtype)
+def proven(config: Qwen3Config, dtype: torch.dtype, capacity: int, ladder: Sequence[int] = LADDER) -> CpuKernels:
+    """CPU kernels that keep to what is proven on the machine that runs the tests."""
     rungs = tuple(ladder)
-    listed = products(config, rungs, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
-    proof = kernels.prove(listed)
-    assert proof.holds, proof.failures
-    return kernels.using(proof.plan)
+    return kernels_for(
+        products(config, rungs, capacity=capacity, dtype=dtype, threads=torch.get_num_threads()), dtype, capacity
+    )
+
+
+@cache
+def kernels_for(listed: Products, dtype: torch.dtype, capacity: int) -> CpuKernels:
+    """capacity: whatever tells lists apart that differ in nothing but their keys."""
+    proof = CpuKernels(dtype).prove(listed)
+    assert proof.holds, (capacity, proof.failures)
+    return CpuKernels(dtype).using(proof.plan)
 
 
 def tokens_of(count: int, vocab: int = 160, seed: int = 7) -> Tensor:

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from adapters.models.config import Qwen3Config
 from adapters.models.dflash import DFlashDraft
+from adapters.models.dflash import products as draft_products
 from adapters.models.dflash_checkpoint import draft_tensors
 from adapters.models.dflash_config import DFlashConfig, Rotary, Yarn
 from adapters.models.kernels import Sight
+from adapters.models.kernels.products import Weight
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.qwen3 import HEAD_ROWS, LADDER, products
 from adapters.models.shard import Segment, Step, TargetHead
+from tests.models.checkpoints import kernels_for
 
 FULL, CAUSAL = Sight(), Sight(causal=True)
 TARGET = Qwen3Config(211, 64, 104, 9, 4, 2, 16, 4096, 1e4)
@@ -107,9 +111,17 @@ def head_of(config: DFlashConfig, kernels, dtype: torch.dtype = torch.float32, v
     return TargetHead(table, kernels.pack(table.clone()))
 
 
+def proven_draft(config: DFlashConfig, dtype: torch.dtype, capacity: int, vocab: int = 211) -> CpuKernels:
+    """With the target's head, which is of the draft's own size."""
+    target = products(TARGET, LADDER, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
+    listed = draft_products(config, target, capacity=capacity, vocab=vocab)
+    head = Weight(vocab, config.hidden_size, most=HEAD_ROWS)
+    return kernels_for(evolve(listed, weights=tuple({*listed.weights, head})), dtype, capacity)
+
+
 def draft_of(config: DFlashConfig, tensors: Tensors | None = None, dtype: torch.dtype = torch.float32, **options):
-    kernels = options.pop("kernels", None) or CpuKernels(dtype)
     shape = {"slots": 4, "capacity": 1200} | options
+    kernels = shape.pop("kernels", None) or proven_draft(config, dtype, shape["capacity"]).fresh()
     weights = tensors or random_tensors(config)
     return DFlashDraft(config, weights, kernels, head_of(config, kernels.fresh(), dtype), dtype=dtype, **shape)
 

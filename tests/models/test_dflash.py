@@ -18,7 +18,7 @@ from adapters.models.parking import Parking, kept_on_host, relocated, size_of
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomDraft, RandomWeights
-from tests.models.checkpoints import same_bits, tokens_of
+from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.drafts import (
     GEOMETRIES,
     TARGET,
@@ -29,6 +29,7 @@ from tests.models.drafts import (
     extend,
     extend_in_pieces,
     head_of,
+    proven_draft,
     random_tensors,
     save_draft,
     slow_logits,
@@ -201,9 +202,9 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
     config = config_of()
     found = []
     for cuts in ([256, 44], [64] * 4 + [32, 12], [256, 16, 16, 4, 4, 4]):
-        kernels = CpuKernels(torch.float32)
+        kernels, beside = proven(TARGET, torch.float32, 400).fresh(), proven_draft(config, torch.float32, 400).fresh()
         shard = Qwen3Shard(TARGET, RandomWeights(TARGET, scale=0.1), kernels, slots=2, capacity=400, capture=(6, 1, 4))
-        draft = DFlashDraft(config, random_tensors(config), kernels.fresh(), shard.head, slots=2, capacity=400)
+        draft = DFlashDraft(config, random_tensors(config), beside, shard.head, slots=2, capacity=400)
         tokens, at = tokens_of(300), 0
         for count in cuts:
             rung = next(rung for rung in shard.rungs if rung >= count)

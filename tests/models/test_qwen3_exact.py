@@ -34,7 +34,7 @@ def whole(request, dtype):
     """A shard whose slot 0 holds a sequence computed in chunks of C, with its logits."""
     config = CONFIGS[request.param]
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
-    shard = Qwen3Shard(config, weights, proven(config, dtype, 1024), dtype=dtype, slots=4, capacity=1024)
+    shard = Qwen3Shard(config, weights, proven(config, dtype, 1024).fresh(), dtype=dtype, slots=4, capacity=1024)
     tokens = tokens_of(LENGTH, config.vocab_size)
     return shard, tokens, run_in_pieces(shard, tokens, [(256, 256)])
 
@@ -160,7 +160,7 @@ def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shap
     """Keys come in pairs whose values nearly cancel, so that every change in the order of a sum shows."""
     (kv, group, head), generator = shape, torch.Generator().manual_seed(4)
     own = Qwen3Config(8, 32, 32, 1, kv * group, kv, head, 3072, 1e6)
-    kernels = proven(own, dtype, 3072)
+    kernels = proven(own, dtype, 3072).fresh()
     k = torch.randn(2, kv, 3072, head, generator=generator).to(dtype)
     v = torch.randn(2, kv, 3072, head, generator=generator).to(dtype)
     k[:, :, 1::2], v[:, :, 1::2] = k[:, :, 0::2], -v[:, :, 0::2] * 1.01

@@ -34,7 +34,7 @@ def shard(request):
 
         config = evolve(CONFIG, hidden_size=128, intermediate_size=224, head_dim=32)
         kernels = TritonKernels(torch.device(device))
-    kernels = kernels or proven(config, dtype, 1024)
+    kernels = kernels or proven(config, dtype, 1024).fresh()
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shape = {"device": device, "dtype": dtype, "slots": 4, "capacity": 1024, "capture": (0, 1)}
     made = Qwen3Shard(config, weights, kernels, **shape)
