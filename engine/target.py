@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,11 @@ from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
-from adapters.models.config import CheckpointError, Qwen3Config
+from adapters.models.config import CheckpointError
 from adapters.models.dflash import DFlashDraft
 from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.kernels import Kernels
-from adapters.models.numerics import Numerics, probe, probe_key
+from adapters.models.numerics import Numerics
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.store.executor import StoreExecutor
@@ -39,8 +37,8 @@ from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine import startup
 from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory, warm_up_draft
 from engine.folders import cache_folder, user_folder
-from engine.kept import kept
 from engine.loading import with_loading
+from engine.machine import check_memory, choose_device, context_of, identity, prove, row_bytes
 from engine.measure import measured
 from engine.options import Options
 from engine.refusal import Refusal
@@ -49,8 +47,6 @@ from states.settings import Settings
 
 log = logging.getLogger("rekindle")
 
-GRAPH_CHUNK = 1024  # C on a CUDA device: within 1 % of 2048, and a cancelled prefill stops sooner
-CPU_CHUNK = 256
 BATCH_ROWS = 64  # rows of one batched round at most
 WIDTHS = (3, 7, 15)  # proposals of the rounds that are measured at start
 
@@ -174,28 +170,18 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         torch.set_num_threads(options.threads)
     folder = model_folder(options)
     checkpoint = Checkpoint.open(folder)
-    config = checkpoint.config
-    dtype = resolve_dtype(options.dtype, checkpoint)
-    context = options.max_ctx or config.max_positions
-    if context > config.max_positions:
-        raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
-    check_memory(row_bytes(config, None, dtype), device, options.slots, context)  # the probe needs some of it, too
-    chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
-    kernels = build_kernels(device, dtype)
-    fast = options.numerics == "fast"
+    dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
+    context = context_of(options, checkpoint.config, dtype, device)
     step(startup.PROBE)
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "chunk": chunk, "memory": host_memory() // 2}
-    numerics = probed(config, kernels, capacity=context, **how)
+    numerics, kernels = prove(options, checkpoint.config, dtype, device, context)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:
         raise Mismatched(named)
-    plan = numerics.plan
-    kernels = kernels.using(evolve(plan, steps=()) if fast and plan is not None else plan)
-    found = find_draft(options, config, numerics)
-    check_memory(row_bytes(config, found, dtype), device, options.slots, context)
+    found = find_draft(options, checkpoint.config, numerics)
+    check_memory(row_bytes(checkpoint.config, found, dtype), device, options.slots, context)
     step(startup.WEIGHTS)
     shard = Qwen3Shard(
-        config,
+        checkpoint.config,
         checkpoint,
         kernels,
         device=device,
@@ -329,54 +315,6 @@ def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store | None:
         return open_store(layout, None, **limits)
 
 
-def row_bytes(config: Qwen3Config, draft: DraftCheckpoint | None, dtype: torch.dtype) -> int:
-    """Of one token in a slot, the draft's context included."""
-    return config.kv_bytes_per_token(dtype) + (0 if draft is None else draft.config.kv_bytes_per_token(dtype))
-
-
-def check_memory(token_bytes: int, device: torch.device, slots: int, context: int) -> None:
-    """A host is killed where a GPU says no. Raises Refusal for a KV cache that is larger than the whole machine."""
-    if device.type != "cpu":
-        return
-    needed = slots * context * token_bytes
-    there = host_memory()
-    if needed > there:
-        size = f"{slots} slots of {context} tokens take {needed / 1e9:.0f} GB"
-        raise Refusal(f"{size}, this machine has {there / 1e9:.0f} GB: fewer --slots or a smaller --max-ctx may help")
-
-
-def host_memory() -> int:
-    """Bytes that this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def probed(config: Qwen3Config, kernels: Kernels, **how: Any) -> Numerics:
-    """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
-    key = probe_key(config, kernels, **how)
-    return kept(key, lambda: probe(config, kernels, **how), Numerics.to_json, Numerics.from_json)
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise Refusal(f"--device {name}: this machine has no CUDA device that torch can use; accepted here: auto, cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Refusal(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
-    return device
-
-
-def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    if device.type == "cuda":
-        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
-
-        return TritonKernels(device)
-    from adapters.models.kernels.torch_cpu import CpuKernels  # noqa: PLC0415
-
-    return CpuKernels(dtype)
-
-
 def warm_up(shard: Qwen3Shard, rungs: tuple[int, ...]) -> None:
     """Every rung three times: kernels are compiled, graphs recorded and buffers made before anybody waits for them."""
     token = torch.zeros(1, dtype=torch.int64)
@@ -385,18 +323,3 @@ def warm_up(shard: Qwen3Shard, rungs: tuple[int, ...]) -> None:
         if rung <= BATCH_ROWS:
             step = Step((Segment(0, 0, 1),), rung)
             shard.logits(step, shard.forward(step, token).hidden)
-
-
-def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str) -> str:
-    """Everything that changes numbers, and nothing about this instance: 32 hex digits."""
-    parts = (
-        checkpoint.digest(),
-        repr(checkpoint.config),
-        str(dtype),
-        str(numerics.grain),
-        numerics.numerics_class,
-        numerics.mode,
-        repr(numerics.rungs),  # what serves: other shapes may round otherwise, and two starts may have proven others
-        mode,
-    )
-    return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

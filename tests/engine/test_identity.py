@@ -11,7 +11,7 @@ from attrs import evolve
 from adapters import demo
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.numerics import Numerics
-from engine.target import identity
+from engine.machine import identity
 from tests.store.kit import LAYOUT, disk_store, kept, save, settled
 
 FOUND = Numerics("ladder", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5, 100, 7)

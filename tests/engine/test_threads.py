@@ -109,10 +109,12 @@ def test_what_waits_for_a_slow_disk_is_bounded(tmp_path: Path, monkeypatch: pyte
     slow = trace.encode
     monkeypatch.setattr(trace, "encode", lambda record: (go.wait(), slow(record))[1])
     recorder.start()
-    fed(recorder, 1000)
-    assert recorder.lost == "the disk is too slow for it"
-    worlds += [item[2] for item in recorder._backlog.queue if item is not None]  # noqa: SLF001
-    assert len(worlds) == 200
-    assert sum(world is not None for world in worlds) <= 200 // DIGEST_EVERY + 1
-    go.set()
-    recorder.close()
+    try:
+        fed(recorder, 1000)
+        assert recorder.lost == "the disk is too slow for it"
+        worlds += [item[2] for item in recorder._backlog.queue if item is not None]  # noqa: SLF001
+        assert len(worlds) in {199, 200}, "the writer may hold one of them"
+        assert sum(world is not None for world in worlds) <= 200 // DIGEST_EVERY + 1
+    finally:
+        go.set()
+        recorder.close()

@@ -1,0 +1,107 @@
+"""What this machine can do for a model before any of it is loaded: device, room, kernels, what is proven of them."""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.config import Qwen3Config
+from adapters.models.dflash_checkpoint import DraftCheckpoint
+from adapters.models.kernels import Kernels
+from adapters.models.numerics import Numerics, probe, probe_key
+from engine.kept import kept
+from engine.options import Options
+from engine.refusal import Refusal
+
+GRAPH_CHUNK = 1024  # C on a CUDA device: within 1 % of 2048, and a cancelled prefill stops sooner
+CPU_CHUNK = 256
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Refusal(f"--device {name}: this machine has no CUDA device that torch can use; accepted here: auto, cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Refusal(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
+    return device
+
+
+def context_of(options: Options, config: Qwen3Config, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of a slot, which the machine has room for: the probe needs some of it, too. Raises Refusal."""
+    context = options.max_ctx or config.max_positions
+    if context > config.max_positions:
+        raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
+    check_memory(row_bytes(config, None, dtype), device, options.slots, context)
+    return context
+
+
+def row_bytes(config: Qwen3Config, draft: DraftCheckpoint | None, dtype: torch.dtype) -> int:
+    """Of one token in a slot, the draft's context included."""
+    return config.kv_bytes_per_token(dtype) + (0 if draft is None else draft.config.kv_bytes_per_token(dtype))
+
+
+def check_memory(token_bytes: int, device: torch.device, slots: int, context: int) -> None:
+    """A host is killed where a GPU says no. Raises Refusal for a KV cache that is larger than the whole machine."""
+    if device.type != "cpu":
+        return
+    needed = slots * context * token_bytes
+    there = host_memory()
+    if needed > there:
+        size = f"{slots} slots of {context} tokens take {needed / 1e9:.0f} GB"
+        raise Refusal(f"{size}, this machine has {there / 1e9:.0f} GB: fewer --slots or a smaller --max-ctx may help")
+
+
+def host_memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def prove(
+    options: Options, config: Qwen3Config, dtype: torch.dtype, device: torch.device, context: int
+) -> tuple[Numerics, Kernels]:
+    """What the probe finds or found, and kernels that keep to it."""
+    chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
+    kernels, how = build_kernels(device, dtype), {"device": device, "dtype": dtype, "chunk": chunk}
+    numerics = probed(config, kernels, capacity=context, memory=host_memory() // 2, **how)
+    plan = numerics.plan
+    if options.numerics == "fast" and plan is not None:
+        plan = evolve(plan, steps=())
+    return numerics, kernels.using(plan)
+
+
+def probed(config: Qwen3Config, kernels: Kernels, **how: Any) -> Numerics:
+    """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
+    key = probe_key(config, kernels, **how)
+    return kept(key, lambda: probe(config, kernels, **how), Numerics.to_json, Numerics.from_json)
+
+
+def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    if device.type == "cuda":
+        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
+
+        return TritonKernels(device)
+    from adapters.models.kernels.torch_cpu import CpuKernels  # noqa: PLC0415
+
+    return CpuKernels(dtype)
+
+
+def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str) -> str:
+    """Everything that changes numbers, and nothing about this instance: 32 hex digits."""
+    parts = (
+        checkpoint.digest(),
+        repr(checkpoint.config),
+        str(dtype),
+        str(numerics.grain),
+        numerics.numerics_class,
+        numerics.mode,
+        repr(numerics.rungs),  # what serves: other shapes may round otherwise, and two starts may have proven others
+        mode,
+    )
+    return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
