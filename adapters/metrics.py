@@ -87,6 +87,8 @@ class Metrics:
 DISK_COUNTERS = {
     "quarantined": "Damaged cache files that were put aside",
     "outdated": "Cache files of an earlier format that were removed",
+    "newer": "Cache files of a later format that were left alone",
+    "rebuilt": "Journals and lists of recent prompts that were torn or damaged, and are written anew",
     "write_errors": "Writes to the cache folder that failed",
     "read_errors": "Reads from the cache folder that failed",
     "dropped_writes": "Runs that were not written: the queue was full, or there was no room",

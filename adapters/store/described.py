@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from adapters.store import seekable
 from adapters.store.blocks import root
 from adapters.store.format import MOST_HANDLE, MOST_HEAD, Head, Run, parse_head
 from adapters.store.index import Entry
+from adapters.store.reading import exactly
 from adapters.store.seekable import Damaged
 
 
@@ -47,14 +47,14 @@ def read_head(descriptor: int, size: int) -> Head:
     foot = seekable.FOOT.size
     if size < foot:
         raise Damaged("the file is too short")
-    count = seekable.frame_count(os.pread(descriptor, foot, size - foot))
+    count = seekable.frame_count(exactly(descriptor, size - foot, foot))
     length = seekable.table_size(count)
     if count < 2 or length > size:
         raise Damaged("the seek table is longer than the file")
-    frames = seekable.parse_table(os.pread(descriptor, length, size - length), size)
+    frames = seekable.parse_table(exactly(descriptor, size - length, length), size)
     packed, content = frames[0]
     if content > MOST_HEAD:
         raise Damaged("the header is too long")
     raw = bytearray(content)
-    seekable.decompress(os.pread(descriptor, packed, 0), memoryview(raw))
+    seekable.decompress(exactly(descriptor, 0, packed), memoryview(raw))
     return parse_head(raw)

@@ -41,7 +41,10 @@ from adapters.watched import Watched
 
 log = logging.getLogger("rekindle.store")
 
-COUNTED = ("quarantined", "outdated", "newer", "write_errors", "read_errors", "written_bytes", "read_bytes")
+COUNTED = (
+    *("quarantined", "outdated", "newer", "rebuilt", "write_errors", "read_errors"),
+    *("written_bytes", "read_bytes"),
+)
 MOST_QUARANTINED = 8  # files that are kept for people to look at
 RESTARTS = 16  # of the writer's thread: what fails more often does not get better by beginning again
 MOST_QUEUED = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
@@ -195,11 +198,10 @@ class Disk:
             self._forget(entry)
             await loop.run_in_executor(workers, self._quarantine, self.name(entry), str(error))
             raise
-        except FileNotFoundError:
-            self._forget(entry)
-            raise
-        except OSError:
+        except OSError as error:
             self.counts["read_errors"] += 1
+            if isinstance(error, FileNotFoundError):
+                self._forget(entry)
             raise
         self.counts["read_bytes"] += entry.size
         return buffer
@@ -310,7 +312,11 @@ class Disk:
         with self.lock:
             handle = self.index.next_handle()
         entry = entry_of(run, handle, size, self.index.origin)
-        self._wait(self.folder.write(self.name(entry), parts))
+        try:
+            self._wait(self.folder.write(self.name(entry), parts))
+        except OSError:
+            self._remove(self.name(entry))  # it may have its name already; left there, it would keep out a later one
+            raise
         with self.lock:
             added = self.index.add(entry)
         if not added:
@@ -395,6 +401,7 @@ class Disk:
         raw = self._read_small(self._recent_name) if 0 < self._recent_bytes <= most else b""
         if self._recent_bytes and not recent.read(raw, self.recents):
             self._recent_bytes = 0  # it is written anew with the next one
+            self.counts["rebuilt"] += 1
 
     def _note(self, note: Note) -> None:
         """Should it fail half way, all of them are written anew with the next one."""
@@ -421,7 +428,9 @@ class Disk:
         ours = not size or journal.may_be_ours(self._read_small(journal.NAME, journal.LOOK))
         if not ours and not any(what(name) == "run" for name in listing):
             raise OSError(errno.EEXIST, f"there is a file named {journal.NAME} that is not ours")
-        return journal.read(self._read_small(journal.NAME) if ours and 0 < size <= journal.MOST else b"")
+        kept = journal.read(self._read_small(journal.NAME) if ours and 0 < size <= journal.MOST else b"")
+        self.counts["rebuilt"] += size > 0 and not kept.whole
+        return kept
 
     def _read_small(self, name: str, most: int = -1) -> bytes:
         """Nothing, where reading fails. most: bytes of it."""

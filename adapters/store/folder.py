@@ -6,6 +6,7 @@ where they were, and nothing is written elsewhere.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -89,12 +90,17 @@ class Folder:
             ]
 
     def opener(self, name: str) -> int:
-        """For reading. Raises OSError; a file that is not regular is an OSError too, and never blocks."""
+        """For reading, and never blocks. Raises OSError; FileNotFoundError also where something else has the name."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(name, flags, dir_fd=self._descriptor)
+        try:
+            descriptor = os.open(name, flags, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+                raise
+            raise FileNotFoundError(errno.ENOENT, f"{name} is not a regular file") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise OSError(f"{name} is not a regular file")
+            raise FileNotFoundError(errno.ENOENT, f"{name} is not a regular file")
         return descriptor
 
     async def write(self, name: str, parts: Sequence[bytes]) -> int:

@@ -234,3 +234,10 @@ def fill(descriptor: int, view: memoryview, at: int, least: int) -> None:
         if not count:
             raise Damaged("the file ends early")
         done += count
+
+
+def exactly(descriptor: int, at: int, length: int) -> bytearray:
+    """So many bytes. Raises Damaged if there are fewer."""
+    raw = bytearray(length)
+    fill(descriptor, memoryview(raw), at, length)
+    return raw

@@ -27,6 +27,7 @@ from adapters.store.format import (
 )
 from adapters.store.index import Entry
 from adapters.store.names import what
+from adapters.store.reading import exactly
 from adapters.store.recent import MOST_FILE, Recents
 from adapters.store.seekable import Damaged, Sizes
 
@@ -164,10 +165,10 @@ def table(descriptor: int, size: int) -> list[Sizes]:
     foot = seekable.FOOT.size
     if size < foot:
         raise Damaged("the file is too short")
-    length = seekable.table_size(seekable.frame_count(os.pread(descriptor, foot, size - foot)))
+    length = seekable.table_size(seekable.frame_count(exactly(descriptor, size - foot, foot)))
     if length > size:
         raise Damaged("the seek table is longer than the file")
-    return seekable.parse_table(os.pread(descriptor, length, size - length), size)
+    return seekable.parse_table(exactly(descriptor, size - length, length), size)
 
 
 # --- every byte ---
@@ -200,12 +201,12 @@ def check_run(name: str, descriptor: int) -> None:
     data = sum(content for _, content in frames[1:])
     check_frames(frames, data)
     at, first = frames[0][0], bytearray(frames[0][1])
-    seekable.decompress(read_exactly(descriptor, 0, at), memoryview(first))
+    seekable.decompress(exactly(descriptor, 0, at), memoryview(first))
     said = parse_head(first)
     entry_named(named, said, size)
     check_tensors(first, said.run, data)
     for packed, content in frames[1:]:
-        frame = read_exactly(descriptor, at, packed)
+        frame = exactly(descriptor, at, packed)
         seekable.decompress(frame, memoryview(bytearray(content)))
         checksums.append(seekable.checksum(frame))
         at += packed
@@ -255,13 +256,6 @@ def check_recents(folder: Folder, name: str) -> str:
     if raw and not recent.read(raw, recents) and not len(recents):
         return "no recent prompts can be read from it"
     return ""
-
-
-def read_exactly(descriptor: int, at: int, length: int) -> bytes:
-    raw = os.pread(descriptor, length, at)
-    if len(raw) != length:
-        raise Damaged("the file ends early")
-    return raw
 
 
 def read_whole(folder: Folder, name: str, most: int) -> bytes:

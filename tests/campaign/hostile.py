@@ -8,14 +8,9 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-FEW, MANY = 40, 3000
-EITHER = pytest.mark.parametrize(
-    "examples", [FEW, pytest.param(MANY, marks=(pytest.mark.long, pytest.mark.timeout(0)))]
-)
 INTEGERS = (-1, 0, 1, 2, 63, 255, 4096, 2**31, 2**53, 2**63, 2**64, 10**30)
 VALUES: tuple[Any, ...] = (
     *(None, True, False, *INTEGERS),

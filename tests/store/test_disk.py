@@ -362,6 +362,59 @@ def test_whatever_write_step_fails_is_counted_and_the_next_one_works(
         store.close()
 
 
+def test_a_run_that_was_not_written_for_good_keeps_out_no_later_one(path: Path) -> None:
+    """Its name was there already when the folder could not be synced; then a longer run is written."""
+
+    def fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    opening = Opening(fail)
+    store = disk_store(path, folder=opening)
+    settled(store)
+    opening.arm(steps(path.parent / "steps").index("sync_folder") + 1)
+    save(store, ONE[:20])
+    settled(store)
+    assert store.figures()["write_errors"] == 1
+    assert not files(path)
+    save(store, ONE)
+    settled(store)
+    assert store.close()
+    (path / journal.NAME).unlink()
+    assert kept(reopened(path)) == 40
+
+
+@pytest.mark.parametrize("instead", ["a folder", "a link", "nothing"])
+def test_what_is_no_file_any_more_is_asked_for_once_and_counted(path: Path, instead: str) -> None:
+    filled(path, ONE)
+    store = reopened(path)
+    (file,) = files(path)
+    file.unlink()
+    if instead == "a folder":
+        file.mkdir()
+    elif instead == "a link":
+        file.symlink_to(path / journal.NAME)
+    with pytest.raises(FileNotFoundError):
+        kept(store)
+    assert kept(store) == 0
+    assert store.figures()["read_errors"] == 1
+    assert store.close()
+
+
+def test_a_damaged_journal_and_damaged_recent_prompts_are_counted(path: Path) -> None:
+    store = disk_store(path)
+    save(store, ONE)
+    store.joins(ONE, 10)
+    settled(store)
+    assert store.figures()["rebuilt"] == 0
+    assert store.close()
+    for file in (path / journal.NAME, *path.glob("recent-*")):
+        file.write_bytes(file.read_bytes()[:-1])
+    store = reopened(path)
+    assert store.figures()["rebuilt"] == 2
+    assert kept(store) == 40
+    assert store.close()
+
+
 KILLED = """
 import os, sys
 from pathlib import Path

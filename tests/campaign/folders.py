@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
+import anyio
 
 from adapters import demo
 from adapters.models.checkpoint import read_header
@@ -18,7 +19,8 @@ from adapters.models.dflash_config import parse_draft_config, refuse_other_forma
 from adapters.text.template import ChatTemplate, find_template
 from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer
-from tests.campaign.hostile import EITHER, FEW, spoilt, spoilt_bytes, spoilt_cases, text_of
+from tests.campaign.case import Case
+from tests.campaign.hostile import spoilt, spoilt_bytes, text_of
 from tests.text import small
 
 
@@ -34,9 +36,9 @@ def taken(work: Callable[[], Any]) -> Any:
     return found
 
 
-@EITHER
-def test_safetensors_heads(tmp_path: Path, examples: int) -> None:
-    path = tmp_path / "m.safetensors"
+@contextmanager
+def safetensors_heads(folder: Path) -> Iterator[Case]:
+    path = folder / "m.safetensors"
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for number, shape in enumerate(([4, 8], [8], [])):
         at = 64 * number
@@ -52,11 +54,11 @@ def test_safetensors_heads(tmp_path: Path, examples: int) -> None:
             assert 0 <= entry.start <= entry.stop <= path.stat().st_size
             taken(lambda name=name, entry=entry: entry.read(name))
 
-    spoilt_cases(check, examples)
+    yield check
 
 
-@EITHER
-def test_configurations(examples: int) -> None:
+@contextmanager
+def configurations(_: Path) -> Iterator[Case]:
     target = json.loads((demo.FOLDER / "config.json").read_text())
     draft = json.loads((demo.FOLDER / "draft" / "config.json").read_text())
     config = parse_config(target)
@@ -73,26 +75,29 @@ def test_configurations(examples: int) -> None:
     from adapters.models.dflash_checkpoint import DraftCheckpoint, _shapes  # noqa: PLC0415
 
     shapes = _shapes(DraftCheckpoint.open(demo.FOLDER / "draft", config).tensors)
-    spoilt_cases(check, examples)
+    yield check
 
 
-@EITHER
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_tokenizers(tmp_path: Path, examples: int, name: str) -> None:
-    small.write(tmp_path)
-    raw = json.loads((tmp_path / name).read_text()) if (tmp_path / name).exists() else {"eos_token_id": [1, 2]}
+@contextmanager
+def tokenizers(folder: Path) -> Iterator[Case]:
+    small.write(folder)
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    whole = {name: (folder / name).read_text() for name in names if (folder / name).exists()}
 
     def check(random: Random) -> None:
-        text = text_of(spoilt(raw, random)).encode()
-        (tmp_path / name).write_bytes(spoilt_bytes(text, random) if random.random() < 0.2 else text)
-        text_ = taken(lambda: Text.load(tmp_path))
+        for file, content in whole.items():
+            (folder / file).write_text(content)
+        name = random.choice(names)
+        text = text_of(spoilt(json.loads(whole.get(name, '{"eos_token_id": [1, 2]}')), random)).encode()
+        (folder / name).write_bytes(spoilt_bytes(text, random) if random.random() < 0.2 else text)
+        text_ = taken(lambda: Text.load(folder))
         if text_ is not None:
             (tokens,) = text_.tokenizer.encode_now(["Hello, world <|im_end|>"])
             text_.tokenizer.decode(tokens)
             for token in tokens[:3]:
                 text_.tokenizer.piece(token)
 
-    spoilt_cases(check, examples)
+    yield check
 
 
 FRAGMENTS = (
@@ -104,27 +109,25 @@ FRAGMENTS = (
 )
 
 
-@EITHER
-async def test_chat_templates(tmp_path: Path, examples: int) -> None:
-    small.write(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
-    source = find_template(tmp_path, json.loads((tmp_path / "tokenizer_config.json").read_text())) or "{{ messages }}"
-    cases = list[str]()
+@contextmanager
+def chat_templates(folder: Path) -> Iterator[Case]:
+    small.write(folder)
+    tokenizer = Tokenizer.load(folder)
+    source = find_template(folder, json.loads((folder / "tokenizer_config.json").read_text())) or "{{ messages }}"
 
-    def check(random: Random) -> None:
-        parts = [
-            random.choice((*FRAGMENTS, source[: random.randint(0, len(source))])) for _ in range(random.randint(1, 6))
-        ]
-        cases.append("".join(parts))
-
-    spoilt_cases(check, examples if examples == FEW else examples // 10)
-    for number, case in enumerate(cases):
-        template = ChatTemplate(case, tuple(tokenizer.controls.values()), tokenizer.variables, seconds=1)
-        said = ""
+    async def checked(text: str) -> str:
+        template = ChatTemplate(text, tuple(tokenizer.controls.values()), tokenizer.variables, seconds=1)
         try:
             await template.check()
         except CheckpointError as error:
-            said = str(error)
+            return str(error)
         finally:
             await template.aclose()
-        assert len(said) < 2200, number
+        return ""
+
+    def check(random: Random) -> None:
+        count = random.randint(1, 6)
+        parts = [random.choice((*FRAGMENTS, source[: random.randint(0, len(source))])) for _ in range(count)]
+        assert len(anyio.run(checked, "".join(parts))) < 2200
+
+    yield check

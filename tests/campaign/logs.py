@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
 import zstandard
 
 from effects.scope import Scope
@@ -18,7 +19,10 @@ from engine.simulation.logs import Logs, read_logs
 from engine.simulation.run import Setup
 from engine.simulation.wanted import Wanted
 from engine.trace import BadTrace
-from tests.campaign.hostile import EITHER, VALUES, spoilt, spoilt_bytes, spoilt_cases, text_of
+from tests.campaign.case import Case
+from tests.campaign.damage import BYTES
+from tests.campaign.damage import spoilt as damaged
+from tests.campaign.hostile import VALUES, spoilt, spoilt_bytes, text_of
 
 GOLDEN = {file.stem: file.read_text().splitlines() for file in (Path(__file__).parents[1] / "golden").glob("*.jsonl")}
 SMALL = tuple(value for value in VALUES if value != 2**31)  # of counts that may be as large as that: no hour's work
@@ -70,9 +74,9 @@ def replayed(path: Path) -> None:
     assert len(said) < 3000
 
 
-@EITHER
-def test_traces_with_a_spoilt_line(tmp_path: Path, examples: int) -> None:
-    path = tmp_path / "t.jsonl"
+@contextmanager
+def trace_lines(folder: Path) -> Iterator[Case]:
+    path = folder / "t.jsonl"
 
     def check(random: Random) -> None:
         lines = list(GOLDEN[random.choice(sorted(GOLDEN))])
@@ -83,42 +87,44 @@ def test_traces_with_a_spoilt_line(tmp_path: Path, examples: int) -> None:
         replayed(path)
         simulated(path)
 
-    spoilt_cases(check, examples)
+    yield check
 
 
-@EITHER
-@pytest.mark.parametrize("packed", [False, True])
-def test_traces_with_spoilt_bytes(tmp_path: Path, examples: int, packed: bool) -> None:
-    path = tmp_path / ("t.jsonl.zst" if packed else "t.jsonl")
+@contextmanager
+def trace_bytes(folder: Path) -> Iterator[Case]:
 
     def check(random: Random) -> None:
         raw = "\n".join(GOLDEN[random.choice(sorted(GOLDEN))]).encode() + b"\n"
-        path.write_bytes(spoilt_bytes(zstandard.compress(raw) if packed else raw, random))
+        packed = random.random() < 0.5
+        path = folder / ("t.jsonl.zst" if packed else "t.jsonl")
+        raw = zstandard.compress(raw) if packed else raw
+        harm = random.choice(("spoil", *BYTES))
+        path.write_bytes(spoilt_bytes(raw, random) if harm == "spoil" else damaged(raw, b"{}\n", harm, random))
         replayed(path)
         simulated(path)
 
-    spoilt_cases(check, examples)
+    yield check
 
 
-@EITHER
-def test_logs_of_counts(tmp_path: Path, examples: int) -> None:
-    path = tmp_path / "s.json"
+@contextmanager
+def logs_of_counts(folder: Path) -> Iterator[Case]:
+    path = folder / "s.json"
 
     def check(random: Random) -> None:
         raw = text_of(spoilt(COUNTS, random, SMALL)).encode()
         path.write_bytes(spoilt_bytes(raw, random) if random.random() < 0.2 else raw)
         simulated(path)
 
-    spoilt_cases(check, examples)
+    yield check
 
 
-@EITHER
-def test_logs_of_texts(tmp_path: Path, examples: int) -> None:
-    path = tmp_path / "l.jsonl"
+@contextmanager
+def logs_of_texts(folder: Path) -> Iterator[Case]:
+    path = folder / "l.jsonl"
 
     def check(random: Random) -> None:
         raw = "".join(text_of(spoilt(line, random)) + "\n" for line in TEXTS).encode()
         path.write_bytes(spoilt_bytes(raw, random) if random.random() < 0.2 else raw)
         simulated(path)
 
-    spoilt_cases(check, examples)
+    yield check

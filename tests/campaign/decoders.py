@@ -1,0 +1,148 @@
+"""Decoders of the store's own files, and of what measurements leave: records framed well, and not what we wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from attrs import asdict
+
+from adapters.models.numerics import Numerics
+from adapters.store import journal, recent, seekable, survey
+from adapters.store.described import read_head
+from adapters.store.format import Newer, Outdated
+from adapters.store.index import Entry
+from adapters.store.recent import Recent, Recents
+from adapters.store.records import framed
+from adapters.store.seekable import Damaged
+from engine.loading import Loading
+from tests.campaign.case import Case
+from tests.campaign.damage import BYTES, spoilt
+from tests.campaign.hostile import spoilt as spoilt_value
+from tests.campaign.hostile import spoilt_bytes, text_of
+from tests.store.kit import disk_store, files, save, settled
+
+NUMBERS = (0, 1, 2, 7, 255, 2**16, 2**31, 2**32 - 1, 2**48, 2**63, 2**64 - 1)
+
+
+def harmed(raw: bytes, random: Random) -> bytes:
+    return spoilt(raw, random.randbytes(200), random.choice(BYTES), random) if random.random() < 0.3 else raw
+
+
+def number(random: Random, bits: int = 64) -> int:
+    return min(random.choice(NUMBERS) if random.random() < 0.3 else random.randrange(100), 2**bits - 1)
+
+
+@contextmanager
+def journals(_: Path) -> Iterator[Case]:
+    """Records that are framed well and say anything."""
+
+    def record(random: Random) -> bytes:
+        keys = tuple(random.randbytes(16) for _ in range(random.randrange(4)))
+        tokens = random.randbytes(4 * random.choice((0, 1, 4, 8, 12, len(keys) * 4)))
+        numbers = [number(random) for _ in range(4)]
+        start, since = number(random, 32), number(random, 32)
+        entry = Entry(
+            numbers[0], start, random.randbytes(16), keys, tokens, numbers[1], random.randbytes(16), *numbers[2:]
+        )
+        entry.since = since
+        raw = random.choice((journal.came, journal.came, journal.left, journal.found))(entry)
+        if random.random() < 0.2:
+            raw = framed(spoilt_bytes(raw[8:], random))
+        return raw
+
+    def case(random: Random) -> None:
+        raw = harmed(journal.MAGIC + b"".join(record(random) for _ in range(random.randrange(8))), random)
+        kept = journal.read(raw)
+        assert kept.records <= len(raw) // 8
+        for entry in kept.entries.values():
+            assert entry.keys
+            assert entry.tokens
+            assert max(entry.handle, entry.used) <= journal.MOST_HANDLE
+        again = journal.read(b"".join(journal.snapshot(kept.entries.values())))
+        assert list(again.entries) == list(kept.entries)
+
+    yield case
+
+
+@contextmanager
+def recents(_: Path) -> Iterator[Case]:
+    def case(random: Random) -> None:
+        some = [
+            Recent(number(random), number(random), number(random, 32), random.randbytes(4 * random.randrange(20)))
+            for _ in range(random.randrange(8))
+        ]
+        held = Recents(most=random.choice((2, 256)), most_bytes=random.choice((40, 1 << 20)))
+        raw = harmed(b"".join(recent.snapshot(some)), random)
+        recent.read(raw, held)
+        assert held.held == sum(len(one.rest) for one in held.all()) <= max(held.most_bytes, 0)
+        prompt = tuple(random.randrange(100) for _ in range(10))
+        assert 0 <= held.compare(prompt, 5) <= 10
+        held.add(prompt)
+        assert held.compare(prompt, 1) == 10
+
+    yield case
+
+
+@contextmanager
+def seek_tables(path: Path) -> Iterator[Case]:
+    """Whole files with heads and tables that were made up, checksums right or not."""
+    store = disk_store(path / "kv")
+    save(store, tuple(range(1, 25)))
+    settled(store)
+    assert store.close()
+    (template,) = files(path / "kv")
+    raw = template.read_bytes()
+    count = seekable.frame_count(raw[-seekable.FOOT.size :])
+    table = seekable.parse_table(raw[-seekable.table_size(count) :], len(raw))
+    first = bytearray(table[0][1])
+    seekable.decompress(raw[: table[0][0]], memoryview(first))
+    size = int.from_bytes(first[:8], "little")
+    header, tokens, rest = json.loads(bytes(first[8 : 8 + size])), bytes(first[8 + size :]), raw[table[0][0] :]
+    rest = rest[: -seekable.table_size(count)]
+
+    def case(random: Random) -> None:
+        text = text_of(spoilt_value(header, random)).encode() if random.random() < 0.7 else json.dumps(header).encode()
+        length = number(random) if random.random() < 0.1 else len(text)
+        content = length.to_bytes(8, "little") + text + harmed(tokens, random)
+        frame = seekable.compressor(1).compress(content)
+        sizes = [(len(frame), len(content)), *table[1:]]
+        if random.random() < 0.3:
+            at = random.randrange(len(sizes))
+            sizes[at] = (number(random, 32), number(random, 32))
+        if random.random() < 0.2:
+            sizes *= random.choice((0, 2, 100))
+        file = path / template.name
+        file.write_bytes(harmed(frame + rest + seekable.table(sizes), random))
+        with file.open("rb") as opened:
+            descriptor, now = opened.fileno(), os.fstat(opened.fileno()).st_size
+            with suppress(Damaged, Newer, Outdated):
+                read_head(descriptor, now)
+            with suppress(Damaged, Newer, Outdated):
+                survey.check_run(template.name, descriptor)
+
+    yield case
+
+
+@contextmanager
+def outcomes(_: Path) -> Iterator[Case]:
+    """What is kept of the numerics probe, and of loading times."""
+    numerics = Numerics("ladder", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)
+    examples = [(Numerics, numerics.to_json()), (Loading, Loading(5, 7, 1 << 16, 1 << 16).to_json())]
+
+    def case(random: Random) -> None:
+        kind, text = random.choice(examples)
+        changed = text_of(spoilt_value(json.loads(text), random)).encode()
+        raw = harmed(changed, random)
+        found: Any = None
+        with suppress(ValueError, RecursionError):
+            found = kind.from_json(raw.decode())  # type: ignore[attr-defined]
+        if found is not None:
+            assert asdict(kind.from_json(found.to_json())) == asdict(found)  # type: ignore[attr-defined]
+
+    yield case

@@ -1,0 +1,270 @@
+"""The store under kills, failing disks, power cuts and damaged files: what it gives back is right, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from adapters.metrics import Metrics
+from adapters.store.folder import FolderUnusable
+from adapters.store.format import Layout, parse_name
+from adapters.store.names import QUARANTINE, what
+from adapters.store.seekable import Damaged
+from adapters.store.store import Store
+from effects.ids import Tokens
+from engine.__main__ import main
+from tests.campaign.case import Case, quiet
+from tests.campaign.damage import harm
+from tests.campaign.faults import Unreliable, short_reads
+from tests.store.kit import EVERYTHING, FULL, LAYOUT, OTHER, checkpoint, disk_store, kept, save, settled
+
+LAYOUTS = (LAYOUT, FULL, EVERYTHING)
+ROOT = Path(__file__).parents[2]
+
+
+def prompts(random: Random, count: int = 6) -> list[Tokens]:
+    """Some begin as others do."""
+    made = [tuple(random.randrange(1, 5000) for _ in range(random.randint(8, 60)))]
+    while len(made) < count:
+        before = random.choice(made)
+        shared = before[: random.randint(0, len(before))]
+        made.append((*shared, *(random.randrange(1, 5000) for _ in range(random.randint(4, 40)))))
+    return made
+
+
+def keep(store: Store, tokens: Tokens) -> None:
+    """Everything that the layout keeps of it."""
+    save(store, tokens)
+    whole = tokens[: len(tokens) // store.layout.grain * store.layout.grain]
+    if store.layout.draft is not None:
+        save(store, tokens, "draft")
+    if store.layout.state and whole:
+        checkpoint(store, whole)
+
+
+def found(store: Store, tokens: Tokens) -> int:
+    """How much of it the store has, all of it compared with the truth. Damage on the way is a miss, and met once."""
+    for _ in range(100):
+        with suppress(Damaged, OSError):
+            return kept(store, tokens)
+    raise AssertionError("damaged files are found again and again")
+
+
+def counted(store: Store) -> dict[str, float]:
+    """What /metrics says of the cache."""
+    metrics = Metrics()
+    metrics.watch_cache(store.figures)
+    lines = metrics.render()[0].decode().splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("rekindle_cache")}
+
+
+def sound(store: Store) -> None:
+    """Its thread is alive and had no trouble, and nothing is held."""
+    assert store.disk is not None
+    assert not store.disk.writer.trouble, store.disk.writer.trouble
+    figures = store.figures()
+    assert (figures["leases"], figures["queued_bytes"]) == (0, 0), figures
+
+
+def works(store: Store, random: Random) -> None:
+    """Something new is kept, and found."""
+    tokens = tuple(random.randrange(6000, 7000) for _ in range(24))
+    keep(store, tokens)
+    settled(store)
+    assert found(store, tokens) == 24
+    sound(store)
+
+
+def told(*words: str) -> int:
+    """A command's exit status; what it prints is looked at."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = main(list(words))
+    quiet(said.getvalue())
+    return status
+
+
+def emptied(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+# --- a disk that fails, and a power cut ---
+
+
+def tried(store: Store, tokens: Tokens, random: Random) -> None:
+    match random.randrange(4):
+        case 0:
+            store.joins(tokens, 30)
+        case 1:
+            with suppress(Damaged, OSError):
+                kept(store, tokens)
+        case _:
+            keep(store, tokens)
+    if random.random() < 0.3:
+        settled(store)
+
+
+@contextmanager
+def faults(path: Path) -> Iterator[Case]:
+    def case(random: Random) -> None:
+        layout, rate, budget = random.choice(LAYOUTS), random.choice((0, 0, 0.02, 0.2)), random.choice((1 << 30, 9000))
+        some = prompts(random)
+        if random.random() < 0.5:
+            with_some(path / "kv", layout, some[:2])
+        opening = Unreliable.opened(random, rate, random.randint(1, 120))
+        store = disk_store(path / "kv", layout=layout, folder=opening, disk=budget, host=random.choice((0, 1 << 20)))
+        with short_reads(random, rate):
+            for _ in range(8):
+                tried(store, random.choice(some), random)
+            settled(store)
+        folder = store.disk.folder  # type: ignore[union-attr]
+        assert isinstance(folder, Unreliable)
+        assert store.disk is not None
+        assert counted(store)["rekindle_cache_write_errors_total"] >= folder.failed_runs
+        sound(store)
+        folder.rate = 0
+        if budget > 9000:
+            works(store, random)
+        image = folder.image or folder.cut()
+        assert store.close()
+        reopened(image.unpack(path / "cut"), layout, some, random, image.promised)
+        reopened(path / "kv", layout, some, random, frozenset())
+        emptied(path / "kv")
+        emptied(path / "cut")
+
+    yield case
+
+
+def with_some(path: Path, layout: Layout, some: Sequence[Tokens]) -> None:
+    store = disk_store(path, layout=layout)
+    for tokens in some:
+        keep(store, tokens)
+        store.joins(tokens, 30)
+    settled(store)
+    assert store.close()
+
+
+def reopened(path: Path, layout: Layout, some: Sequence[Tokens], random: Random, promised: frozenset[str]) -> None:
+    """After a kill or a power cut: no file is damaged, what was promised is there, and everything goes on."""
+    store = disk_store(path, layout=layout)
+    settled(store)
+    keys = {named[0] for name in promised if (named := parse_name(name))}  # another file may hold the same
+    lost = [key.hex() for key in keys if key not in store.disk.index]  # type: ignore[union-attr]
+    assert not lost, f"written for good, and gone: {sorted(lost)}"
+    for tokens in some:
+        found(store, tokens)
+        store.recents.compare(tokens, 5)
+    assert counted(store)["rekindle_cache_quarantined_total"] == 0
+    works(store, random)
+    assert store.close()
+    assert not [name for name in os.listdir(path) if what(name) == "temporary"]  # noqa: PTH208
+    assert told("cache", "verify", str(path)) == 0
+
+
+# --- kills ---
+
+
+@contextmanager
+def kills(path: Path) -> Iterator[Case]:
+    """Writers that are killed: at one of their calls to the system, or after some time."""
+    words = [sys.executable, "-m", "tests.campaign.writer"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as forker:
+        assert forker.stdin is not None
+        assert forker.stdout is not None
+
+        def case(random: Random) -> None:
+            assert forker.stdin is not None
+            assert forker.stdout is not None
+            lives = list[dict[str, Any]]()
+            seed, layout = random.getrandbits(40), random.randrange(len(LAYOUTS))
+            done = list[Tokens]()
+            for _ in range(random.choice((1, 1, 2, 3))):  # killed again while it recovers
+                at, after = (random.randint(1, 90), 0.0) if random.random() < 0.7 else (0, random.random() * 0.05)
+                lives.append({"path": str(path / "kv"), "seed": seed, "layout": layout, "at": at, "after": after})
+                forker.stdin.write(json.dumps(lives[-1]) + "\n")
+                forker.stdin.flush()
+                answer = json.loads(forker.stdout.readline())
+                assert answer["code"] in (0, -9), answer
+                done += [tuple(tokens) for tokens in answer["kept"]]
+            if not (path / "kv").exists():
+                return  # killed before it began
+            store = disk_store(path / "kv", layout=LAYOUTS[layout])
+            settled(store)
+            for tokens in done:
+                assert found(store, tokens) == len(tokens) // 4 * 4, "it was kept for good"
+            assert store.close()
+            reopened(path / "kv", LAYOUTS[layout], prompts(Random(seed)), random, frozenset())
+            emptied(path / "kv")
+
+        try:
+            yield case
+        finally:
+            forker.stdin.close()
+
+
+# --- damage ---
+
+
+@contextmanager
+def damage(path: Path) -> Iterator[Case]:
+    """A folder of two models, some of its files damaged while nobody looks, or while a store has it open."""
+    random = Random(1)
+    templates = list[tuple[Layout, Path, list[Tokens]]]()
+    for number, layout in enumerate(LAYOUTS):
+        some = prompts(random, 5)
+        with_some(path / f"whole-{number}", layout, some)
+        with_some(path / f"whole-{number}", OTHER, some[:2])
+        templates.append((layout, path / f"whole-{number}", some))
+
+    def case(random: Random) -> None:
+        layout, whole, some = random.choice(templates)
+        kv = Path(shutil.copytree(whole, path / "kv"))
+        names = sorted(kv.iterdir())
+        runs = [name for name in names if what(name.name) == "run"]
+        harmed = random.sample(names, random.choice((1, 1, 2, 5)))
+        early = random.random() < 0.6
+        store = None if early else disk_store(kv, layout=layout)
+        for file in harmed:
+            if file.name != "LOCK" or early:
+                harm(file, [one for one in runs if one != file and one.is_file() and not one.is_symlink()], random)
+        if random.random() < 0.3:
+            assert told("cache", "ls", str(kv)) in (0, 2)
+            assert told("cache", "verify", str(kv)) in (0, 1, 2)
+        store = store or reopened_if_it_may(kv, layout)
+        if store is not None:
+            settled(store)
+            for tokens in some:
+                found(store, tokens)
+            aside = len(list(kv.glob(QUARANTINE + "*")))
+            figures = counted(store)
+            assert figures["rekindle_cache_quarantined_total"] >= aside, "every damage found is counted"
+            works(store, random)
+            assert store.close()
+            if random.random() < 0.2:
+                assert told("cache", "gc", str(kv)) in (0, 2)
+        emptied(kv)
+
+    yield case
+
+
+def reopened_if_it_may(path: Path, layout: Layout) -> Store | None:
+    """None where the folder is refused, because of what stands in place of the lock or the journal."""
+    try:
+        return disk_store(path, layout=layout)
+    except FolderUnusable as error:
+        said = str(error)
+    assert "\n" not in said
+    return None

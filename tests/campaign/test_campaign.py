@@ -1,0 +1,45 @@
+"""A few dozen cases of each kind, the same ones each time; thousands by hand (`python -m tests.campaign.run`)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.campaign.case import Guard, Kind, seed_of
+from tests.campaign.hostile import spoilt_cases
+from tests.campaign.kinds import DECODERS, KINDS
+
+FEW, MANY = 24, 1000
+SEED = 1
+
+
+def named(kind: Kind) -> str:
+    return kind.name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind not in DECODERS], ids=named)
+def test_a_few(kind: Kind, tmp_path: Path) -> None:
+    guard = Guard()
+    with kind.bench(tmp_path) as case:
+        for number in range(FEW):
+            guard(case, Random(seed_of(SEED, kind.name, number)))
+
+
+@pytest.mark.parametrize("kind", DECODERS, ids=named)
+@pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=(pytest.mark.long, pytest.mark.timeout(0)))])
+def test_decoders(kind: Kind, examples: int, tmp_path: Path) -> None:
+    """With hypothesis, which makes what it finds smaller."""
+    guard = Guard()
+    with kind.bench(tmp_path) as case:
+        spoilt_cases(lambda random: guard(case, random), examples)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_thousands() -> None:
+    from tests.campaign.run import campaign  # noqa: PLC0415
+
+    assert not campaign(cases=10_000, seed=int(time.time()), processes=2).failed
