@@ -35,6 +35,7 @@ from engine.options import Options
 from engine.refusal import Refusal, innermost
 from engine.startup import TOKENIZER, Steps
 from engine.target import Target, load_target, model_folder
+from engine.tidy import tidied
 from engine.trace import VERSION, Header, Recorder
 
 log = logging.getLogger("rekindle")
@@ -148,7 +149,10 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
             steps.done()
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
-            await stopped(stop, [target.lane.thread])
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(tidied, running.runner, target.lane)
+                await stopped(stop, [target.lane.thread])
+                beside.cancel_scope.cancel()
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
             deadline = anyio.current_time() + options.grace
             clean = await running.door.drain(options.grace)

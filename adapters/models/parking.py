@@ -5,7 +5,6 @@ A change of place is a transaction: it completes, or the previous state is still
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import attrs
 import torch
 from torch import Tensor
+
+from adapters.heap import trim
 
 log = logging.getLogger("rekindle.models")
 
@@ -203,6 +204,4 @@ def give_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
-    if trim is not None:
-        trim(0)
+    trim()

@@ -1,0 +1,126 @@
+"""Nothing is left of a request that has ended: the same work again and again adds no object and no entry anywhere."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sized
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import httpx
+import pytest
+
+from engine.options import Options
+from engine.serve import Gate, listen, serve_model
+from engine.startup import Steps
+
+CONTAINERS = (dict, set, list, deque)
+WARM, SPANS, ROUNDS = 3, 4, 8
+TALK = [{"role": "user", "content": "Count to a thousand."}]
+
+
+def left() -> str:
+    """How many objects there are, by type, and how much is in the containers; in JSON, which adds nothing to them.
+
+    The collector does not list plain values, nor a dict that holds nothing else: its owner knows it.
+    """
+    gc.unfreeze()
+    for _ in range(3):
+        gc.collect()
+    objects = gc.get_objects()
+    containers = {id(one): one for one in objects if issubclass(type(one), CONTAINERS)}
+    for owner in objects:
+        containers |= {id(one): one for one in gc.get_referents(owner) if type(one) is dict}
+    found = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in objects)
+    for container in containers.values():
+        found[f"in a {type(container).__qualname__}"] += len(cast("Sized", container))
+    return json.dumps(found)
+
+
+@asynccontextmanager
+async def served(options: Options) -> AsyncIterator[httpx.AsyncClient]:
+    """All that `rekindle serve` runs, in this process."""
+    gate, stop = Gate(), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        serving = await tasks.start(listen, options, gate)
+        with Steps() as steps:
+            tasks.start_soon(serve_model, options, gate, serving, stop, steps)
+            while gate.app is None:  # noqa: ASYNC110 - it is not told
+                await anyio.sleep(0.1)
+            url = f"http://{serving.host}:{serving.port}"
+            async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+                yield client
+            stop.set()
+
+
+async def ask(client: httpx.AsyncClient) -> None:
+    """Six requests as they come: two answers, one that is left, one that is wrong, one that is nowhere, one look."""
+
+    async def post(path: str, body: dict[str, Any], status: int) -> None:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == status, answer.text
+
+    await post("/v1/chat/completions", {"messages": TALK, "max_tokens": 4, "temperature": 0}, 200)
+    await post("/v1/completions", {"prompt": [*range(10, 330)], "max_tokens": 2, "temperature": 0}, 200)
+    body = {"messages": TALK, "max_tokens": 400, "temperature": 0, "stream": True}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        async for _ in answer.aiter_lines():
+            break
+    await post("/v1/chat/completions", {"messages": []}, 400)
+    assert (await client.get("/nowhere")).status_code == 404
+    assert (await client.get("/metrics")).status_code == 200
+    while any(slot["is_processing"] for slot in (await client.get("/slots")).json()):  # noqa: ASYNC110 - told by nobody
+        await anyio.sleep(0.01)
+
+
+@pytest.mark.timeout(180)
+async def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
+    logging.disable()  # what pytest keeps of each line is not ours
+    try:
+        options = Options(port=0, kv_cache_dir=tmp_path / "kv", trace=tmp_path / "trace.jsonl.zst", slots=2)
+        async with served(options) as client:
+            for _ in range(WARM):
+                await ask(client)
+            told = [left()]
+            for _ in range(SPANS):
+                for _ in range(ROUNDS):
+                    await ask(client)
+                told.append(left())
+    finally:
+        logging.disable(logging.NOTSET)
+    counts = [json.loads(one) for one in told]
+    spans = [{kind: after[kind] - before.get(kind, 0) for kind in after} for before, after in pairwise(counts)]
+    # Every time: asyncio's timers that were cancelled go by the hundred.
+    grown = {kind: [span.get(kind, 0) for span in spans] for kind in spans[-1]}
+    assert not {kind: by for kind, by in grown.items() if min(by) >= ROUNDS}
+
+
+def test_what_the_cpu_kernels_prepare_for_shapes_is_bounded() -> None:
+    """oneDNN keeps something for each shape it has seen: one that was not seen for long is prepared anew."""
+    capacity = 128
+    script = f"""
+import engine, torch
+from adapters.models.kernels.torch_cpu import product
+weight = torch.zeros(64, 64)
+with torch.inference_mode():
+    for rows in (*range(1, {capacity} + 2), {capacity} + 1, 1):
+        product(torch.zeros(rows, 64), weight)
+"""
+    root = str(Path(__file__).parents[2])
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("ONEDNN", "DNNL"))}
+    environment |= {"PYTHONPATH": root, "ONEDNN_VERBOSE": "profile_create"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    made = [line for line in done.stdout.splitlines() if ",create:cache_" in line and "ic64oc64" in line]
+    if not made:
+        pytest.skip("no oneDNN here")
+    assert ["cache_miss" in line for line in made[-2:]] == [False, True]
+    assert sum("cache_miss" in line for line in made) == capacity + 2
