@@ -1,4 +1,5 @@
-"""How long the disk index takes to be ready with 10,000 entries, from its journal and, without one, from the files.
+"""How long the disk index takes to be ready with 10,000 entries: from its journal; without one, from the files; and
+after a `kill -9` in the middle of writing, when the first hit is there too.
 
 `python -m benchmarks.store_index [--entries 10000] [--runs 5]`. An entry is a run of eight blocks of 64 tokens.
 """
@@ -6,12 +7,17 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import anyio
 import torch
 
 from adapters.store import journal, seekable
@@ -19,19 +25,21 @@ from adapters.store.blocks import chain, pack, root
 from adapters.store.folder import Folder
 from adapters.store.format import Layout, Rows, Run, encode, file_name
 from adapters.store.index import Entry
-from adapters.store.opening import open_disk
+from adapters.store.memory import Buffer
+from adapters.store.opening import index, open_disk
+from adapters.store.store import Miss, Store
 from benchmarks.report import machine, median, raw, table
 
 GRAIN, TOKENS = 64, 512
 LAYOUT = Layout("ab" * 16, GRAIN, Rows(("layers.0.k", "layers.0.v"), 1, 1, torch.bfloat16))
 
 
-def fill(folder: Path, count: int) -> list[Entry]:
+def fill(folder: Path, wanted: int) -> list[Entry]:
     """Small but whole files: their rows hold next to nothing."""
     folder.mkdir(mode=0o700)
     entries, codec, parent = list[Entry](), seekable.compressor(-5), root(LAYOUT.identity, GRAIN)
     data = bytes(TOKENS * LAYOUT.token_bytes)
-    for handle in range(1, count + 1):
+    for handle in range(1, wanted + 1):
         tokens = pack(range(handle, handle + TOKENS))
         run = Run(0, parent, chain(parent, tokens, GRAIN), tokens)
         content = b"".join(encode(run, LAYOUT, data, codec))
@@ -40,17 +48,69 @@ def fill(folder: Path, count: int) -> list[Entry]:
     return entries
 
 
-def start(folder: Path, *, count: int) -> tuple[float, float]:
+def forget(folder: Path, entries: list[Entry]) -> None:
+    """What was written since."""
+    known = {file_name(entry.keys[-1], entry.handle) for entry in entries}
+    for file in folder.glob("*.safetensors.zst"):
+        if file.name not in known:
+            file.unlink()
+
+
+def start(folder: Path, *, known: int) -> tuple[float, float]:
     """(milliseconds until the server could go on, until every entry is known)"""
     begin = time.perf_counter()
     disk = open_disk(LAYOUT, Folder.open(folder), threading.RLock(), budget=1 << 40)
     ready = time.perf_counter()
     while disk.scanning:
         time.sleep(0.001)
-    known = time.perf_counter()
-    assert len(disk.index) == count
+    scanned = time.perf_counter()
+    assert len(disk.index) == known
     disk.close()
-    return (ready - begin) * 1e3, (known - begin) * 1e3
+    return (ready - begin) * 1e3, (scanned - begin) * 1e3
+
+
+def killed(folder: Path) -> None:
+    """A process that has the folder open, and writes to it, is killed while it does."""
+    words = [sys.executable, "-c", f"from benchmarks import store_index; store_index.write({str(folder)!r})"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"writing\n"
+        time.sleep(0.2)
+        writer.kill()
+
+
+def write(folder: str) -> None:
+    """New runs, until somebody ends it."""
+    store = opened(Path(folder))
+    print("writing", flush=True)
+    for number in count():
+        tokens = tuple(range(10**6 + number, 10**6 + number + TOKENS))
+        for run in store.gaps(tokens):
+            store.keep(run, Buffer(torch.zeros(TOKENS * LAYOUT.token_bytes, dtype=torch.uint8)))
+        while store.disk is not None and store.disk.queued:
+            time.sleep(0.0001)
+
+
+def opened(folder: Path) -> Store:
+    lock = threading.RLock()
+    return Store(LAYOUT, index(LAYOUT, 0), open_disk(LAYOUT, Folder.open(folder), lock, budget=1 << 40), lock)
+
+
+def recover(folder: Path) -> tuple[float, float]:
+    """(milliseconds until the server could go on, until the rows of the first hit are there)"""
+    begin = time.perf_counter()
+    store = opened(folder)
+    ready = time.perf_counter()
+    found = store.find((*range(1, 1 + TOKENS), 0), 0)
+    assert not isinstance(found, Miss), found
+    assert store.disk is not None
+    (part,) = found[1].parts
+    with ThreadPoolExecutor(2) as workers:
+        anyio.run(store.disk.read, part.entry, store.memory, workers)
+    served = time.perf_counter()
+    store.release(found[0])
+    store.close()
+    return (ready - begin) * 1e3, (served - begin) * 1e3
 
 
 def main() -> int:
@@ -64,10 +124,21 @@ def main() -> int:
         entries = fill(folder, given.entries)
         for _ in range(given.runs):
             (folder / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
-            ready, _ = start(folder, count=given.entries)
+            ready, _ = start(folder, known=given.entries)
             (folder / journal.NAME).unlink()
-            without, scanned = start(folder, count=given.entries)
-            rows.append({"journal_ms": ready, "no_journal_ready_ms": without, "no_journal_all_known_ms": scanned})
+            without, scanned = start(folder, known=given.entries)
+            killed(folder)
+            after, hit = recover(folder)
+            rows.append(
+                {
+                    "journal_ms": ready,
+                    "no_journal_ready_ms": without,
+                    "no_journal_all_known_ms": scanned,
+                    "killed_ready_ms": after,
+                    "killed_first_hit_ms": hit,
+                }
+            )
+            forget(folder, entries)
     medians = {key: median([row[key] for row in rows]) for key in rows[0]}
     table(f"{given.entries} entries (goal: ready within 250 ms)", [*rows, medians])
     raw("store_index", {"runs": rows, "median": medians, "machine": machine()})

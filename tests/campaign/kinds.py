@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.campaign import decoders, folders, logs, stores
+from tests.campaign import decoders, folders, logs, site, stores
 from tests.campaign.case import Kind
 
 STORE = (
@@ -24,4 +24,9 @@ DECODERS = (
     Kind("logs of counts", logs.logs_of_counts, 30),
     Kind("logs of texts", logs.logs_of_texts, 30),
 )
-KINDS = {kind.name: kind for kind in (*STORE, *DECODERS)}
+SERVER = (
+    Kind("attacks", site.attacks, 40, deadline_s=60),
+    Kind("bodies", site.bodies, 60),
+    Kind("served", site.served, 20, deadline_s=90, together=100),
+)
+KINDS = {kind.name: kind for kind in (*STORE, *DECODERS, *SERVER)}
