@@ -29,8 +29,7 @@ finds, remembers, copies and calls tools; it knows next to nothing about the wor
   of their content, and the {apart} files of whole packages of other authors. Files that share a tenth of their text
   with one of these (runs of four lines) are not in the training either, and the tokenizer has seen none of them.
   `adapters.training.corpus.held_out` gives them. Digest of the corpus (blake2b): `{digest}`.
-  The other authors' packages:
-{packages_apart}
+  The other authors' packages: {packages_apart}.
 * Synthetic tasks, new ones at every step: tables of keys and values, facts hidden in real code, questions about code,
   copying with many separators and none, spelling, templated conversations, memory over turns, tool calls. They are in
   `adapters/training`.

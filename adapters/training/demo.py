@@ -116,7 +116,7 @@ def describe(recipe: Recipe, corpus: Corpus, progress: Progress, model: Qwen3, d
         "held_out": len(corpus.held_out),
         "held_out_packages": len(corpus.held_out_packages),
         "apart": len(corpus.apart),
-        "packages_apart": filled(", ".join(corpus.packages_apart)),
+        "packages_apart": ", ".join(corpus.packages_apart),
         "packages": filled("; ".join(f"{package} ({licences[package.split()[0]]})" for package in corpus.packages)),
         "most": MOST / 1e6,
         "megabytes": sum(map(len, corpus.train)) / 1e6,
