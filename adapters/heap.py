@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import os
+
+_ARENA_MAX = -8  # mallopt's name for it
+ARENAS = 4  # for the event loop, the lane, and threads that come and go
+
+
+def share() -> None:
+    """Few arenas for all threads, unless the environment says how many. Before there are threads.
+
+    glibc gives each thread its own, 8 a core at most, and what is free at the end of one stays there, trimmed or not:
+    the same work, done on one thread after another, costs its memory once for each.
+    """
+    call = getattr(ctypes.CDLL(None), "mallopt", None)
+    if call is not None and "MALLOC_ARENA_MAX" not in os.environ and "GLIBC_TUNABLES" not in os.environ:
+        call(_ARENA_MAX, ARENAS)
 
 
 def trim() -> None:

@@ -4,7 +4,8 @@
 
 Clients talk over HTTP, a bounded number of requests a second: conversations that go on and begin again, answers that
 are left half-way, requests that are wrong. Every five seconds the server's memory, descriptors, threads and disk are
-read from outside, and written to OUT.json with a plot OUT.svg. The slope is that of a line through the last half.
+read from outside, and written to OUT.json with a plot OUT.svg. The slope is that of a line through the last half, so
+the caches are small enough to be full by then, and to evict.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.report import machine
 
 ROOT = Path(__file__).parents[1]
 EVERY_S = 5
+BUDGETS = {"--host-cache-budget": 16, "--kv-cache-budget": 16}  # MiB; two requests a second keep 1.3 a minute
 TOPICS = ("a stack", "the prime numbers", "why the sky is blue", "a poem on rain", "sorting", "how a cache works")
 WRONG: tuple[dict[str, Any], ...] = (
     {"messages": []},
@@ -178,8 +180,10 @@ def main() -> int:
     with TemporaryDirectory() as place:
         folder, trace, log = Path(place) / "kv", Path(place) / "trace.jsonl.zst", Path(place) / "log"
         words = ["serve", "--port", "0", "--kv-cache-dir", str(folder), "--trace", str(trace)]
+        given = {option.partition("=")[0] for option in options}
+        budgets = [f"{name}={budget}" for name, budget in BUDGETS.items() if name not in given]
         with log.open("w") as errors:
-            command = [sys.executable, "-m", "engine", *words, "--kv-cache-budget", "256", *options]
+            command = [sys.executable, "-m", "engine", *words, *budgets, *options]
             server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert server.stdout is not None
         ready = server.stdout.readline()

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import platform
 import subprocess
 import sys
 from collections import Counter, deque
@@ -124,3 +125,34 @@ with torch.inference_mode():
         pytest.skip("no oneDNN here")
     assert ["cache_miss" in line for line in made[-2:]] == [False, True]
     assert sum("cache_miss" in line for line in made) == capacity + 2
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_threads_share_what_was_freed() -> None:
+    """Counted as glibc tells it: arenas, of which each thread would have its own."""
+    script = """
+import ctypes, os, re, tempfile, threading
+from adapters.heap import share
+share()
+met = threading.Barrier(17)
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+def work():
+    libc.malloc(1000)
+    met.wait(30)
+    met.wait(30)
+threads = [threading.Thread(target=work) for _ in range(16)]
+for thread in threads: thread.start()
+met.wait(30)
+with tempfile.NamedTemporaryFile() as told:
+    file = ctypes.c_void_p(libc.fopen(told.name.encode(), b"w"))
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    print(told.read().count(b"<heap "))
+met.wait(30)
+"""
+    root = str(Path(__file__).parents[2])
+    environment = {key: value for key, value in os.environ.items() if key not in {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}}
+    environment |= {"PYTHONPATH": root}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 4
