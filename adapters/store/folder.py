@@ -140,7 +140,8 @@ class Folder:
         return os.open(name, flags, 0o600, dir_fd=self._descriptor)
 
     def open_append(self, name: str, _: int = 0) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        """An opener, too. A pipe that somebody put there would wait for a reader: it is an OSError."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self._descriptor)
 
     async def append(self, file: File, parts: Sequence[bytes]) -> None:

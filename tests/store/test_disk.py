@@ -400,6 +400,17 @@ def test_what_is_no_file_any_more_is_asked_for_once_and_counted(path: Path, inst
     assert store.close()
 
 
+def test_a_pipe_in_the_journals_place_holds_nothing_up(path: Path) -> None:
+    store = disk_store(path)
+    settled(store)
+    (path / journal.NAME).unlink()
+    os.mkfifo(path / journal.NAME)
+    save(store, ONE)
+    settled(store)
+    assert kept(store) == 40
+    assert store.close()
+
+
 def test_a_damaged_journal_and_damaged_recent_prompts_are_counted(path: Path) -> None:
     store = disk_store(path)
     save(store, ONE)
