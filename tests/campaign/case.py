@@ -43,6 +43,7 @@ class Kind:
     """bench: what its cases share, in a folder of its own; its end checks what they left behind.
 
     share: how many of a thousand cases are of this kind. deadline_s: of one case. together: cases for one bench.
+    few: of them in the suite.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Kind:
     share: int
     deadline_s: float = 30
     together: int = 250
+    few: int = 24
 
 
 def seed_of(seed: int, kind: str, number: int) -> str:
