@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import pytest
 
 from adapters.store import disk as disk_module
 from adapters.store import journal, recent, seekable, survey
+from adapters.store.described import read_head
 from adapters.store.disk import MOST_QUARANTINED, RESTARTS
 from adapters.store.folder import Folder
 from adapters.store.format import parse_head
@@ -337,3 +339,13 @@ def test_another_identity_shares_nothing(path: Path) -> None:
         kept(again)
     assert again.close()
     assert kept(reopened(path, layout=LAYOUT)) == 40
+
+
+def test_reads_that_give_less_than_was_asked_for_are_read_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(path, ONE)
+    (run,) = files(path)
+    with run.open("rb") as file:
+        said = read_head(file.fileno(), run.stat().st_size)
+        real = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda descriptor, views, at: real(descriptor, [views[0][:7]], at))
+        assert read_head(file.fileno(), run.stat().st_size) == said
