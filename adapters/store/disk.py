@@ -425,10 +425,12 @@ class Disk:
     def _read_journal(self, listing: dict[str, int]) -> journal.Kept:
         """Raises OSError for somebody else's file of that name: there is nothing of ours in the folder."""
         size = listing.pop(journal.NAME, 0)
-        ours = not size or journal.may_be_ours(self._read_small(journal.NAME, journal.LOOK))
+        beginning = self._read_small(journal.NAME, journal.LOOK) if size else b""
+        ours = not beginning or journal.may_be_ours(beginning)  # what cannot be read just now is not somebody else's
         if not ours and not any(what(name) == "run" for name in listing):
             raise OSError(errno.EEXIST, f"there is a file named {journal.NAME} that is not ours")
-        kept = journal.read(self._read_small(journal.NAME) if ours and 0 < size <= journal.MOST else b"")
+        readable = bool(beginning) and ours and size <= journal.MOST
+        kept = journal.read(self._read_small(journal.NAME) if readable else b"")
         self.counts["rebuilt"] += size > 0 and not kept.whole
         return kept
 

@@ -221,6 +221,29 @@ def test_what_a_crash_left_behind_is_removed(path: Path) -> None:
     store.close()
 
 
+def test_a_journal_that_cannot_be_read_just_now_is_not_taken_for_somebody_elses(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(path)
+    assert (path / "journal").stat().st_size
+    opener = Folder.opener
+
+    def failing(folder: Folder, name: str, *more: int) -> int:
+        if name == "journal":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opener(folder, name, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "opener", failing)
+        store = reopened(path)
+        assert store.figures()["read_errors"] == 1
+        assert store.close()
+    filled(path, ONE)
+    store = reopened(path)
+    assert kept(store) == len(ONE)
+    assert store.close()
+
+
 def test_a_folder_with_somebody_elses_journal_is_not_used(path: Path) -> None:
     path.mkdir(mode=0o700)
     (path / "journal").write_text("Dear diary, today")
