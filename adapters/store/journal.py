@@ -21,7 +21,7 @@ from adapters.store.records import framed, records
 NAME = "journal"
 ANY = b"rekindle-journal-"  # what every version begins with
 MOST = 1 << 30  # bytes
-LOOK = 4096  # bytes that tell whether it is ours
+LOOK = 512  # bytes that tell whether it is ours: a disk writes so many at once, so a power cut leaves all or none
 MAGIC = b"rekindle-journal-3\n"
 CAME = struct.Struct("<cQIQQQIcI")
 LEFT = struct.Struct("<cQ")
@@ -30,7 +30,7 @@ KINDS: dict[bytes, Kind] = {kind[:1].encode(): kind for kind in get_args(Kind)}
 
 
 def may_be_ours(beginning: bytes) -> bool:
-    """Of a journal's first LOOK bytes. A power cut may leave zeros of them, or the first few and zeros."""
+    """Of a journal's first LOOK bytes. A power cut may leave zeros of them, or some and zeros, whatever follows."""
     return beginning.startswith(ANY) or (bool(beginning) and ANY.startswith(beginning.rstrip(b"\0")))
 
 

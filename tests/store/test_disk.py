@@ -244,6 +244,22 @@ def test_a_journal_that_cannot_be_read_just_now_is_not_taken_for_somebody_elses(
     assert store.close()
 
 
+@pytest.mark.parametrize("lost", [512, 4096, 1 << 20])
+def test_a_journal_whose_beginning_a_power_cut_took_is_rebuilt(path: Path, lost: int) -> None:
+    """Sectors are written in any order: zeros where the first ones were to be, and what was written later behind."""
+    filled(path)
+    (path / "journal").write_bytes(bytes(lost) + b"records")
+    store = reopened(path)
+    assert kept(store) == 0
+    save(store, ONE)
+    settled(store)
+    assert store.figures()["rebuilt"] == 1
+    assert store.close()
+    store = reopened(path)
+    assert kept(store) == len(ONE)
+    assert store.close()
+
+
 def test_a_folder_with_somebody_elses_journal_is_not_used(path: Path) -> None:
     path.mkdir(mode=0o700)
     (path / "journal").write_text("Dear diary, today")
