@@ -454,8 +454,12 @@ class Disk:
             self._compact()
             return
         if raw := b"".join((*records, *touches)):
-            with suppress(OSError):
+            try:
                 self._wait(self.folder.extend(journal.NAME, raw))
+            except FileNotFoundError:  # it could not be written before; records without a beginning would be nobody's
+                self._compact()
+            except OSError:
+                return
 
     def _compact(self) -> None:
         with self.lock:

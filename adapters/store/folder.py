@@ -125,7 +125,7 @@ class Folder:
         return sum(map(len, parts))
 
     async def extend(self, name: str, raw: bytes) -> None:
-        """What a kill leaves of it may be torn. Raises OSError."""
+        """What a kill leaves of it may be torn. Raises OSError, FileNotFoundError for one that is not there."""
         file = await aiofiles.open(name, "ab", opener=self.open_append)
         try:
             await self.append(file, [raw])
@@ -141,8 +141,8 @@ class Folder:
 
     def open_append(self, name: str, _: int = 0) -> int:
         """An opener, too. A pipe that somebody put there would wait for a reader: it is an OSError."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(name, flags, 0o600, dir_fd=self._descriptor)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.open(name, flags, dir_fd=self._descriptor)
 
     async def append(self, file: File, parts: Sequence[bytes]) -> None:
         """All of them: a buffered file goes on where one write takes less than it is given."""

@@ -260,6 +260,19 @@ def test_a_journal_whose_beginning_a_power_cut_took_is_rebuilt(path: Path, lost:
     assert store.close()
 
 
+def test_a_journal_that_could_not_be_written_before_is_written_whole(path: Path) -> None:
+    filled(path)
+    store = disk_store(path)
+    (path / "journal").unlink()
+    save(store, ONE)
+    settled(store)
+    assert (path / "journal").read_bytes().startswith(journal.MAGIC)
+    assert store.close()
+    store = reopened(path)
+    assert kept(store) == len(ONE)
+    assert store.close()
+
+
 def test_a_folder_with_somebody_elses_journal_is_not_used(path: Path) -> None:
     path.mkdir(mode=0o700)
     (path / "journal").write_text("Dear diary, today")
