@@ -66,3 +66,4 @@ async def test_what_goes_wrong_is_logged_and_a_closed_lane_ends_it(caplog: pytes
                 await anyio.sleep(0.01)
         lane.close()
         await collect(running.door.submit(Job(tuple(range(10, 40)), 2)))  # and the group ends by itself
+    assert caplog.text.count("could not be given back") >= 1

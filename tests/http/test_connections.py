@@ -156,6 +156,7 @@ async def test_an_answer_that_is_not_taken_does_not_keep_its_connection(
         connections = site.serving.connections
         await until(lambda: connections and next(iter(connections)).cycle)
         await until(lambda: not connections, seconds=20)
+        assert site.serving.connections == set()
 
 
 async def test_a_stop_does_not_wait_for_bodies_that_nobody_wants(folder: Path) -> None:
