@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from html import escape
 from typing import Any
 
@@ -20,7 +20,7 @@ from starlette.routing import Route
 from adapters.http import chat, completions, controls, models
 from adapters.http.access_log import NOTE, refused
 from adapters.http.answer import Answer
-from adapters.http.body import read_object
+from adapters.http.body import reading
 from adapters.http.errors import (
     ApiError,
     error_response,
@@ -33,6 +33,7 @@ from adapters.http.errors import (
 )
 from adapters.http.fields import Fields
 from adapters.http.guard import Guard
+from adapters.http.intake import ROOM, Intake
 from adapters.http.openai_shape import ChatShape, CompletionShape
 from adapters.http.options import EdgeOptions
 from adapters.http.retry import Pace
@@ -88,6 +89,10 @@ class Edge:
     options: EdgeOptions
     metrics: Metrics
     pace: Pace = field(factory=Pace)
+    intake: Intake = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.intake = Intake(ROOM * self.options.max_body, self.options.retry_after_s)
 
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
@@ -109,19 +114,20 @@ class Edge:
     # -- generating text
 
     async def chat(self, request: Request) -> Answer:
-        fields = await self._ready(request)
-        asked = chat.read_chat_controls(fields, self.options, self.text)
-        conversation = await anyio.to_thread.run_sync(chat.read_chat, fields, self.text)  # may be tens of thousands
-        prompt = await chat.encode_chat(conversation, self.text, self.options, request.is_disconnected)
+        async with self._ready(request) as fields:
+            asked = chat.read_chat_controls(fields, self.options, self.text)
+            conversation = await anyio.to_thread.run_sync(chat.read_chat, fields, self.text)  # may be tens of thousands
+            prompt = await chat.encode_chat(conversation, self.text, self.options, request.is_disconnected)
         planned = controls.plan([prompt], ["$.messages"], asked, self.options, self.text.openings)
         named = Named(new_id("chatcmpl-"), asked.model)
         shape = ChatShape(named, asked, self.options, self.text.tokenizer)
         return self._answer(planned, shape, asked, conversation.headers)
 
     async def completions(self, request: Request) -> Answer:
-        fields = await self._ready(request)
-        asked = completions.read_completion_controls(fields, self.options, self.text)
-        prompts, paths = await completions.read_prompts(fields, self.options, self.text, request.is_disconnected)
+        async with self._ready(request) as fields:
+            asked = completions.read_completion_controls(fields, self.options, self.text)
+            gone = request.is_disconnected
+            prompts, paths = await completions.read_prompts(fields, self.options, self.text, gone)
         planned = controls.plan(prompts, paths, asked, self.options, self.text.openings)
         named = Named(new_id("cmpl-"), asked.model)
         return self._answer(planned, CompletionShape(named, asked, self.options, self.text.tokenizer), asked)
@@ -137,35 +143,40 @@ class Edge:
         how = asked.stream, asked.progress, self.pace, headers
         return Answer(self.door, planned, shape, self.options, tokenizer, *how)
 
-    async def _ready(self, request: Request) -> Fields:
+    @asynccontextmanager
+    async def _ready(self, request: Request) -> AsyncIterator[Fields]:
         """The body, unless nothing can be generated now anyway."""
         status = self.door.status()
         if status.get("state", "ready") != "ready":
             raise unavailable(UNREADY.get(status["state"], UNREADY["loading"]), self.options.retry_after_s)
         if status.get("queue_full"):
             raise queue_full(self.pace.retry_after(status))
-        return await read_object(request, self.options)
+        async with self._reading(request) as fields:
+            yield fields
+
+    def _reading(self, request: Request) -> AbstractAsyncContextManager[Fields]:
+        return reading(request, self.options, self.intake)
 
     # -- text without a model
 
     async def tokenize(self, request: Request) -> JSONResponse:
-        fields = await read_object(request, self.options)
-        content = fields.text("content")
-        if content is None:
-            raise fields.wrong("content", "a string")
-        special, start = fields.flag("parse_special"), fields.flag("add_special")
-        most = max(MOST_TOKENIZED, chat.COUNTED * self.options.max_ctx)
-        try:
-            (tokens,) = await self.text.tokenizer.encode(
-                [content], controls=special, start=start, most=most, gone=request.is_disconnected
-            )
-        except TooLong:
-            raise invalid("$.content", f"has more than {most} tokens; send it in parts") from None
-        except GaveUp:
-            raise left() from None
-        if not fields.flag("with_pieces"):
-            return JSONResponse({"tokens": tokens})
-        return JSONResponse({"tokens": [{"id": token, "piece": self._piece(token)} for token in tokens]})
+        async with self._reading(request) as fields:
+            content = fields.text("content")
+            if content is None:
+                raise fields.wrong("content", "a string")
+            special, start = fields.flag("parse_special"), fields.flag("add_special")
+            most = max(MOST_TOKENIZED, chat.COUNTED * self.options.max_ctx)
+            try:
+                (tokens,) = await self.text.tokenizer.encode(
+                    [content], controls=special, start=start, most=most, gone=request.is_disconnected
+                )
+            except TooLong:
+                raise invalid("$.content", f"has more than {most} tokens; send it in parts") from None
+            except GaveUp:
+                raise left() from None
+            if not fields.flag("with_pieces"):
+                return JSONResponse({"tokens": tokens})
+            return JSONResponse({"tokens": [{"id": token, "piece": self._piece(token)} for token in tokens]})
 
     def _piece(self, token: int) -> str | list[int]:
         raw = self.text.tokenizer.piece(token)
@@ -175,23 +186,23 @@ class Edge:
             return list(raw)
 
     async def detokenize(self, request: Request) -> JSONResponse:
-        fields = await read_object(request, self.options)
-        listed = fields.items("tokens", self.options.max_body)
-        if listed is None:
-            raise fields.wrong("tokens", "an array of token ids")
-        tokens = controls.check_tokens(listed, fields.at("tokens"), self.options)
-        content = await anyio.to_thread.run_sync(lambda: self.text.tokenizer.decode(tokens, special=True))
-        return JSONResponse({"content": content})
+        async with self._reading(request) as fields:
+            listed = fields.items("tokens", self.options.max_body)
+            if listed is None:
+                raise fields.wrong("tokens", "an array of token ids")
+            tokens = controls.check_tokens(listed, fields.at("tokens"), self.options)
+            content = await anyio.to_thread.run_sync(lambda: self.text.tokenizer.decode(tokens, special=True))
+            return JSONResponse({"content": content})
 
     async def apply_template(self, request: Request) -> JSONResponse:
-        fields = await read_object(request, self.options)
-        conversation = await anyio.to_thread.run_sync(chat.read_chat, fields, self.text)
-        chat.refuse_unread(conversation, self.text, chat.COUNTED * self.options.max_ctx, self.options)
-        try:
-            rendered = await self.text.render(conversation.messages, **conversation.variables)
-        except (TemplateRefused, TemplateFailed) as error:
-            raise chat.template_error(error) from error
-        return JSONResponse({"prompt": text_of(rendered)})
+        async with self._reading(request) as fields:
+            conversation = await anyio.to_thread.run_sync(chat.read_chat, fields, self.text)
+            chat.refuse_unread(conversation, self.text, chat.COUNTED * self.options.max_ctx, self.options)
+            try:
+                rendered = await self.text.render(conversation.messages, **conversation.variables)
+            except (TemplateRefused, TemplateFailed) as error:
+                raise chat.template_error(error) from error
+            return JSONResponse({"prompt": text_of(rendered)})
 
     # -- about the server
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, NoReturn
 
@@ -15,26 +16,31 @@ from starlette.requests import ClientDisconnect, Request
 from adapters.http.census import censuses
 from adapters.http.errors import ApiError, invalid
 from adapters.http.fields import Fields
+from adapters.http.intake import CLOSE, SMALL, Body, Intake, too_slow
 from adapters.http.options import EdgeOptions
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 17  # arrays and objects of a body: 30 MB of them at most, made in 50 ms
 MAX_VALUES = 1 << 22  # of any kind; 150 MB if all are numbers
-INLINE_BYTES = 1 << 16  # larger bodies are counted, then parsed in a worker thread
+INLINE_BYTES = SMALL  # larger bodies are counted, then parsed in a worker thread
 PART = 1 << 20  # characters
 PARSERS = 1  # such bodies at a time: parsing holds the interpreter
 BOM = b"\xef\xbb\xbf"
 DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-CLOSE = {"connection": "close"}  # the rest of the body is not read, so the connection cannot be used again
 
 
-async def read_object(request: Request, options: EdgeOptions) -> Fields:
-    """The body as a JSON object. Raises ApiError 400, 408, 413 or 415."""
+@asynccontextmanager
+async def reading(request: Request, options: EdgeOptions, intake: Intake) -> AsyncIterator[Fields]:
+    """The body as a JSON object; it takes room in the intake meanwhile. Raises ApiError 400, 408, 413, 415 or 503."""
     check_headers(request)
-    raw = await read_bytes(request, options)
+    with intake.body(options.body_timeout_s) as body:
+        yield Fields.of(await parsed(await read_bytes(request, options, intake, body), options), "$")
+
+
+async def parsed(raw: bytearray, options: EdgeOptions) -> Any:
     if len(raw) < INLINE_BYTES:
-        return Fields.of(parse(raw), "$")
-    return Fields.of(await anyio.to_thread.run_sync(parse_large, raw, options, limiter=parsers()), "$")
+        return parse(raw)
+    return await anyio.to_thread.run_sync(parse_large, raw, options, limiter=parsers())
 
 
 @cache
@@ -66,7 +72,7 @@ def check_headers(request: Request) -> None:
         raise ApiError(415, message, code="unsupported_media_type", headers=CLOSE)
 
 
-async def read_bytes(request: Request, options: EdgeOptions) -> bytearray:
+async def read_bytes(request: Request, options: EdgeOptions, intake: Intake, body: Body) -> bytearray:
     too_large = ApiError(
         413, f"The body is larger than {options.max_body} bytes (--max-body).", code="body_too_large", headers=CLOSE
     )
@@ -75,16 +81,17 @@ async def read_bytes(request: Request, options: EdgeOptions) -> bytearray:
         raise too_large
     raw = bytearray()
     try:
-        with anyio.fail_after(options.body_timeout_s):
+        with body.scope:
             async for part in request.stream():
-                raw += part
-                if len(raw) > options.max_body:
+                if len(raw) + len(part) > options.max_body:
                     raise too_large
-    except TimeoutError:
-        message = f"The body did not arrive within {options.body_timeout_s:g} s."
-        raise ApiError(408, message, code="body_timeout", headers=CLOSE) from None
+                await intake.grow(body, len(part))
+                raw += part
     except ClientDisconnect:
         raise ApiError(400, "The body was not sent completely.", headers=CLOSE) from None
+    if body.scope.cancelled_caught:
+        raise too_slow(body, options.body_timeout_s)
+    intake.arrived(body)
     return raw
 
 
