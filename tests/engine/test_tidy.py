@@ -1,4 +1,4 @@
-"""Free memory goes back when nobody is served: after work, once, and never under a request."""
+"""Free memory goes back after work, once: when nobody is served, or where somebody is for too long."""
 
 from __future__ import annotations
 
@@ -48,6 +48,28 @@ async def test_it_goes_back_once_after_work_and_not_under_a_request() -> None:
         await work()
         asked.clear()
         await tidied_once()
+        tasks.cancel_scope.cancel()
+    lane.close()
+
+
+async def test_a_server_that_is_never_idle_gives_it_back_too() -> None:
+    lane, asked, go = DeviceLane(), list[int](), anyio.Event()
+
+    async def before(_: Launch) -> None:
+        await go.wait()
+
+    async with engine(device=ScriptedDevice(before=before)) as running, anyio.create_task_group() as tasks:
+
+        def tidy() -> None:
+            asked.append(len(running.runner.world.requests))
+
+        tasks.start_soon(lambda: collect(running.door.submit(Job(tuple(range(10, 40)), 2))))
+        tasks.start_soon(lambda: tidied(running.runner, lane, every_s=0.01, patience_s=0.2, tidy=tidy))
+        with anyio.fail_after(10):
+            while not asked:  # noqa: ASYNC110 - the lane tells nobody
+                await anyio.sleep(0.01)
+        assert asked == [1]
+        go.set()
         tasks.cancel_scope.cancel()
     lane.close()
 
