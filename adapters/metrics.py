@@ -32,7 +32,7 @@ class Metrics:
         self._tokens = Counter("rekindle_tokens", "Tokens by kind", ["kind"], registry=registry)
         self._hits = Counter("rekindle_prefix_hits", "Requests with restored tokens", ["tier"], registry=registry)
         self._misses = Counter("rekindle_prefix_misses", "Requests that missed tokens", ["reason"], registry=registry)
-        self._rounds = Counter("rekindle_rounds", "Decoding rounds", registry=registry)
+        self._decode_steps = Counter("rekindle_rounds", "Decode steps", registry=registry)
         self._drafted = Counter("rekindle_draft_tokens", "Drafted tokens", ["outcome"], registry=registry)
         self._queue = Gauge("rekindle_queue_length", "Requests that wait for a slot", registry=registry)
         self._slots = Gauge("rekindle_slots", "Slots by use", ["use"], registry=registry)
@@ -61,7 +61,7 @@ class Metrics:
             self._hits.labels(report.tier).inc()
         if report.miss:
             self._misses.labels(report.miss.partition(":")[0]).inc()
-        self._rounds.inc(report.rounds)
+        self._decode_steps.inc(report.decode_steps)
         self._drafted.labels("accepted").inc(report.accepted)
         self._drafted.labels("rejected").inc(max(0, report.proposed - report.accepted))
 

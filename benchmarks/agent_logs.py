@@ -27,7 +27,8 @@ from states.settings import Settings
 TIMELESS = Costs(
     source="a server that takes no time",
     **dict.fromkeys(
-        ("prefill", "prefill_slope", "round", "round_slope", "round_more", "host", "disk", "copy", "write", "find"), 0
+        ("prefill", "prefill_slope", "decode", "decode_slope", "decode_more", "host", "disk", "copy", "write", "find"),
+        0,
     ),
     launch=0,
 )

@@ -5,7 +5,7 @@
 
 FOLDER is a checkpoint; without one the demo, or random weights of its geometry if it is not there. Prefill: rows
 [0, n) of a prompt in chunks of C, against one transformers forward (sdpa, logits_to_keep=1). Decoding: greedy, one
-token a step at the smallest rung, logits fetched, against one transformers forward a token; blocks of 8 tokens
+token a step at the smallest bucket, logits fetched, against one transformers forward a token; blocks of 8 tokens
 alternate. Figures are medians, ratios are transformers' time over ours (above 1 we are faster); raw seconds go to
 --json, one line a row.
 """
@@ -67,11 +67,11 @@ class Ours:
         chunk = self.numerics.chunk
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            rung = next(rung for rung in self.numerics.rungs if rung >= len(part))
-            self.shard.forward(Step((Segment(0, start, len(part)),), rung, rows_only=True), part)
+            bucket = next(bucket for bucket in self.numerics.buckets if bucket >= len(part))
+            self.shard.forward(Step((Segment(0, start, len(part)),), bucket, rows_only=True), part)
 
     def decode(self, token: int, position: int) -> int:
-        step = Step((Segment(0, position, 1),), self.numerics.rungs[0])
+        step = Step((Segment(0, position, 1),), self.numerics.buckets[0])
         hidden = self.shard.forward(step, torch.tensor([token])).hidden
         return int(self.shard.logits(step, hidden)[0].argmax())
 
@@ -136,9 +136,9 @@ def main() -> None:
         dtype = DTYPES[dtype_name]
         kernels = CpuKernels(dtype)
         numerics = probe(config, kernels, device=CPU, dtype=dtype, chunk=options.chunk, capacity=capacity)
-        shard = Qwen3Shard(config, weights, kernels, dtype=dtype, slots=1, capacity=capacity, rungs=numerics.rungs)
+        shard = Qwen3Shard(config, weights, kernels, dtype=dtype, slots=1, capacity=capacity, buckets=numerics.buckets)
         model = oracle_of(config, weights, dtype)
-        print(f"{name}, {dtype_name}: {numerics.mode}, rungs {numerics.rungs}, decoding at {numerics.rungs[0]}")
+        print(f"{name}, {dtype_name}: {numerics.mode}, buckets {numerics.buckets}, decoding at {numerics.buckets[0]}")
         print(f"  {numerics.numerics_class}, {torch.get_num_threads()} threads, probe {numerics.seconds:.2f} s")
         with torch.inference_mode():
             for length in options.prompts:

@@ -3,10 +3,10 @@
     python -m benchmarks.cuda_model [--json FILE] [--layers 36] [--chunk 1024] [--contexts 8192 32768]
 
 The model is an 8B-shaped Qwen3 with random bf16 weights, the same ones in both implementations. Decoding: one real row
-at the smallest rung, two graph replays and a greedy argmax a token, every token fetched by the host before the next
+at the smallest bucket, two graph replays and a greedy argmax a token, every token fetched by the host before the next
 (`decode`) or left on the device (`decode, queued`). The limit is the bytes of weights and keys and values that a token
 must read over the best bandwidth that a large read or copy reaches in this run. Prefill: whole chunks at the largest
-rung against one `transformers` forward (sdpa, logits_to_keep=1), interleaved, medians.
+bucket against one `transformers` forward (sdpa, logits_to_keep=1), interleaved, medians.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.qwen3 import LADDER, Qwen3Shard
+from adapters.models.qwen3 import BUCKETS, Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 
@@ -61,14 +61,14 @@ def prefill(shard: Qwen3Shard, tokens: torch.Tensor, chunk: int) -> None:
         shard.forward(Step((Segment(0, start, len(part)),), chunk), part)
 
 
-def decode(shard: Qwen3Shard, context: int, count: int, fetch: bool, rung: int = 4) -> float:
+def decode(shard: Qwen3Shard, context: int, count: int, fetch: bool, bucket: int = 4) -> float:
     """Seconds a token, greedy, from `context` rows on."""
     token = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     at = context
 
     def one() -> None:
         nonlocal token, at
-        step = Step((Segment(0, at, 1),), rung)
+        step = Step((Segment(0, at, 1),), bucket)
         token = shard.logits(step, shard.forward(step, token).hidden)[:1].argmax(-1)
         token = token.cpu() if fetch else token
         at += 1
@@ -78,31 +78,31 @@ def decode(shard: Qwen3Shard, context: int, count: int, fetch: bool, rung: int =
     return seconds(one, count)
 
 
-def wide_steps(shard: Qwen3Shard, context: int, rungs: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of a forward with logits where every row of the rung is real, as in a verification."""
+def wide_steps(shard: Qwen3Shard, context: int, buckets: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of a forward with logits where every row of the bucket is real, as in a verification."""
     times = {}
-    for rung in rungs:
-        step = Step((Segment(0, context, rung),), rung)
-        tokens = torch.arange(rung, device=DEVICE)
+    for bucket in buckets:
+        step = Step((Segment(0, context, bucket),), bucket)
+        tokens = torch.arange(bucket, device=DEVICE)
 
         def one(step: Step = step, tokens: torch.Tensor = tokens) -> None:
             shard.logits(step, shard.forward(step, tokens).hidden)
 
         for _ in range(3):
             one()
-        times[rung] = seconds(one, 10)
+        times[bucket] = seconds(one, 10)
     return times
 
 
-def ladder_is_exact(shard: Qwen3Shard, rungs: tuple[int, ...], start: int = 1000) -> bool:
-    """Whether the rows after `start` come out with the same bits at every rung, keys and values included."""
+def buckets_are_exact(shard: Qwen3Shard, buckets: tuple[int, ...], start: int = 1000) -> bool:
+    """Whether the rows after `start` come out with the same bits at every bucket, keys and values included."""
     tokens = torch.randint(0, VOCABULARY, (64,), device=DEVICE)
     first: tuple[torch.Tensor, ...] | None = None
-    for rung in rungs:
+    for bucket in buckets:
         hidden = []
-        for at in range(0, 64, min(rung, 64)):
-            part = tokens[at : at + rung]
-            step = Step((Segment(0, start + at, len(part)),), rung)
+        for at in range(0, 64, min(bucket, 64)):
+            part = tokens[at : at + bucket]
+            step = Step((Segment(0, start + at, len(part)),), bucket)
             hidden.append(shard.forward(step, part).hidden[: len(part)].cpu())
         found = (torch.cat(hidden), *(part for part in shard.export_rows(0, start, start + 64).values()))
         first = first or found
@@ -144,10 +144,10 @@ def compare_prefill(
                 "transformers, cache": lambda tokens=tokens: theirs(tokens[None], logits_to_keep=1, use_cache=True),
             }
             times: dict[str, list[float]] = {name: [] for name in runs}
-            for round_ in range(repeat + 1):
+            for decode_step in range(repeat + 1):
                 for name, run in runs.items():
                     took = seconds(run)
-                    if round_:
+                    if decode_step:
                         times[name].append(took)
             medians = {name: statistics.median(values) for name, values in times.items()}
             best = min(medians["transformers"], medians["transformers, cache"])
@@ -166,14 +166,14 @@ def _difference(shard: Qwen3Shard, theirs: Any, count: int = 100) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    rungs = (*(rung for rung in LADDER if rung < args.chunk), args.chunk)
+    buckets = (*(bucket for bucket in BUCKETS if bucket < args.chunk), args.chunk)
     config = config_8b(args.layers, max(args.contexts) + 4096)
     weights = RandomWeights(config, 0, DEVICE, DTYPE)
     speeds = bandwidth()
     torch.cuda.empty_cache()
     kernels = TritonKernels(DEVICE)
     shard = Qwen3Shard(
-        config, weights, kernels, device=DEVICE, dtype=DTYPE, slots=1, capacity=config.max_positions, rungs=rungs
+        config, weights, kernels, device=DEVICE, dtype=DTYPE, slots=1, capacity=config.max_positions, buckets=buckets
     )
     tokens = torch.randint(0, VOCABULARY, (max(args.contexts),), device=DEVICE)
     for _ in range(2):
@@ -197,11 +197,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "kernels": kernels.name,
-        "rungs": rungs,
+        "buckets": buckets,
         "bandwidth": speeds,
         "decoding": decoding,
-        "forward and logits at 2048, by rung": wide_steps(shard, 2048, rungs[:-1]),
-        "ladder is exact": ladder_is_exact(shard, rungs),
+        "forward and logits at 2048, by bucket": wide_steps(shard, 2048, buckets[:-1]),
+        "buckets is exact": buckets_are_exact(shard, buckets),
         "prefill": compare_prefill(shard, weights, args.contexts, args.chunk),
     }
 
@@ -209,17 +209,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     speeds = ", ".join(f"{name} {value / 1e12:.2f} TB/s" for name, value in results["bandwidth"].items())
     lines = [
-        f"{results['device']}, torch {results['torch']}, kernels {results['kernels']}, rungs {results['rungs']}",
+        f"{results['device']}, torch {results['torch']}, kernels {results['kernels']}, buckets {results['buckets']}",
         f"bandwidth: {speeds}",
-        f"ladder is exact: {results['ladder is exact']}",
+        f"buckets is exact: {results['sizes is exact']}",
     ]
     for context, found in results["decoding"].items():
         lines.append(
             f"decode at {context:>6}: {found['decode']:6.1f} tok/s = {found['share of limit']:.1%} "
             f"of {found['limit']:.1f} (queued: {found['decode, queued']:.1f})"
         )
-    for rung, took in results["forward and logits at 2048, by rung"].items():
-        lines.append(f"rung {rung:>4}, all rows real: {took * 1e3:7.2f} ms")
+    for bucket, took in results["forward and logits at 2048, by bucket"].items():
+        lines.append(f"bucket {bucket:>4}, all rows real: {took * 1e3:7.2f} ms")
     for context, found in results["prefill"].items():
         if isinstance(found, dict):
             medians = ", ".join(f"{name} {value:.4f} s" for name, value in found["medians"].items())

@@ -30,7 +30,7 @@ from adapters.device.lane import DeviceLane
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Kernels
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import LADDER, Qwen3Shard
+from adapters.models.qwen3 import BUCKETS, Qwen3Shard
 from adapters.models.synthetic import RandomWeights
 from adapters.store.executor import StoreExecutor
 from adapters.store.format import Layout, Rows
@@ -50,7 +50,7 @@ from states import policy, rates
 from states.rates import Rates
 from states.settings import Settings
 
-GRAIN = 64
+BLOCK_SIZE = 64
 SLOT = SlotId(0)
 COPIED = 1 << 30  # bytes of the raw copy
 
@@ -152,7 +152,7 @@ class Bench:
         before = set(files_in(folder))
         self.open(prompt)
         await self.compute(0, len(prompt) - 1)
-        kept = (len(prompt) - 1) // GRAIN * GRAIN
+        kept = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
         started = time.perf_counter()
         saved = await self.perform(SaveSnapshot(SLOT, prompt[:kept]))
         assert isinstance(saved, SnapshotSaved), saved
@@ -196,10 +196,10 @@ def raw_copy(device: torch.device) -> float:
 
 
 async def compared(bench: Bench, prompt: Tokens, tier: Tier, runs: int, files: Sequence[Path]) -> dict[str, Any]:
-    """All modes in turn, again and again; the first round teaches the planner and is not counted."""
+    """All modes in turn, again and again; the first decode step teaches the planner and is not counted."""
     found: dict[str, list[dict[str, Any]]] = {"recompute": [], "restore": [], "planner": []}
     reads, truth = list[float](), None
-    for round_ in range(runs + 1):
+    for decode_step in range(runs + 1):
         for mode, results in found.items():
             if tier == "disk":
                 forget(files)
@@ -207,9 +207,9 @@ async def compared(bench: Bench, prompt: Tokens, tier: Tier, runs: int, files: S
             if truth is None:
                 truth = await bench.rows(prompt)
             assert await bench.same(prompt, truth), f"{mode} from {tier} at {len(prompt)}: other rows"
-            if round_:
+            if decode_step:
                 results.append(result)
-        if tier == "disk" and round_:
+        if tier == "disk" and decode_step:
             forget(files)
             read, seconds = read_raw(files)
             reads.append(read / seconds)
@@ -234,7 +234,7 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> Bench:
     """On the lane."""
     config, device = config_of(given), lane.device
     dtype = torch.float32 if given.tiny else torch.bfloat16
-    weights, rungs = RandomWeights(config, 0, device, dtype), (*(r for r in LADDER if r < given.chunk), given.chunk)
+    weights, buckets = RandomWeights(config, 0, device, dtype), (*(r for r in BUCKETS if r < given.chunk), given.chunk)
     shard = Qwen3Shard(
         config,
         weights,
@@ -243,18 +243,18 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> Bench:
         dtype=dtype,
         slots=1,
         capacity=config.max_positions,
-        rungs=rungs,
+        buckets=buckets,
     )
     names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
-    layout = Layout("bench", GRAIN, Rows(names, config.num_kv_heads, config.head_dim, dtype))
+    layout = Layout("bench", BLOCK_SIZE, Rows(names, config.num_kv_heads, config.head_dim, dtype))
     size = 2 * sum(given.tokens) * layout.token_bytes
     store = open_store(layout, folder, host_bytes=size, disk_bytes=2 * size, codec="store", pin=device.type == "cuda")
     assert store is not None
-    executor = DeviceExecutor(shard, rungs, lane=lane)
+    executor = DeviceExecutor(shard, buckets, lane=lane)
     stored = StoreExecutor(store, shard, lane, executor.serving)
     executor.handle(SaveSnapshot, stored.save)
     settings = Settings(
-        slots=1, max_context=config.max_positions, chunk=given.chunk, grain=GRAIN, batch_rows=1, store=True
+        slots=1, max_context=config.max_positions, chunk=given.chunk, block_size=BLOCK_SIZE, batch_rows=1, store=True
     )
     for _ in range(3):
         measure.run_chunk(shard, 0, given.chunk, given.chunk)

@@ -1,7 +1,7 @@
 """What one decode event costs in the pure core: `advance`, in microseconds, with a fresh world and after many requests.
 
-`python -m benchmarks.engine_fold [--finished 100000] [--rounds 400] [--check]`; no model and no device are involved.
-`--check` exits with status 1 if a median is above the goal.
+`python -m benchmarks.engine_fold [--finished 100000] [--steps 400] [--check]`; no model and no device are
+involved. `--check` exits with status 1 if a median is above the goal.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from attrs import frozen
 
 from benchmarks.report import machine, median, raw, table
 from effects.all import Launch
+from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
-from effects.round import RoundDone, RunRound
 from states.life import Submitted
 from states.settings import Settings
 from states.world import Out, World, advance, begin
@@ -45,10 +45,10 @@ def launches(outs: tuple[Out, ...]) -> list[Launch]:
     return [out for out in outs if isinstance(out, Launch)]
 
 
-def answer(effect: Any) -> RoundDone | PrefillAdvanced:
+def answer(effect: Any) -> Decoded | PrefillAdvanced:
     if isinstance(effect, RunPrefill):
         return PrefillAdvanced(effect.stop)
-    return RoundDone((7,) * (1 + effect.propose // 3), effect.propose, ns=10**6)
+    return Decoded((7,) * (1 + effect.propose // 3), effect.propose, ns=10**6)
 
 
 def aged(world: World, finished: int) -> World:
@@ -65,7 +65,7 @@ def aged(world: World, finished: int) -> World:
     return world
 
 
-def measure(world: World, case: Case, rounds: int) -> list[float]:
+def measure(world: World, case: Case, decode_steps: int) -> list[float]:
     """Microseconds of each decode event, once every live request decodes."""
     todo, first = deque[Launch](), 10**9
     for number in range(case.live + case.waiting):
@@ -73,9 +73,9 @@ def measure(world: World, case: Case, rounds: int) -> list[float]:
         world, outs = advance(world, RequestId(first + number), Submitted(job))
         todo.extend(launches(outs))
     took = list[float]()
-    while len(took) < rounds:
+    while len(took) < decode_steps:
         for ask in todo.popleft().asks:
-            event, decoding = answer(ask.effect), isinstance(ask.effect, RunRound)
+            event, decoding = answer(ask.effect), isinstance(ask.effect, RunDecode)
             start = time.perf_counter_ns()
             world, outs = advance(world, ask.request, event)
             if decoding:
@@ -84,14 +84,14 @@ def measure(world: World, case: Case, rounds: int) -> list[float]:
     return took
 
 
-def run(worlds: dict[int, World], rounds: int) -> list[dict[str, Any]]:
+def run(worlds: dict[int, World], decode_steps: int) -> list[dict[str, Any]]:
     """Every case in every world; the worlds take turns, so that a noisy moment meets them alike."""
     rows = []
     for case in CASES:
         took: dict[int, list[float]] = {finished: [] for finished in worlds}
         for _ in range(4):
             for finished, world in worlds.items():
-                took[finished] += measure(world, case, rounds // 4)
+                took[finished] += measure(world, case, decode_steps // 4)
         for finished, events in took.items():
             events.sort()
             rows.append(
@@ -111,14 +111,14 @@ def run(worlds: dict[int, World], rounds: int) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--finished", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=2_000)
+    parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     fresh = begin(Settings(slots=4, max_queue=64, max_context=16_384, block=15, batch_rows=64))
     worlds = {0: fresh, options.finished: aged(fresh, options.finished)}
     gc.collect()
     gc.freeze()
-    rows = run(worlds, options.rounds)
+    rows = run(worlds, options.steps)
     table(f"advance, one decode event (goal: median <= {GOAL_US} us)", rows)
     raw("engine_fold", {"goal_us": GOAL_US, "rows": rows, "machine": machine()})
     return int(options.check and any(row["median_us"] > GOAL_US for row in rows))

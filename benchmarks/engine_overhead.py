@@ -1,7 +1,8 @@
-"""What the engine costs a round beside the model: fold, runner, hand-off to the lane and back, stream, per request.
+"""What the engine costs a decode step beside the model: fold, runner, hand-off to the lane and back, stream, per
+request.
 
-The shard here does nothing, so what is left of a round is the engine, its executor and sampling one argmax.
-`python -m benchmarks.engine_overhead [--rounds 3000]`; goal: at most 2 % of a 10 ms round, that is 200 us.
+The shard here does nothing, so what is left of a decode step is the engine, its executor and sampling one argmax.
+`python -m benchmarks.engine_overhead [--steps 3000]`; goal: at most 2 % of a 10 ms decode step, that is 200 us.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class NoModel:
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         assert len(inputs) == step.rows
-        return Forward(self._hidden[: step.rung], {})
+        return Forward(self._hidden[: step.bucket], {})
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
         assert len(kept) == len(step.segments)
@@ -71,7 +72,7 @@ class NoModel:
         self._logits = self._hidden
 
 
-async def rounds(requests: int, count: int) -> list[float]:
+async def decode_steps(requests: int, count: int) -> list[float]:
     """Microseconds between the tokens of one stream, while `requests` decode together."""
     lane = DeviceLane("cpu")
     executor = DeviceExecutor(NoModel(), (4, 8, 16, 256), lane=lane)
@@ -95,15 +96,15 @@ async def rounds(requests: int, count: int) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3000)
-    count = parser.parse_args().rounds
+    parser.add_argument("--steps", type=int, default=3000)
+    count = parser.parse_args().steps
     rows: list[dict[str, Any]] = []
     for requests in (1, 4):
-        gaps = sorted(anyio.run(rounds, requests, count))
+        gaps = sorted(anyio.run(decode_steps, requests, count))
         middle = median(gaps)
         row = {"requests": requests, "us_a_round": middle, "p95_us": gaps[int(len(gaps) * 0.95)]}
         rows.append({**row, "percent_of_10_ms": middle / 100})
-    table("Engine, runner, hand-off and sampling, without a model (goal: 2 % of a 10 ms round)", rows)
+    table("Engine, runner, hand-off and sampling, without a model (goal: 2 % of a 10 ms decode step)", rows)
     raw("engine_overhead", {"rows": rows, "rounds": count, "machine": machine()})
     return 0
 

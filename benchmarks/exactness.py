@@ -165,7 +165,7 @@ class Comparison:
             "jobs": len(found),
             "differing": sum(one.tokens != other for one, other in zip(found, self.plain, strict=True)),
             "tokens": sum(len(one.tokens) for one in found),
-            "rounds": sum(report.rounds for report in reports),
+            "rounds": sum(report.decode_steps for report in reports),
             "proposed": sum(report.proposed for report in reports),
             "accepted": sum(report.accepted for report in reports),
             "restored": sum(report.restored_tokens for report in reports),
@@ -187,9 +187,9 @@ class Comparison:
         return await together(self.target, self.jobs)
 
     async def trees(self) -> list[Answered]:
-        """As if the largest ones cost no more than a plain round, so that there is nothing else."""
+        """As if the largest ones cost no more than a plain decode step, so that there is nothing else."""
         return await together(
-            self.target, self.jobs, tree=TREE, rates=Rates(rounds=((0, 1, 0, 1000), (0, 1, 32, 1001)))
+            self.target, self.jobs, tree=TREE, rates=Rates(decode=((0, 1, 0, 1000), (0, 1, 32, 1001)))
         )
 
     async def continued(self) -> list[Answered]:

@@ -56,7 +56,7 @@ def serve(mode: str, words: Sequence[str]) -> None:
     def forced(settings: Settings, _: object, start: int, stop: int, *__: object) -> int:
         name, _, share = mode.partition(":")
         part = {"recompute": 1.0, "restore": 0.0}[name] if not share else float(share)
-        return start + int((stop - start) * part) // settings.grain * settings.grain if part < 1 else stop
+        return start + int((stop - start) * part) // settings.block_size * settings.block_size if part < 1 else stop
 
     if mode not in FREE:
         policy.front = forced

@@ -40,7 +40,7 @@ class Took:
     tokens: int
     wall: float
     cpu: float
-    rounds: int
+    decode_steps: int
     answers: list[Tokens]
 
 
@@ -56,8 +56,8 @@ async def together(running: Engine, jobs: Sequence[Job]) -> Took:
         for at in range(len(jobs)):
             tasks.start_soon(one, at)
     spent = time.perf_counter() - wall, time.process_time() - cpu
-    rounds = sum(each.report.rounds for each in found if each.report is not None)
-    return Took(sum(len(each.tokens) for each in found), *spent, rounds, [each.tokens for each in found])
+    decode_steps = sum(each.report.decode_steps for each in found if each.report is not None)
+    return Took(sum(len(each.tokens) for each in found), *spent, decode_steps, [each.tokens for each in found])
 
 
 async def compared(ways: dict[str, Engine], batches: Sequence[Sequence[Job]]) -> dict[str, list[Took]]:
@@ -85,7 +85,7 @@ def row(what: str, took: dict[str, list[Took]]) -> dict[str, Any]:
         "least x wall": min(walls),
         "median x cpu": median(cpus),
         "least x cpu": min(cpus),
-        "tok/round": sum(one.tokens for one in drafted) / sum(one.rounds for one in drafted),
+        "tok/round": sum(one.tokens for one in drafted) / sum(one.decode_steps for one in drafted),
         "differing": sum(one.answers != other.answers for one, other in zip(plain, drafted, strict=True)),
     }
 

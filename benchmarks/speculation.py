@@ -5,10 +5,10 @@ where the draft's weights are.
 
 speed: decode tokens/s of the same answers without a draft, with one, and with trees, in turn, by subject; the engine
 decides itself how wide to speculate. limit: what answers of 512 tokens lose that nobody foresees. acceptance: tokens a
-round when every round is as wide as can be. tier: are the proposals after a restore those of a cold prompt. On CUDA,
-steps: an 8B-shaped target and draft with random weights and forced acceptance, against the same target's plain step;
-residency: device bytes by stage for each policy, and parking against a plain copy of pinned memory. Prompts are
-held-out text (`benchmarks/subjects.py`).
+decode step when every decode step is as wide as can be. tier: are the proposals after a restore those of a cold
+prompt. On CUDA, steps: an 8B-shaped target and draft with random weights and forced acceptance, against the same
+target's plain step; residency: device bytes by stage for each policy, and parking against a plain copy of pinned
+memory. Prompts are held-out text (`benchmarks/subjects.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import anyio
 import torch
 from attrs import define, evolve
 
-from adapters.device.drafting import Proposer, Wish
+from adapters.device.drafting import DraftRequest, Proposer
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.shard import Kept, Step
@@ -34,11 +34,11 @@ from adapters.text.text import Text
 from benchmarks.report import machine, median, raw, table
 from benchmarks.subjects import NAMES, prompts
 from effects.all import Ask, Outcome
+from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, Report, Sampling
 from effects.ports import Closed
 from effects.prefill import OpenSlot, RunPrefill
-from effects.round import RoundDone, RunRound
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine.assemble import Engine, engine
@@ -105,9 +105,9 @@ def rates(took: Mapping[str, list[Answer]]) -> dict[str, Any]:
     for way, answers in took.items():
         found[f"{way} tok/s"] = round(found["tokens"] / spent[way], 1)
         if way != "plain":
-            rounds = sum(one.report.rounds for one in answers if one.report is not None)
+            decode_steps = sum(one.report.decode_steps for one in answers if one.report is not None)
             found[f"{way} x"] = round(spent["plain"] / spent[way], 3)
-            found[f"{way} tok/round"] = round(found["tokens"] / rounds, 2)
+            found[f"{way} tok/decode step"] = round(found["tokens"] / decode_steps, 2)
     return found
 
 
@@ -146,7 +146,8 @@ async def limit(target: Target, count: int) -> list[dict[str, Any]]:
 
 
 async def acceptance(target: Target, ends: Tokens, count: int, most: int) -> list[dict[str, Any]]:
-    """Tokens a round at several widths that never change, the widest a tree; an answer's last round counts whole."""
+    """Tokens a decode step at several widths that never change, the widest a tree; an answer's last decode step counts
+    whole."""
     assert target.draft is not None
     rows = list[dict[str, Any]]()
     block = target.draft.block
@@ -155,34 +156,37 @@ async def acceptance(target: Target, ends: Tokens, count: int, most: int) -> lis
         for name, sampling in (("greedy", Sampling()), ("sampled", SAMPLED)):
             row: dict[str, Any] = {"subject": subject, "sampling": name}
             for width in widths:
-                tokens, rounds, ns = 0, 0, list[float]()
+                tokens, decode_steps, ns = 0, 0, list[float]()
                 for prompt in asked:
                     job = Job(prompt, most, sampling, ends)
                     done = await target.lane.run(partial(forced, target, job, width))
-                    tokens, rounds = tokens + sum(len(one.tokens) for one in done), rounds + len(done)
+                    tokens, decode_steps = tokens + sum(len(one.tokens) for one in done), decode_steps + len(done)
                     ns += [one.ns / 1e6 for one in done]
-                row |= {f"width {width}": round(tokens / rounds, 2), f"ms a round at {width}": round(median(ns), 2)}
+                row |= {
+                    f"width {width}": round(tokens / decode_steps, 2),
+                    f"ms a decode step at {width}": round(median(ns), 2),
+                }
             rows.append(row)
             print(json.dumps(row), flush=True)
     return rows
 
 
-def forced(target: Target, job: Job, width: int) -> list[RoundDone]:
-    """On the lane: every round proposes so many."""
+def forced(target: Target, job: Job, width: int) -> list[Decoded]:
+    """On the lane: every decode step proposes so many."""
     known, request, slot = list(job.prompt), RequestId(0), SlotId(0)
-    done = list[RoundDone]()
+    done = list[Decoded]()
 
     def following(outcomes: Sequence[Outcome]) -> Ask | None:
         filled = max((getattr(outcome, "stop", 0) for outcome in outcomes), default=0)
         if filled < len(job.prompt) - 1:
             stop = min(filled + target.settings.chunk, len(job.prompt) - 1)
             return Ask(request, RunPrefill(slot, filled, stop))
-        if outcomes and isinstance(outcomes[-1], RoundDone):
+        if outcomes and isinstance(outcomes[-1], Decoded):
             done.append(outcomes[-1])
             known.extend(outcomes[-1].tokens)
             if len(known) - len(job.prompt) >= job.max_tokens or known[-1] in job.stop_tokens:
                 return None
-        return Ask(request, RunRound(slot, len(known) - 1, known[-1], width))
+        return Ask(request, RunDecode(slot, len(known) - 1, known[-1], width))
 
     target.executor.rehearse(OpenSlot(slot, slot, 0, job.prompt, job.sampling, job.stop_tokens), following)
     return done
@@ -198,16 +202,20 @@ class Watched:
     proposer: Proposer
     seen: dict[tuple[Tokens, int], Tokens]
 
-    def propose(self, wishes: Sequence[Wish]) -> Sequence[Tree]:
-        found = self.proposer.propose(wishes)
-        for wish, tree in zip(wishes, found, strict=True):
-            self.seen[tuple(wish.state.tokens), tree.size] = tree.tokens
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
+        found = self.proposer.propose(requests)
+        for request, tree in zip(requests, found, strict=True):
+            self.seen[tuple(request.state.tokens), tree.size] = tree.tokens
         return found
 
     def follow(
-        self, step: Step, captures: Mapping[int, torch.Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self,
+        step: Step,
+        aux_hidden_states: Mapping[int, torch.Tensor],
+        kept: Sequence[Kept],
+        states: Sequence[SlotState],
     ) -> None:
-        self.proposer.follow(step, captures, kept, states)
+        self.proposer.follow(step, aux_hidden_states, kept, states)
 
     def catch_up(self, slot: int) -> None:
         self.proposer.catch_up(slot)
@@ -219,13 +227,16 @@ class Watched:
 class Wrong(Watched):
     """The draft does its work, and is never right."""
 
-    def propose(self, wishes: Sequence[Wish]) -> Sequence[Tree]:
-        trees = self.proposer.propose(wishes)
-        return [chain((wish.state.tokens[-1], *(NEVER,) * tree.size)) for wish, tree in zip(wishes, trees, strict=True)]
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
+        trees = self.proposer.propose(requests)
+        return [
+            chain((request.state.tokens[-1], *(NEVER,) * tree.size))
+            for request, tree in zip(requests, trees, strict=True)
+        ]
 
 
 async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any]]:
-    """Each prompt cold, from host memory, and from disk after a restart; every round as wide as can be."""
+    """Each prompt cold, from host memory, and from disk after a restart; every decode step as wide as can be."""
     asked = [prompt for group in prompts(list(NAMES), count, LONGEST).values() for prompt in group if len(prompt) > 128]
     jobs = [Job(prompt, 48, evolve(SAMPLED, seed=n) if n % 2 else Sampling(), ends) for n, prompt in enumerate(asked)]
     seen: dict[str, dict[tuple[Tokens, int], Tokens]] = {}
@@ -239,7 +250,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             for name in names:
                 watched = Watched(proposer, {})
                 target.executor.proposed_to(watched)
-                flat = Rates(rounds=((0, 1, 0, 1000), (0, 1, pace.filled(1 + target.settings.block), 1001)))
+                flat = Rates(decode=((0, 1, 0, 1000), (0, 1, pace.filled(1 + target.settings.block), 1001)))
                 settings = evolve(target.settings, rates=flat)
                 async with engine(settings, target.executor, store=target.store, facts={}) as running:
                     answers = [await answer(running, job) for job in jobs]
@@ -256,7 +267,7 @@ def compared(
     reports = [one.report for one in answers if one.report is not None]
     return {
         "restored": sum(report.restored_tokens for report in reports),
-        "tok/round": round(sum(len(one.tokens) for one in answers) / sum(report.rounds for report in reports), 3),
+        "tok/round": round(sum(len(one.tokens) for one in answers) / sum(report.decode_steps for report in reports), 3),
         "proposals compared": len(common),
         "differing": sum(cold[key] != now[key] for key in common),
     }
@@ -272,7 +283,7 @@ async def measure(options: Options, given: argparse.Namespace) -> dict[str, Any]
     parts = given.parts.split(",")
     if {"speed", "limit", "acceptance"} & set(parts):
         target = await load_target(evolve(options, disk_prefix_cache="off", host_cache_budget=0))
-        found["rounds"] = target.settings.rates.rounds
+        found["rounds"] = target.settings.rates.decode
         text = Text.load(target.folder)
         ends = tuple(text.tokenizer.end_tokens)
         await text.aclose()

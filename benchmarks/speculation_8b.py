@@ -17,7 +17,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.drafting import Drafting, Proposer, Wish
+from adapters.device.drafting import Drafting, DraftRequest, Proposer
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
@@ -26,7 +26,7 @@ from adapters.models.dflash import Ask as Wanted
 from adapters.models.dflash import DFlashDraft
 from adapters.models.dflash_checkpoint import draft_tensors
 from adapters.models.dflash_config import DFlashConfig, Rotary
-from adapters.models.kernels import Sight
+from adapters.models.kernels import AttentionMask
 from adapters.models.kernels.triton_cuda import TritonKernels
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Kept, Segment, Step
@@ -34,11 +34,11 @@ from adapters.models.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
 from benchmarks.report import median
 from effects.all import Ask, Outcome
+from effects.decode import Decoded, RunDecode
 from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, Sampling
 from effects.prefill import OpenSlot, RunPrefill
-from effects.round import RoundDone, RunRound
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine.assemble import engine
@@ -46,11 +46,11 @@ from states.residency import Policy, resolved
 from states.settings import Settings
 
 LAYERS, BLOCK = 36, 16
-TAPS = (1, 9, 17, 25, 33)
-RUNGS = (4, 8, 16, 32, 1024)
+AUX_LAYERS = (1, 9, 17, 25, 33)
+BUCKETS = (4, 8, 16, 32, 1024)
 CONTEXT, CAPACITY = 2048, 4096
 ACCEPTED = (1, 4, 8, 16)
-ROUNDS, PASSES = 10, 8  # of a short run of each acceptance
+STEPS, PASSES = 10, 8  # of a short run of each acceptance
 NOT_TOLD = {"least ms": 0.0, "p90 ms": 0.0, "ms proposing": 0.0}  # of rows that are not taken in turn
 POLICIES: tuple[Policy, ...] = ("persistent", "auto", "request-scoped")
 
@@ -63,7 +63,7 @@ class RandomDraft:
     shapes: Mapping[str, tuple[int, ...]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.shapes = draft_tensors(self.config, len(self.config.taps))
+        self.shapes = draft_tensors(self.config, len(self.config.aux_layers))
 
     def read(self, name: str) -> Tensor:
         key = hashlib.blake2b(name.encode(), digest_size=7).digest()
@@ -87,23 +87,23 @@ class Forced:
     right: int
     took_ns: list[int] = field(factory=list)  # of proposing, which ends with the host reading what is proposed
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
         started = time.perf_counter_ns()
-        proposed = self.drafting.propose(wishes)
+        proposed = self.drafting.propose(requests)
         self.took_ns.append(time.perf_counter_ns() - started)
-        return [self.replaced(wish, tree) for wish, tree in zip(wishes, proposed, strict=True)]
+        return [self.replaced(request, tree) for request, tree in zip(requests, proposed, strict=True)]
 
-    def replaced(self, wish: Wish, tree: Tree) -> Tree:
-        at, size = len(wish.state.tokens), tree.size
+    def replaced(self, request: DraftRequest, tree: Tree) -> Tree:
+        at, size = len(request.state.tokens), tree.size
         coming = list(self.known[at : at + min(self.right, size)])
         wrong = [(token + 1) % 100 for token in self.known[at + len(coming) : at + size]]
         padded = [*coming, *wrong, *([0] * (size - len(coming) - len(wrong)))]
-        return chain((wish.state.tokens[-1], *padded))
+        return chain((request.state.tokens[-1], *padded))
 
     def follow(
-        self, step: Step, captures: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
     ) -> None:
-        self.drafting.follow(step, captures, kept, states)
+        self.drafting.follow(step, aux_hidden_states, kept, states)
 
     def catch_up(self, slot: int) -> None:
         self.drafting.catch_up(slot)
@@ -123,11 +123,15 @@ class Pair:
 
 def build(lane: DeviceLane) -> Pair:
     config = config_8b(LAYERS, CAPACITY)
-    shape = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": CAPACITY, "rungs": RUNGS}
-    shard = Qwen3Shard(config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), capture=TAPS, **shape)
-    drafts = DFlashConfig(4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (Sight(),) * 5, TAPS, BLOCK, 151669)
+    shape = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": CAPACITY, "buckets": BUCKETS}
+    shard = Qwen3Shard(
+        config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), aux_layers=AUX_LAYERS, **shape
+    )
+    drafts = DFlashConfig(
+        4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
+    )
     draft = DFlashDraft(drafts, RandomDraft(drafts), shard.kernels.fresh(), shard.head, **shape)
-    executor, drafting = DeviceExecutor(shard, RUNGS, lane=lane), Drafting(draft, RUNGS)
+    executor, drafting = DeviceExecutor(shard, BUCKETS, lane=lane), Drafting(draft, BUCKETS)
     executor.handle(UnparkDraft, drafting.unpark)
     executor.handle(ParkDraft, drafting.park)
     return Pair(shard, draft, lane, executor, drafting)
@@ -141,22 +145,22 @@ def prompt() -> Tokens:
 # --- steps ---
 
 
-def decoded(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Tokens, list[RoundDone]]:
+def decoded(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Tokens, list[Decoded]]:
     """On the lane: greedy rounds that propose so many, until there are `most` tokens."""
     known, request, slot = list(prompt()), RequestId(0), SlotId(0)
     pair.executor.proposed_to(proposer)
-    done = list[RoundDone]()
+    done = list[Decoded]()
 
     def following(outcomes: Sequence[Outcome]) -> Ask | None:
         filled = max((getattr(outcome, "stop", 0) for outcome in outcomes), default=0)
         if filled < CONTEXT - 1:
-            return Ask(request, RunPrefill(slot, filled, min(filled + RUNGS[-1], CONTEXT - 1)))
-        if isinstance(outcomes[-1], RoundDone):
+            return Ask(request, RunPrefill(slot, filled, min(filled + BUCKETS[-1], CONTEXT - 1)))
+        if isinstance(outcomes[-1], Decoded):
             done.append(outcomes[-1])
             known.extend(outcomes[-1].tokens)
         if len(known) - CONTEXT >= most:
             return None
-        return Ask(request, RunRound(slot, len(known) - 1, known[-1], width))
+        return Ask(request, RunDecode(slot, len(known) - 1, known[-1], width))
 
     pair.executor.rehearse(OpenSlot(slot, slot, 0, prompt(), Sampling()), following)
     return tuple(known), done
@@ -172,29 +176,29 @@ def steps(pair: Pair) -> list[dict[str, Any]]:
     pair.draft.unpark()
     found, done = decoded(pair, pair.drafting, 0, answer)
     rows.append(row("plain, a draft that follows", base, plain, found, done))
-    for accepted in ACCEPTED:  # records graphs: the rung at which the draft follows is that of what is accepted
+    for accepted in ACCEPTED:  # records graphs: the bucket at which the draft follows is that of what is accepted
         decoded(pair, Forced(pair.drafting, plain, accepted - 1), BLOCK - 1, 4 * accepted)
     rows += in_turn(pair, base, plain)
     forced = Forced(pair.drafting, plain, 0)
     found, done = decoded(pair, forced, BLOCK - 1, answer)
-    rows.append(row(f"forced acceptance 1, {answer} rounds in a row", base, plain, found, done))
+    rows.append(row(f"forced acceptance 1, {answer} decode steps in a row", base, plain, found, done))
     return [*rows, *pieces(pair, base)]
 
 
 def in_turn(pair: Pair, base: float, plain: Tokens) -> list[dict[str, Any]]:
-    """As many rounds of every acceptance, in several short runs, in turn and in either order.
+    """As many decode steps of every acceptance, in several short runs, in turn and in either order.
 
-    All of them launch the same graphs but for the rung at which the draft follows, so what still differs between them
+    All of them launch the same graphs but for the bucket at which the draft follows, so what still differs between them
     is what it really costs; what differs between a run and a longer one of the same is the machine.
     """
-    done: dict[int, list[RoundDone]] = {accepted: [] for accepted in ACCEPTED}
+    done: dict[int, list[Decoded]] = {accepted: [] for accepted in ACCEPTED}
     tokens: dict[int, Tokens] = {}
     proposing: dict[int, list[int]] = {accepted: [] for accepted in ACCEPTED}
     for number in range(PASSES):
         for accepted in ACCEPTED if number % 2 == 0 else ACCEPTED[::-1]:
             forced = Forced(pair.drafting, plain, accepted - 1)
-            tokens[accepted], rounds = decoded(pair, forced, BLOCK - 1, ROUNDS * accepted)
-            done[accepted] += rounds[2:-1]
+            tokens[accepted], decode_steps = decoded(pair, forced, BLOCK - 1, STEPS * accepted)
+            done[accepted] += decode_steps[2:-1]
             proposing[accepted] += forced.took_ns[2:-1]
     rows = list[dict[str, Any]]()
     for accepted in ACCEPTED:
@@ -206,16 +210,16 @@ def in_turn(pair: Pair, base: float, plain: Tokens) -> list[dict[str, Any]]:
 
 
 def row(
-    what: str, base: float, plain: Tokens, found: Tokens, done: Sequence[RoundDone], *, cut: bool = True
+    what: str, base: float, plain: Tokens, found: Tokens, done: Sequence[Decoded], *, cut: bool = True
 ) -> dict[str, Any]:
-    """cut: without the rounds at the start, which may record graphs, and the last one, which may be cut."""
+    """cut: without the decode steps at the start, which may record graphs, and the last one, which may be cut."""
     steady = done[2:-1] if cut else done
     spent, tokens = median(one.ns for one in steady) / 1e6, sum(len(one.tokens) for one in steady) / len(steady)
     common = min(len(plain), len(found))
     return {
         "what": what,
-        "tokens a round": round(tokens, 2),
-        "ms a round": spent,
+        "tokens a decode step": round(tokens, 2),
+        "ms a decode step": spent,
         "x plain": tokens * base / spent,
         "differing": sum(one != other for one, other in zip(plain[:common], found[:common], strict=True)),
         **NOT_TOLD,
@@ -223,7 +227,7 @@ def row(
 
 
 def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
-    """What a round of a whole block is made of."""
+    """What a decode step of a whole block is made of."""
     tokens = torch.zeros(BLOCK, dtype=torch.int64)
     step = Step((Segment(0, CONTEXT, BLOCK),), BLOCK)
 
@@ -233,11 +237,11 @@ def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
     def propose() -> None:
         pair.draft.propose([Wanted(0, 0, CONTEXT, 1, BLOCK - 1)]).argmax(-1).tolist()
 
-    captures = pair.shard.forward(step, tokens).captures
+    aux_hidden_states = pair.shard.forward(step, tokens).aux_hidden_states
     work: dict[str, Callable[[], None]] = {
         "verify 16 rows": verify,
         "propose 15": propose,
-        "follow 16 rows": lambda: pair.draft.extend(step, captures),
+        "follow 16 rows": lambda: pair.draft.extend(step, aux_hidden_states),
     }
     rows = []
     for name, run in work.items():
@@ -249,7 +253,7 @@ def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
             torch.cuda.synchronize()
             spent.append((time.perf_counter() - start) * 1e3)
         ms = median(spent[4:])
-        told = {"what": name, "tokens a round": 0.0, "ms a round": ms, "x plain": ms / base, "differing": 0}
+        told = {"what": name, "tokens a decode step": 0.0, "ms a decode step": ms, "x plain": ms / base, "differing": 0}
         rows.append(told | NOT_TOLD)
     return rows
 
@@ -267,7 +271,7 @@ async def residency(pair: Pair) -> list[dict[str, Any]]:
         settings = Settings(
             slots=1,
             max_context=CAPACITY,
-            chunk=RUNGS[-1],
+            chunk=BUCKETS[-1],
             batch_rows=BLOCK,
             block=BLOCK - 1,
             residency=resolution,

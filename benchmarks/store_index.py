@@ -30,18 +30,18 @@ from adapters.store.opening import index, open_disk
 from adapters.store.store import Miss, Store
 from benchmarks.report import machine, median, raw, table
 
-GRAIN, TOKENS = 64, 512
-LAYOUT = Layout("ab" * 16, GRAIN, Rows(("layers.0.k", "layers.0.v"), 1, 1, torch.bfloat16))
+BLOCK_SIZE, TOKENS = 64, 512
+LAYOUT = Layout("ab" * 16, BLOCK_SIZE, Rows(("layers.0.k", "layers.0.v"), 1, 1, torch.bfloat16))
 
 
 def fill(folder: Path, wanted: int) -> list[Entry]:
     """Small but whole files: their rows hold next to nothing."""
     folder.mkdir(mode=0o700)
-    entries, codec, parent = list[Entry](), seekable.compressor(-5), root(LAYOUT.identity, GRAIN)
+    entries, codec, parent = list[Entry](), seekable.compressor(-5), root(LAYOUT.identity, BLOCK_SIZE)
     data = bytes(TOKENS * LAYOUT.token_bytes)
     for handle in range(1, wanted + 1):
         tokens = pack(range(handle, handle + TOKENS))
-        run = Run(0, parent, chain(parent, tokens, GRAIN), tokens)
+        run = Run(0, parent, chain(parent, tokens, BLOCK_SIZE), tokens)
         content = b"".join(encode(run, LAYOUT, data, codec))
         (folder / file_name(run.keys[-1], handle)).write_bytes(content)
         entries.append(Entry(handle, 0, parent, run.keys, tokens, len(content), parent, used=handle))

@@ -6,13 +6,13 @@ from typing import TypeAlias
 
 from attrs import frozen
 
+from effects.decode import Decoded, RunDecode
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
-from effects.round import RoundDone, RunRound
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 
@@ -23,7 +23,7 @@ Outcome: TypeAlias = (
     | PromptCompressed
     | DraftUnparked
     | PrefillAdvanced
-    | RoundDone
+    | Decoded
     | SnapshotSaved
     | DraftParked
     | StoreFailed
@@ -37,7 +37,7 @@ Effect: TypeAlias = (
     | UnparkDraft
     | OpenSlot
     | RunPrefill
-    | RunRound
+    | RunDecode
     | SaveSnapshot
     | ParkDraft
     | ReportProgress
@@ -57,6 +57,7 @@ class Ask:
 
 @frozen
 class Launch:
-    """Asks that the device lane carries out together, in this order: a batch of rounds, or one of anything else."""
+    """Asks that the device lane carries out together, in this order: a batch of decode steps, or one of anything
+    else."""
 
     asks: tuple[Ask, ...]

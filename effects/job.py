@@ -59,7 +59,7 @@ class Report:
     tier: str = "none"  # where most of them came from
     miss: str = ""  # why no (more) tokens were restored; empty when nothing was missed
     completion_tokens: int = 0
-    rounds: int = 0
+    decode_steps: int = 0
     proposed: int = 0
     accepted: int = 0  # proposals that became tokens of the answer
     speculation: str = ""  # why nothing (more) was proposed, machine-readable; empty: it was to the end

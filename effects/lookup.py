@@ -17,7 +17,7 @@ class PrefixFound:
     """
 
     lease: LeaseId
-    length: int  # tokens, a multiple of the grain
+    length: int  # tokens, a multiple of the block size
     tier: Tier
     served: Tokens | None = None  # what an earlier compression made of this prompt, when there was one
     shared: int = 0  # tokens that the prompt begins with as the likest of the recent prompts does, when it was asked

@@ -25,7 +25,7 @@ class OpenSlot:
     keep: int
     prompt: Tokens
     sampling: Sampling
-    stop_tokens: Tokens = ()  # a round keeps nothing past the first of them
+    stop_tokens: Tokens = ()  # a decode step keeps nothing past the first of them
 
 
 @frozen

@@ -16,7 +16,7 @@ class Scope:
     """It limits what is written and where checkpoints go; what is kept is always found, but for `off`.
 
     `full`: prompt and answer. `auto`: what the prompt shares with the likest of the last `count` prompts, down to a
-    safe boundary. `fixed`: the first `count` prompt tokens. Every one ends at a multiple of the grain.
+    safe boundary. `fixed`: the first `count` prompt tokens. Every one ends at a multiple of the block size.
     """
 
     kind: Literal["off", "full", "auto", "fixed"] = "full"
@@ -41,7 +41,7 @@ class Selection:
     reason: str = ""  # machine-readable
     shared: int = 0  # tokens that the prompt begins with as the likest of the recent prompts does
     boundary: int = 0  # where the scope says to stop
-    rows: int = 0  # what is kept: up to there, as far as there are rows, in whole grains, if that is long enough
+    rows: int = 0  # what is kept: up to there, as far as there are rows, in whole blocks, if that is long enough
 
     def __str__(self) -> str:
         """For the log."""

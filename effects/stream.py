@@ -6,9 +6,9 @@ from typing import ClassVar, Literal, TypeAlias
 
 from attrs import frozen
 
+from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Report
-from effects.round import Logprob
 
 # Why a stream ended. `stop`: a stop token, or a stop string (cancelled by the edge); `length`: max_tokens reached.
 Finish: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "shutdown", "queue_full", "failed"]

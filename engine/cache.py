@@ -38,7 +38,7 @@ class Identity:
     """What one model, with one kind of numerics, has here."""
 
     name: str
-    grain: int
+    block_size: int
     files: tuple[Kept, ...]
 
     @property
@@ -68,15 +68,15 @@ class Identity:
 
     @property
     def origin(self) -> bytes:
-        return root(self.name, self.grain)
+        return root(self.name, self.block_size)
 
 
 def identities(found: Survey) -> list[Identity]:
     """Used last, listed first."""
     groups: dict[tuple[str, int], list[Kept]] = {}
     for one in found.kept:
-        groups.setdefault((one.identity, one.grain), []).append(one)
-    each = [Identity(name, grain, tuple(files)) for (name, grain), files in groups.items()]
+        groups.setdefault((one.identity, one.block_size), []).append(one)
+    each = [Identity(name, block_size, tuple(files)) for (name, block_size), files in groups.items()]
     return sorted(each, key=lambda identity: (-identity.used, identity.name))
 
 
@@ -156,10 +156,10 @@ def table(*columns: str) -> Table:
 
 
 def identity_table(each: Sequence[Identity]) -> Table:
-    made = table("identity", "grain", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last used")
+    made = table("identity", "block size", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last used")
     for one in each:
         kinds = [sum(file.entry.kind == kind for file in one.files) for kind in ("rows", "draft", "state")]
-        counts = (str(one.grain), *(f"{count:,}" for count in kinds), f"{one.tokens:,}")
+        counts = (str(one.block_size), *(f"{count:,}" for count in kinds), f"{one.tokens:,}")
         made.add_row(one.name[:SHOWN_IDENTITY], *counts, size(one.size), ratio(one.files), str(one.hits), str(one.used))
     return made
 
@@ -221,7 +221,7 @@ def described(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens]
         "identities": [
             {
                 "identity": one.name,
-                "grain": one.grain,
+                "block_size": one.block_size,
                 "files": len(one.files),
                 "runs": len(one.rows),
                 "tokens": one.tokens,
@@ -377,7 +377,7 @@ def choose(each: Sequence[Identity], wanted: str) -> Identity:
 
 def shrink(removal: Removal, budget: int, origin: bytes) -> None:
     """What the server itself would evict for a smaller budget. origin: of the identity that goes last."""
-    index = Index(budget, grain=1, origin=origin)
+    index = Index(budget, block_size=1, origin=origin)
     twice = [one for one in removal.left if not index.add(one.entry)]
     gone = {entry.handle for entry in index.make_room(0)} | {one.entry.handle for one in twice}
     names = [one.name for one in removal.left if one.entry.handle in gone]

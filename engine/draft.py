@@ -40,7 +40,7 @@ def find_draft(options: Options, config: Qwen3Config, numerics: Numerics) -> Dra
         found = DraftCheckpoint.open(folder, config)
     except CheckpointError as error:
         raise Refusal(f"--draft {error}") from error
-    if numerics.mode != "ladder":
+    if numerics.mode != "buckets":
         log.warning("no draft: its proposals could not be verified exactly, since row counts differ here")
         return None
     return found
@@ -75,7 +75,7 @@ def load_draft(found: DraftCheckpoint, shard: Qwen3Shard, kernels: Kernels) -> D
             dtype=shard.dtype,
             slots=shard.slots,
             capacity=shard.capacity,
-            rungs=shard.rungs,
+            buckets=shard.buckets,
         )
     except torch.OutOfMemoryError as error:
         why = "fewer --slots, a smaller --max-ctx or --draft none may help"
@@ -84,14 +84,14 @@ def load_draft(found: DraftCheckpoint, shard: Qwen3Shard, kernels: Kernels) -> D
         raise Refusal(f"--draft {found.folder}: {error}") from error
 
 
-def warm_up_draft(draft: DFlashDraft, shard: Qwen3Shard, rungs: Sequence[int], most_rows: int) -> None:
+def warm_up_draft(draft: DFlashDraft, shard: Qwen3Shard, buckets: Sequence[int], most_rows: int) -> None:
     """Everything three times, as with the target: nobody waits for a kernel, a graph or a buffer.
 
-    most_rows: of one batched round.
+    most_rows: of one batched decode step.
     """
-    for rung in tuple(rungs) * 3:
-        step = Step((Segment(0, 0, 1),), rung, rows_only=True)
-        draft.extend(step, shard.forward(step, torch.zeros(1, dtype=torch.int64)).captures)
+    for bucket in tuple(buckets) * 3:
+        step = Step((Segment(0, 0, 1),), bucket, rows_only=True)
+        draft.extend(step, shard.forward(step, torch.zeros(1, dtype=torch.int64)).aux_hidden_states)
     blocks = [min(SMALLEST_BLOCK << doubled, draft.block) for doubled in range(draft.block.bit_length())]
     for rows in sorted(set(blocks)) * 3:
         draft.propose([Ask(0, 0, 1, 0, rows - 1)])

@@ -16,16 +16,16 @@ from attrs import define, field
 from cyclopts import CycloptsError
 from torch import Tensor
 
-from adapters.device.drafting import Wish
+from adapters.device.drafting import DraftRequest
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.shard import Kept, Step
 from effects.all import Ask, Launch, Outcome
+from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
-from effects.round import RoundDone, RunRound
 from engine.options import Options, checked
 from engine.progress import progress
 from engine.refusal import Refusal
@@ -35,7 +35,7 @@ from engine.target import Mismatched, load_target
 from engine.trace import LINE_LIMIT, BadTrace, Header, Line, read_sized
 from states.world import Out
 
-CARRIED_OUT = (RunPrefill, RunRound)
+CARRIED_OUT = (RunPrefill, RunDecode)
 MOST = 63  # tokens that are proposed in a row
 AHEAD = LINE_LIMIT  # characters between a launch and its outcomes: room for the longest prompt to come in meanwhile
 
@@ -66,15 +66,16 @@ class Ahead:
         return False
 
     def picked(self, launch: Launch) -> dict[RequestId, Tokens]:
-        """What each round of a launch that was just asked for has brought. Raises BadTrace if that is too far away."""
+        """What each decode step of a launch that was just asked for has brought. Raises BadTrace if that is too far
+        away."""
         missing, found, seen, size = {ask.request for ask in launch.asks}, dict[RequestId, Tokens](), 0, 0
         while missing and (seen < len(self._next) or self._more()):
             line = self._next[seen]
             seen, size = seen + 1, size + line.size
             match line.record:
-                case Envelope(_, _, request, RoundDone() | DeviceFailed() as outcome) if request in missing:
+                case Envelope(_, _, request, Decoded() | DeviceFailed() as outcome) if request in missing:
                     missing.remove(request)
-                    found[request] = outcome.tokens if isinstance(outcome, RoundDone) else ()
+                    found[request] = outcome.tokens if isinstance(outcome, Decoded) else ()
                 case _ if size > AHEAD:
                     raise BadTrace(f"line {line.number}: no outcome yet of {show(launch)}")
         return found
@@ -82,21 +83,22 @@ class Ahead:
 
 @define(eq=False)
 class Remembered:
-    """Proposes what the target picked when the trace was recorded: for each request, what its next round brought."""
+    """Proposes what the target picked when the trace was recorded: for each request, what its next decode step
+    brought."""
 
     vocab: int
     picked: Mapping[RequestId, Tokens] = field(factory=dict[RequestId, Tokens])
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
-        return [chain((wish.state.tokens[-1], *self.coming(wish))) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        return [chain((request.state.tokens[-1], *self.coming(request))) for request in requests]
 
-    def coming(self, wish: Wish) -> Tokens:
+    def coming(self, request: DraftRequest) -> Tokens:
         """All but the last of the tokens that the next outcome brought; a trace is hostile input."""
-        known = takewhile(lambda token: 0 <= token < self.vocab, self.picked.get(wish.state.request, ())[:-1])
-        return tuple(islice(known, min(wish.most, wish.depth, MOST)))
+        known = takewhile(lambda token: 0 <= token < self.vocab, self.picked.get(request.state.request, ())[:-1])
+        return tuple(islice(known, min(request.most, request.depth, MOST)))
 
     def follow(
-        self, step: Step, captures: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
     ) -> None:
         """It knows what comes."""
 
@@ -127,7 +129,7 @@ class Execution:
     async def carry_out(self, number: int, out: Out) -> None:
         match out:
             case Launch(asks) if isinstance(asks[0].effect, CARRIED_OUT):
-                if isinstance(asks[0].effect, RunRound):
+                if isinstance(asks[0].effect, RunDecode):
                     self.remembered.picked = self.ahead.picked(out)
                 for ask, outcome in zip(asks, await self.executor.perform(out), strict=True):
                     self.answers[ask.request] = outcome
@@ -144,9 +146,9 @@ class Execution:
 
     async def compare(self, number: int, envelope: Envelope) -> None:
         match envelope.event:
-            case RoundDone() as recorded:
+            case Decoded() as recorded:
                 actual = self.answers.pop(envelope.request, None)
-                if not isinstance(actual, RoundDone) or (actual.tokens, actual.logprobs) != (
+                if not isinstance(actual, Decoded) or (actual.tokens, actual.logprobs) != (
                     recorded.tokens,
                     recorded.logprobs,
                 ):

@@ -98,10 +98,10 @@ def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mod
         checkpoint.digest(),
         repr(checkpoint.config),
         str(dtype),
-        str(numerics.grain),
+        str(numerics.block_size),
         numerics.numerics_class,
         numerics.mode,
-        repr(numerics.rungs),  # what serves: other shapes may round otherwise, and two starts may have proven others
+        repr(numerics.buckets),  # what serves: other shapes may round otherwise, and two starts may have proven others
         mode,
     )
     return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

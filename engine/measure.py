@@ -11,23 +11,23 @@ from adapters.device.executor import DeviceExecutor
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from effects.all import Ask, Outcome
+from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
-from effects.round import RoundDone, RunRound
 from states import pace
 from states.rates import FIRST, Rates
 
-BUDGET_NS = 400_000_000  # for all rounds: a slow model is measured less often
+BUDGET_NS = 400_000_000  # for all decode steps: a slow model is measured less often
 PASSES = 4
 STRIDE = 7919  # between the tokens that are tried
-CONTEXT = 64  # rows before a measured round
+CONTEXT = 64  # rows before a measured decode step
 FAR = {"cpu": 4096, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
 
 
 def measured(executor: DeviceExecutor, shard: Qwen3Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
     """On the lane, before anybody is served. context: rows that a slot may come to. widths: proposals, ascending."""
-    return Rates(prefill=prefill(shard, chunk, context), rounds=rounds(executor, shard, context, widths))
+    return Rates(prefill=prefill(shard, chunk, context), decode=decode(executor, shard, context, widths))
 
 
 def prefill(shard: Qwen3Shard, chunk: int, context: int) -> tuple[int, ...]:
@@ -66,8 +66,8 @@ def quickest(work: Callable[[], None]) -> int:
     return min(found)
 
 
-def rounds(executor: DeviceExecutor, shard: Qwen3Shard, context: int, widths: Sequence[int]) -> pace.Rounds:
-    """As `Rates.rounds` wants it: of one request's launches, its draft included.
+def decode(executor: DeviceExecutor, shard: Qwen3Shard, context: int, widths: Sequence[int]) -> pace.DecodeTimes:
+    """As `Rates.decode` wants it: of one request's launches, its draft included.
 
     Each width comes twice in a row, and the quicker one counts: the first may warm up, and lets the draft catch up.
     """
@@ -77,18 +77,18 @@ def rounds(executor: DeviceExecutor, shard: Qwen3Shard, context: int, widths: Se
     def following(outcomes: Sequence[Outcome]) -> Ask | None:
         if not outcomes:
             return Ask(RequestId(0), RunPrefill(slot, 0, known - 1))
-        if isinstance(outcomes[-1], RoundDone):
+        if isinstance(outcomes[-1], Decoded):
             tokens.extend(outcomes[-1].tokens)
         late = len(outcomes) > 2 * len(widths) and time.perf_counter_ns() - started > BUDGET_NS
         if len(outcomes) > len(wanted) or late or isinstance(outcomes[-1], DeviceFailed):
             return None
-        return Ask(RequestId(0), RunRound(slot, len(tokens) - 1, tokens[-1], wanted[len(outcomes) - 1]))
+        return Ask(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], wanted[len(outcomes) - 1]))
 
     if known < 2:
         return ()
     times: dict[int, list[int]] = {}
     for done in executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following):
-        if isinstance(done, RoundDone):
+        if isinstance(done, Decoded):
             times.setdefault(done.proposed, []).append(done.ns)
     shapes = {pace.Shape(0, 1, 1 + width if width else 0).key: min(found) for width, found in sorted(times.items())}
     return tuple((*key, ns) for key, ns in sorted(shapes.items()))

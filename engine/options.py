@@ -131,7 +131,7 @@ class Options(Model):
     """Sequences that are on the device at once: requests that run together, and prompts that stay warm."""
 
     chunk: Annotated[int, flag(ENGINE, converter=whole, validator=known_chunk)] = 0
-    """Rows of a prefill chunk, the largest rung of the width ladder; 0 is the device's default."""
+    """Rows of a prefill chunk, the largest bucket; 0 is the device's default."""
 
     threads: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=1024))] = 0
     """CPU threads for the model; 0 is one per core. Part of the numerics class."""
@@ -140,7 +140,8 @@ class Options(Model):
     """Folder of a DFlash draft that was trained for the model; none: no draft; auto: the demo's own, for the demo."""
 
     ddtree: Annotated[bool, flag(DRAFT, negative="")] = False
-    """Verify trees of proposals instead of chains: more tokens a round, and more work in each. Tokens stay the same."""
+    """Verify trees of proposals instead of chains: more tokens a decode step, and more work in each. Tokens stay the
+    same."""
 
     ddtree_budget: Annotated[int, flag(DRAFT, converter=whole, validator=Number(gte=1, lte=63))] = 22
     """Proposals of such a tree."""

@@ -12,10 +12,10 @@ from hashlib import blake2b
 
 from attrs import define, evolve, field
 
+from effects.decode import Decoded
 from effects.ids import RequestId, Tokens
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed
-from effects.round import RoundDone
 from engine.runner import Envelope
 from states.life import Event, Submitted
 from states.slots import hold_of
@@ -45,7 +45,7 @@ class Redactor:
                 return evolve(event, prompt=self.prompt(request, prompt))
             case PrefixFound(served=tuple() as served) | PrefixMissed(served=tuple() as served):
                 return evolve(event, served=self.prompt(request, served))
-            case RoundDone(tokens):
+            case Decoded(tokens):
                 hold = hold_of(self.world.requests.get(request))
                 stops = () if hold is None else hold.job.stop_tokens
                 return evolve(event, tokens=self.chain(request, tokens, stops), logprobs=())

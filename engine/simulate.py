@@ -75,7 +75,7 @@ def served(recorded: Settings | None) -> Settings:
     if recorded is None:
         return Settings(slots=4, min_tokens=512)
     plain = Settings()
-    kept = ("slots", "chunk", "grain", "keep_decoded", "batch_rows", "min_tokens")
+    kept = ("slots", "chunk", "block_size", "keep_decoded", "batch_rows", "min_tokens")
     return evolve(plain, **{name: getattr(recorded, name) for name in kept})
 
 
@@ -105,7 +105,7 @@ def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Run]) -> 
         "settings": {
             "slots": setup.settings.slots,
             "chunk": setup.settings.chunk,
-            "grain": setup.settings.grain,
+            "block_size": setup.settings.block_size,
             "min_tokens": setup.settings.min_tokens,
             "budget_bytes": setup.disk_budget,
             "host_budget_bytes": setup.host_budget,

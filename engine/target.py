@@ -47,7 +47,7 @@ from states.settings import Settings
 
 log = logging.getLogger("rekindle")
 
-BATCH_ROWS = 64  # rows of one batched round at most
+BATCH_ROWS = 64  # rows of one batched decode step at most
 WIDTHS = (3, 7, 15)  # proposals of the rounds that are measured at start
 
 
@@ -125,8 +125,8 @@ class Target:
 
     @property
     def numerics_line(self) -> str:
-        rungs = self.numerics.rungs
-        return f"numerics={self.mode} ({self.numerics.mode}, rungs {rungs[0]}..{rungs[-1]})"
+        buckets = self.numerics.buckets
+        return f"numerics={self.mode} ({self.numerics.mode}, buckets {buckets[0]}..{buckets[-1]})"
 
     async def close(self) -> None:
         """The lane first, then the files that it handed over."""
@@ -188,12 +188,12 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         dtype=dtype,
         slots=options.slots,
         capacity=context,
-        rungs=row_counts(numerics.rungs, fast=fast),
-        capture=() if found is None else found.config.taps,
+        buckets=row_counts(numerics.buckets, fast=fast),
+        aux_layers=() if found is None else found.config.aux_layers,
     )
     step(startup.WARM_UP)
-    warm_up(shard, numerics.rungs)
-    executor = DeviceExecutor(shard, numerics.rungs, lane=lane, fast=fast)
+    warm_up(shard, numerics.buckets)
+    executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast)
     drafting = None
     if found is not None:
         step(startup.DRAFT)
@@ -203,7 +203,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     step(startup.MEASURE)
     settings = decide(options, executor, shard, draft, numerics)
     step(startup.CACHE)
-    store = build_store(options, layout(shard, draft, named, numerics.grain), gpu=device.type == "cuda")
+    store = build_store(options, layout(shard, draft, named, numerics.block_size), gpu=device.type == "cuda")
     stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving, draft)
     if stored is not None:
         executor.handle(SaveSnapshot, partial(save, stored, drafting))
@@ -234,8 +234,8 @@ def add_draft(
 ) -> Drafting[DFlashDraft]:
     """Beside the target, at work for the executor. nodes: of its trees."""
     draft = load_draft(found, shard, kernels)
-    warm_up_draft(draft, shard, shard.rungs, BATCH_ROWS)
-    drafting = Drafting(draft, shard.rungs, nodes)
+    warm_up_draft(draft, shard, shard.buckets, BATCH_ROWS)
+    drafting = Drafting(draft, shard.buckets, nodes)
     executor.proposed_to(drafting)
     executor.handle(UnparkDraft, drafting.unpark)
     executor.handle(ParkDraft, drafting.park)
@@ -257,8 +257,8 @@ def decide(
         max_context=context,
         max_queue=options.max_queue,
         chunk=numerics.chunk,
-        grain=numerics.grain,
-        keep_decoded=numerics.mode == "ladder",
+        block_size=numerics.block_size,
+        keep_decoded=numerics.mode == "buckets",
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         block=0 if draft is None else draft.block - 1,
         tree=tree,
@@ -285,14 +285,14 @@ def save(
     return stored.save(request, effect)
 
 
-def layout(shard: Qwen3Shard, draft: DFlashDraft | None, named: str, grain: int) -> Layout:
+def layout(shard: Qwen3Shard, draft: DFlashDraft | None, named: str, block_size: int) -> Layout:
     names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
     rows = Rows(names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype)
     if draft is None:
-        return Layout(named, grain, rows)
+        return Layout(named, block_size, rows)
     names = tuple(f"draft.layers.{layer}.{part}" for layer in range(draft.config.num_layers) for part in "kv")
     drafts = Rows(names, draft.config.num_kv_heads, draft.config.head_dim, shard.dtype)
-    return Layout(named, grain, rows, Draft(draft.identity, drafts))
+    return Layout(named, block_size, rows, Draft(draft.identity, drafts))
 
 
 def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store | None:
@@ -315,11 +315,12 @@ def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store | None:
         return open_store(layout, None, **limits)
 
 
-def warm_up(shard: Qwen3Shard, rungs: tuple[int, ...]) -> None:
-    """Every rung three times: kernels are compiled, graphs recorded and buffers made before anybody waits for them."""
+def warm_up(shard: Qwen3Shard, buckets: tuple[int, ...]) -> None:
+    """Every bucket three times: kernels are compiled, graphs recorded and buffers made before anybody waits for
+    them."""
     token = torch.zeros(1, dtype=torch.int64)
-    for rung in rungs * 3:
-        shard.forward(Step((Segment(0, 0, 1),), rung, rows_only=True), token)
-        if rung <= BATCH_ROWS:
-            step = Step((Segment(0, 0, 1),), rung)
+    for bucket in buckets * 3:
+        shard.forward(Step((Segment(0, 0, 1),), bucket, rows_only=True), token)
+        if bucket <= BATCH_ROWS:
+            step = Step((Segment(0, 0, 1),), bucket)
             shard.logits(step, shard.forward(step, token).hidden)

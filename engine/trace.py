@@ -35,10 +35,12 @@ from states.world import Out, World, begin
 
 log = logging.getLogger("rekindle.trace")
 
-VERSION = 3
+VERSION = 4
 DIGEST_EVERY = 64  # events
 LINE_LIMIT = 32 << 20  # characters of one line; the longest context, 2**21 tokens, takes 14 each where it is redacted
-MOST_PARTS = 1 << 14  # lists and objects in one line: a launch of 64 rounds with 20 alternatives each has some 1,500
+MOST_PARTS = (
+    1 << 14
+)  # lists and objects in one line: a launch of 64 decode steps with 20 alternatives each has some 1,500
 # Events that may wait to be written: a minute of 250 a second. With what they led to they take some 2 KiB each, so
 # 32 MiB, beside the prompts, which the requests share; and one in DIGEST_EVERY brings its world along, most of which is
 # the tokens of the slots (a MiB, where they are long): 256 MiB. A disk slower than that ends the trace.

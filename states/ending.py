@@ -6,13 +6,13 @@ from typing import TypeAlias
 
 from attrs import evolve
 
+from effects.decode import Decoded
 from effects.draft import DraftParked, DraftUnparked, ParkDraft
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
-from effects.round import RoundDone
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, CloseStream
 from states.life import (
@@ -87,8 +87,8 @@ def settle_restored(state: Draining, event: BlocksRestored) -> Then[Draining] | 
     return still(state, hold) if state.flying > 1 else Then(Done(hold))
 
 
-def settle_round(state: Draining, event: RoundDone) -> Leave:
-    """The round fed one more token that the client has seen: its row is valid. What it picked, nobody saw.
+def settle_decode(state: Draining, event: Decoded) -> Leave:
+    """The decode step fed one more token that the client has seen: its row is valid. What it picked, nobody saw.
 
     Positional state has gone past that, and takes the slot's sequence with it.
     """

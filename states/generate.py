@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from attrs import evolve
 
+from effects.decode import Decoded, RunDecode
 from effects.draft import DraftUnparked
 from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
-from effects.round import RoundDone, RunRound
 from effects.stream import EmitTokens, ReportProgress
 from states import pace
 from states.life import Prefilling, Speculating, Unparking
 from states.machine import Then
-from states.onward import Failing, Finished, Work, chunk, fail, finish, next_round, work
+from states.onward import Failing, Finished, Work, chunk, fail, finish, next_decode, work
 from states.restore import progress
 
 
@@ -28,15 +28,15 @@ def plain(state: Unparking, event: DeviceFailed) -> Work:
 
 def prefilled(
     state: Prefilling, event: PrefillAdvanced
-) -> Then[Prefilling, ReportProgress, RunPrefill] | Then[Speculating, ReportProgress, RunRound]:
+) -> Then[Prefilling, ReportProgress, RunPrefill] | Then[Speculating, ReportProgress, RunDecode]:
     hold = evolve(state.hold, valid=event.stop)
     if event.stop < hold.target:
         return Then(Prefilling(hold), progress(hold), chunk(hold, hold.target))
-    hold, one = next_round(hold)
+    hold, one = next_decode(hold)
     return Then(Speculating(hold), progress(hold), one)
 
 
-def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens, RunRound] | Finished:
+def accept(state: Speculating, event: Decoded) -> Then[Speculating, EmitTokens, RunDecode] | Finished:
     """Take what the target agreed to, up to a stop token or the limit.
 
     The executor is told of both and keeps nothing past them; here it is made sure, for what a client gets.
@@ -50,7 +50,7 @@ def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens
         hold,
         valid=hold.valid + len(tokens),
         answer=hold.answer + tokens,
-        rounds=hold.rounds + 1,
+        decode_steps=hold.decode_steps + 1,
         proposed=hold.proposed + event.proposed,
         accepted=hold.accepted + min(event.accepted, len(tokens)),
         pace=hold.pace and pace.after(hold.pace, event.proposed, event.accepted, len(tokens), event.ns),
@@ -58,7 +58,7 @@ def accept(state: Speculating, event: RoundDone) -> Then[Speculating, EmitTokens
     emit = EmitTokens(tokens, event.logprobs[: len(tokens)])
     if stops or len(hold.answer) == job.max_tokens:
         return finish(hold, emit, "stop" if stops else "length")
-    hold, one = next_round(hold)
+    hold, one = next_decode(hold)
     return Then(Speculating(hold), emit, one)
 
 

@@ -8,8 +8,8 @@ from typing import TypeAlias
 from attrs import evolve, frozen
 
 from effects.all import Ask, Launch, Outcome
+from effects.decode import RunDecode
 from effects.ids import RequestId
-from effects.round import RunRound
 from states import pace, residency
 from states.life import Speculating, State
 from states.pace import Shape
@@ -31,7 +31,7 @@ class Answer:
 class Lane:
     waiting: tuple[Ask, ...] = ()  # in order of arrival
     running: tuple[Ask, ...] = ()  # members of the launch that have not answered
-    rounds_last: bool = False  # the last launch was a batch of rounds
+    decode_last: bool = False  # the last launch was a batch of decode steps
     members: int = 0  # of the last launch
     proposing: int = 0  # launches since one in which nobody proposed anything
 
@@ -61,9 +61,9 @@ def choose(
 ) -> tuple[Lane, Residency, Chosen]:
     """What to do next, decided when the lane is free and not before.
 
-    What needs no work is answered first. Rounds and everything else take turns, so a long prefill delays a decoding
-    neighbour by one chunk at most, and the other way round. All rounds that wait go as one batch, in order of arrival,
-    up to `batch_rows`, each with as many proposals as pay in that company.
+    What needs no work is answered first. DecodeTimes and everything else take turns, so a long prefill delays a
+    decoding neighbour by one chunk at most, and the other way round. All rounds that wait go as one batch, in order of
+    arrival, up to `batch_rows`, each with as many proposals as pay in that company.
     """
     if lane.running or not lane.waiting:
         return lane, models, None
@@ -71,40 +71,40 @@ def choose(
         models, outcome = residency.at_once(models, ask, settings.residency)
         if outcome is not None:
             return drop(lane, ask), models, Answer(ask.request, outcome)
-    rounds = [ask for ask in lane.waiting if isinstance(ask.effect, RunRound)]
-    others = [ask for ask in lane.waiting if not isinstance(ask.effect, RunRound)]
-    if rounds and not (others and lane.rounds_last):
+    decode_steps = [ask for ask in lane.waiting if isinstance(ask.effect, RunDecode)]
+    others = [ask for ask in lane.waiting if not isinstance(ask.effect, RunDecode)]
+    if decode_steps and not (others and lane.decode_last):
         limit = 0 if lane.proposing == OFTEN else settings.batch_rows
-        batch = fitting(shared(rounds, requests, rates, limit), settings.batch_rows)
-        return start(lane, batch, rounds=True), models, Launch(batch)
-    return start(lane, (others[0],), rounds=False), models, Launch((others[0],))
+        batch = fitting(shared(decode_steps, requests, rates, limit), settings.batch_rows)
+        return start(lane, batch, decode_steps=True), models, Launch(batch)
+    return start(lane, (others[0],), decode_steps=False), models, Launch((others[0],))
 
 
-def shared(rounds: list[Ask], requests: Mapping[RequestId, State], rates: Rates, limit: int) -> list[Ask]:
-    """The same rounds, with as many proposals as pay. limit: of rows; 0: nobody proposes."""
-    effects = effects_of(rounds)
-    wanted = [(one.propose, pace_of(requests, ask)) for one, ask in zip(effects, rounds, strict=True)]
-    offer = offered(rounds, rates, limit)
+def shared(decode_steps: list[Ask], requests: Mapping[RequestId, State], rates: Rates, limit: int) -> list[Ask]:
+    """The same decode steps, with as many proposals as pay. limit: of rows; 0: nobody proposes."""
+    effects = effects_of(decode_steps)
+    wanted = [(one.propose, pace_of(requests, ask)) for one, ask in zip(effects, decode_steps, strict=True)]
+    offer = offered(decode_steps, rates, limit)
     return [
         ask if propose == one.propose else evolve(ask, effect=evolve(one, propose=propose))
-        for ask, one, propose in zip(rounds, effects, pace.share(wanted, offer, limit), strict=True)
+        for ask, one, propose in zip(decode_steps, effects, pace.share(wanted, offer, limit), strict=True)
     ]
 
 
-def offered(rounds: Sequence[Ask], rates: Rates, limit: int) -> pace.Terms:
-    company = shape(rounds)
-    return pace.terms(rates.rounds, company.span, company.members, limit)
+def offered(decode_steps: Sequence[Ask], rates: Rates, limit: int) -> pace.Terms:
+    company = shape(decode_steps)
+    return pace.terms(rates.decode, company.span, company.members, limit)
 
 
-def shape(rounds: Sequence[Ask]) -> Shape:
-    effects = effects_of(rounds)
+def shape(decode_steps: Sequence[Ask]) -> Shape:
+    effects = effects_of(decode_steps)
     proposed = sum(one.propose for one in effects)
     positions = sum(one.position for one in effects)
     return Shape(span_of(positions // len(effects)), len(effects), proposed and len(effects) + proposed)
 
 
-def effects_of(rounds: Sequence[Ask]) -> list[RunRound]:
-    return [ask.effect for ask in rounds if isinstance(ask.effect, RunRound)]
+def effects_of(decode_steps: Sequence[Ask]) -> list[RunDecode]:
+    return [ask.effect for ask in decode_steps if isinstance(ask.effect, RunDecode)]
 
 
 def pace_of(requests: Mapping[RequestId, State], ask: Ask) -> pace.Pace | None:
@@ -125,11 +125,11 @@ def told(launch: Launch, requests: Mapping[RequestId, State], rates: Rates, limi
     return knowing
 
 
-def fitting(rounds: list[Ask], limit: int) -> tuple[Ask, ...]:
-    """The longest run of rounds, from the front, whose rows fit; at least one."""
+def fitting(decode_steps: list[Ask], limit: int) -> tuple[Ask, ...]:
+    """The longest run of decode steps, from the front, whose rows fit; at least one."""
     taken, rows = list[Ask](), 0
-    for ask in rounds:
-        assert isinstance(ask.effect, RunRound)
+    for ask in decode_steps:
+        assert isinstance(ask.effect, RunDecode)
         rows += 1 + ask.effect.propose
         if taken and rows > limit:
             break
@@ -137,12 +137,12 @@ def fitting(rounds: list[Ask], limit: int) -> tuple[Ask, ...]:
     return tuple(taken)
 
 
-def start(lane: Lane, asks: tuple[Ask, ...], *, rounds: bool) -> Lane:
+def start(lane: Lane, asks: tuple[Ask, ...], *, decode_steps: bool) -> Lane:
     leaving = {ask.request for ask in asks}  # a request waits with one ask at most
     waiting, proposing = tuple(ask for ask in lane.waiting if ask.request not in leaving), lane.proposing
-    if rounds:
+    if decode_steps:
         proposing = proposing + 1 if any(one.propose for one in effects_of(asks)) else 0
-    return Lane(waiting, asks, rounds, len(asks), proposing)
+    return Lane(waiting, asks, decode_steps, len(asks), proposing)
 
 
 def drop(lane: Lane, ask: Ask) -> Lane:

@@ -73,7 +73,7 @@ class Hold:
     draft: bool = False  # the draft is leased
     pace: Pace | None = None  # what is known of it, while it is
     answer: Tokens = ()
-    rounds: int = 0
+    decode_steps: int = 0
     proposed: int = 0
     accepted: int = 0  # proposals that became tokens of the answer
     speculation: str = ""  # why nothing (more) is proposed; empty while something is
@@ -83,7 +83,7 @@ class Hold:
 
     @property
     def target(self) -> int:
-        """Rows that prefill computes: all but the last token, which the first round feeds."""
+        """Rows that prefill computes: all but the last token, which the first decode step feeds."""
         return len(self.prompt) - 1
 
     @property
@@ -100,7 +100,7 @@ class Hold:
             tier=self.tier,
             miss=self.miss,
             completion_tokens=len(self.answer),
-            rounds=self.rounds,
+            decode_steps=self.decode_steps,
             proposed=self.proposed,
             accepted=self.accepted,
             speculation=self.speculation,
@@ -158,7 +158,7 @@ class Prefilling:
 
 @frozen
 class Speculating:
-    """Round after round, with proposals or without; one is in flight."""
+    """Step after step, with proposals or without; one is in flight."""
 
     hold: Hold
 
@@ -218,9 +218,9 @@ FINISH: dict[CancelReason, Finish] = {
 }
 
 
-def grained(settings: Settings, tokens: int) -> int:
+def whole_blocks(settings: Settings, tokens: int) -> int:
     """The last cache position at or before `tokens`."""
-    return tokens // settings.grain * settings.grain
+    return tokens // settings.block_size * settings.block_size
 
 
 def kept(hold: Hold) -> int:
@@ -236,7 +236,7 @@ def left(hold: Hold) -> Tokens:
 
 def usable(hold: Hold, length: int) -> int:
     """How many of `length` restorable tokens are worth having: the last prompt token is always computed."""
-    return grained(hold.settings, min(length, hold.target))
+    return whole_blocks(hold.settings, min(length, hold.target))
 
 
 def serve(hold: Hold, prompt: Tokens) -> Hold:
@@ -249,21 +249,21 @@ def serve(hold: Hold, prompt: Tokens) -> Hold:
 def continued(settings: Settings, rows: Tokens, prompt: Tokens) -> int:
     """How many of a slot's rows, which stand for these tokens, a prompt can be continued from.
 
-    Whole grains of what both begin with; or, where the model has state at the last row only, all of them or none. The
+    Whole blocks of what both begin with; or, where the model has state at the last row only, all of them or none. The
     last prompt token is always computed.
     """
     most = len(prompt) - 1
     if not settings.stateful:
-        return grained(settings, min(common(settings.grain, rows, prompt), most))
+        return whole_blocks(settings, min(common(settings.block_size, rows, prompt), most))
     whole = len(rows) <= most and prompt[: len(rows)] == rows
-    return len(rows) if whole and (settings.keep_decoded or len(rows) % settings.grain == 0) else 0
+    return len(rows) if whole and (settings.keep_decoded or len(rows) % settings.block_size == 0) else 0
 
 
-def common(grain: int, one: Tokens, other: Tokens) -> int:
-    """Tokens that both begin with, in whole grains."""
-    limit = min(len(one), len(other)) // grain * grain
-    for start in range(0, limit, grain):
-        if one[start : start + grain] != other[start : start + grain]:
+def common(block_size: int, one: Tokens, other: Tokens) -> int:
+    """Tokens that both begin with, in whole blocks."""
+    limit = min(len(one), len(other)) // block_size * block_size
+    for start in range(0, limit, block_size):
+        if one[start : start + block_size] != other[start : start + block_size]:
             return start
     return limit
 

@@ -6,6 +6,7 @@ from typing import TypeAlias, cast
 
 from attrs import evolve
 
+from effects.decode import RunDecode
 from effects.draft import UnparkDraft
 from effects.ids import DeviceFailed, StoreFailed, Tokens
 from effects.job import Report
@@ -13,7 +14,6 @@ from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, RunPrefill
 from effects.restore import RestoreBlocks
-from effects.round import RunRound
 from effects.stream import CloseStream, ReportProgress
 from states import policy
 from states.life import (
@@ -73,7 +73,7 @@ Found: TypeAlias = (
     | Then[Compressing, ReleasePrefix, OpenSlot, CompressPrompt]
     | Then[Unparking, ReleasePrefix, OpenSlot, UnparkDraft]
     | Then[Prefilling, ReleasePrefix, OpenSlot, RunPrefill]
-    | Then[Speculating, ReleasePrefix, OpenSlot, RunRound]
+    | Then[Speculating, ReleasePrefix, OpenSlot, RunDecode]
 )
 
 

@@ -6,12 +6,12 @@ from typing import TypeAlias, cast
 
 from attrs import evolve
 
+from effects.decode import RunDecode
 from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, SlotId
 from effects.lookup import FindPrefix
 from effects.pflash import CompressPrompt
 from effects.prefill import OpenSlot, RunPrefill
-from effects.round import RunRound
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, Finish
 from states import pace, policy, scope
@@ -28,15 +28,15 @@ from states.life import (
 )
 from states.machine import Then
 
-Work: TypeAlias = Then[Prefilling, RunPrefill] | Then[Speculating, RunRound]
+Work: TypeAlias = Then[Prefilling, RunPrefill] | Then[Speculating, RunDecode]
 Fill: TypeAlias = Then[Compressing, CompressPrompt] | Then[Unparking, UnparkDraft] | Then[Prefilling, RunPrefill]
-Onward: TypeAlias = Fill | Then[Speculating, RunRound]
+Onward: TypeAlias = Fill | Then[Speculating, RunDecode]
 Verbatim: TypeAlias = (
     Then[LookingUp, OpenSlot, FindPrefix]
     | Then[Unparking, OpenSlot, UnparkDraft]
     | Then[Prefilling, OpenSlot, RunPrefill]
 )
-Served: TypeAlias = Verbatim | Then[Speculating, OpenSlot, RunRound]
+Served: TypeAlias = Verbatim | Then[Speculating, OpenSlot, RunDecode]
 Opened: TypeAlias = Served | Then[Compressing, OpenSlot, CompressPrompt]
 LeaveEarly: TypeAlias = Then[Snapshotting, SaveSnapshot] | Then[Done]
 Leave: TypeAlias = LeaveEarly | Then[Parking, ParkDraft]
@@ -86,8 +86,8 @@ def work(hold: Hold) -> Work:
     return decode(hold)
 
 
-def decode(hold: Hold) -> Then[Speculating, RunRound]:
-    hold, one = next_round(hold)
+def decode(hold: Hold) -> Then[Speculating, RunDecode]:
+    hold, one = next_decode(hold)
     return Then(Speculating(hold), one)
 
 
@@ -99,16 +99,16 @@ def chunk(hold: Hold, target: int) -> RunPrefill:
     return RunPrefill(hold.slot, hold.valid, mark, checkpoint=True)
 
 
-def next_round(hold: Hold) -> tuple[Hold, RunRound]:
+def next_decode(hold: Hold) -> tuple[Hold, RunDecode]:
     """And why it proposes nothing, if so; the last token there is room for says nothing about that."""
     last = hold.answer[-1] if hold.answer else hold.prompt[-1]
     room = hold.job.max_tokens - len(hold.answer) - 1
     if hold.pace is None or room == 0:
-        return hold, RunRound(hold.slot, hold.valid, last)
+        return hold, RunDecode(hold.slot, hold.valid, last)
     choice = pace.choose(hold.pace, room)
     if choice.reason != hold.speculation:
         hold = evolve(hold, speculation=choice.reason)
-    return hold, RunRound(hold.slot, hold.valid, last, choice.propose)
+    return hold, RunDecode(hold.slot, hold.valid, last, choice.propose)
 
 
 def park(hold: Hold) -> ParkDraft:

@@ -1,8 +1,8 @@
-"""When to speculate and how wide: what a launch of rounds costs against what it is likely to give.
+"""When to speculate and how wide: what a launch of decode steps costs against what it is likely to give.
 
-Counted in thousandths: of a token, for what rounds give, and of a plain launch, for what they cost: one of the same
-requests, at the same length of context, in which nobody proposes anything. So a request knows at every moment how much
-longer it took than without a draft. It starts with SPARE plain rounds of such time, earns REFILL of one with each
+Counted in thousandths: of a token, for what decode steps give, and of a plain launch, for what they cost: one of the
+same requests, at the same length of context, in which nobody proposes anything. So a request knows at every moment how
+much longer it took than without a draft. It starts with SPARE plain rounds of such time, earns REFILL of one with each
 token, and begins no launch that could cost more than it has: an answer of N tokens takes at most SPARE + N REFILL
 longer, whatever the draft proposes, which is 1.5 % for 512 tokens. What it has left, up to SPARE, is all that the next
 answer starts with, so a thousand short answers lose no more than a long one.
@@ -32,11 +32,11 @@ MEMORY = 8  # rounds that an estimate rests on, about
 SHORTEST, LONGEST = 8, 256  # plain rounds of a rest
 HOPE = 800  # before anything is known: how likely a draft is right about the next token
 DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
-RUNG = 4  # rows of the smallest forward: as many tokens are fed at the price of one
+BUCKET = 4  # rows of the smallest forward: as many tokens are fed at the price of one
 MOST = 2  # times what was presumed: a launch that took longer was held up by something else than the draft
 
 Key: TypeAlias = tuple[int, int, int]
-Rounds: TypeAlias = tuple[tuple[int, int, int, int], ...]  # as in Rates
+DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int], ...]  # as in Rates
 
 
 @frozen
@@ -58,12 +58,12 @@ class Terms:
 
     members: int = 1
     plain: int = 0  # nanoseconds of one in which nobody proposes; 0: not measured
-    prices: tuple[int, ...] = ()  # of up to RUNG, 2 RUNG, 4 RUNG ... rows
+    prices: tuple[int, ...] = ()  # of up to BUCKET, 2 BUCKET, 4 BUCKET ... rows
     measuring: bool = False  # times are measured here, and this one is missing: a plain launch comes first
 
     def price(self, rows: int) -> int:
         """Beyond what a launch may have, in proportion: nobody will ask for that many."""
-        at, last = (filled(rows) // RUNG).bit_length() - 1, len(self.prices) - 1
+        at, last = (filled(rows) // BUCKET).bit_length() - 1, len(self.prices) - 1
         return self.prices[at] if at <= last else self.prices[last] << at - last
 
 
@@ -77,7 +77,7 @@ class Pace:
     price: int = 0  # of the launch that it is in, or was in last; 0: a plain one
     branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
     spare: int = SPARE  # thousandths of plain rounds that it may yet take longer
-    tried: int = 0  # rounds since the last rest
+    tried: int = 0  # decode steps since the last rest
     rest: int = 0  # plain rounds until the next try
     pause: int = SHORTEST  # of the next rest
     prices: tuple[int, ...] = field(init=False)  # where everybody proposes so many, one for each width
@@ -94,32 +94,32 @@ class Choice:
 
 
 def widths(settings: Settings) -> tuple[int, ...]:
-    """Proposals that fill a forward up to its rung, and the most that are possible."""
-    return rungs(min(settings.tree or settings.block, settings.batch_rows - 1) if settings.block else 0)
+    """Proposals that fill a forward up to its bucket, and the most that are possible."""
+    return buckets(min(settings.tree or settings.block, settings.batch_rows - 1) if settings.block else 0)
 
 
 @cache
-def rungs(most: int) -> tuple[int, ...]:
-    full = [(RUNG << step) - 1 for step in range(most.bit_length()) if (RUNG << step) - 1 < most]
+def buckets(most: int) -> tuple[int, ...]:
+    full = [(BUCKET << step) - 1 for step in range(most.bit_length()) if (BUCKET << step) - 1 < most]
     return (*full, most) if most > 0 else ()
 
 
 def filled(rows: int) -> int:
     """The smallest forward that holds so many rows."""
-    return RUNG << max(0, (rows - 1) // RUNG).bit_length()
+    return BUCKET << max(0, (rows - 1) // BUCKET).bit_length()
 
 
 # --- what launches cost ---
 
 
-def terms(rounds: Rounds, span: int, members: int, most: int) -> Terms:
+def terms(decode: DecodeTimes, span: int, members: int, most: int) -> Terms:
     """Of so many requests around there, for launches of up to `most` rows."""
     near = ((span, members), (span, 1), (0, 1))
-    known = {each[:3]: each[3] for each in rounds if each[:2] in near}
+    known = {each[:3]: each[3] for each in decode if each[:2] in near}
     plain = known.get((span, members, 0), 0)
-    ladder = [RUNG << step for step in range((filled(most) // RUNG).bit_length())]
-    prices = accumulate((presumed(known, span, members, rows) for rows in ladder), max)
-    return Terms(members, plain, tuple(prices), measuring=bool(rounds) and not plain)
+    sizes = [BUCKET << step for step in range((filled(most) // BUCKET).bit_length())]
+    prices = accumulate((presumed(known, span, members, rows) for rows in sizes), max)
+    return Terms(members, plain, tuple(prices), measuring=bool(decode) and not plain)
 
 
 def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
@@ -140,16 +140,16 @@ def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> in
             widest = max(wide)
             more = min((ns for row, ns in wide.items() if row >= rows), default=wide[widest]) - base
             return UNIT + UNIT * max(0, more) * max(rows, widest) // widest // (plain or base)
-    return UNIT + DRAFT + ROW * (rows - RUNG)
+    return UNIT + DRAFT + ROW * (rows - BUCKET)
 
 
-def timed(rounds: Rounds, shape: Shape, took_ns: int) -> Rounds:
-    """`Rates.rounds` after one more launch.
+def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
+    """`Rates.decode` after one more launch.
 
     Whatever else the machine does makes launches slower, never quicker: so a quick one counts for much and a slow one
     for little, and shapes stay comparable. What stays slow is believed in time.
     """
-    known = {(span, members, rows): ns for span, members, rows, ns in rounds}
+    known = {(span, members, rows): ns for span, members, rows, ns in decode}
     mean = known.get(shape.key, took_ns)
     known[shape.key] = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
     return tuple((*key, ns) for key, ns in sorted(known.items()))
@@ -162,7 +162,7 @@ def fresh(settings: Settings, rates: Rates) -> Pace:
     """With what the answers before it have taught."""
     useful = widths(settings)
     gains = rates.gains if len(rates.gains) == len(useful) else tuple(map(hoped, useful))
-    alone = terms(rates.rounds, 0, 1, settings.batch_rows)
+    alone = terms(rates.decode, 0, 1, settings.batch_rows)
     return Pace(useful, gains, alone, branching=settings.tree > 0, spare=max(0, SPARE - rates.spent))
 
 
@@ -179,7 +179,7 @@ def remembered(rates: Rates, pace: Pace | None) -> Rates:
 
 
 def choose(pace: Pace, room: int) -> Choice:
-    """What a request wants of its next round at most; `share` decides, and knows what others have to spare."""
+    """What a request wants of its next decode step at most; `share` decides, and knows what others have to spare."""
     if room <= 0:
         return Choice(0, "last_token")
     if pace.rest:
@@ -226,7 +226,7 @@ def launched(pace: Pace, offer: Terms, rows: int) -> Pace:
     return evolve(pace, terms=offer, price=offer.price(rows) if rows else 0)
 
 
-# --- what a round has taught ---
+# --- what a decode step has taught ---
 
 
 def pays(pace: Pace) -> bool:
@@ -239,7 +239,7 @@ def could_pay(pace: Pace) -> bool:
 
 
 def after(pace: Pace, proposed: int, accepted: int, tokens: int, took_ns: int = 0) -> Pace:
-    """Of so many proposals so many were right, and the round gave so many tokens."""
+    """Of so many proposals so many were right, and the decode step gave so many tokens."""
     pace = evolve(pace, spare=pace.spare + (UNIT + REFILL) * tokens - cost(pace, took_ns))
     if proposed == 0:
         return evolve(pace, rest=pace.rest - 1) if pace.rest else pace
@@ -269,7 +269,8 @@ def covering(pace: Pace, proposed: int) -> int:
 
 
 def sample(pace: Pace, proposed: int, accepted: int) -> Iterator[int]:
-    """What this round says about every width: exactly, up to its own; and about wider ones, what they would have got.
+    """What this decode step says about every width: exactly, up to its own; and about wider ones, what they would have
+    got.
 
     Of a chain that ended early that is the same; beyond one that was right to its end, as much of the rest as usual.
     """

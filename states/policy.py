@@ -8,7 +8,7 @@ from attrs import frozen
 
 from effects.ids import Tier
 from states import pace, scope
-from states.life import Hold, grained
+from states.life import Hold, whole_blocks
 from states.rates import ALONE, Rates, load_time, prefill_time
 from states.settings import Settings
 
@@ -55,7 +55,7 @@ def lookup(hold: Hold) -> Decision:
 
 def missing(hold: Hold) -> bool:
     """Are there rows that could be restored?"""
-    return hold.valid < grained(hold.settings, hold.target)
+    return hold.valid < whole_blocks(hold.settings, hold.target)
 
 
 def window(hold: Hold) -> int:

@@ -17,8 +17,8 @@ class Rates:
     """0, or nothing, where nothing has been measured.
 
     prefill: to compute one prompt token, by where it stands: [0, 1024), [1024, 2048), [2048, 4096), doubling.
-    host, disk: to load one token's rows. rounds: (span of positions as in prefill, requests, rows that are fed, a whole
-    launch of such rounds), ascending; 0 rows: one in which nobody proposes.
+    host, disk: to load one token's rows. decode: (span of positions as in prefill, requests, rows that are fed, a whole
+    launch of such decode steps), ascending; 0 rows: one in which nobody proposes.
 
     These are times of either side alone. prefill_beside, load_beside: in thousandths of them, what computing and
     loading take while both go on for one prompt. A mixture of the two conditions in one number would predict neither.
@@ -29,7 +29,7 @@ class Rates:
     prefill: tuple[int, ...] = ()
     host: int = 0
     disk: int = 0
-    rounds: tuple[tuple[int, int, int, int], ...] = ()
+    decode: tuple[tuple[int, int, int, int], ...] = ()
     prefill_beside: int = 0
     load_beside: int = 0
     gains: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Rates:
 
     def __attrs_post_init__(self) -> None:
         """Rates also come out of traces, which are hostile input."""
-        launches = [number for each in self.rounds for number in each]
+        launches = [number for each in self.decode for number in each]
         single = (self.host, self.disk, self.prefill_beside, self.load_beside, self.spent)
         if min((*self.prefill, *single, *launches, *self.gains)) < 0 or len(self.prefill) > 64:
             raise ValueError(f"rates that cannot be: {self}")

@@ -10,7 +10,7 @@ from effects.ids import DeviceFailed, StoreFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream, ReportProgress
-from states.life import Draining, Hold, Restoring, grained
+from states.life import Draining, Hold, Restoring, whole_blocks
 from states.machine import Then
 from states.onward import FailEarly, Fill, Onward, chunk, fail, fill, onward, trusted
 from states.scope import select
@@ -28,7 +28,7 @@ def loaded(state: Restoring, event: BlocksRestored) -> Restored:
         state = evolve(state, hold=evolve(state.hold, stored=0))
         if state.hold.settings.stateful:
             return fill(evolve(state.hold, miss="restore_incomplete"))
-    front, stop = max(state.front, event.start), grained(state.hold.settings, min(state.stop, event.stop))
+    front, stop = max(state.front, event.start), whole_blocks(state.hold.settings, min(state.stop, event.stop))
     return settled(evolve(state, front=front, stop=stop, loading=False, loaded=True))
 
 

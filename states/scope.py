@@ -10,7 +10,7 @@ from attrs import evolve
 from effects.ids import Tokens
 from effects.job import Report
 from effects.scope import Selection
-from states.life import Hold, alike, grained, kept
+from states.life import Hold, alike, kept, whole_blocks
 
 
 def report(hold: Hold) -> Report:
@@ -19,7 +19,7 @@ def report(hold: Hold) -> Report:
 
 
 def select(hold: Hold) -> Selection:
-    """How many rows are kept: up to where the scope says, as far as they are valid, in whole grains.
+    """How many rows are kept: up to where the scope says, as far as they are valid, in whole blocks.
 
     Too few of them are not worth it: 0.
     """
@@ -28,7 +28,7 @@ def select(hold: Hold) -> Selection:
         return Selection(name, "no_store")
     boundary, reason = reach(hold)
     length = min(boundary, kept(hold))
-    rows = grained(settings, length) if length >= settings.min_tokens else 0
+    rows = whole_blocks(settings, length) if length >= settings.min_tokens else 0
     if boundary and not rows:
         reason = "too_short" if length else "no_rows"
     return Selection(name, reason, hold.shared, boundary, rows)
@@ -78,12 +78,12 @@ def checkpoint(hold: Hold) -> int | None:
     if not (settings.stateful and settings.store) or hold.job.scope.kind == "off":
         return None
     worth = (place for place in positions(hold) if place >= settings.min_tokens)
-    last = grained(settings, hold.target)
-    return min((at for place in worth if hold.valid < (at := grained(settings, place)) <= last), default=None)
+    last = whole_blocks(settings, hold.target)
+    return min((at for place in worth if hold.valid < (at := whole_blocks(settings, place)) <= last), default=None)
 
 
 def positions(hold: Hold) -> Iterator[int]:
-    """Where checkpoints pay, in no order and before they are moved down to whole grains.
+    """Where checkpoints pay, in no order and before they are moved down to whole blocks.
 
     `full`: at the end of prefill, for the next turn; every `interval` tokens; and for new sessions of the same agent
     at the last boundary up to `cold_max`, unless this one was restored, or the boundary opens the answer. `auto` and
@@ -95,7 +95,9 @@ def positions(hold: Hold) -> Iterator[int]:
         return
     yield hold.target
     if settings.interval:
-        yield next_multiple(settings.interval, max(grained(settings, hold.valid) + settings.grain, settings.min_tokens))
+        yield next_multiple(
+            settings.interval, max(whole_blocks(settings, hold.valid) + settings.block_size, settings.min_tokens)
+        )
     if not hold.restored:
         limit = min(settings.cold_max, alike(hold.job.prompt, hold.prompt) if rewritten(hold) else settings.cold_max)
         yield aligned(hold.job.boundaries[:-1], limit)

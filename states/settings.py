@@ -15,16 +15,16 @@ class Settings:
     slots: int = 2  # sequences that are on the device at once
     max_context: int = 8192  # rows of a slot: prompt and answer together
     max_queue: int = 64  # requests that may wait for a slot; more are refused
-    chunk: int = 256  # C: rows of a prefill chunk, the largest rung
-    grain: int = 64  # G: cache positions are its multiples (equals `chunk` where the ladder is not proven)
-    keep_decoded: bool = True  # decoded rows equal prefilled ones (the ladder is proven), so they stay cached
-    batch_rows: int = 16  # rows of one batched round, proposals included
+    chunk: int = 256  # C: rows of a prefill chunk, the largest bucket
+    block_size: int = 64  # G: cache positions are its multiples (equals `chunk` where the buckets is not proven)
+    keep_decoded: bool = True  # decoded rows equal prefilled ones (the buckets is proven), so they stay cached
+    batch_rows: int = 16  # rows of one batched decode step, proposals included
     store: bool = False  # host memory or disk keep blocks
     min_tokens: int = 0  # sequences shorter than this are not kept beyond the device
     stateful: bool = False  # the model has positional state that blocks do not hold: a hit needs a checkpoint too
     interval: int = 0  # `full` keeps a checkpoint every so many tokens; 0: only where it ends
     cold_max: int = 0  # `full` keeps one at the last safe boundary up to here, for what other sessions share; 0: none
-    block: int = 0  # tokens that a draft proposes a round at most; 0: there is no draft
+    block: int = 0  # tokens that a draft proposes a decode step at most; 0: there is no draft
     tree: int = 0  # nodes of a proposed tree; 0: proposals are a chain
     residency: Resolved = field(factory=Resolved)  # what becomes of the draft's weights between requests
     compress_threshold: int = 0  # prompt tokens still missing from which PFlash pays; 0: never
@@ -33,10 +33,10 @@ class Settings:
 
     def __attrs_post_init__(self) -> None:
         """Settings also come out of traces, which are hostile input: ValueError for what no engine runs with."""
-        positive = (self.slots, self.max_context, self.chunk, self.grain, self.batch_rows)
+        positive = (self.slots, self.max_context, self.chunk, self.block_size, self.batch_rows)
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
             *(self.compress_threshold, self.keep_permille),
         )
-        if min(positive) < 1 or min(natural) < 0 or self.chunk % self.grain or self.slots > MOST_SLOTS:
+        if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or self.slots > MOST_SLOTS:
             raise ValueError(f"settings that cannot be: {self}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attrs import evolve, frozen
 
 from effects.ids import RequestId, SlotId, Tokens
-from states.life import Admitted, Held, Hold, State, Waiting, continued, grained, left
+from states.life import Admitted, Held, Hold, State, Waiting, continued, left, whole_blocks
 from states.rates import Rates
 from states.settings import Settings
 
@@ -61,7 +61,7 @@ def admit(
 
 def loses(settings: Settings, rows: Tokens, keep: int) -> bool:
     """Would continuing in place overwrite a tail that somebody could come back to?"""
-    return grained(settings, len(rows)) > keep + settings.grain
+    return whole_blocks(settings, len(rows)) > keep + settings.block_size
 
 
 def oldest(slots: Slots, free: list[int], source: int | None) -> int:

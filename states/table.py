@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from effects.decode import Decoded
 from effects.draft import DraftParked, DraftUnparked
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
-from effects.round import RoundDone
 from effects.snapshot import SnapshotSaved
 from states import ending, generate, lookup, restore
 from states.life import (
@@ -53,7 +53,7 @@ TABLE = table(
     on(Prefilling, PrefillAdvanced, generate.prefilled),
     on(Prefilling, DeviceFailed, generate.broken),
     on(Prefilling, Cancelled, ending.drain),
-    on(Speculating, RoundDone, generate.accept),
+    on(Speculating, Decoded, generate.accept),
     on(Speculating, DeviceFailed, generate.broken),
     on(Speculating, Cancelled, ending.drain),
     on(Draining, PrefixFound, ending.settle_found),
@@ -63,7 +63,7 @@ TABLE = table(
     on(Draining, PromptCompressed, ending.settle),
     on(Draining, DraftUnparked, ending.settle_draft),
     on(Draining, PrefillAdvanced, ending.settle_rows),
-    on(Draining, RoundDone, ending.settle_round),
+    on(Draining, Decoded, ending.settle_decode),
     on(Draining, DeviceFailed, ending.settle_failure),
     ignored(Draining, Cancelled),
     on(Snapshotting, SnapshotSaved, ending.snapshotted),

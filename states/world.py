@@ -9,12 +9,12 @@ from typing import TypeAlias
 from attrs import evolve, field, frozen
 
 from effects.all import Ask, Effect, Launch
+from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.ids import Lane as LaneName
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
-from effects.round import RoundDone, RunRound
 from effects.stream import Abandon
 from states import lane as lanes
 from states import pace, rates, residency
@@ -115,12 +115,12 @@ class Fold:
             ):
                 beside = state.front > state.hold.restored
                 self.rates = rates.restored(self.rates, state.tier, stop - start, ns, beside=beside)
-            case RunRound(propose=propose), RoundDone(proposed=proposed, ns=ns) if (
+            case RunDecode(propose=propose), Decoded(proposed=proposed, ns=ns) if (
                 # a launch is timed once, by the first of its members to answer
                 ns and proposed == propose and len(self.lane.running) == self.lane.members
             ):
                 self.rates = evolve(
-                    self.rates, rounds=pace.timed(self.rates.rounds, lanes.shape(self.lane.running), ns)
+                    self.rates, decode=pace.timed(self.rates.decode, lanes.shape(self.lane.running), ns)
                 )
             case _:
                 pass

@@ -36,8 +36,8 @@ log = logging.getLogger("rekindle.device")
 
 CANDIDATES = 64  # tokens that a position's proposal is drawn from, the draft's likeliest
 CHILDREN = 8  # of a node: more are never reached by trees of the sizes that pay
-# Rows of a slot that the draft has not followed yet, at most: as many as the longest rest of a request has rounds. Of
-# the demo they hold 0.8 MB a slot, of an 8B model's five taps 10.5 MB.
+# Rows of a slot that the draft has not followed yet, at most: as many as the longest rest of a request has decode
+# steps. Of the demo they hold 0.8 MB a slot, of an 8B model's five auxiliary layers 10.5 MB.
 BACKLOG = 256
 
 
@@ -45,7 +45,7 @@ class Draft(Protocol):
     """What DFlashDraft is, as far as it is used here. Every call runs on the lane's thread."""
 
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def aux_layers(self) -> tuple[int, ...]: ...
 
     @property
     def block(self) -> int:
@@ -55,7 +55,7 @@ class Draft(Protocol):
     @property
     def state(self) -> Literal["loaded", "parked", "released"]: ...
 
-    def extend(self, step: Step, captures: Mapping[int, Tensor]) -> None: ...
+    def extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> None: ...
 
     def propose(self, asks: Sequence[Ask]) -> Tensor: ...
 
@@ -71,7 +71,7 @@ class Draft(Protocol):
 
 
 @frozen(eq=False)
-class Wish:
+class DraftRequest:
     """A slot that may be proposed to: at most `most` rows after the one that is fed, of which `depth` in a row."""
 
     slot: int
@@ -83,16 +83,16 @@ class Wish:
 class Proposer(Protocol):
     """Whoever proposes. Every call runs on the lane's thread."""
 
-    def propose(self, wishes: Sequence[Wish]) -> Sequence[Tree]:
-        """For each wish a tree from the slot's last token on; node 0 alone where there is nothing to say."""
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
+        """For each request a tree from the slot's last token on; node 0 alone where there is nothing to say."""
         ...
 
     def follow(
-        self, step: Step, captures: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
     ) -> None:
         """The target has run `step`; for each of its slots in order what stays of it, and the slot's state.
 
-        captures are the target's static buffers.
+        aux_hidden_states are the target's static buffers.
         """
         ...
 
@@ -107,11 +107,11 @@ class Proposer(Protocol):
 
 @frozen(eq=False)
 class Late:
-    """What the target left of some rows of a slot: those of copies of its captures from `first` on."""
+    """What the target left of some rows of a slot: those of copies of its auxiliary hidden states from `first` on."""
 
     state: SlotState
     segment: Segment
-    captures: Mapping[int, Tensor]
+    aux_hidden_states: Mapping[int, Tensor]
     first: int
 
 
@@ -120,7 +120,7 @@ D = TypeVar("D", bound=Draft)
 
 @define(eq=False)
 class Drafting(Generic[D]):
-    """rungs: the row counts that forwards run with. nodes: of a tree at most, which is grown where more proposals are
+    """buckets: the row counts that forwards run with. nodes: of a tree at most, which is grown where more proposals are
     asked for than a chain may have; 0: never.
 
     A draft that is not loaded proposes nothing and follows nothing: its context has a gap then. So it is when there is
@@ -128,18 +128,18 @@ class Drafting(Generic[D]):
     """
 
     draft: D
-    rungs: Sequence[int]
+    buckets: Sequence[int]
     nodes: int = 0
     _late: dict[int, list[Late]] = field(init=False, factory=dict)  # by slot
 
     # --- proposals ---
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
-        trees = [chain((wish.state.tokens[-1],)) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        trees = [chain((request.state.tokens[-1],)) for request in requests]
         if self.draft.state != "loaded":
             return trees
-        self.catch_up(*(wish.slot for wish in wishes))
-        asking = {index: self._ask(wish) for index, wish in enumerate(wishes)}
+        self.catch_up(*(request.slot for request in requests))
+        asking = {index: self._ask(request) for index, request in enumerate(requests)}
         asks = {index: ask for index, ask in asking.items() if ask.count > 0}
         if asks:
             try:
@@ -150,68 +150,72 @@ class Drafting(Generic[D]):
                 log.warning("no proposals: %s", error)
                 return trees
             parts = torch.split(logits, [ask.count for ask in asks.values()])
-            for index, found in zip(asks, self._read([wishes[index] for index in asks], parts), strict=True):
+            for index, found in zip(asks, self._read([requests[index] for index in asks], parts), strict=True):
                 trees[index] = found
         return trees
 
-    def _ask(self, wish: Wish) -> Ask:
+    def _ask(self, request: DraftRequest) -> Ask:
         """For nothing, where the draft has not followed up to the last row."""
-        first, position = wish.state.drafted
-        count = min(wish.most, wish.depth, self.draft.block - 1) if first < position else 0
-        return Ask(wish.slot, first, position, wish.state.tokens[-1], count)
+        first, position = request.state.drafted
+        count = min(request.most, request.depth, self.draft.block - 1) if first < position else 0
+        return Ask(request.slot, first, position, request.state.tokens[-1], count)
 
-    def _read(self, wishes: Sequence[Wish], parts: Sequence[Tensor]) -> list[Tree]:
+    def _read(self, requests: Sequence[DraftRequest], parts: Sequence[Tensor]) -> list[Tree]:
         """Chains that need no look at what was proposed before are picked together."""
-        together = [index for index, wish in enumerate(wishes) if wish.state.sampler.plain and not self._wide(wish)]
+        together = [
+            index for index, request in enumerate(requests) if request.state.sampler.plain and not self._wide(request)
+        ]
         found: dict[int, Tree] = {}
         if together:
-            rows = [row for index in together for row in rows_of(wishes[index].state, len(parts[index]))]
+            rows = [row for index in together for row in rows_of(requests[index].state, len(parts[index]))]
             tokens = iter(guesses(torch.cat([parts[index] for index in together]), rows))
             for index in together:
                 picked = tuple(next(tokens) for _ in range(len(parts[index])))
-                found[index] = chain((wishes[index].state.tokens[-1], *picked))
-        for index, wish in enumerate(wishes):
+                found[index] = chain((requests[index].state.tokens[-1], *picked))
+        for index, request in enumerate(requests):
             if index not in found:
-                found[index] = self._grow(wish, parts[index]) if self._wide(wish) else one_by_one(wish, parts[index])
-        return [cut(found[index], wish.state.stops) for index, wish in enumerate(wishes)]
+                found[index] = (
+                    self._grow(request, parts[index]) if self._wide(request) else one_by_one(request, parts[index])
+                )
+        return [cut(found[index], request.state.stops) for index, request in enumerate(requests)]
 
-    def _wide(self, wish: Wish) -> bool:
+    def _wide(self, request: DraftRequest) -> bool:
         """Penalties would need the path before each token: there it is a chain all the same."""
-        return self.nodes > 0 and wish.state.sampler.plain and wish.most >= self.draft.block
+        return self.nodes > 0 and request.state.sampler.plain and request.most >= self.draft.block
 
-    def _grow(self, wish: Wish, logits: Tensor) -> Tree:
+    def _grow(self, request: DraftRequest, logits: Tensor) -> Tree:
         """Candidates are ranked by what is compared when one is picked: logits, or noisy ones."""
-        ids, scores = candidates(logits, rows_of(wish.state, len(logits)))
+        ids, scores = candidates(logits, rows_of(request.state, len(logits)))
         values, order = scores.log_softmax(-1).topk(min(CHILDREN, scores.shape[-1]))
         ranked = [
             [(token, value) for token, value in zip(*pair, strict=True) if value > -math.inf]
             for pair in zip(ids.gather(-1, order).tolist(), values.tolist(), strict=True)
         ]
-        return best_first(wish.state.tokens[-1], ranked, min(wish.most, self.nodes))
+        return best_first(request.state.tokens[-1], ranked, min(request.most, self.nodes))
 
     # --- context ---
 
     def follow(
-        self, step: Step, captures: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
     ) -> None:
         if self.draft.state != "loaded" or not any(kept):
             return
         rows = step.rows if step.rows_only else len(kept)
         if rows == step.rows and max(segment.count for segment in step.segments) <= self.backlog:
-            self._put_off(step, captures, states)
+            self._put_off(step, aux_hidden_states, states)
         else:
-            shorter, staying = settled(step, kept, self.rungs)
-            taps = {tap: taken(captures[tap], staying, shorter.rung) for tap in self.draft.taps}
-            self._extend(shorter, taps, [state for state, keep in zip(states, kept, strict=True) if keep])
+            shorter, staying = settled(step, kept, self.buckets)
+            stay = {layer: taken(aux_hidden_states[layer], staying, shorter.bucket) for layer in self.draft.aux_layers}
+            self._extend(shorter, stay, [state for state, keep in zip(states, kept, strict=True) if keep])
 
     @property
     def backlog(self) -> int:
         """Rows that one forward can follow, so that catching up is never more than two of them."""
-        return min(BACKLOG, max(self.rungs))
+        return min(BACKLOG, max(self.buckets))
 
-    def _put_off(self, step: Step, captures: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
+    def _put_off(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
         """A chunk of a prompt, or one row each and nothing was proposed."""
-        copies = {tap: captures[tap][: step.rows].clone() for tap in self.draft.taps}
+        copies = {layer: aux_hidden_states[layer][: step.rows].clone() for layer in self.draft.aux_layers}
         first = 0
         for segment, state in zip(step.segments, states, strict=True):
             if self._behind(segment.slot) + segment.count > self.backlog:
@@ -227,27 +231,27 @@ class Drafting(Generic[D]):
         runs = [run for slot in slots for run in consecutive(self._late.pop(slot, []))]
         while runs:
             taken_now, rows = list[list[Late]](), 0
-            while runs and rows + length(runs[0]) <= max(self.rungs) and fits(runs[0], taken_now):
+            while runs and rows + length(runs[0]) <= max(self.buckets) and fits(runs[0], taken_now):
                 taken_now.append(runs.pop(0))
                 rows += length(taken_now[-1])
             self._follow_late(taken_now, rows)
 
     def _follow_late(self, runs: Sequence[Sequence[Late]], rows: int) -> None:
-        rung = next(rung for rung in self.rungs if rung >= rows)
+        bucket = next(bucket for bucket in self.buckets if bucket >= rows)
         parts = [late for run in runs for late in run]
-        taps = {
-            tap: torch.nn.functional.pad(
-                torch.cat([late.captures[tap].narrow(0, late.first, late.segment.count) for late in parts]),
-                (0, 0, 0, rung - rows),
+        joined = {
+            layer: torch.nn.functional.pad(
+                torch.cat([late.aux_hidden_states[layer].narrow(0, late.first, late.segment.count) for late in parts]),
+                (0, 0, 0, bucket - rows),
             )
-            for tap in self.draft.taps
+            for layer in self.draft.aux_layers
         }
         segments = tuple(Segment(run[0].segment.slot, run[0].segment.start, length(run)) for run in runs)
-        self._extend(Step(segments, rung), taps, [run[0].state for run in runs])
+        self._extend(Step(segments, bucket), joined, [run[0].state for run in runs])
 
-    def _extend(self, step: Step, taps: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
+    def _extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
         try:
-            self.draft.extend(step, taps)
+            self.draft.extend(step, aux_hidden_states)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
@@ -312,9 +316,9 @@ def rows_of(state: SlotState, count: int) -> list[Row]:
     return [Row(state.sampler, len(state.tokens) + row) for row in range(count)]
 
 
-def one_by_one(wish: Wish, logits: Tensor) -> Tree:
+def one_by_one(request: DraftRequest, logits: Tensor) -> Tree:
     """Each proposal is picked as if those before it were part of the answer."""
-    state, drafted = wish.state, list[int]()
+    state, drafted = request.state, list[int]()
     for number in range(len(logits)):
         row = Row(state.sampler, len(state.tokens) + number, tuple(drafted))
         drafted += guesses(adjusted(logits[number : number + 1], [row]), [row])
@@ -364,8 +368,8 @@ def cut(tree: Tree, stops: frozenset[int]) -> Tree:
     )
 
 
-def settled(step: Step, kept: Sequence[Kept], rungs: Sequence[int]) -> tuple[Step, list[int]]:
-    """The step as if only what stays had run, at the smallest rung, and which rows of it that is."""
+def settled(step: Step, kept: Sequence[Kept], buckets: Sequence[int]) -> tuple[Step, list[int]]:
+    """The step as if only what stays had run, at the smallest bucket, and which rows of it that is."""
     rows, segments, first = list[int](), list[Segment](), 0
     for part, keep in zip(step.parts, kept, strict=True):
         path = range(keep) if isinstance(keep, int) else keep
@@ -373,13 +377,13 @@ def settled(step: Step, kept: Sequence[Kept], rungs: Sequence[int]) -> tuple[Ste
         if path:
             segments.append(Segment(part[0].slot, part[0].start, len(path)))
         first += sum(segment.count for segment in part)
-    rung = next(rung for rung in rungs if rung >= len(rows))
-    return Step(tuple(segments), rung), rows
+    bucket = next(bucket for bucket in buckets if bucket >= len(rows))
+    return Step(tuple(segments), bucket), rows
 
 
-def taken(capture: Tensor, rows: list[int], rung: int) -> Tensor:
-    """Those rows of `[R, D]`, padded to `[rung, D]` with whatever is there."""
+def taken(hidden: Tensor, rows: list[int], bucket: int) -> Tensor:
+    """Those rows of `[R, D]`, padded to `[bucket, D]` with whatever is there."""
     if rows == list(range(len(rows))):
-        return capture[:rung]
-    index = torch.tensor(rows + [0] * (rung - len(rows)))
-    return capture.index_select(0, index.to(capture.device, non_blocking=True))
+        return hidden[:bucket]
+    index = torch.tensor(rows + [0] * (bucket - len(rows)))
+    return hidden.index_select(0, index.to(hidden.device, non_blocking=True))

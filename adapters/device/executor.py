@@ -1,7 +1,8 @@
-"""Carries device effects out on a shard: slots are opened, prompts prefilled chunk by chunk, rounds run as one batch.
+"""Carries device effects out on a shard: slots are opened, prompts prefilled chunk by chunk, decode steps run as one
+batch.
 
-A round feeds the last token and, where somebody proposes, what may follow. What the target itself picks after each of
-them decides how much stays, so proposals change how many tokens a round gives, never which.
+A decode step feeds the last token and, where somebody proposes, what may follow. What the target itself picks after
+each of them decides how much stays, so proposals change how many tokens a decode step gives, never which.
 
 Everything happens on the lane, in the order of the calls. What cannot be done for one request is that request's
 failure; a launch that makes no sense is a bug and raises.
@@ -21,17 +22,17 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.device.drafting import Proposer, Wish, ran_out_of_memory
+from adapters.device.drafting import DraftRequest, Proposer, ran_out_of_memory
 from adapters.device.lane import DeviceLane
 from adapters.device.sampling import NotFinite, Pick, Picked, Row, Sampler, pick
 from adapters.device.slots import SlotState, clipped
 from adapters.device.tree import Tree, chain
 from adapters.models.shard import Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
+from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.round import RoundDone, RunRound
 
 log = logging.getLogger("rekindle.device")
 
@@ -63,7 +64,7 @@ class Target(Shard, Protocol):
 
 @frozen(eq=False)
 class Member:
-    """One request's part in a batched round: its last token and what may follow."""
+    """One request's part in a batched decode step: its last token and what may follow."""
 
     index: int  # in the launch
     slot: int
@@ -79,30 +80,30 @@ class Member:
 
 @frozen
 class Agreed:
-    """What a member's round comes to. path: the nodes that stay, from 0 on."""
+    """What a member's decode step comes to. path: the nodes that stay, from 0 on."""
 
     path: tuple[int, ...]
     picks: tuple[Pick, ...]
     accepted: int  # how many of the picks were proposed
 
 
-def row_counts(rungs: Sequence[int], *, fast: bool) -> tuple[int, ...]:
-    """The row counts that an executor of these rungs runs forwards with: a shard must accept them all."""
-    return tuple(sorted({*rungs, *(range(1, REAL_ROWS + 1) if fast else ())}))
+def row_counts(buckets: Sequence[int], *, fast: bool) -> tuple[int, ...]:
+    """The row counts that an executor of these buckets runs forwards with: a shard must accept them all."""
+    return tuple(sorted({*buckets, *(range(1, REAL_ROWS + 1) if fast else ())}))
 
 
 class DeviceExecutor:
     """Opens slots and performs launches on `shard`; it and the lane belong to the executor, which closes them.
 
-    rungs: the proven row counts, the largest being a prefill's chunk. fast: small batches run at their real row
-    count instead, which may change bits; the shard must accept `row_counts(rungs, fast=fast)`. handlers: what carries
-    out the effects beyond opening, prefill and rounds, by type. proposer: a draft, where there is one.
+    buckets: the proven row counts, the largest being a prefill's chunk. fast: small batches run at their real row
+    count instead, which may change bits; the shard must accept `row_counts(buckets, fast=fast)`. handlers: what carries
+    out the effects beyond opening, prefill and decode steps, by type. proposer: a draft, where there is one.
     """
 
     def __init__(
         self,
         shard: Target,
-        rungs: Sequence[int],
+        buckets: Sequence[int],
         *,
         lane: DeviceLane,
         fast: bool = False,
@@ -110,8 +111,8 @@ class DeviceExecutor:
         proposer: Proposer | None = None,
     ) -> None:
         self._shard, self._lane = shard, lane
-        self._rungs = row_counts(rungs, fast=fast)
-        self._chunk = max(rungs)
+        self._buckets = row_counts(buckets, fast=fast)
+        self._chunk = max(buckets)
         self._proposer = proposer
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
         self._slots: dict[int, SlotState | DeviceFailed] = {}
@@ -134,7 +135,7 @@ class DeviceExecutor:
 
     def submit(self, launch: Launch, done: Settle) -> None:
         """`done` hears one outcome per ask, in order; or the exception that is a bug: an effect without a handler, a
-        batch of anything but rounds.
+        batch of anything but decode steps.
         """
         requests = {ask.request for ask in launch.asks}
 
@@ -227,10 +228,10 @@ class DeviceExecutor:
         self._slots[slot] = DeviceFailed("broken", f"slot {slot} could not be opened: {error}")
 
     def _carry_out(self, asks: tuple[Ask, ...]) -> tuple[Outcome, ...]:
-        if all(isinstance(ask.effect, RunRound) for ask in asks):
-            return self._rounds(asks)
+        if all(isinstance(ask.effect, RunDecode) for ask in asks):
+            return self._decode_steps(asks)
         if len(asks) != 1:
-            raise ValueError("only rounds are batched")
+            raise ValueError("only decode steps are batched")
         return (self._one(*asks),)
 
     def _one(self, ask: Ask) -> Outcome:
@@ -257,20 +258,20 @@ class DeviceExecutor:
             limits = f"at most {self._chunk} of the prompt's {len(state.tokens)}"
             return DeviceFailed("broken", f"slot {effect.slot}: rows {start}..{stop} are not {limits}")
         started = time.perf_counter_ns()
-        step = Step((Segment(effect.slot, start, stop - start),), self._rung(stop - start), rows_only=True)
+        step = Step((Segment(effect.slot, start, stop - start),), self._bucket(stop - start), rows_only=True)
         forward = self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
         if self._proposer is not None:
-            self._proposer.follow(step, forward.captures, [stop - start], [state])
+            self._proposer.follow(step, forward.aux_hidden_states, [stop - start], [state])
         if self._lane.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # or the host would run ahead of what it acknowledges
         state.advance(stop)
         return PrefillAdvanced(stop, time.perf_counter_ns() - started)
 
-    def _rounds(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
+    def _decode_steps(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)
         taken: dict[int, tuple[int, SlotState, int]] = {}
         for index, ask in enumerate(asks):
-            effect: RunRound = ask.effect  # type: ignore[assignment] # all of them are
+            effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
             state = self._ready(ask.request, effect)
             if isinstance(state, DeviceFailed):
                 outcomes[index] = state
@@ -294,7 +295,7 @@ class DeviceExecutor:
             outcomes[member.index] = commit(member, agreed, time.perf_counter_ns() - started)
         return tuple(outcomes)
 
-    def _ready(self, request: RequestId, effect: RunRound) -> SlotState | DeviceFailed:
+    def _ready(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:
         if self.abandoned(request):
             return abandoned(request)
         state = self.serving(effect.slot, request)
@@ -302,7 +303,7 @@ class DeviceExecutor:
             return state
         here = f"slot {effect.slot} has {state.valid} rows for {len(state.tokens)} tokens, the last {state.tokens[-1]}"
         if (effect.position, effect.position + 1, effect.token) != (state.valid, len(state.tokens), state.tokens[-1]):
-            return DeviceFailed("broken", f"{here}; a round cannot feed {effect.token} at {effect.position}")
+            return DeviceFailed("broken", f"{here}; a decode step cannot feed {effect.token} at {effect.position}")
         if effect.position >= self._shard.capacity:
             return DeviceFailed("broken", f"slot {effect.slot} is full: it has {self._shard.capacity} rows")
         return state
@@ -311,18 +312,20 @@ class DeviceExecutor:
         """Whoever may be proposed to and has room is, all in one call."""
         trees = {slot: chain((state.tokens[-1],)) for slot, (_, state, _) in taken.items()}
         room = {slot: self._shard.capacity - state.valid - 1 for slot, (_, state, _) in taken.items()}
-        wishes = [
-            Wish(slot, state, most, room[slot]) for slot, (_, state, most) in taken.items() if most and room[slot]
+        requests = [
+            DraftRequest(slot, state, most, room[slot])
+            for slot, (_, state, most) in taken.items()
+            if most and room[slot]
         ]
-        if self._proposer is not None and wishes:
-            trees |= zip((wish.slot for wish in wishes), self._proposer.propose(wishes), strict=True)
+        if self._proposer is not None and requests:
+            trees |= zip((one.slot for one in requests), self._proposer.propose(requests), strict=True)
         return [Member(index, slot, state, trees[slot]) for slot, (index, state, _) in taken.items()]
 
     def _verify(self, members: Sequence[Member]) -> list[Agreed | DeviceFailed]:
         """One forward for all: how far the target picks what was proposed. The rest is rolled back."""
         segments = [piece for member in members for piece in member.tree.pieces(member.slot, member.state.valid)]
         rows = [row for member in members for row in member.rows]
-        step = Step(tuple(segments), self._rung(len(rows)))
+        step = Step(tuple(segments), self._bucket(len(rows)))
         forward = self._shard.forward(step, torch.tensor([token for member in members for token in member.tree.tokens]))
         picked = self._picked(self._shard.logits(step, forward.hidden), rows)
         firsts = accumulate((len(member.tree.tokens) for member in members), initial=0)
@@ -333,7 +336,7 @@ class DeviceExecutor:
         ]
         self._shard.commit(step, kept)
         if self._proposer is not None:
-            self._proposer.follow(step, forward.captures, kept, [member.state for member in members])
+            self._proposer.follow(step, forward.aux_hidden_states, kept, [member.state for member in members])
         return found
 
     def _picked(self, logits: Tensor, rows: Sequence[Row]) -> Callable[[int], Picked]:
@@ -342,11 +345,11 @@ class DeviceExecutor:
             return pick(logits, rows).__getitem__
         return lambda row: pick(logits[row : row + 1], rows[row : row + 1])[0]
 
-    def _rung(self, rows: int) -> int:
-        for rung in self._rungs:
-            if rung >= rows:
-                return rung
-        raise ValueError(f"{rows} rows are more than the largest rung, {self._rungs[-1]}")
+    def _bucket(self, rows: int) -> int:
+        for bucket in self._buckets:
+            if bucket >= rows:
+                return bucket
+        raise ValueError(f"{rows} rows are more than the largest bucket, {self._buckets[-1]}")
 
 
 def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agreed | DeviceFailed:
@@ -368,13 +371,13 @@ def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agr
         path.append(child)
 
 
-def commit(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> RoundDone | DeviceFailed:
+def commit(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
     if isinstance(agreed, DeviceFailed):
         return agreed
     tokens = tuple(picked.token for picked in agreed.picks)
     member.state.commit(tokens)
     logprobs = tuple(picked.logprob for picked in agreed.picks if picked.logprob is not None)
-    return RoundDone(tokens, member.tree.size, logprobs, ns, agreed.accepted)
+    return Decoded(tokens, member.tree.size, logprobs, ns, agreed.accepted)
 
 
 def abandoned(request: RequestId) -> DeviceFailed:

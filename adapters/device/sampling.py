@@ -19,9 +19,9 @@ from torch import Tensor
 
 from adapters.device.noise import gumbel
 from adapters.device.truncation import SCALE, allowed, column, leaders, weights_of
+from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Sampling
-from effects.round import Logprob
 
 
 class Sampler:

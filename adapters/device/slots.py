@@ -16,8 +16,9 @@ class SlotState:
 
     tokens: the prompt, then the answer. valid: rows `[0, valid)` are those of `tokens[:valid]`; rows past it are
     garbage, but for those that were loaded, and taking rows back is lowering it. loaded: rows that came from a store,
-    perhaps while those before them are still computed. stops: a round keeps nothing past the first of these. context:
-    the rows that a draft has its own for, ascending, none touching the next. Read and changed on the lane only.
+    perhaps while those before them are still computed. stops: a decode step keeps nothing past the first of these.
+    context: the rows that a draft has its own for, ascending, none touching the next. Read and changed on the lane
+    only.
     """
 
     request: RequestId
@@ -57,7 +58,8 @@ class SlotState:
         self.valid = stop if start <= valid < stop else valid
 
     def commit(self, picked: Tokens) -> None:
-        """A round fed the last token and kept `picked`: all of them but the last have rows now, as has what was fed."""
+        """A decode step fed the last token and kept `picked`: all of them but the last have rows now, as has what was
+        fed."""
         self.valid += len(picked)
         self.tokens += picked
         self.sampler.append(picked)

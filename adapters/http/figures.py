@@ -63,10 +63,10 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
         },
         "compressed_from": report.compressed_from or None,
         "speculation": {
-            "rounds": report.rounds,
+            "rounds": report.decode_steps,
             "proposed": report.proposed,
             "accepted": report.accepted,
-            "acceptance_length": ratio(report.completion_tokens, report.rounds),  # tokens a round
+            "acceptance_length": ratio(report.completion_tokens, report.decode_steps),  # tokens a decode step
             "why": report.speculation or None,
         },
         "numerics": options.numerics.get("mode", "exact"),

@@ -14,9 +14,9 @@ from adapters.http.controls import Planned
 from adapters.http.options import EdgeOptions
 from adapters.text.detokenize import TextStream
 from adapters.text.tokenizer import Tokenizer
+from effects.decode import Logprob
 from effects.job import Report
 from effects.ports import CancelReason, Closed, Door, Ticket
-from effects.round import Logprob
 from effects.stream import EmitTokens, ReportProgress
 
 BUFFERED_EVENTS = 16

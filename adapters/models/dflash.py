@@ -1,11 +1,12 @@
 """DFlash: a draft that proposes a block of tokens at once, from context rows that the target's hidden states give.
 
-Two things happen here. `extend` turns what the target's tapped layers left for each row into keys and values of every
-draft layer: H = norm(fc(taps)), k = rotate(norm(Wk H)), v = Wv H, once a row, cached like the target's own. `propose`
-embeds `[token, MASK, ...]` behind a slot's context and runs the draft's layers over it; row j gives the logits of the
-token j places on. The block's own keys and values are written behind the context and forgotten by being overwritten.
+Two things happen here. `extend` turns what the target's auxiliary layers left for each row into keys and values of
+every draft layer: H = norm(fc(aux)), k = rotate(norm(Wk H)), v = Wv H, once a row, cached like the target's own.
+`propose` embeds `[token, MASK, ...]` behind a slot's context and runs the draft's layers over it; row j gives the
+logits of the token j places on. The block's own keys and values are written behind the context and forgotten by being
+overwritten.
 
-A context row's bits do not depend on the rung, the chunk or the neighbours it was computed with, and a block's not on
+A context row's bits do not depend on the bucket, the chunk or the neighbours it was computed with, and a block's not on
 the other blocks, so a restored or batched sequence is proposed the same tokens as a cold one alone.
 """
 
@@ -89,15 +90,15 @@ class Loaded:
 
 @define(eq=False)
 class ContextBuffers:
-    """The static tensors of one rung of `extend`. taps: `[rung, K D]`."""
+    """The static tensors of one bucket of `extend`. fused: `[bucket, K D]`."""
 
     batch: Batch
-    taps: Tensor
+    fused: Tensor
 
 
 @define(eq=False)
 class BlockBuffers:
-    """The static tensors of one rung of `propose`. hidden: `[rung, D]`; logits: float32 `[rung, V]`."""
+    """The static tensors of one bucket of `propose`. hidden: `[bucket, D]`; logits: float32 `[bucket, V]`."""
 
     batch: BlockBatch
     hidden: Tensor
@@ -109,7 +110,7 @@ def products(config: DFlashConfig, target: Products, *, capacity: int, vocab: in
     hidden, size = config.hidden_size, config.head_dim
     projected, shared = config.num_heads * size, 2 * config.num_kv_heads * size
     weights = (
-        Weight(hidden, len(config.taps) * hidden),
+        Weight(hidden, len(config.aux_layers) * hidden),
         Weight(projected + shared, hidden),
         Weight(shared, hidden),
         Weight(hidden, projected),
@@ -131,7 +132,7 @@ class DFlashDraft:
     """Called on the lane's thread only.
 
     kernels: an instance of its own, of the target's kind. head: what it shares with the target, on the same device
-    and in the same dtype. rungs: the row counts that `extend` accepts and `propose` pads to. A slot holds `capacity`
+    and in the same dtype. buckets: the row counts that `extend` accepts and `propose` pads to. A slot holds `capacity`
     rows and room for the block behind them.
     """
 
@@ -146,12 +147,12 @@ class DFlashDraft:
         dtype: torch.dtype = torch.float32,
         slots: int = 4,
         capacity: int = 8192,
-        rungs: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
+        buckets: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
     ) -> None:
         self._config, self._weights, self._kernels, self._head = config, weights, kernels, head
         self._device, self._dtype = torch.device(device), dtype
-        self._slots, self._rungs = slots, tuple(sorted(rungs))
-        _check_arguments(config, head, dtype, (slots, capacity), self._rungs)
+        self._slots, self._buckets = slots, tuple(sorted(buckets))
+        _check_arguments(config, head, dtype, (slots, capacity), self._buckets)
         self._capacity = capacity
         rows = cache_rows(capacity, config.block, kernels.kv_tile)
         self._rope = config.rotary.tables(rows, self._device)
@@ -168,9 +169,9 @@ class DFlashDraft:
 
     def _try(self) -> None:
         """A first forward of each kind, over nothing: what the kernels cannot do they say now, as a ValueError."""
-        shape, rung = (self._rungs[0], self._config.hidden_size), self._rungs[0]
+        shape, bucket = (self._buckets[0], self._config.hidden_size), self._buckets[0]
         nothing = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        self.extend(Step((Segment(0, 0, 1),), rung), dict.fromkeys(self.taps, nothing))
+        self.extend(Step((Segment(0, 0, 1),), bucket), dict.fromkeys(self.aux_layers, nothing))
         self.propose([Ask(0, 0, 1, 0, 1)])
 
     # --- what it is ---
@@ -180,9 +181,9 @@ class DFlashDraft:
         return self._config
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """The target's layers that `extend` needs the outputs of."""
-        return self._config.taps
+        return self._config.aux_layers
 
     @property
     def block(self) -> int:
@@ -200,17 +201,17 @@ class DFlashDraft:
 
     # --- forwards ---
 
-    def extend(self, step: Step, captures: Mapping[int, Tensor]) -> None:
+    def extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> None:
         """Write the context rows of the step's rows, at their slots and positions.
 
-        captures: for each tap what the target's forward of this very step left, `[rung, D]`. Rows past a position
-        that is gone back to need not be taken back.
+        aux_hidden_states: for each auxiliary layer what the target's forward of this very step left, `[bucket, D]`.
+        Rows past a position that is gone back to need not be taken back.
         """
         loaded = self._loaded()
         self._check_step(step)
-        buffers = self._context(step.rung)
+        buffers = self._context(step.bucket)
         with torch.inference_mode():
-            torch.cat([captures[tap] for tap in self.taps], 1, out=buffers.taps)
+            torch.cat([aux_hidden_states[layer] for layer in self.aux_layers], 1, out=buffers.fused)
             buffers.batch.load(step, None)
             self._kernels.prepare(buffers.batch)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
@@ -237,8 +238,8 @@ class DFlashDraft:
     def _run_turn(self, loaded: Loaded, asks: Sequence[Ask]) -> Tensor:
         segments = tuple(Segment(ask.slot, ask.position, self._rows(ask)) for ask in asks)
         total = sum(segment.count for segment in segments)
-        step = Step(segments, next(rung for rung in self._rungs if rung >= total))
-        buffers = self._block(step.rung)
+        step = Step(segments, next(bucket for bucket in self._buckets if bucket >= total))
+        buffers = self._block(step.bucket)
         tokens = torch.full((total,), self._config.mask_token_id)
         row = 0
         for ask, segment in zip(asks, segments, strict=True):
@@ -253,7 +254,7 @@ class DFlashDraft:
 
     def _run_context(self, loaded: Loaded, buffers: ContextBuffers) -> None:
         kernels, batch, eps = self._kernels, buffers.batch, self._config.rms_norm_eps
-        context = kernels.add_norm(kernels.linear(buffers.taps, loaded.fc), None, loaded.hidden_norm, eps)
+        context = kernels.add_norm(kernels.linear(buffers.fused, loaded.fc), None, loaded.hidden_norm, eps)
         for layer, (k_cache, v_cache) in zip(loaded.layers, self._caches, strict=True):
             kv = kernels.linear(context, layer.kv)
             kernels.store(kv, layer.k_norm, eps, self._rope, batch, k_cache, v_cache)
@@ -266,11 +267,11 @@ class DFlashDraft:
             masked = (batch.tokens == self._config.mask_token_id).unsqueeze(1)
             residual.copy_(torch.where(masked, loaded.mask, residual))
         delta: Tensor | None = None
-        for layer, (k_cache, v_cache), sight in zip(loaded.layers, self._caches, self._config.sights, strict=True):
+        for layer, (k_cache, v_cache), mask in zip(loaded.layers, self._caches, self._config.masks, strict=True):
             x = kernels.add_norm(residual, delta, layer.input_norm, eps)
             qkv = kernels.linear(x, layer.qkv)
             q = kernels.rotate_store(qkv, layer.q_norm, layer.k_norm, eps, rope, batch, k_cache, v_cache)
-            delta = kernels.linear(kernels.attend_block(q, k_cache, v_cache, batch, sight), layer.out)
+            delta = kernels.linear(kernels.attend_block(q, k_cache, v_cache, batch, mask), layer.out)
             x = kernels.add_norm(residual, delta, layer.post_norm, eps)
             delta = kernels.linear(kernels.gated(x, layer.gate_up), layer.down)
         x = kernels.add_norm(residual, delta, loaded.norm, eps)
@@ -284,7 +285,7 @@ class DFlashDraft:
         return min(rows, self.block)
 
     def _turns(self, asks: Sequence[Ask]) -> Iterator[list[Ask]]:
-        most = max(self.block, min(MOST_ROWS, self._rungs[-1]))
+        most = max(self.block, min(MOST_ROWS, self._buckets[-1]))
         turn: list[Ask] = []
         rows = 0
         for ask in asks:
@@ -366,7 +367,7 @@ class DFlashDraft:
         """Bytes: `weights`, `kv` and `buffers` on the device; `host` pinned by parking. Nothing shared is counted."""
         buffers = self._rope.cos.nbytes + self._rope.sin.nbytes
         for context in tuple(self._contexts.values()):  # asked from other threads, too
-            buffers += context.batch.table.nbytes + context.taps.nbytes
+            buffers += context.batch.table.nbytes + context.fused.nbytes
         for block in tuple(self._blocks.values()):
             buffers += block.batch.table.nbytes + block.hidden.nbytes + block.logits.nbytes
         return {
@@ -428,25 +429,25 @@ class DFlashDraft:
         parts = [self._weights.read(name).to(self._device, self._dtype) for name in names]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
-    def _context(self, rung: int) -> ContextBuffers:
-        if rung not in self._contexts:
-            width = len(self.taps) * self._config.hidden_size
-            taps = torch.zeros(rung, width, dtype=self._dtype, device=self._device)
-            self._contexts[rung] = ContextBuffers(Batch(rung, self._device), taps)
-        return self._contexts[rung]
+    def _context(self, bucket: int) -> ContextBuffers:
+        if bucket not in self._contexts:
+            width = len(self.aux_layers) * self._config.hidden_size
+            fused = torch.zeros(bucket, width, dtype=self._dtype, device=self._device)
+            self._contexts[bucket] = ContextBuffers(Batch(bucket, self._device), fused)
+        return self._contexts[bucket]
 
-    def _block(self, rung: int) -> BlockBuffers:
-        if rung not in self._blocks:
-            hidden = torch.zeros(rung, self._config.hidden_size, dtype=self._dtype, device=self._device)
-            logits = torch.zeros(rung, len(self._head.embedding), device=self._device)
-            self._blocks[rung] = BlockBuffers(BlockBatch(rung, self._device), hidden, logits)
-        return self._blocks[rung]
+    def _block(self, bucket: int) -> BlockBuffers:
+        if bucket not in self._blocks:
+            hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
+            logits = torch.zeros(bucket, len(self._head.embedding), device=self._device)
+            self._blocks[bucket] = BlockBuffers(BlockBatch(bucket, self._device), hidden, logits)
+        return self._blocks[bucket]
 
     # --- arguments ---
 
     def _check_step(self, step: Step) -> None:
-        if step.rung not in self._rungs or not 0 < step.rows <= step.rung:
-            raise ValueError(f"{step.rows} rows at rung {step.rung}; accepted: rungs {self._rungs}, not empty")
+        if step.bucket not in self._buckets or not 0 < step.rows <= step.bucket:
+            raise ValueError(f"{step.rows} rows at bucket {step.bucket}; accepted: buckets {self._buckets}, not empty")
         if len({segment.slot for segment in step.segments}) != len(step.segments):
             raise ValueError("a slot appears twice in one step")
         for segment in step.segments:
@@ -474,12 +475,12 @@ class DFlashDraft:
 
 
 def _check_arguments(
-    config: DFlashConfig, head: TargetHead, dtype: torch.dtype, caches: tuple[int, int], rungs: Sequence[int]
+    config: DFlashConfig, head: TargetHead, dtype: torch.dtype, caches: tuple[int, int], buckets: Sequence[int]
 ) -> None:
     if min(caches) < 1:
         raise ValueError(f"{caches[0]} slots of {caches[1]} rows; accepted: at least 1 of 1")
-    if not rungs or rungs[0] < 1 or rungs[-1] < config.block:
-        raise ValueError(f"rungs {tuple(rungs)} do not hold a block of {config.block} rows")
+    if not buckets or buckets[0] < 1 or buckets[-1] < config.block:
+        raise ValueError(f"buckets {tuple(buckets)} do not hold a block of {config.block} rows")
     if head.embedding.shape[1] != config.hidden_size or head.embedding.dtype != dtype:
         shape = list(head.embedding.shape)
         raise ValueError(

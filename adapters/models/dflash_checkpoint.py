@@ -35,12 +35,12 @@ _NATIVE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weig
 _IGNORED = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight")  # recomputed; the target's are used
 
 
-def draft_tensors(config: DFlashConfig | DraftShapes, taps: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a draft that fuses `taps` layers of its target."""
+def draft_tensors(config: DFlashConfig | DraftShapes, aux_layers: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a draft that fuses `aux_layers` layers of its target."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, taps * hidden),
+        "fc.weight": (hidden, aux_layers * hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
@@ -157,7 +157,7 @@ def _shapes(tensors: Mapping[str, TensorEntry]) -> DraftShapes:
 
 
 def _check(folder: Path, config: DFlashConfig, tensors: Mapping[str, TensorEntry]) -> None:
-    expected = draft_tensors(config, len(config.taps))
+    expected = draft_tensors(config, len(config.aux_layers))
     for name, shape in expected.items():
         if name not in tensors:
             raise CheckpointError(f"{folder}: tensor {name} is missing")

@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.config import CheckpointError, Qwen3Config, read_flag, read_positive, read_rope, read_size
-from adapters.models.kernels import Rope, Sight
+from adapters.models.kernels import AttentionMask, Rope
 
 DEFAULT_BLOCK = 16
 LARGEST_BLOCK = 128
@@ -77,15 +77,15 @@ class DraftShapes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    num_taps: int
+    num_aux_layers: int
 
 
 @frozen
 class DFlashConfig:
     """A DFlash draft: Qwen3 layers over a block `[seed, MASK, ...]` behind context rows that the target's layers give.
 
-    taps: the target's layers whose outputs are fused into the context, in the order of `fc`. block: B, the seed and at
-    most B - 1 proposals. sights: for each layer, what a row of the block sees.
+    aux_layers: the target's layers whose outputs are fused into the context, in the order of `fc`. block: B, the seed
+    and at most B - 1 proposals. sights: for each layer, what a row of the block sees.
     """
 
     hidden_size: int
@@ -95,15 +95,15 @@ class DFlashConfig:
     num_kv_heads: int
     head_dim: int
     rotary: Rotary
-    sights: tuple[Sight, ...]
-    taps: tuple[int, ...]
+    masks: tuple[AttentionMask, ...]
+    aux_layers: tuple[int, ...]
     block: int
     mask_token_id: int
     rms_norm_eps: float = 1e-6
 
     def row_facts(self) -> tuple[object, ...]:
         """Besides weights, all that the numbers of a context row depend on."""
-        return (self.taps, self.rotary, self.rms_norm_eps, self.num_kv_heads)
+        return (self.aux_layers, self.rotary, self.rms_norm_eps, self.num_kv_heads)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
@@ -131,8 +131,8 @@ def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: Qwen
         num_kv_heads=shapes.num_kv_heads,
         head_dim=shapes.head_dim,
         rotary=_rotary(raw, shapes.head_dim),
-        sights=_sights(fields, shapes.num_layers, block),
-        taps=_taps(fields, shapes.num_taps, target.num_layers),
+        masks=_masks(fields, shapes.num_layers, block),
+        aux_layers=_aux_layers(fields, shapes.num_aux_layers, target.num_layers),
         block=block,
         mask_token_id=_mask_token_id(fields, target.vocab_size),
         rms_norm_eps=read_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
@@ -162,8 +162,8 @@ def refuse_other_formats(raw: Mapping[str, Any]) -> None:
         raise CheckpointError("config.json: attention_bias true is not supported; accepted: false")
 
 
-def formula_taps(layers: int, count: int) -> tuple[int, ...]:
-    """The taps of a draft whose config.json names none: evenly spread from layer 1 to the last but two."""
+def formula_aux_layers(layers: int, count: int) -> tuple[int, ...]:
+    """The auxiliary layers of a draft whose config.json names none: evenly spread from layer 1 to the last but two."""
     if count == 1:
         return (layers // 2,)
     return tuple(round(1 + index * (layers - 4) / (count - 1)) for index in range(count))
@@ -197,25 +197,27 @@ def _compare_target(fields: Mapping[str, Any], shapes: DraftShapes, target: Qwen
             )
 
 
-def _taps(fields: Mapping[str, Any], count: int, layers: int) -> tuple[int, ...]:
+def _aux_layers(fields: Mapping[str, Any], count: int, layers: int) -> tuple[int, ...]:
     ids = fields.get("target_layer_ids")
     named = ids is not None
-    taps = ids if named else list(formula_taps(layers, count))
-    if not isinstance(taps, list) or not all(isinstance(tap, int) and not isinstance(tap, bool) for tap in taps):
-        raise CheckpointError(f"config.json: target_layer_ids {repr(taps)[:80]} is not a list of layer numbers")
-    if len(taps) != count:
+    aux_layers = ids if named else list(formula_aux_layers(layers, count))
+    if not isinstance(aux_layers, list) or not all(
+        isinstance(layer, int) and not isinstance(layer, bool) for layer in aux_layers
+    ):
+        raise CheckpointError(f"config.json: target_layer_ids {repr(aux_layers)[:80]} is not a list of layer numbers")
+    if len(aux_layers) != count:
         raise CheckpointError(
-            f"config.json: target_layer_ids names {len(taps)} layers, but fc.weight is as wide as {count} of them"
+            f"config.json: target_layer_ids names {len(aux_layers)} layers, but fc.weight is as wide as {count} of them"
         )
-    if len(set(taps)) != count or not all(0 <= tap < layers for tap in taps):
+    if len(set(aux_layers)) != count or not all(0 <= layer < layers for layer in aux_layers):
         how = "are" if named else "are missing, and those derived from the number of layers are"
         raise CheckpointError(
-            f"config.json: target_layer_ids {how} {repr(taps)[:80]}; accepted: different ones of 0..{layers - 1}"
+            f"config.json: target_layer_ids {how} {repr(aux_layers)[:80]}; accepted: different ones of 0..{layers - 1}"
         )
-    return tuple(taps)
+    return tuple(aux_layers)
 
 
-def _sights(fields: Mapping[str, Any], layers: int, block: int) -> tuple[Sight, ...]:
+def _masks(fields: Mapping[str, Any], layers: int, block: int) -> tuple[AttentionMask, ...]:
     """Sliding layers are causal within the block and full ones see all of it, unless config.json says `causal`.
 
     Transformers' own drafts see both ways in either kind, and their windows do not count the row itself.
@@ -230,16 +232,16 @@ def _sights(fields: Mapping[str, Any], layers: int, block: int) -> tuple[Sight, 
         if fields.get("use_sliding_window") is False:
             raise CheckpointError("config.json: layer_types has sliding_attention, but use_sliding_window is false")
         window = _integer(fields.get("sliding_window"), "sliding_window", 1, 1 << 24) + native
-    sights = []
+    masks = []
     for kind in kinds:
         sliding = kind == "sliding_attention"
-        sight = Sight(causal=sliding if causal is None else causal, window=window if sliding else 0)
-        if sliding and not sight.causal and window < block:
+        mask = AttentionMask(causal=sliding if causal is None else causal, window=window if sliding else 0)
+        if sliding and not mask.causal and window < block:
             raise CheckpointError(
                 f"config.json: sliding_window {window} is smaller than block_size {block} in a layer that is not causal"
             )
-        sights.append(sight)
-    return tuple(sights)
+        masks.append(mask)
+    return tuple(masks)
 
 
 def _layer_kinds(fields: Mapping[str, Any], layers: int) -> Sequence[str]:

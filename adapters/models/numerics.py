@@ -2,7 +2,7 @@
 
 First every product that serving can ask for, shape by shape and with the threads that will serve (`kernels/proof.py`);
 what agrees, and is quickest among that, becomes the plan that the kernels keep to. Then one decoder layer of the
-model's own shapes, with random weights, as a check that the list is whole: every rung of the width ladder is compared
+model's own shapes, with random weights, as a check that the list is whole: every bucket is compared
 with a chunk of C rows, bit for bit, hidden rows and K and V rows, wherever the rows stand in the step, alone and next
 to other slots, across the boundaries of the kernels' key tiles. Nothing is left out for lack of time.
 """
@@ -27,15 +27,15 @@ from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Kernels
 from adapters.models.kernels.products import ProductPlan, Products, checked
 from adapters.models.kernels.proof import Proof
-from adapters.models.qwen3 import LADDER, Qwen3Shard, products
+from adapters.models.qwen3 import BUCKETS, Qwen3Shard, products
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 
-GRAIN = 64
+BLOCK_SIZE = 64
 _VERSION = 2
 _MAX_BOUNDARIES = 16
 _VOCABULARY = 256
-_NARROW = 8  # rungs up to this one mostly decode, so single rows are tried over every span
+_NARROW = 8  # buckets up to this one mostly decode, so single rows are tried over every span
 _INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
 # What a user may set that changes which kernels the libraries choose.
 _SWITCHES = (
@@ -50,18 +50,18 @@ _FINGERPRINT_ROWS = 64
 class Numerics:
     """What the probe found, and so what the engine may do.
 
-    mode: "ladder", any rung gives a row the same bits, so any position that is a multiple of `grain` may be started
-    from and decoded rows are as good as prefilled ones; or "grid", whole chunks of C from position 0 and decoding at
-    the one width `rungs[0]`.
-    rungs: ascending; the last one is C, the chunk of a prefill.
+    mode: "buckets", any bucket gives a row the same bits, so any position that is a multiple of `block_size` may be
+    started from and decoded rows are as good as prefilled ones; or "grid", whole chunks of C from position 0 and
+    decoding at the one width `buckets[0]`.
+    buckets: ascending; the last one is C, the chunk of a prefill.
     plan: the shapes in which products were proven, for kernels that need one.
     numerics_class: within one class the same request gives the same bits. Device kind, instruction set or GPU, torch
     build, kernels, the shapes that serve, and a fingerprint of computed bits, which stands for whatever else matters.
     """
 
-    mode: Literal["ladder", "grid"]
-    rungs: tuple[int, ...]
-    grain: int
+    mode: Literal["buckets", "grid"]
+    buckets: tuple[int, ...]
+    block_size: int
     chunk: int
     kernels: str
     threads: int
@@ -75,15 +75,15 @@ class Numerics:
 
     @property
     def batch_rows(self) -> int:
-        """Rows that one decoding round may hold: any in a ladder, the one width in a grid."""
-        return self.chunk if self.mode == "ladder" else self.rungs[0]
+        """Rows that one decode step may hold: any in buckets, the one width in a grid."""
+        return self.chunk if self.mode == "buckets" else self.buckets[0]
 
     def shown(self) -> Mapping[str, Any]:
         """JSON-ready, for people."""
         return {
             "shapes": self.mode,
-            "rungs": list(self.rungs),
-            "grain": self.grain,
+            "buckets": list(self.buckets),
+            "block_size": self.block_size,
             "chunk": self.chunk,
             "kernels": self.kernels,
             "threads": self.threads,
@@ -111,10 +111,10 @@ class Numerics:
             found = _converter.structure(value, cls)
         except (BaseValidationError, TypeError, ValueError) as error:
             raise ValueError("the numerics probe's outcome has missing or malformed fields") from error
-        rungs = found.rungs
-        sound = all(rung > 0 for rung in rungs) and rungs == tuple(sorted(set(rungs)))
-        if not sound or not rungs or rungs[-1] != found.chunk:
-            raise ValueError("the numerics probe's outcome has impossible rungs")
+        buckets = found.buckets
+        sound = all(bucket > 0 for bucket in buckets) and buckets == tuple(sorted(set(buckets)))
+        if not sound or not buckets or buckets[-1] != found.chunk:
+            raise ValueError("the numerics probe's outcome has impossible buckets")
         if found.plan is not None:
             checked(found.plan)
         return found
@@ -156,15 +156,15 @@ def probe_key(
     dtype: torch.dtype,
     chunk: int,
     capacity: int,
-    ladder: Sequence[int] = LADDER,
+    sizes: Sequence[int] = BUCKETS,
     memory: int = 1 << 62,
 ) -> str:
     """Under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
     listed = products(
-        config, rungs_of(ladder, chunk), capacity=capacity, dtype=dtype, threads=torch.get_num_threads(), memory=memory
+        config, buckets_of(sizes, chunk), capacity=capacity, dtype=dtype, threads=torch.get_num_threads(), memory=memory
     )
     shapes = evolve(config, dtype=None, num_layers=1)
-    return kept_under(listed, kernels, device, (shapes, chunk, capacity, tuple(ladder), str(dtype)))
+    return kept_under(listed, kernels, device, (shapes, chunk, capacity, tuple(sizes), str(dtype)))
 
 
 def kept_under(listed: Products, kernels: Kernels, device: torch.device, more: object = None) -> str:
@@ -173,8 +173,8 @@ def kept_under(listed: Products, kernels: Kernels, device: torch.device, more: o
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def rungs_of(ladder: Sequence[int], chunk: int) -> tuple[int, ...]:
-    return (*(rung for rung in sorted(ladder) if rung < chunk), chunk)
+def buckets_of(sizes: Sequence[int], chunk: int) -> tuple[int, ...]:
+    return (*(bucket for bucket in sorted(sizes) if bucket < chunk), chunk)
 
 
 def machine(kernels: Kernels, device: torch.device) -> str:
@@ -199,7 +199,7 @@ def probe(
     dtype: torch.dtype,
     chunk: int,
     capacity: int,
-    ladder: Sequence[int] = LADDER,
+    sizes: Sequence[int] = BUCKETS,
     memory: int = 1 << 62,
 ) -> Numerics:
     """Take the measure of `kernels` on `device`; a second or two. The kernels themselves are left as they were.
@@ -207,25 +207,25 @@ def probe(
     memory: bytes that packed weights may take in host memory.
     """
     start = time.perf_counter()
-    rungs, threads = rungs_of(ladder, chunk), torch.get_num_threads()
-    proof = kernels.prove(products(config, rungs, capacity=capacity, dtype=dtype, threads=threads, memory=memory))
+    buckets, threads = buckets_of(sizes, chunk), torch.get_num_threads()
+    proof = kernels.prove(products(config, buckets, capacity=capacity, dtype=dtype, threads=threads, memory=memory))
     # The embedding alone: the head is on the list of products, and nothing else happens to logits.
     layer = evolve(config, num_layers=2, vocab_size=_VOCABULARY, tie_word_embeddings=False)
     weights = RandomWeights(layer, 1, device, torch.float32 if device.type == "cpu" else dtype, layer.hidden_size**-0.5)
-    shape: dict[str, Any] = {"device": device, "dtype": dtype, "slots": _SLOTS, "capacity": capacity, "rungs": rungs}
-    shard = Qwen3Shard(layer, weights, kernels.using(proof.plan), layers=range(1), **shape)
+    caches: dict[str, Any] = {"device": device, "dtype": dtype, "slots": _SLOTS, "capacity": capacity}
+    shard = Qwen3Shard(layer, weights, kernels.using(proof.plan), layers=range(1), buckets=buckets, **caches)
     try:
         bench = Bench(shard, capacity)
         spans = bench.run(kernels.kv_tile, every=proof.plan is None)
-        kept = tuple(rung for rung in rungs if rung not in bench.broken)
-        ladder_holds = proof.holds and chunk not in bench.broken and (len(kept) > 1 or len(rungs) == 1)
-        if not ladder_holds:
+        kept = tuple(bucket for bucket in buckets if bucket not in bench.broken)
+        buckets_hold = proof.holds and chunk not in bench.broken and (len(kept) > 1 or len(buckets) == 1)
+        if not buckets_hold:
             kept = tuple(sorted({bench.width(), chunk}))
         on_cpu = device.type == "cpu"
         return Numerics(
-            mode="ladder" if ladder_holds else "grid",
-            rungs=kept,
-            grain=GRAIN if ladder_holds else chunk,
+            mode="buckets" if buckets_hold else "grid",
+            buckets=kept,
+            block_size=BLOCK_SIZE if buckets_hold else chunk,
             chunk=chunk,
             kernels=kernels.name,
             threads=threads if on_cpu else 0,
@@ -241,10 +241,10 @@ def probe(
         shard.close()
 
 
-def _served(rungs: Sequence[int], proof: Proof, threads: int) -> str:
+def _served(buckets: Sequence[int], proof: Proof, threads: int) -> str:
     """16 hex digits of the shapes that serve: whoever serves in others shares nothing with us."""
     plan = None if proof.plan is None else proof.plan.numbers()
-    parts = (tuple(rungs), plan, 0 if proof.single else threads, proof.digest)
+    parts = (tuple(buckets), plan, 0 if proof.single else threads, proof.digest)
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -296,9 +296,9 @@ class Bench:
         for slot in range(1, _SLOTS):
             self.shard.copy_rows(0, slot, self.capacity)
 
-    def compute(self, rung: int, *segments: Segment) -> list[Rows]:
+    def compute(self, bucket: int, *segments: Segment) -> list[Rows]:
         """The rows of every segment; slots all hold the same sequence."""
-        step = Step(segments, rung)
+        step = Step(segments, bucket)
         inputs = torch.cat([self.tokens[segment.start : segment.start + segment.count] for segment in segments])
         hidden = self.shard.forward(step, inputs).hidden
         found, row = [], 0
@@ -310,8 +310,9 @@ class Bench:
         return found
 
     def run(self, tile: int, *, every: bool) -> int:
-        """Check every rung at key tile boundaries, `every` sampled one or the first and the last; returns how many."""
-        rows = min(self.shard.rungs[-1], self.capacity)
+        """Check every bucket at key tile boundaries, `every` sampled one or the first and the last; returns how
+        many."""
+        rows = min(self.shard.buckets[-1], self.capacity)
         last = self.capacity - rows
         at = [min(max(0, boundary - rows // 2), last) for boundary in boundaries(tile, self.capacity)]
         thorough = {0, *at[:1]}
@@ -322,40 +323,42 @@ class Bench:
 
     def check_span(self, start: int, rows: int, tile: int, *, thorough: bool) -> None:
         """Compare pieces of `[start, start + rows)` with the whole of it, computed as one chunk of C."""
-        chunk = self.shard.rungs[-1]
+        chunk = self.shard.buckets[-1]
         [whole] = self.compute(chunk, Segment(0, start, rows))
         if not self.fingerprint:
             self._take_fingerprint(whole.part(start, start + min(rows, _FINGERPRINT_ROWS)))
         edge = min(max(start + 1, (start // tile + 1) * tile), start + rows - 1)
-        for rung in self.shard.rungs:
-            for at, count in pieces(start, rows, edge, rung, thorough=thorough):
-                if rung in self.broken:
+        for bucket in self.shard.buckets:
+            for at, count in pieces(start, rows, edge, bucket, thorough=thorough):
+                if bucket in self.broken:
                     break
-                [part] = self.compute(rung, Segment(0, at, count))
-                self._compare(rung, "alone", whole, part)
-            if thorough and rung not in self.broken:
-                self._check_batch(rung, whole, start, rows, edge)
-            if rung in self.broken:
+                [part] = self.compute(bucket, Segment(0, at, count))
+                self._compare(bucket, "alone", whole, part)
+            if thorough and bucket not in self.broken:
+                self._check_batch(bucket, whole, start, rows, edge)
+            if bucket in self.broken:
                 self.shard.import_rows(0, start, whole.kv)
 
-    def _check_batch(self, rung: int, whole: Rows, start: int, rows: int, edge: int) -> None:
+    def _check_batch(self, bucket: int, whole: Rows, start: int, rows: int, edge: int) -> None:
         """Neighbours: segments of three slots in one step, each as it came out of the chunk."""
-        count = max(1, min(rung // _SLOTS, rows))
+        count = max(1, min(bucket // _SLOTS, rows))
         ends = {start, min(edge, start + rows - count), start + rows - count}
         segments = [Segment(slot, at, count) for slot, at in enumerate(sorted(ends))]
-        if sum(segment.count for segment in segments) > rung:
+        if sum(segment.count for segment in segments) > bucket:
             return
         for slot in range(1, _SLOTS):
             self.shard.import_rows(slot, start, whole.kv)
-        for part in self.compute(rung, *segments):
-            self._compare(rung, "batched", whole, part)
+        for part in self.compute(bucket, *segments):
+            self._compare(bucket, "batched", whole, part)
 
-    def _compare(self, rung: int, how: str, whole: Rows, part: Rows) -> None:
+    def _compare(self, bucket: int, how: str, whole: Rows, part: Rows) -> None:
         stop = part.start + len(part.hidden)
         self.checks += 1
-        if rung not in self.broken and not same_bits(whole.part(part.start, stop), part):
-            chunk = self.shard.rungs[-1]
-            self.broken[rung] = f"rung {rung}: rows {part.start}..{stop - 1}, {how}, differ from a chunk of {chunk}"
+        if bucket not in self.broken and not same_bits(whole.part(part.start, stop), part):
+            chunk = self.shard.buckets[-1]
+            self.broken[bucket] = (
+                f"bucket {bucket}: rows {part.start}..{stop - 1}, {how}, differ from a chunk of {chunk}"
+            )
 
     def _take_fingerprint(self, rows: Rows) -> None:
         digest = hashlib.blake2b(digest_size=8)
@@ -364,14 +367,14 @@ class Bench:
         self.fingerprint = digest.hexdigest()
 
     def width(self) -> int:
-        """The smallest rung at which a row is the same alone, in another place and among others; else C."""
+        """The smallest bucket at which a row is the same alone, in another place and among others; else C."""
         at, other = self.capacity // 2, self.capacity // 3
-        for rung in self.shard.rungs[:-1]:
-            [alone] = self.compute(rung, Segment(0, at, 1))
-            _, batched, _ = self.compute(rung, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1))
+        for bucket in self.shard.buckets[:-1]:
+            [alone] = self.compute(bucket, Segment(0, at, 1))
+            _, batched, _ = self.compute(bucket, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1))
             if same_bits(alone, batched):
-                return rung
-        return self.shard.rungs[-1]
+                return bucket
+        return self.shard.buckets[-1]
 
 
 def boundaries(tile: int, capacity: int) -> list[int]:
@@ -383,15 +386,15 @@ def boundaries(tile: int, capacity: int) -> list[int]:
     return [tile * index for index in sorted(spread)]
 
 
-def pieces(start: int, rows: int, edge: int, rung: int, *, thorough: bool) -> list[tuple[int, int]]:
-    """(position, count) of the pieces of `[start, start + rows)` that a rung computes; one straddles `edge`."""
+def pieces(start: int, rows: int, edge: int, bucket: int, *, thorough: bool) -> list[tuple[int, int]]:
+    """(position, count) of the pieces of `[start, start + rows)` that a bucket computes; one straddles `edge`."""
     end = start + rows
-    full = min(rung, rows)
+    full = min(bucket, rows)
     straddling = min(max(start, edge - max(1, full // 2)), end - full)
     found = [(straddling, full)]
-    if thorough or rung <= _NARROW:
+    if thorough or bucket <= _NARROW:
         found += [(edge, 1), (edge - 1, 1), (end - 1, 1)]
     if thorough:
-        odd, at = max(1, full - 1), min(start + GRAIN, end - 1)
-        found += [(start, full), (end - odd, odd), (at, min(rung, end - at))]
+        odd, at = max(1, full - 1), min(start + BLOCK_SIZE, end - 1)
+        found += [(start, full), (end - odd, odd), (at, min(bucket, end - at))]
     return list(dict.fromkeys(found))

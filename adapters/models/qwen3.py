@@ -9,15 +9,15 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from adapters.models.branches import Branches, check_tree
 from adapters.models.checkpoint import Weights
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Batch, Kernels, Rope
 from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
 from adapters.models.parking import size_of
 from adapters.models.shard import Forward, Kept, NamedTensors, Step, TargetHead
+from adapters.models.tree_attention import TreeAttention, check_tree
 
-LADDER = (4, 8, 16, 32, 64, 128, 256)
+BUCKETS = (4, 8, 16, 32, 64, 128, 256)
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
 
 
@@ -44,13 +44,13 @@ class Layer:
 
 @define(eq=False)
 class Buffers:
-    """The static tensors of one rung."""
+    """The static tensors of one bucket."""
 
     batch: Batch
     hidden: Tensor
     logits: Tensor | None
     forward: Forward
-    branches: Branches | None = None
+    tree: TreeAttention | None = None
 
 
 def rope_tables(config: Qwen3Config, capacity: int, device: torch.device) -> Rope:
@@ -88,8 +88,9 @@ def products(
 class Qwen3Shard:
     """Layers `[first, last)` on one device; the embedding with layer 0, final norm and head with the last layer.
 
-    capture: global layer indices whose output (HF `hidden_states[i + 1]`) every forward leaves in its captures.
-    rungs: the row counts that `forward` accepts. capacity is rounded up to whole key tiles of the kernels.
+    aux_layers: global layer indices whose output (HF `hidden_states[i + 1]`) every forward leaves in its
+    `aux_hidden_states`. buckets: the row counts that `forward` accepts. capacity is rounded up to whole key tiles of
+    the kernels.
     """
 
     def __init__(
@@ -103,16 +104,16 @@ class Qwen3Shard:
         layers: range | None = None,
         slots: int = 4,
         capacity: int = 8192,
-        rungs: Sequence[int] = LADDER,
-        capture: Sequence[int] = (),
+        buckets: Sequence[int] = BUCKETS,
+        aux_layers: Sequence[int] = (),
     ) -> None:
         self._config, self._kernels = config, kernels
         self._device, self._dtype = torch.device(device), dtype
         self._layers = range(config.num_layers) if layers is None else layers
-        _check_arguments(config, self._layers, slots, capacity, (rungs, capture))
+        _check_arguments(config, self._layers, slots, capacity, (buckets, aux_layers))
         self._slots = slots
         self._capacity = -(-capacity // kernels.kv_tile) * kernels.kv_tile
-        self._rungs, self._capture = tuple(rungs), tuple(capture)
+        self._buckets, self._aux_layers = tuple(buckets), tuple(aux_layers)
         self._buffers: dict[int, Buffers] = {}
         self._rope = rope_tables(config, self._capacity, self._device)
         shape = (len(self._layers), 2, slots, config.num_kv_heads, self._capacity, config.head_dim)
@@ -180,8 +181,8 @@ class Qwen3Shard:
         return self._capacity
 
     @property
-    def rungs(self) -> tuple[int, ...]:
-        return self._rungs
+    def buckets(self) -> tuple[int, ...]:
+        return self._buckets
 
     @property
     def kernels(self) -> Kernels:
@@ -205,66 +206,66 @@ class Qwen3Shard:
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         self._check_step(step, inputs)
-        buffers = self._at(step.rung)
+        buffers = self._at(step.bucket)
         with torch.inference_mode():
             if self._embedding is None:
                 buffers.hidden.copy_(inputs)
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare(buffers.batch)
             if step.branches:
-                self._run_branches(buffers, step)
+                self._run_tree(buffers, step)
                 return buffers.forward
-            # Only the model's last layer may stop early, and only if nobody captures what it leaves.
-            early = step.rows_only and self._norm is not None and self._layers.stop - 1 not in self._capture
+            # Only the model's last layer may stop early, and only if nobody wants what it leaves.
+            early = step.rows_only and self._norm is not None and self._layers.stop - 1 not in self._aux_layers
             name = "rows" if early else "layers"
             self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
         return buffers.forward
 
-    def _run_branches(self, buffers: Buffers, step: Step) -> None:
+    def _run_tree(self, buffers: Buffers, step: Step) -> None:
         """Its shape changes from step to step, so no graph is recorded of it."""
-        if buffers.branches is None:
+        if buffers.tree is None:
             caches = [(layer.k_cache, layer.v_cache) for layer in self._blocks]
             width = self._config.num_heads * self._config.head_dim
-            buffers.branches = Branches(self._kernels, step.rung, self._rope, caches, width)
-        buffers.branches.load(step)
+            buffers.tree = TreeAttention(self._kernels, step.bucket, self._rope, caches, width)
+        buffers.tree.load(step)
         if self._device.type == "cuda":
-            self._run_layers(buffers, buffers.branches)
+            self._run_layers(buffers, buffers.tree)
         else:
-            self._kernels.launch("tree", buffers.batch, lambda: self._run_layers(buffers, buffers.branches))
+            self._kernels.launch("tree", buffers.batch, lambda: self._run_layers(buffers, buffers.tree))
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
         if len(kept) != len(step.parts):
             raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
-        branches = self._at(step.rung).branches
-        if step.branches and branches is not None:
+        tree = self._at(step.bucket).tree
+        if step.branches and tree is not None:
             with torch.inference_mode():
-                branches.settle(step, kept)
+                tree.settle(step, kept)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        """Float32 `[rung, V]`, a static buffer; padded rows hold finite garbage."""
-        buffers = self._at(step.rung)
+        """Float32 `[bucket, V]`, a static buffer; padded rows hold finite garbage."""
+        buffers = self._at(step.bucket)
         if self._norm is None:
             raise ValueError(f"logits: layers {self._layers.start}..{self._layers.stop - 1} have no head")
-        if buffers.logits is None:  # a prefill's rung never needs them, and they are large
-            buffers.logits = torch.zeros(step.rung, self._config.vocab_size, device=self._device)
+        if buffers.logits is None:  # a prefill's bucket never needs them, and they are large
+            buffers.logits = torch.zeros(step.bucket, self._config.vocab_size, device=self._device)
         with torch.inference_mode():
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
             self._kernels.launch("logits", buffers.batch, lambda: self._run_head(buffers))
         return buffers.logits
 
-    def _run_layers(self, buffers: Buffers, branches: Branches | None = None, *, early: bool = False) -> None:
+    def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
         kernels, batch, rope, eps = self._kernels, buffers.batch, self._rope, self._config.rms_norm_eps
-        residual, captures = buffers.hidden, buffers.forward.captures
+        residual, aux_hidden_states = buffers.hidden, buffers.forward.aux_hidden_states
         if self._embedding is not None:
             torch.index_select(self._embedding, 0, batch.tokens, out=residual)
         delta: Tensor | None = None
         for index, layer in zip(self._layers, self._blocks, strict=True):
             x = kernels.add_norm(residual, delta, layer.input_norm, eps)
-            if index - 1 in captures and index != self._layers.start:
-                captures[index - 1].copy_(residual)
+            if index - 1 in aux_hidden_states and index != self._layers.start:
+                aux_hidden_states[index - 1].copy_(residual)
             qkv = kernels.linear(x, layer.qkv)
-            if branches is None:
+            if tree is None:
                 k_cache, v_cache = layer.k_cache, layer.v_cache
                 q = kernels.rotate_store(qkv, layer.q_norm, layer.k_norm, eps, rope, batch, k_cache, v_cache)
                 if early and index == self._layers.stop - 1:
@@ -272,14 +273,14 @@ class Qwen3Shard:
                 attended = kernels.attend(q, k_cache, v_cache, batch)
             else:
                 number = index - self._layers.start
-                attended = branches.attend(number, qkv, layer.q_norm, layer.k_norm, eps)
+                attended = tree.attend(number, qkv, layer.q_norm, layer.k_norm, eps)
             delta = kernels.linear(attended, layer.out)
             x = kernels.add_norm(residual, delta, layer.post_norm, eps)
             delta = kernels.linear(kernels.gated(x, layer.gate_up), layer.down)
         if delta is not None:
             residual.add_(delta)
-        if self._layers.stop - 1 in captures:
-            captures[self._layers.stop - 1].copy_(residual)
+        if self._layers.stop - 1 in aux_hidden_states:
+            aux_hidden_states[self._layers.stop - 1].copy_(residual)
 
     def _run_head(self, buffers: Buffers) -> None:
         assert buffers.logits is not None
@@ -287,25 +288,29 @@ class Qwen3Shard:
         normed = self._kernels.add_norm(buffers.hidden, None, self._norm, self._config.rms_norm_eps)
         buffers.logits.copy_(self._kernels.linear(normed, self._head))
 
-    def _at(self, rung: int) -> Buffers:
-        if rung not in self._buffers:
-            shape = (rung, self._config.hidden_size)
+    def _at(self, bucket: int) -> Buffers:
+        if bucket not in self._buffers:
+            shape = (bucket, self._config.hidden_size)
             hidden = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            captures = {
+            aux_hidden_states = {
                 layer: torch.zeros(shape, dtype=self._dtype, device=self._device)
-                for layer in self._capture
+                for layer in self._aux_layers
                 if layer in self._layers
             }
-            self._buffers[rung] = Buffers(Batch(rung, self._device), hidden, None, Forward(hidden, captures))
-        return self._buffers[rung]
+            self._buffers[bucket] = Buffers(
+                Batch(bucket, self._device), hidden, None, Forward(hidden, aux_hidden_states)
+            )
+        return self._buffers[bucket]
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
-        if step.rung not in self._rungs:
-            raise ValueError(f"rung {step.rung} is not one of {self._rungs}")
+        if step.bucket not in self._buckets:
+            raise ValueError(f"bucket {step.bucket} is not one of {self._buckets}")
         rows = step.rows
-        expected = (rows,) if self._embedding is not None else (step.rung, self._config.hidden_size)
-        if not 0 < rows <= step.rung or inputs.shape != expected:
-            raise ValueError(f"{rows} rows at rung {step.rung} do not go with inputs of shape {tuple(inputs.shape)}")
+        expected = (rows,) if self._embedding is not None else (step.bucket, self._config.hidden_size)
+        if not 0 < rows <= step.bucket or inputs.shape != expected:
+            raise ValueError(
+                f"{rows} rows at bucket {step.bucket} do not go with inputs of shape {tuple(inputs.shape)}"
+            )
         if len({part[0].slot for part in step.parts}) != len(step.parts):
             raise ValueError("a slot appears twice in one step")
         for part in step.parts:
@@ -357,8 +362,8 @@ class Qwen3Shard:
         for held in tuple(self._buffers.values()):  # asked from other threads, too
             buffers += held.batch.table.nbytes + held.hidden.nbytes
             buffers += 0 if held.logits is None else held.logits.nbytes
-            buffers += sum(capture.nbytes for capture in held.forward.captures.values())
-            buffers += 0 if held.branches is None else held.branches.nbytes
+            buffers += sum(one.nbytes for one in held.forward.aux_hidden_states.values())
+            buffers += 0 if held.tree is None else held.tree.nbytes
         return {"weights": self._weights_bytes, "kv": self._rows.nbytes, "buffers": buffers}
 
     def close(self) -> None:
@@ -372,12 +377,12 @@ class Qwen3Shard:
 def _check_arguments(
     config: Qwen3Config, layers: range, slots: int, capacity: int, lists: tuple[Sequence[int], Sequence[int]]
 ) -> None:
-    rungs, capture = lists
+    buckets, aux_layers = lists
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
         raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
     if slots < 1 or not 1 <= capacity <= config.max_positions:
         raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1..{config.max_positions}")
-    if not rungs or any(rung < 1 for rung in rungs):
-        raise ValueError(f"rungs {tuple(rungs)} are not positive row counts")
-    if any(not 0 <= layer < config.num_layers for layer in capture):
-        raise ValueError(f"capture {tuple(capture)}: not all in 0..{config.num_layers - 1}")
+    if not buckets or any(bucket < 1 for bucket in buckets):
+        raise ValueError(f"buckets {tuple(buckets)} are not positive row counts")
+    if any(not 0 <= layer < config.num_layers for layer in aux_layers):
+        raise ValueError(f"aux_layers {tuple(aux_layers)}: not all in 0..{config.num_layers - 1}")

@@ -31,7 +31,7 @@ class Segment:
 
 @frozen
 class Step:
-    """What one forward computes: the segments' rows in order, padded up to `rung` rows.
+    """What one forward computes: the segments' rows in order, padded up to `bucket` rows.
 
     A prefill chunk is one segment; a batched decode has one segment of one row per request; a verification has one
     segment of block-size rows per request, or a tree: several segments of one slot, one after the other. They are the
@@ -43,7 +43,7 @@ class Step:
     """
 
     segments: tuple[Segment, ...]
-    rung: int
+    bucket: int
     rows_only: bool = False
 
     @property
@@ -65,13 +65,14 @@ class Step:
 class Forward:
     """What one forward leaves behind. The tensors are the shard's static buffers: read them before the next forward.
 
-    hidden: `[rung, D]` in the model's dtype, the residual stream after the shard's last layer (no final norm); of
+    hidden: `[bucket, D]` in the model's dtype, the residual stream after the shard's last layer (no final norm); of
         no use on the last shard after a step of `rows_only`.
-    captures: layer index -> `[rung, D]`, the residual stream after that decoder layer (the DFlash taps).
+    aux_hidden_states: layer index -> `[bucket, D]`, the residual stream after that decoder layer (what a DFlash draft
+    reads).
     """
 
     hidden: Tensor
-    captures: Mapping[int, Tensor]
+    aux_hidden_states: Mapping[int, Tensor]
 
 
 @frozen(eq=False)
@@ -95,8 +96,8 @@ class Shard(Protocol):
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         """Run `step` through the layers, writing KV rows `[start, start + count)` of each segment's slot.
 
-        inputs: int64 `[rows]` token ids on the first shard (the shard pads to the rung), otherwise hidden states
-        `[rung, D]`. Rows below `start` must be valid. Rows past `start + count` become garbage: attention never
+        inputs: int64 `[rows]` token ids on the first shard (the shard pads to the bucket), otherwise hidden states
+        `[bucket, D]`. Rows below `start` must be valid. Rows past `start + count` become garbage: attention never
         reads beyond a row's own position.
 
         A step of `rows_only` is settled at once. Any other one is settled by `commit`; without it, none of its rows
@@ -113,7 +114,7 @@ class Shard(Protocol):
         ...
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        """Final norm and head over `hidden[rung, D]`: float32 `[rung, V]`. Last shard only."""
+        """Final norm and head over `hidden[bucket, D]`: float32 `[bucket, V]`. Last shard only."""
         ...
 
     def copy_rows(self, source: int, target: int, count: int) -> None:

@@ -39,10 +39,10 @@ class RandomDraft:
     scale: float = 0.02
 
     def has(self, name: str) -> bool:
-        return name in draft_tensors(self.config, len(self.config.taps))
+        return name in draft_tensors(self.config, len(self.config.aux_layers))
 
     def read(self, name: str) -> Tensor:
-        shape = draft_tensors(self.config, len(self.config.taps))[name]
+        shape = draft_tensors(self.config, len(self.config.aux_layers))[name]
         return _normal(shape, f"{self.seed}:{name}", self.device, self.dtype, self.scale)
 
     def digest(self) -> str:

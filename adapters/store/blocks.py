@@ -11,14 +11,14 @@ KEY = 16  # bytes of a key
 WIDTH = 4  # bytes of a packed token id
 
 
-def root(identity: str, grain: int) -> bytes:
-    """The parent of every first block: two identities, or two grains, share no key."""
-    return blake2b(f"rekindle kv\0{identity}\0{grain}".encode(), digest_size=KEY).digest()
+def root(identity: str, block_size: int) -> bytes:
+    """The parent of every first block: two identities, or two blocks, share no key."""
+    return blake2b(f"rekindle kv\0{identity}\0{block_size}".encode(), digest_size=KEY).digest()
 
 
-def draft_root(identity: str, draft: str, grain: int) -> bytes:
+def draft_root(identity: str, draft: str, block_size: int) -> bytes:
     """The parent of the first block of a draft's rows: they stand for the same tokens, and go with one draft only."""
-    return blake2b(f"rekindle draft\0{identity}\0{draft}\0{grain}".encode(), digest_size=KEY).digest()
+    return blake2b(f"rekindle draft\0{identity}\0{draft}\0{block_size}".encode(), digest_size=KEY).digest()
 
 
 def checkpoint_key(key: bytes) -> bytes:
@@ -34,9 +34,9 @@ def pack(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def chain(parent: bytes, packed: bytes, grain: int) -> tuple[bytes, ...]:
+def chain(parent: bytes, packed: bytes, block_size: int) -> tuple[bytes, ...]:
     """The key of each whole block of `packed`, the first one's parent being `parent`."""
-    keys, step = list[bytes](), grain * WIDTH
+    keys, step = list[bytes](), block_size * WIDTH
     for start in range(0, len(packed) // step * step, step):
         parent = blake2b(packed[start : start + step], digest_size=KEY, key=parent).digest()
         keys.append(parent)

@@ -21,7 +21,7 @@ def entry_named(named: tuple[bytes, int], said: Head, size: int) -> Entry:
         raise Damaged("the file has another run's name")
     if handle > MOST_HANDLE:
         raise Damaged("the number in the file's name cannot be")
-    return entry_of(said.run, handle, size, root(said.identity, said.grain))
+    return entry_of(said.run, handle, size, root(said.identity, said.block_size))
 
 
 def entry_of(run: Run, handle: int, size: int, origin: bytes) -> Entry:

@@ -331,7 +331,7 @@ class StoreExecutor:
         state = self.serving(slot, request)
         if isinstance(state, DeviceFailed) or not has_state(self.shard) or not self.store.layout.state:
             return False
-        if state.valid != at or at % self.store.layout.grain or not at:
+        if state.valid != at or at % self.store.layout.block_size or not at:
             log.warning("request %d: slot %d has %d rows, no checkpoint at %d", request, slot, state.valid, at)
             return False
         tokens = tuple(state.tokens[:at])

@@ -95,7 +95,7 @@ class Layout:
     """
 
     identity: str
-    grain: int
+    block_size: int
     rows: Rows
     draft: Draft | None = None
     state: tuple[Spec, ...] = field(default=(), converter=aligned)
@@ -128,9 +128,9 @@ class Layout:
     def root(self, kind: Kind) -> bytes:
         """The parent of the first block. Another draft finds the target's rows, and not this draft's."""
         if kind == "rows":
-            return root(self.identity, self.grain)
+            return root(self.identity, self.block_size)
         assert self.draft is not None, "only rows have a root"
-        return draft_root(self.identity, self.draft.identity, self.grain)
+        return draft_root(self.identity, self.draft.identity, self.block_size)
 
 
 @frozen
@@ -163,7 +163,7 @@ class Head:
 
     run: Run
     identity: str
-    grain: int
+    block_size: int
     frames: bytes
 
 
@@ -196,7 +196,7 @@ def head(run: Run, layout: Layout, frames: bytes) -> bytes:
         "rekindle_kv": str(VERSION),
         "kind": run.kind,
         "identity": layout.identity,
-        "grain": str(layout.grain),
+        "grain": str(layout.block_size),
         "start": str(run.start),
         "parent": run.parent.hex(),
         "key": run.keys[-1].hex(),
@@ -253,19 +253,24 @@ def parse_head(raw: Buffer) -> Head:
         about = strings(json.loads(bytes(raw[8 : 8 + size]))["__metadata__"])
         check_version(int(about["rekindle_kv"]))
         run = parse_run(about, bytes(raw[8 + size :]))
-        identity, grain, key = about["identity"], int(about["grain"]), bytes.fromhex(about["key"])
+        identity, block_size, key = about["identity"], int(about["grain"]), bytes.fromhex(about["key"])
         frames = bytes.fromhex(about["frames"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the header cannot be read: {type(error).__name__}") from error
-    if not 1 <= grain <= MOST_START or not 0 <= run.start <= MOST_START or len(run.parent) != KEY or run.start % grain:
+    if (
+        not 1 <= block_size <= MOST_START
+        or not 0 <= run.start <= MOST_START
+        or len(run.parent) != KEY
+        or run.start % block_size
+    ):
         raise Damaged("the header's numbers cannot be")
-    blocks, rest = divmod(len(run.tokens), grain * WIDTH)
+    blocks, rest = divmod(len(run.tokens), block_size * WIDTH)
     if rest or not blocks or (run.kind == "state" and (blocks != 1 or not 0 <= run.since <= run.start)):
         raise Damaged("the tokens are not whole blocks")
-    run = evolve(run, keys=keys_of(run, grain))
+    run = evolve(run, keys=keys_of(run, block_size))
     if run.keys[-1] != key:
         raise Damaged("the tokens do not have the key that the header says")
-    return Head(run, identity, grain, frames)
+    return Head(run, identity, block_size, frames)
 
 
 def strings(about: Mapping[str, Any]) -> Mapping[str, str]:
@@ -293,7 +298,7 @@ def parse_run(about: Mapping[str, Any], tokens: bytes) -> Run:
     return Run(int(about["start"]), bytes.fromhex(about["parent"]), (), tokens, kind, since)
 
 
-def keys_of(run: Run, grain: int) -> tuple[bytes, ...]:
+def keys_of(run: Run, block_size: int) -> tuple[bytes, ...]:
     if run.kind == "state":
         return (checkpoint_key(run.parent),)
-    return chain(run.parent, run.tokens, grain)
+    return chain(run.parent, run.tokens, block_size)

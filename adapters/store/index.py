@@ -60,7 +60,7 @@ class Index:
     """One tier's entries within `budget` bytes. Not thread-safe: the store has one lock for all of it."""
 
     budget: int
-    grain: int
+    block_size: int
     origin: bytes = b""  # of what is being served
     entries: dict[int, Entry] = field(factory=dict[int, Entry])
     held: int = 0  # bytes
@@ -80,7 +80,7 @@ class Index:
         entry = self._blocks.get(key)
         if entry is None:
             return None
-        block, step = entry.keys.index(key), self.grain * WIDTH
+        block, step = entry.keys.index(key), self.block_size * WIDTH
         return entry if entry.tokens[block * step : (block + 1) * step] == tokens else None
 
     def holding(self, key: bytes) -> Entry | None:

@@ -76,4 +76,4 @@ def open_disk(layout: Layout, folder: Folder, lock: threading.RLock, *, budget: 
 
 
 def index(layout: Layout, budget: int) -> Index:
-    return Index(budget, layout.grain, layout.root("rows"))
+    return Index(budget, layout.block_size, layout.root("rows"))

@@ -134,9 +134,9 @@ class Rehearsal:
     @contextmanager
     def samples(self, disk: Disk, codec: Fixed) -> Iterator[list[Load]]:
         """Files of the slot's first rows, written for this and removed again; no more than there is time for."""
-        layout, grain = self.store.layout, self.store.layout.grain
+        layout, block_size = self.store.layout, self.store.layout.block_size
         tokens, names = self._tokens(min(SAMPLE, self.store.run_bytes)), list[str]()
-        run = Run(0, layout.root("rows"), (bytes(KEY),) * (tokens // grain), bytes(tokens * WIDTH))
+        run = Run(0, layout.root("rows"), (bytes(KEY),) * (tokens // block_size), bytes(tokens * WIDTH))
         parts = encode(run, layout, self._content(tokens), seekable.compressor(LEVELS[codec]))
         size = sum(map(len, parts))
         most, end = min(AHEAD, disk.index.budget // PART // size), time.perf_counter_ns() + LIMIT_NS
@@ -156,8 +156,8 @@ class Rehearsal:
 
     def _tokens(self, size: int) -> int:
         """Whole blocks of so many bytes, as far as a slot has them; one at least."""
-        grain = self.store.layout.grain
-        return max(1, min(size // self.store.layout.token_bytes, self.capacity) // grain) * grain
+        block_size = self.store.layout.block_size
+        return max(1, min(size // self.store.layout.token_bytes, self.capacity) // block_size) * block_size
 
     def _content(self, tokens: int) -> memoryview:
         """What rows look like here, again and again: too far apart for zstd to see it."""

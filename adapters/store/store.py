@@ -123,9 +123,9 @@ class Store:
     _waiting: set[int] = field(factory=set[int])  # handles of host entries that are to be written
 
     def path(self, tokens: Tokens, kind: Kind = "rows") -> Path:
-        grain = self.layout.grain
-        packed = pack(tokens[: len(tokens) // grain * grain])
-        return Path(chain(self.layout.root(kind), packed, grain), packed)
+        block_size = self.layout.block_size
+        packed = pack(tokens[: len(tokens) // block_size * block_size])
+        return Path(chain(self.layout.root(kind), packed, block_size), packed)
 
     # --- looking up ---
 
@@ -174,23 +174,25 @@ class Store:
 
     def _checkpoint(self, path: Path, length: int) -> Part | None:
         """The last one within the first `length` tokens."""
-        for stop in range(length, 0, -self.layout.grain):
+        for stop in range(length, 0, -self.layout.block_size):
             place, entry = self._where(*self._state_key(path, stop))
             if entry is not None:
-                return Part(place, entry, stop - self.layout.grain, stop)
+                return Part(place, entry, stop - self.layout.block_size, stop)
         return None
 
     def _state_key(self, path: Path, stop: int) -> tuple[bytes, bytes]:
         """(key, packed tokens of the block) of the checkpoint at `stop`."""
-        grain = self.layout.grain
-        return checkpoint_key(path.keys[stop // grain - 1]), path.packed[(stop - grain) * WIDTH : stop * WIDTH]
+        block_size = self.layout.block_size
+        return checkpoint_key(path.keys[stop // block_size - 1]), path.packed[
+            (stop - block_size) * WIDTH : stop * WIDTH
+        ]
 
     def _draft(self, path: Path, length: int) -> tuple[Part, ...]:
         """The draft's rows up to `length`, without a gap before it."""
         if self.layout.draft is None or not length:
             return ()
         packed, parts = path.packed[: length * WIDTH], list[Part]()
-        keys = chain(self.layout.root("draft"), packed, self.layout.grain)
+        keys = chain(self.layout.root("draft"), packed, self.layout.block_size)
         for number in reversed(range(len(keys))):
             part = self._part(Path(keys, packed), number)
             if part is None:
@@ -214,7 +216,7 @@ class Store:
 
     def _part(self, path: Path, number: int) -> Part | None:
         """One block."""
-        start, stop = number * self.layout.grain, (number + 1) * self.layout.grain
+        start, stop = number * self.layout.block_size, (number + 1) * self.layout.block_size
         place, entry = self._where(path.keys[number], path.packed[start * WIDTH : stop * WIDTH])
         return None if entry is None else Part(place, entry, start, stop)
 
@@ -245,11 +247,11 @@ class Store:
         """Which rows of a sequence, from `start` on, no tier has, in runs of a size to be saved; those that only wait
         to be asked for again, because the queue was full, are queued on the way.
         """
-        path, grain = self.path(tokens, kind), self.layout.grain
-        most = max(1, self.run_bytes // self.layout.size(kind, grain))
+        path, block_size = self.path(tokens, kind), self.layout.block_size
+        most = max(1, self.run_bytes // self.layout.size(kind, block_size))
         spans = list[Span]()
         with self.lock:
-            for number in range(-(-start // grain), len(path.keys)):
+            for number in range(-(-start // block_size), len(path.keys)):
                 key = path.keys[number]
                 if self._has(key):
                     self._write_again(key)
@@ -261,9 +263,9 @@ class Store:
 
     def _run(self, path: Path, blocks: Span, kind: Kind) -> Run:
         first, stop = blocks
-        grain, step = self.layout.grain, self.layout.grain * WIDTH
+        block_size, step = self.layout.block_size, self.layout.block_size * WIDTH
         parent = path.keys[first - 1] if first else self.layout.root(kind)
-        return Run(first * grain, parent, path.keys[first:stop], path.packed[first * step : stop * step], kind)
+        return Run(first * block_size, parent, path.keys[first:stop], path.packed[first * step : stop * step], kind)
 
     def keep(self, run: Run, rows: Buffer) -> bool:
         """Take in one of the `gaps`, or a checkpoint. False if there was room nowhere."""
@@ -293,9 +295,9 @@ class Store:
         path, stop = self.path(tokens), len(tokens)
         key, packed = self._state_key(path, stop)
         with self.lock:
-            before = self._checkpoint(path, stop - self.layout.grain)
+            before = self._checkpoint(path, stop - self.layout.block_size)
             since = 0 if before is None else before.stop
-            run = Run(stop - self.layout.grain, path.keys[-1], (key,), packed, "state", since)
+            run = Run(stop - self.layout.block_size, path.keys[-1], (key,), packed, "state", since)
             return self.keep(run, state)
 
     def promote(self, source: Entry, rows: Buffer) -> None:

@@ -42,7 +42,7 @@ class Kept:
     name: str
     entry: Entry
     identity: str
-    grain: int
+    block_size: int
     content: int
 
     @property
@@ -157,7 +157,7 @@ def described(name: str, descriptor: int, known: Mapping[int, Entry]) -> Kept:
     remembered = known.get(named[1])
     if remembered is not None and remembered.keys == entry.keys:
         entry.hits, entry.used = remembered.hits, remembered.used
-    return Kept(name, entry, said.identity, said.grain, sum(content for _, content in table(descriptor, size)[1:]))
+    return Kept(name, entry, said.identity, said.block_size, sum(content for _, content in table(descriptor, size)[1:]))
 
 
 def table(descriptor: int, size: int) -> list[Sizes]:

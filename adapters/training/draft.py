@@ -195,7 +195,7 @@ def describe(
     return {
         "parameters": sum(parameter.numel() for parameter in draft.parameters()) / 1e6,
         "layers": draft.geometry.layers,
-        "taps": ", ".join(map(str, draft.geometry.taps)),
+        "taps": ", ".join(map(str, draft.geometry.aux_layers)),
         "target_layers": target.geometry.layers,
         "block": draft.geometry.block,
         "mask": MASK,

@@ -95,7 +95,7 @@ class Taken:
     rounds: int = 0
 
     @property
-    def a_round(self) -> float:
+    def a_step(self) -> float:
         """Acceptance length, the target's own token included."""
         return self.tokens / max(self.rounds, 1)
 
@@ -174,10 +174,10 @@ def proposals(draft: Draft, target: Qwen3, some: Sequence[Said], slots: int, tem
     tokens = tokens.to(device)
     starts = torch.tensor([said.start for said in some], device=device).unsqueeze(1)
     anchors = (starts + torch.arange(most, device=device)).clamp(max=longest - 1)
-    _, taps = read(target, tokens, draft.geometry.taps)
+    _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
     dtype = draft.fc.weight.dtype
     blocks = blocks_at(target, tokens, anchors, slots).to(dtype)
-    hidden = draft(draft.context(taps.to(dtype)), blocks, anchors)[:, :, 1:]
+    hidden = draft(draft.context(aux_layers.to(dtype)), blocks, anchors)[:, :, 1:]
     found = []
     for said, states in zip(some, hidden, strict=True):
         count = len(said.tokens) - said.start - 1
@@ -258,8 +258,8 @@ def evaluate_draft(
         way = f"at {temperature}" if temperature else "greedy"
         for size in slots:
             total = examine_draft(draft, target, every, size, temperature)
-            found.setdefault(name, {})[f"{way}, block {size}"] = total.a_round
-            print(f"{name}, {way}, block {size}: {total.a_round:.2f} ({total.tokens}/{total.rounds})", flush=True)
+            found.setdefault(name, {})[f"{way}, block {size}"] = total.a_step
+            print(f"{name}, {way}, block {size}: {total.a_step:.2f} ({total.tokens}/{total.rounds})", flush=True)
     return found
 
 

@@ -25,7 +25,7 @@ def config_of(geometry: DraftGeometry) -> dict[str, Any]:
         "dflash_config": {
             "block_size": geometry.block,
             "mask_token_id": MASK_ID,
-            "target_layer_ids": list(geometry.taps),
+            "target_layer_ids": list(geometry.aux_layers),
         },
         "layer_types": ["full_attention"] * geometry.layers,
         "max_window_layers": geometry.layers,
@@ -51,8 +51,8 @@ def load_draft(folder: Path, device: torch.device | str, dtype: torch.dtype) -> 
     """A draft that `export_draft` wrote, for evaluation."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     target = geometry_of(config, config["num_target_layers"])
-    taps = tuple(config["dflash_config"]["target_layer_ids"])
-    draft = Draft(DraftGeometry(target, config["num_hidden_layers"], taps, config["block_size"]))
+    aux_layers = tuple(config["dflash_config"]["target_layer_ids"])
+    draft = Draft(DraftGeometry(target, config["num_hidden_layers"], aux_layers, config["block_size"]))
     draft.load_state_dict(load_file(folder / "model.safetensors"))
     cos, sin = draft.cos, draft.sin
     draft = draft.to(device=device, dtype=dtype)

@@ -25,11 +25,12 @@ GROUP = 32
 
 @frozen
 class DraftGeometry:
-    """`layers` layers of the target's own sizes. `taps`: target layers whose outputs it reads, from 0, ascending."""
+    """`layers` layers of the target's own sizes. `aux_layers`: target layers whose outputs it reads, from 0,
+    ascending."""
 
     target: Geometry = field(factory=Geometry)
     layers: int = 3
-    taps: tuple[int, ...] = (1, 3, 5, 7, 9)
+    aux_layers: tuple[int, ...] = (1, 3, 5, 7, 9)
     block: int = 16
     """Slots of a block in training, the anchor's included; fewer may be used later, more may not."""
 
@@ -44,7 +45,7 @@ class Draft(nn.Module):
         super().__init__()
         target = geometry.target
         self.geometry = geometry
-        self.fc = nn.Linear(len(geometry.taps) * target.hidden, target.hidden, bias=False)
+        self.fc = nn.Linear(len(geometry.aux_layers) * target.hidden, target.hidden, bias=False)
         self.hidden_norm = Norm(target.hidden, target.eps)
         self.layers = nn.ModuleList(Layer(target) for _ in range(geometry.layers))
         self.norm = Norm(target.hidden, target.eps)
@@ -55,7 +56,8 @@ class Draft(nn.Module):
 
     @torch.no_grad()
     def inherit(self, target: Qwen3) -> None:
-        """Begin with the target's last layers and last norm, and with its last tap, a little disturbed, as context."""
+        """Begin with the target's last layers and last norm, and with its last auxiliary layer, a little disturbed, as
+        context."""
         for mine, other in zip(self.layers, target.model.layers[-len(self.layers) :], strict=True):
             mine.load_state_dict(other.state_dict())
         self.norm.load_state_dict(target.model.norm.state_dict())
@@ -63,9 +65,9 @@ class Draft(nn.Module):
         self.fc.weight.normal_(std=0.3 / math.sqrt(self.fc.in_features))
         self.fc.weight[:, -size:] += torch.eye(size, device=self.fc.weight.device)
 
-    def context(self, taps: Tensor) -> Tensor:
-        """Taps [rows, length, taps * hidden] to the context [rows, length, hidden]."""
-        return self.hidden_norm(self.fc(taps))
+    def context(self, aux_layers: Tensor) -> Tensor:
+        """Auxiliary hidden states [rows, length, auxiliary layers * hidden] to the context [rows, length, hidden]."""
+        return self.hidden_norm(self.fc(aux_layers))
 
     def forward(self, context: Tensor, blocks: Tensor, anchors: Tensor) -> Tensor:
         """Hidden states of every slot after the last norm, for the target's head.
@@ -136,17 +138,17 @@ def visible_keys(anchors: Tensor, length: int, slots: int) -> Tensor:
     return torch.cat((before, same), -1).unsqueeze(1)
 
 
-def read(target: Qwen3, tokens: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+def read(target: Qwen3, tokens: Tensor, aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """What the target makes of tokens [rows, length]: hidden states after its last norm [rows, length, hidden], and
-    the outputs of the layers `taps`, side by side [rows, length, taps * hidden]."""
+    the outputs of the layers `aux_layers`, side by side [rows, length, auxiliary layers * hidden]."""
     x = target.model.embed_tokens(tokens)
     angles = target.cos[: tokens.shape[1]], target.sin[: tokens.shape[1]]
-    tapped = []
+    aux = []
     for index, layer in enumerate(layers_of(target.model.layers)):
         x = layer(x, angles)
-        if index in taps:
-            tapped.append(x)
-    return target.model.norm(x), torch.cat(tapped, -1)
+        if index in aux_layers:
+            aux.append(x)
+    return target.model.norm(x), torch.cat(aux, -1)
 
 
 def blocks_at(target: Qwen3, tokens: Tensor, anchors: Tensor, slots: int) -> Tensor:

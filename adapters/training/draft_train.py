@@ -53,14 +53,14 @@ class DraftLoss(nn.Module):
         tokens, weights = tokens.long(), weights.float()
         slots = self.draft.geometry.block
         with torch.no_grad():
-            hidden, taps = read(target, tokens[:, :-1], self.draft.geometry.taps)
+            hidden, aux_layers = read(target, tokens[:, :-1], self.draft.geometry.aux_layers)
             anchors, places, counted = choose(weights, blocks_a_row(self._blocks, hidden.shape[1]), slots)
             labels = tokens.gather(1, places.flatten(1)).view(places.shape)
             rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
             with torch.autocast(tokens.device.type, enabled=False):
                 truth = head(target, hidden[rows, places.flatten(1) - 1]).view(*places.shape, -1)
             blocks = blocks_at(target, tokens, anchors, slots).float()
-        out = self.draft(self.draft.context(taps), blocks, anchors)
+        out = self.draft(self.draft.context(aux_layers), blocks, anchors)
         scores = target.logits(out[:, :, 1:]).float()
         return block_loss(scores, truth, labels, counted)
 

@@ -22,7 +22,7 @@ NAMES = _listed(
 )
 NOUNS = _listed(
     "apple anchor basket bridge candle castle desk door engine feather forest garden hammer harbour island jacket "
-    "kettle key ladder lamp lantern letter magnet mirror mountain needle notebook ocean orchard paper pencil "
+    "kettle key buckets lamp lantern letter magnet mirror mountain needle notebook ocean orchard paper pencil "
     "piano pillow planet pocket river rocket saddle shelf shovel signal spoon station stone table ticket tower "
     "train tunnel umbrella valley violin wagon wallet wheel whistle window winter clock bottle camera carpet "
     "circle cloud coin compass copper cotton curtain diamond drum eagle fence flame flute glass glove helmet "

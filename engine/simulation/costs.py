@@ -26,9 +26,9 @@ class Costs:
     token_bytes: int = 2560  # KV rows of one token
     prefill: int = 185_000  # one prompt token, in a chunk, at position 0
     prefill_slope: float = 69.0  # more for each token before it
-    round: int = 6_200_000  # one token of one answer at position 0
-    round_slope: float = 560.0
-    round_more: int = 1_000_000  # for each further request in the same round
+    decode: int = 6_200_000  # one token of one answer at position 0
+    decode_slope: float = 560.0
+    decode_more: int = 1_000_000  # for each further request in the same decode step
     host: int = 600  # to load one token's rows from host memory
     disk: int = 4_300  # from disk
     copy: int = 500  # to copy one token's rows: from slot to slot, or out to be kept
@@ -50,10 +50,10 @@ class Costs:
         middle = (start + stop) / 2
         return self.launch + round((stop - start) * (self.prefill + self.prefill_slope * middle))
 
-    def rounds_ns(self, positions: list[int]) -> int:
-        """One round of the requests whose last tokens stand there."""
-        alone = self.round + self.round_slope * max(positions)
-        return self.launch + round(alone + self.round_more * (len(positions) - 1))
+    def decode_ns(self, positions: list[int]) -> int:
+        """One decode step of the requests whose last tokens stand there."""
+        alone = self.decode + self.decode_slope * max(positions)
+        return self.launch + round(alone + self.decode_more * (len(positions) - 1))
 
     def rates(self) -> Rates:
         """What the engine would have measured at its start."""
@@ -90,10 +90,11 @@ def read_costs(path: Path, before: Costs) -> Costs:
 
 @frozen
 class Measured:
-    """What recorded outcomes say: (position, nanoseconds a token) of chunks, (position, nanoseconds) of rounds."""
+    """What recorded outcomes say: (position, nanoseconds a token) of chunks, (position, nanoseconds) of decode
+    steps."""
 
     chunks: tuple[tuple[float, float], ...] = ()
-    rounds: tuple[tuple[float, float], ...] = ()
+    decode_steps: tuple[tuple[float, float], ...] = ()
     loads: Mapping[str, tuple[float, ...]] = attrs.field(factory=dict)  # tier -> nanoseconds a token
     token_bytes: int = 0
 
@@ -102,8 +103,8 @@ class Measured:
         changes: dict[str, Any] = {}
         if self.chunks:
             changes["prefill"], changes["prefill_slope"] = line(self.chunks)
-        if self.rounds:
-            changes["round"], changes["round_slope"] = line(self.rounds)
+        if self.decode_steps:
+            changes["decode"], changes["decode_slope"] = line(self.decode_steps)
         changes |= {tier: round(median(values)) for tier, values in self.loads.items() if values}
         if self.token_bytes:
             changes["token_bytes"] = self.token_bytes

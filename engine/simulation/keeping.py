@@ -28,9 +28,9 @@ from engine.simulation.tally import Tally
 ZERO = torch.zeros(1, dtype=torch.uint8)
 
 
-def layout(costs: Costs, grain: int) -> Layout:
+def layout(costs: Costs, block_size: int) -> Layout:
     """Rows of so many bytes a token, whatever they consist of."""
-    return Layout("simulated", grain, Rows(("rows",), 1, costs.token_bytes, torch.uint8))
+    return Layout("simulated", block_size, Rows(("rows",), 1, costs.token_bytes, torch.uint8))
 
 
 def empty_rows(size: int) -> Buffer:

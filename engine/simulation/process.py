@@ -8,19 +8,19 @@ from functools import partial
 from attrs import define, field
 
 from effects.all import Ask, Launch, Outcome
+from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, Tokens
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
-from effects.round import RoundDone, RunRound
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.simulation.clock import Clock, Queue
 from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping
 from engine.simulation.tally import Count
-from states.life import Event, Submitted, grained
+from states.life import Event, Submitted, whole_blocks
 from states.settings import Settings
 from states.world import Out, World, advance, begin
 
@@ -100,9 +100,9 @@ class Process:
             case RunPrefill(_, start, stop):
                 took = self.costs.chunk_ns(start, stop)
                 self.after(took, partial(self.answer, asks[0].request, PrefillAdvanced(stop, took)))
-            case RunRound():
-                positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunRound)]
-                took = self.costs.rounds_ns(positions)
+            case RunDecode():
+                positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunDecode)]
+                took = self.costs.decode_ns(positions)
                 self.after(took, partial(self.round, [ask.request for ask in asks], took))
             case SaveSnapshot(_, tokens):
                 self.after(self.costs.launch, partial(self.save, asks[0].request, tokens))
@@ -121,7 +121,7 @@ class Process:
             live = self.live[request]
             token = live.answer[live.said]
             live.said += 1
-            self.feed(request, RoundDone((token,), ns=took))
+            self.feed(request, Decoded((token,), ns=took))
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         if opening.source != opening.slot:
@@ -148,7 +148,7 @@ class Process:
         outcome = self.keeping.find(effect)
         if isinstance(outcome, PrefixFound | PrefixMissed):
             count = self.live[request].count
-            count.found = max(count.found, grained(self.settings, min(outcome.length, count.prompt - 1)))
+            count.found = max(count.found, whole_blocks(self.settings, min(outcome.length, count.prompt - 1)))
         took = len(effect.prompt) * self.costs.find
         self.clock.at(self.clock.now + took, partial(self.answer, request, outcome))
 
@@ -174,5 +174,5 @@ class Process:
         count.restored, count.tier, count.closed = report.restored_tokens, report.tier, self.clock.now
         if report.cache.rows:
             count.selected = min(report.cache.boundary, count.prompt)
-            count.needed = grained(self.settings, min(count.selected, count.prompt - 1))
+            count.needed = whole_blocks(self.settings, min(count.selected, count.prompt - 1))
         live.closed()

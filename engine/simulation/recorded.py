@@ -9,12 +9,12 @@ from attrs import define, evolve, field
 
 from adapters.traces.requests import MOST_REQUESTS, Agent, BadLog, Request, Session
 from effects.all import Ask, Launch
+from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, Tokens
 from effects.job import Job
 from effects.lookup import PrefixFound
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
-from effects.round import RoundDone, RunRound
 from effects.stream import CloseStream, EmitTokens
 from engine.runner import Envelope
 from engine.simulation.costs import Measured
@@ -40,10 +40,10 @@ class Collector:
     agents: list[list[RequestId]] = field(factory=list["list[RequestId]"])  # each in order of time
     answers: dict[RequestId, list[int]] = field(factory=dict[RequestId, "list[int]"])
     chunks: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
-    rounds: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
+    decode_steps: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
     loads: dict[str, list[float]] = field(factory=dict[str, "list[float]"])
     token_bytes: int = 0
-    _launched: dict[RequestId, RunPrefill | RunRound] = field(factory=dict[RequestId, "RunPrefill | RunRound"])
+    _launched: dict[RequestId, RunPrefill | RunDecode] = field(factory=dict[RequestId, "RunPrefill | RunDecode"])
     _alone: bool = False
     _tiers: dict[RequestId, str] = field(factory=dict[RequestId, str])
     _closed: set[RequestId] = field(factory=set[RequestId])
@@ -62,7 +62,7 @@ class Collector:
             case Launch(asks):
                 self._alone = len(asks) == 1
                 for ask in asks:
-                    if isinstance(ask.effect, RunPrefill | RunRound):
+                    if isinstance(ask.effect, RunPrefill | RunDecode):
                         self._launched[ask.request] = ask.effect
             case _:
                 pass
@@ -84,8 +84,8 @@ class Collector:
         match event, launched:
             case PrefillAdvanced(stop, ns), RunPrefill(start=start) if ns and stop > start:
                 self.chunks.append(((start + stop) / 2, ns / (stop - start)))
-            case RoundDone(ns=ns), RunRound(position=position, propose=0) if ns and self._alone:
-                self.rounds.append((position, ns))
+            case Decoded(ns=ns), RunDecode(position=position, propose=0) if ns and self._alone:
+                self.decode_steps.append((position, ns))
             case PrefixFound(tier=tier), _:
                 self._tiers[request] = tier
             case BlocksRestored(start, stop, size, ns=ns), _ if stop > start:
@@ -126,7 +126,7 @@ def read_recorded(path: Path) -> Recorded:
     if any(not job.prompt for _, job in collector.jobs.values()):
         raise BadLog(f"{path}: a prompt without tokens was recorded in it")
     loads = {tier: tuple(values) for tier, values in collector.loads.items() if tier in {"host", "disk"}}
-    measured = Measured(tuple(collector.chunks), tuple(collector.rounds), loads, collector.token_bytes)
+    measured = Measured(tuple(collector.chunks), tuple(collector.decode_steps), loads, collector.token_bytes)
     return Recorded(collector.session(path.name, numbered()), header.settings, measured)
 
 
@@ -153,7 +153,7 @@ def merged(parts: Iterable[Measured]) -> Measured:
         total = evolve(
             total,
             chunks=total.chunks + part.chunks,
-            rounds=total.rounds + part.rounds,
+            decode_steps=total.decode_steps + part.decode_steps,
             loads={**total.loads, **loads},
             token_bytes=total.token_bytes or part.token_bytes,
         )

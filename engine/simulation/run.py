@@ -18,7 +18,7 @@ from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping, SimulatedDisk, layout
 from engine.simulation.process import Live, Process
 from engine.simulation.tally import Count, Figures, Infinite, Tally, quantile, ratio
-from states.life import grained
+from states.life import whole_blocks
 from states.settings import Settings
 
 NO_CACHE = "no cache"
@@ -54,8 +54,8 @@ class Run:
 
     def __attrs_post_init__(self) -> None:
         settings, costs = self.setup.settings, self.setup.costs
-        self.tally = Tally(Infinite(settings.grain))
-        kept = index(layout(costs, settings.grain), self.setup.disk_budget)
+        self.tally = Tally(Infinite(settings.block_size))
+        kept = index(layout(costs, settings.block_size), self.setup.disk_budget)
         self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
         self._begin()
 
@@ -68,7 +68,7 @@ class Run:
 
     def _begin(self) -> None:
         setup = self.setup
-        shape = layout(setup.costs, setup.settings.grain)
+        shape = layout(setup.costs, setup.settings.block_size)
         keeping = Keeping(self.disk, setup.host_budget, shape, setup.costs, self.clock)
         settings = setup.settings if self.scope is not None else evolve(setup.settings, store=False)
         self.process, self._since = Process(settings, setup.costs, self.clock, keeping), 0
@@ -118,12 +118,12 @@ class Run:
     # --- the outcome ---
 
     def figures(self) -> Figures:
-        counts, grain = list(self.tally.counts.values()), self.setup.settings.grain
+        counts, block_size = list(self.tally.counts.values()), self.setup.settings.block_size
         prompts = sum(count.prompt for count in counts)
         hits, infinite = sum(count.found for count in counts), sum(count.infinite for count in counts)
         selected = [count.selected for count in counts if count.selected]
         written = self.tally.written[-1][1] if self.tally.written else 0
-        unique = len(self.tally.infinite.blocks) * grain * self.setup.costs.token_bytes
+        unique = len(self.tally.infinite.blocks) * block_size * self.setup.costs.token_bytes
         waits = [count.first_ms for count in counts]
         return Figures(
             scope=self.name,
@@ -157,6 +157,6 @@ def fitted(settings: Settings, sessions: Sequence[Session]) -> Settings:
         for agent in session.agents
         for request in agent.requests
     )
-    context = grained(settings, longest) + settings.grain
+    context = whole_blocks(settings, longest) + settings.block_size
     requests = sum(session.count for session in sessions)
     return evolve(settings, max_context=max(context, settings.max_context), max_queue=requests)

@@ -17,13 +17,13 @@ class Count:
     request: Request
     prompt: int
     sent: int
-    infinite: int  # tokens of the prompt that an earlier prompt and its answer begin with, in whole grains
+    infinite: int  # tokens of the prompt that an earlier prompt and its answer begin with, in whole blocks
     device: int = 0  # that its slot started with
     found: int = 0  # that the device and the store had together, usable
     restored: int = 0  # that were not computed again
     tier: str = "none"
     selected: int = 0  # that the scope takes; 0: none, or too few to be kept
-    needed: int = 0  # of those, what can be found: whole grains, and never the last token
+    needed: int = 0  # of those, what can be found: whole blocks, and never the last token
     first: int = 0  # when its first token came
     closed: int = 0
 
@@ -41,13 +41,13 @@ class Count:
 class Infinite:
     """A cache that forgets nothing: every block of every prompt and answer, by what it continues."""
 
-    grain: int
+    block_size: int
     blocks: set[int] = field(factory=set[int])
 
     def chain(self, tokens: Tokens) -> list[int]:
-        link, links, grain = 0, list[int](), self.grain
-        for start in range(0, len(tokens) - grain + 1, grain):
-            link = hash((link, tokens[start : start + grain]))
+        link, links, block_size = 0, list[int](), self.block_size
+        for start in range(0, len(tokens) - block_size + 1, block_size):
+            link = hash((link, tokens[start : start + block_size]))
             links.append(link)
         return links
 
@@ -56,10 +56,10 @@ class Infinite:
         and of the answer all but the last token, which is fed to nobody.
         """
         links = self.chain(prompt + answer[:-1])
-        usable = links[: (len(prompt) - 1) // self.grain]
+        usable = links[: (len(prompt) - 1) // self.block_size]
         there = next((number for number, link in enumerate(usable) if link not in self.blocks), len(usable))
         self.blocks.update(links)
-        return there * self.grain
+        return there * self.block_size
 
 
 @define

@@ -132,7 +132,7 @@ def seek_tables(path: Path) -> Iterator[Case]:
 @contextmanager
 def outcomes(_: Path) -> Iterator[Case]:
     """What is kept of the numerics probe, and of loading times."""
-    numerics = Numerics("ladder", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)
+    numerics = Numerics("buckets", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)
     examples = [(Numerics, numerics.to_json()), (Loading, Loading(5, 7, 1 << 16, 1 << 16).to_json())]
 
     def case(random: Random) -> None:

@@ -16,7 +16,7 @@ VALUES: tuple[Any, ...] = (
     *(None, True, False, *INTEGERS),
     *(-0.0, 1.5, 1e308, float("nan"), float("inf"), float("-inf")),
     *("", "x", "is", "\ud800", "\x00", "../x", "1e999", "x" * 300, "<|im_end|>", "{% for a in b %}"),
-    *([], {}, [[]], [{}], [1], ["x"], {"is": "RoundDone"}, {"": None}),
+    *([], {}, [[]], [{}], [1], ["x"], {"is": "Decoded"}, {"": None}),
 )
 
 

@@ -45,7 +45,7 @@ def prompts(random: Random, count: int = 6) -> list[Tokens]:
 def keep(store: Store, tokens: Tokens) -> None:
     """Everything that the layout keeps of it."""
     save(store, tokens)
-    whole = tokens[: len(tokens) // store.layout.grain * store.layout.grain]
+    whole = tokens[: len(tokens) // store.layout.block_size * store.layout.block_size]
     if store.layout.draft is not None:
         save(store, tokens, "draft")
     if store.layout.state and whole:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from adapters.device.executor import row_counts
-from tests.device.driver import RUNGS, drive, qwen3
+from tests.device.driver import BUCKETS, drive, qwen3
 from tests.device.fake_shard import FakeShard
 
 
 @pytest.fixture(params=["fake", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def shard(request):
-    return FakeShard(rungs=row_counts(RUNGS, fast=True)) if request.param == "fake" else qwen3(device=request.param)
+    return FakeShard(buckets=row_counts(BUCKETS, fast=True)) if request.param == "fake" else qwen3(device=request.param)
 
 
 @pytest.fixture

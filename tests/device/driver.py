@@ -15,25 +15,25 @@ from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from effects.all import Ask, Launch
+from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.round import RoundDone, RunRound
 from tests.device.fake_shard import FakeShard
 from tests.models.checkpoints import proven
 
-VOCAB, RUNGS, CHUNK = 97, (4, 8, 16, 32), 32
+VOCAB, BUCKETS, CHUNK = 97, (4, 8, 16, 32), 32
 TINY = Qwen3Config(VOCAB, 64, 96, 2, 4, 2, 16, 512, 1e6, tie_word_embeddings=True)
 GREEDY = Sampling()
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=3)
 PENALISED = Sampling(repetition_penalty=1.8, presence_penalty=0.6, frequency_penalty=0.4, logprobs=2)
 
 
-def qwen3(slots: int = 4, device: str = "cpu", capture: tuple[int, ...] = ()) -> Qwen3Shard:
-    rungs = row_counts(RUNGS, fast=True)
-    shape = {"device": device, "slots": slots, "capacity": 256, "rungs": rungs, "capture": capture}
+def qwen3(slots: int = 4, device: str = "cpu", aux_layers: tuple[int, ...] = ()) -> Qwen3Shard:
+    buckets = row_counts(BUCKETS, fast=True)
+    shape = {"device": device, "slots": slots, "capacity": 256, "buckets": buckets, "aux_layers": aux_layers}
     if device == "cpu":
-        kernels = proven(TINY, torch.float32, 256, rungs).fresh()
+        kernels = proven(TINY, torch.float32, 256, buckets).fresh()
         return Qwen3Shard(TINY, RandomWeights(TINY, scale=0.2), kernels, **shape)
     from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 
@@ -65,10 +65,10 @@ class Driver:
         outcomes = await self.executor.perform(self.launched[-1])
         return tuple(evolve(outcome, ns=0) if getattr(outcome, "ns", 0) else outcome for outcome in outcomes)
 
-    async def rounds(self, *clients: Client, propose: int = 0):
+    async def decode(self, *clients: Client, propose: int = 0):
         outcomes = await self.perform(*[client.round(propose) for client in clients])
         for client, outcome in zip(clients, outcomes, strict=True):
-            if isinstance(outcome, RoundDone):
+            if isinstance(outcome, Decoded):
                 client.take(outcome)
         return outcomes
 
@@ -76,7 +76,7 @@ class Driver:
         client = await self.open(prompt, sampling, slot, **how)
         await client.prefill(chunks)
         while len(client.answer) < count:
-            await self.rounds(client)
+            await self.decode(client)
         return client.answer
 
 
@@ -88,7 +88,7 @@ class Client:
     tokens: list[int]
     prompt: int
     valid: int
-    done: list[RoundDone] = field(factory=list)
+    done: list[Decoded] = field(factory=list)
 
     @property
     def answer(self) -> list[int]:
@@ -98,7 +98,7 @@ class Client:
         return Ask(self.request, RunPrefill(self.slot, self.valid, stop))
 
     def round(self, propose: int = 0) -> Ask:
-        return Ask(self.request, RunRound(self.slot, self.valid, self.tokens[-1], propose))
+        return Ask(self.request, RunDecode(self.slot, self.valid, self.tokens[-1], propose))
 
     async def prefill(self, chunks=(CHUNK,)) -> None:
         index = 0
@@ -107,14 +107,14 @@ class Client:
             assert await self.driver.perform(self.chunk(stop)) == (PrefillAdvanced(stop),)
             self.valid, index = stop, index + 1
 
-    def take(self, outcome: RoundDone) -> None:
+    def take(self, outcome: Decoded) -> None:
         self.tokens += outcome.tokens
         self.valid += len(outcome.tokens)
         self.done.append(outcome)
 
 
 def drive(shard, **options) -> Driver:
-    return Driver(DeviceExecutor(shard, RUNGS, lane=DeviceLane(shard.device), **options))
+    return Driver(DeviceExecutor(shard, BUCKETS, lane=DeviceLane(shard.device), **options))
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -122,7 +122,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def straightforward(kind, prompt, sampling, count) -> list[int]:
-    """Each token from one forward over everything before it: no slots, no chunks kept, no batches, no rounds."""
+    """Each token from one forward over everything before it: no slots, no chunks kept, no batches, no decode steps."""
     shard = FakeShard() if isinstance(kind, FakeShard) else qwen3(1, kind.device.type)
     tokens = list(prompt)
     with torch.inference_mode():

@@ -23,7 +23,7 @@ class FakeDraft:
     capacity: int = 256
     block: int = 8
     noise: float = 0.0
-    taps: tuple[int, ...] = (0,)
+    aux_layers: tuple[int, ...] = (0,)
     state: Literal["loaded", "parked", "released"] = "loaded"
     exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark; file: nothing is found
     asked: list[Sequence[Ask]] = field(factory=list)
@@ -32,10 +32,10 @@ class FakeDraft:
     def __attrs_post_init__(self) -> None:
         self.cache = torch.randint(-(2**60), 2**60, (self.slots, self.capacity))
 
-    def extend(self, step: Step, captures: Mapping[int, Tensor]) -> None:
+    def extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> None:
         self._need("extend")
-        rows, first = captures[0], 0
-        assert rows.shape == (step.rung, 1), (rows.shape, step)
+        rows, first = aux_hidden_states[0], 0
+        assert rows.shape == (step.bucket, 1), (rows.shape, step)
         for segment in step.segments:
             at = slice(segment.start, segment.start + segment.count)
             self.cache[segment.slot, at] = rows[first : first + segment.count, 0]

@@ -1,8 +1,8 @@
 """A shard whose logits are a digest of everything before them: a wrong row, slot, copy or order changes them all.
 
 A cached row holds `mix(token, position)`; a row's hidden state is the digest of the sum of all rows up to its own. So
-it is exact at any row count and in any batch, like a proven ladder, and it fills what nobody may rely on with garbage.
-It captures the rows themselves.
+it is exact at any row count and in any batch, like a proven buckets, and it fills what nobody may rely on with garbage.
+Its auxiliary hidden states are the rows themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FakeShard:
     config: FakeConfig = FakeConfig()
     slots: int = 4
     capacity: int = 256
-    rungs: tuple[int, ...] = (4, 8, 16, 32)
+    buckets: tuple[int, ...] = (4, 8, 16, 32)
     layers: range = range(1)
     device: str = "cpu"
     steps: list[Step] = field(factory=list)
@@ -59,14 +59,14 @@ class FakeShard:
         self.cache = torch.randint(-(2**60), 2**60, (self.slots, self.capacity))
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
-        assert step.rung in self.rungs, step
-        assert 0 < step.rows <= step.rung, step
+        assert step.bucket in self.buckets, step
+        assert 0 < step.rows <= step.bucket, step
         assert inputs.shape == (step.rows,)
         assert len({part[0].slot for part in step.parts}) == len(step.parts)
         if self.unsettled is not None:  # never committed, so it has not happened
             self.commit(self.unsettled, [0] * len(self.unsettled.parts))
         self.steps.append(step)
-        hidden, self.written = torch.full((2, step.rung), self.rubbish()).unbind()
+        hidden, self.written = torch.full((2, step.bucket), self.rubbish()).unbind()
         row = 0
         for segment in step.segments:
             stop = segment.start + segment.count

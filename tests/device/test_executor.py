@@ -11,15 +11,15 @@ from attrs import evolve
 from adapters.device.executor import row_counts
 from adapters.models.shard import Segment, Step
 from effects.all import Ask
+from effects.decode import Decoded
 from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.prefill import OpenSlot, PrefillAdvanced
-from effects.round import RoundDone
 from tests.device.driver import (
+    BUCKETS,
     CHUNK,
     GREEDY,
     PENALISED,
-    RUNGS,
     SAMPLED,
     Client,
     drive,
@@ -55,7 +55,7 @@ async def test_a_request_in_a_batch_gets_the_tokens_that_it_gets_alone(driver):
         batch = [client for client in clients if len(client.answer) < 8 and chance.random() < 0.7]
         chance.shuffle(batch)
         if batch:
-            await driver.rounds(*batch)
+            await driver.decode(*batch)
     assert [client.answer for client in clients] == alone
 
 
@@ -79,7 +79,7 @@ async def test_random_interleavings_of_many_requests_equal_solo_runs(driver):
         ready = [client for _, client in live.values() if client.valid == len(client.tokens) - 1]
         batch = chance.sample(ready, chance.randint(0, len(ready)))
         if batch:
-            await driver.rounds(*batch)
+            await driver.decode(*batch)
         for slot, (job, client) in list(live.items()):
             if len(client.answer) == 4:
                 found[job] = client.answer
@@ -118,7 +118,7 @@ async def test_opening_twice_changes_nothing(driver):
 async def test_rounds_and_chunks_are_padded_to_the_smallest_rung_that_holds_them(on_fake, fake):
     client = await on_fake.open(prompt_of(13, 38))
     await client.prefill((32, 5))
-    await on_fake.rounds(client)
+    await on_fake.decode(client)
     assert fake.steps == [
         Step((Segment(0, 0, 32),), 32, rows_only=True),
         Step((Segment(0, 32, 5),), 8, rows_only=True),
@@ -127,29 +127,29 @@ async def test_rounds_and_chunks_are_padded_to_the_smallest_rung_that_holds_them
 
 
 async def test_fast_runs_small_batches_at_their_real_size():
-    fake = FakeShard(rungs=row_counts(RUNGS, fast=True))
+    fake = FakeShard(buckets=row_counts(BUCKETS, fast=True))
     driver = drive(fake, fast=True)
     client, other = await driver.open(prompt_of(13, 38)), await driver.open([1], slot=1)
     await client.prefill((32, 5))
-    await driver.rounds(client, other)
-    assert [step.rung for step in fake.steps] == [32, 5, 2]
+    await driver.decode(client, other)
+    assert [step.bucket for step in fake.steps] == [32, 5, 2]
     assert await driver.answer(prompt_of(13, 38)) == straightforward(fake, prompt_of(13, 38), GREEDY, 8)
     assert driver.executor.close()
-    assert row_counts(RUNGS, fast=False) == RUNGS
+    assert row_counts(BUCKETS, fast=False) == BUCKETS
     assert row_counts((4, 64), fast=True) == (*range(1, 17), 64)
 
 
 async def test_logprobs_come_with_every_token_when_asked_for(driver):
     client = await driver.open(prompt_of(14, 9), PENALISED)
     await client.prefill()
-    (done,) = await driver.rounds(client)
+    (done,) = await driver.decode(client)
     ((own, alternatives),) = done.logprobs
     assert len(alternatives) == 2
     assert own <= alternatives[0][1] <= 0
     assert alternatives[0][1] >= alternatives[1][1]
     plain = await driver.open(prompt_of(14, 9), slot=1)
     await plain.prefill()
-    assert (await driver.rounds(plain))[0].logprobs == ()
+    assert (await driver.decode(plain))[0].logprobs == ()
 
 
 async def test_effects_of_later_parts_are_carried_out_by_the_handlers_that_they_bring():
@@ -176,9 +176,9 @@ async def test_an_effect_without_a_handler_and_an_odd_batch_are_bugs(on_fake):
     (client,) = await ready(on_fake, 1)
     with pytest.raises(LookupError, match="ParkDraft has no handler"):
         await on_fake.perform(Ask(client.request, ParkDraft()))
-    with pytest.raises(ValueError, match="only rounds are batched"):
+    with pytest.raises(ValueError, match="only decode steps are batched"):
         await on_fake.perform(client.round(), Ask(client.request, ParkDraft()))
-    assert isinstance((await on_fake.rounds(client))[0], RoundDone)
+    assert isinstance((await on_fake.decode(client))[0], Decoded)
 
 
 async def test_closing_gives_the_shards_memory_back(fake):

@@ -10,11 +10,11 @@ import torch
 from attrs import evolve
 
 from effects.all import Ask, Launch
+from effects.decode import Decoded
 from effects.draft import ParkDraft
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.round import RoundDone
 from tests.device.driver import (
     GREEDY,
     VOCAB,
@@ -25,8 +25,8 @@ from tests.device.driver import (
 from tests.device.fake_shard import FakeShard
 
 WRONG = {
-    "position": (lambda effect: evolve(effect, position=effect.position + 1), "a round cannot feed"),
-    "token": (lambda effect: evolve(effect, token=(effect.token + 1) % VOCAB), "a round cannot feed"),
+    "position": (lambda effect: evolve(effect, position=effect.position + 1), "a decode step cannot feed"),
+    "token": (lambda effect: evolve(effect, token=(effect.token + 1) % VOCAB), "a decode step cannot feed"),
     "slot of another": (lambda effect: evolve(effect, slot=SlotId(0)), "slot 0 serves request 1, not 2"),
     "closed slot": (lambda effect: evolve(effect, slot=SlotId(3)), "slot 3 was never opened"),
     "no slot": (lambda effect: evolve(effect, slot=SlotId(99)), "slot 99 was never opened"),
@@ -34,7 +34,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-async def test_a_round_out_of_step_with_its_slot_fails_alone(driver, kind):
+async def test_a_decode_step_out_of_step_with_its_slot_fails_alone(driver, kind):
     spoil, message = WRONG[kind]
     expected = [await driver.answer(prompt_of(20 + slot, 10 + slot), count=3, slot=slot) for slot in range(3)]
     driver.requests = 0
@@ -47,7 +47,7 @@ async def test_a_round_out_of_step_with_its_slot_fails_alone(driver, kind):
     assert message in wrong.detail
     clients[0].take(first)
     clients[2].take(last)
-    await driver.rounds(*clients)
+    await driver.decode(*clients)
     assert clients[0].answer == expected[0][:2]
     assert clients[1].answer == expected[1][:1]
     assert clients[2].answer == expected[2][:2]
@@ -56,7 +56,7 @@ async def test_a_round_out_of_step_with_its_slot_fails_alone(driver, kind):
 async def test_a_slot_can_be_in_a_batch_once(driver):
     (client,) = await ready(driver, 1)
     done, twice = await driver.perform(client.round(), client.round())
-    assert isinstance(done, RoundDone)
+    assert isinstance(done, Decoded)
     assert twice == DeviceFailed("broken", "slot 0 is in the batch already")
 
 
@@ -76,7 +76,7 @@ async def test_a_chunk_out_of_step_with_its_slot_fails(on_fake, fake):
     assert len(fake.steps) == 3
 
 
-async def test_a_round_before_the_prompt_is_in_place_fails(on_fake):
+async def test_a_decode_step_before_the_prompt_is_in_place_fails(on_fake):
     client = await on_fake.open(prompt_of(22, 10))
     (failed,) = await on_fake.perform(client.round())
     assert "slot 0 has 0 rows for 10 tokens" in failed.detail
@@ -85,8 +85,8 @@ async def test_a_round_before_the_prompt_is_in_place_fails(on_fake):
 async def test_a_full_slot_says_so(on_fake, fake):
     client = await on_fake.open(prompt_of(23, fake.capacity))
     await client.prefill()
-    assert isinstance((await on_fake.rounds(client))[0], RoundDone)
-    (failed,) = await on_fake.rounds(client)
+    assert isinstance((await on_fake.decode(client))[0], Decoded)
+    (failed,) = await on_fake.decode(client)
     assert failed == DeviceFailed("broken", "slot 0 is full: it has 256 rows")
 
 
@@ -120,7 +120,7 @@ async def test_a_slot_that_cannot_be_opened_says_why_when_it_is_used_and_can_be_
     assert failed.kind == "broken"
     assert message in failed.detail
     assert fake.copies == []
-    assert isinstance((await on_fake.rounds(neighbour))[0], RoundDone)
+    assert isinstance((await on_fake.decode(neighbour))[0], Decoded)
     assert await on_fake.answer(prompt) == straightforward(fake, prompt, GREEDY, 8)
 
 
@@ -144,9 +144,9 @@ async def test_logits_that_are_not_finite_fail_their_request_only(driver, shard,
         return logits
 
     monkeypatch.setattr(type(shard), "logits", poisoned)
-    first, wrong, last = await driver.rounds(*clients)
-    assert isinstance(first, RoundDone)
-    assert isinstance(last, RoundDone)
+    first, wrong, last = await driver.decode(*clients)
+    assert isinstance(first, Decoded)
+    assert isinstance(last, Decoded)
     assert wrong == DeviceFailed("broken", "slot 1: the logits for position 11 are not finite")
 
 
@@ -159,13 +159,13 @@ async def test_running_out_of_memory_is_an_outcome_and_the_slots_stay_as_they_we
 
     with monkeypatch.context() as patch:
         patch.setattr(type(shard), "forward", exhausted)
-        outcomes = await driver.rounds(*clients)
+        outcomes = await driver.decode(*clients)
         assert outcomes == (DeviceFailed("out_of_memory", "CUDA out of memory. Tried to allocate 2 GiB."),) * 3
         other = await driver.open(prompt_of(20, 10), slot=3)
         (failed,) = await driver.perform(other.chunk(4))
         assert failed.kind == "out_of_memory"
     while len(clients[0].answer) < 8:
-        await driver.rounds(clients[0])
+        await driver.decode(clients[0])
     assert clients[0].answer == expected
 
 
@@ -178,8 +178,8 @@ async def test_an_exception_that_is_a_bug_comes_through(on_fake, fake, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(FakeShard, "forward", buggy)
         with pytest.raises(AttributeError, match="typo"):
-            await on_fake.rounds(*clients)
-    assert all(isinstance(outcome, RoundDone) for outcome in await on_fake.rounds(*clients))
+            await on_fake.decode(*clients)
+    assert all(isinstance(outcome, Decoded) for outcome in await on_fake.decode(*clients))
 
 
 async def test_a_member_that_is_abandoned_before_the_launch_starts_is_left_out(on_fake, fake):
@@ -188,17 +188,17 @@ async def test_a_member_that_is_abandoned_before_the_launch_starts_is_left_out(o
     on_fake.executor._lane.post(lambda: go_on.wait(10), pytest.fail)  # noqa: SLF001 - keeps the lane busy
 
     async def launch():
-        found.extend(await on_fake.rounds(*clients))
+        found.extend(await on_fake.decode(*clients))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(launch)
         await anyio.wait_all_tasks_blocked()
         on_fake.executor.abandon(clients[1].request)
         go_on.set()
-    assert [type(outcome) for outcome in found] == [RoundDone, DeviceFailed, RoundDone]
+    assert [type(outcome) for outcome in found] == [Decoded, DeviceFailed, Decoded]
     assert found[1].kind == "abandoned"
     assert [segment.slot for segment in fake.steps[-1].segments] == [0, 2]
-    await on_fake.rounds(*clients)
+    await on_fake.decode(*clients)
     assert len(clients[1].answer) == 1
 
 
@@ -230,7 +230,7 @@ async def test_abandoning_concerns_what_is_in_flight_and_nothing_later(on_fake):
     """A cancelled request still snapshots and parks afterwards."""
     (client,) = await ready(on_fake, 1)
     on_fake.executor.abandon(client.request)
-    assert isinstance((await on_fake.rounds(client))[0], RoundDone)
+    assert isinstance((await on_fake.decode(client))[0], Decoded)
 
 
 async def test_whoever_submits_hears_the_outcomes_or_the_bug_once(on_fake):
@@ -247,8 +247,8 @@ async def test_whoever_submits_hears_the_outcomes_or_the_bug_once(on_fake):
     on_fake.executor.submit(Launch((Ask(clients[0].request, ParkDraft()),)), done)
     with anyio.fail_after(10):
         await all_heard.wait()
-    assert [type(outcome) for outcome in heard[0]] == [RoundDone, RoundDone]
+    assert [type(outcome) for outcome in heard[0]] == [Decoded, Decoded]
     assert isinstance(heard[1], LookupError)
     for client, outcome in zip(clients, heard[0], strict=True):
         client.take(outcome)
-    assert [type(outcome) for outcome in await on_fake.rounds(*clients)] == [RoundDone, RoundDone]
+    assert [type(outcome) for outcome in await on_fake.decode(*clients)] == [Decoded, Decoded]

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import pytest
 from attrs import define
 
-from adapters.device.drafting import Drafting, Wish
+from adapters.device.drafting import Drafting, DraftRequest
 from adapters.device.tree import Tree, chain, ordered
 from effects.all import Ask
+from effects.decode import Decoded
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
-from effects.round import RoundDone
 from tests.device.driver import (
+    BUCKETS,
     GREEDY,
     PENALISED,
-    RUNGS,
     SAMPLED,
     VOCAB,
     Driver,
@@ -39,21 +39,23 @@ class Oracle:
     errors: random.Random
     branches: bool = False
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
-        return [self.tree(wish) if self.branches else chain(self.spoilt(wish)) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        return [self.tree(request) if self.branches else chain(self.spoilt(request)) for request in requests]
 
-    def spoilt(self, wish: Wish) -> tuple[int, ...]:
-        state = wish.state
-        coming = self.answers[state.request][len(state.tokens) :][: self.errors.randint(0, min(wish.most, wish.depth))]
+    def spoilt(self, request: DraftRequest) -> tuple[int, ...]:
+        state = request.state
+        coming = self.answers[state.request][len(state.tokens) :][
+            : self.errors.randint(0, min(request.most, request.depth))
+        ]
         wrong = [token if self.errors.random() < 0.7 else self.errors.randrange(VOCAB) for token in coming]
         return (state.tokens[-1], *wrong)
 
-    def tree(self, wish: Wish) -> Tree:
+    def tree(self, request: DraftRequest) -> Tree:
         """The right path and others, node by node in any order, no two children of a node alike."""
-        coming = self.answers[wish.state.request][len(wish.state.tokens) :]
+        coming = self.answers[request.state.request][len(request.state.tokens) :]
         grown, right, depths, known = list[tuple[int, int]](), {0: 0}, [0], set[tuple[int, int]]()
-        for _ in range(self.errors.randint(0, wish.most)):
-            parent = self.errors.choice([node for node, depth in enumerate(depths) if depth < wish.depth])
+        for _ in range(self.errors.randint(0, request.most)):
+            parent = self.errors.choice([node for node, depth in enumerate(depths) if depth < request.depth])
             hit = parent in right and right[parent] < len(coming) and self.errors.random() < 0.7
             token = coming[right[parent]] if hit else self.errors.randrange(VOCAB)
             if (parent, token) in known:
@@ -63,9 +65,9 @@ class Oracle:
             depths.append(depths[parent] + 1)
             if parent in right and right[parent] < len(coming) and token == coming[right[parent]]:
                 right[len(grown)] = right[parent] + 1
-        return ordered(wish.state.tokens[-1], grown)
+        return ordered(request.state.tokens[-1], grown)
 
-    def follow(self, step, captures, kept, states):
+    def follow(self, step, aux_hidden_states, kept, states):
         """It knows everything already."""
 
     def catch_up(self, slot):
@@ -85,7 +87,7 @@ async def test_proposals_never_change_the_answer(shard, sampling, branches):
         client = await plain.open(prompt, sampling)
         await client.prefill()
         while len(client.answer) < 40:
-            await plain.rounds(client)
+            await plain.decode(client)
         expected.append(client.tokens)
         logprobs.append([value for done in client.done for value in done.logprobs])
     driver = Driver(plain.executor)
@@ -96,7 +98,7 @@ async def test_proposals_never_change_the_answer(shard, sampling, branches):
     for client in clients:
         await client.prefill()
     while any(len(client.answer) < 30 for client in clients):
-        outcomes = await driver.rounds(*clients, propose=7)
+        outcomes = await driver.decode(*clients, propose=7)
         assert all(len(outcome.tokens) <= outcome.proposed + 1 <= 8 for outcome in outcomes)
     for client, tokens, values in zip(clients, expected, logprobs, strict=True):
         assert client.tokens[: len(tokens)] == tokens[: len(client.tokens)]
@@ -109,14 +111,14 @@ async def test_proposals_never_change_the_answer(shard, sampling, branches):
 class Sure(Oracle):
     """Proposes what will come, as far as it is asked to, and then something wrong."""
 
-    def spoilt(self, wish: Wish) -> tuple[int, ...]:
-        state = wish.state
-        coming = self.answers[state.request][len(state.tokens) :][: wish.most - 1]
+    def spoilt(self, request: DraftRequest) -> tuple[int, ...]:
+        state = request.state
+        coming = self.answers[state.request][len(state.tokens) :][: request.most - 1]
         return (state.tokens[-1], *coming, (coming[-1] + 1) % VOCAB)
 
 
 @pytest.mark.parametrize("offset", range(9))
-async def test_a_round_tells_how_many_of_its_tokens_were_proposed_wherever_it_ends(offset):
+async def test_a_decode_step_tells_how_many_of_its_tokens_were_proposed_wherever_it_ends(offset):
     prompt = prompt_of(46, 20)
     answer = straightforward(FakeShard(), prompt, GREEDY, 40)
     place = next(at for at in range(offset, 40) if answer[at] not in answer[:at])
@@ -124,7 +126,7 @@ async def test_a_round_tells_how_many_of_its_tokens_were_proposed_wherever_it_en
     client = await driver.open(prompt, stops=(answer[place],))
     await client.prefill()
     while len(client.answer) <= place:
-        (done,) = await driver.rounds(client, propose=5)
+        (done,) = await driver.decode(client, propose=5)
         proposals = answer[len(client.answer) - len(done.tokens) :][:4]
         assert done.accepted == sum(1 for one, other in zip(done.tokens, proposals, strict=False) if one == other)
         assert done.accepted == len(done.tokens) - (len(done.tokens) == 5)
@@ -134,10 +136,10 @@ async def test_a_round_tells_how_many_of_its_tokens_were_proposed_wherever_it_en
 
 async def test_no_more_is_proposed_than_a_slot_has_room_for():
     fake, draft = FakeShard(capacity=16), FakeDraft(capacity=16)
-    driver = drive(fake, proposer=Drafting(draft, RUNGS))
+    driver = drive(fake, proposer=Drafting(draft, BUCKETS))
     client = await driver.open(prompt_of(31, 12))
     await client.prefill()
-    while isinstance((await driver.rounds(client, propose=7))[0], RoundDone):
+    while isinstance((await driver.decode(client, propose=7))[0], Decoded):
         pass
     assert [ask.count for asks in draft.asked for ask in asks] == [4]
     assert client.valid == 16
@@ -150,22 +152,22 @@ async def test_no_more_is_proposed_than_a_slot_has_room_for():
 
 def drafted(nodes: int = 0, **options) -> tuple[Driver, FakeDraft, FakeShard]:
     fake, draft = FakeShard(), FakeDraft(**options)
-    drafting = Drafting(draft, RUNGS, nodes)
+    drafting = Drafting(draft, BUCKETS, nodes)
     handlers = {UnparkDraft: drafting.unpark, ParkDraft: drafting.park}
     return drive(fake, proposer=drafting, handlers=handlers), draft, fake
 
 
 async def agreed(driver: Driver, prompt, *, propose: int = 7, sampling=GREEDY, count: int = 24, **how):
-    """How many tokens each round gave; the tokens are right."""
+    """How many tokens each decode step gave; the tokens are right."""
     client = await driver.open(prompt, sampling, **how)
     await client.prefill((32, 5))
     while len(client.answer) < count:
-        await driver.rounds(client, propose=propose)
+        await driver.decode(client, propose=propose)
     assert client.answer == straightforward(FakeShard(), prompt, sampling, len(client.answer))
     return [len(done.tokens) for done in client.done]
 
 
-async def test_a_draft_follows_the_target_through_chunks_rounds_copies_and_turns():
+async def test_a_draft_follows_the_target_through_chunks_decode_steps_copies_and_turns():
     driver, _, _ = drafted()
     prompt = prompt_of(40, 70)
     assert await agreed(driver, prompt) == [8, 8, 8]
@@ -176,7 +178,7 @@ async def test_a_draft_follows_the_target_through_chunks_rounds_copies_and_turns
     assert driver.executor.close()
 
 
-async def test_the_first_round_of_a_prompt_of_one_token_has_nothing_to_go_by():
+async def test_the_first_decode_step_of_a_prompt_of_one_token_has_nothing_to_go_by():
     driver, draft, _ = drafted()
     assert await agreed(driver, [5], count=17) == [1, 8, 8]
     assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [(0, 1), (0, 9)]
@@ -189,14 +191,14 @@ async def test_requests_of_one_batch_are_proposed_to_in_one_call():
     for client in clients:
         await client.prefill()
     while len(clients[0].answer) < 16:
-        await driver.rounds(*clients, propose=7)
+        await driver.decode(*clients, propose=7)
     assert [len(asks) for asks in draft.asked] == [3, 3]
     assert [len(done.tokens) for client in clients for done in client.done] == [8] * 6
-    assert [step.rung for step in fake.steps[-2:]] == [32, 32]
+    assert [step.bucket for step in fake.steps[-2:]] == [32, 32]
     assert driver.executor.close()
 
 
-async def test_the_request_decides_how_wide_a_round_is():
+async def test_the_request_decides_how_wide_a_decode_step_is():
     driver, draft, _ = drafted()
     assert await agreed(driver, prompt_of(44, 20), propose=0, count=3) == [1, 1, 1]
     assert draft.asked == []
@@ -209,8 +211,8 @@ async def test_the_request_decides_how_wide_a_round_is():
 async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_request(sampling):
     """The fake draft knows no noise beyond the first row, where its logits are the target's: there it must be right."""
     driver, draft, _ = drafted()
-    rounds = await agreed(driver, prompt_of(45, 20), sampling=sampling)
-    assert min(rounds) >= 2
+    decode = await agreed(driver, prompt_of(45, 20), sampling=sampling)
+    assert min(decode) >= 2
     draft.block = 2
     driver.requests += 1
     assert set(await agreed(driver, prompt_of(45, 20), sampling=sampling)) == {2}
@@ -219,7 +221,7 @@ async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_reque
 
 @pytest.mark.parametrize("nodes", [0, 12], ids=["chain", "tree"])
 @pytest.mark.parametrize("offset", range(9))
-async def test_a_round_ends_with_the_first_token_that_ends_the_answer(offset, nodes):
+async def test_a_decode_step_ends_with_the_first_token_that_ends_the_answer(offset, nodes):
     prompt = prompt_of(46, 20)
     answer = straightforward(FakeShard(), prompt, GREEDY, 40)
     place = next(at for at in range(offset, 40) if answer[at] not in answer[:at])
@@ -227,14 +229,14 @@ async def test_a_round_ends_with_the_first_token_that_ends_the_answer(offset, no
     client = await driver.open(prompt, stops=(answer[place], 96))
     await client.prefill()
     while answer[place] not in client.answer:
-        await driver.rounds(client, propose=7 if not nodes else 12)
+        await driver.decode(client, propose=7 if not nodes else 12)
     assert client.answer == answer[: place + 1]
     valid = len(prompt) + place
     assert fake.steps[-1].segments[0].start <= valid
     turn = client.tokens + prompt_of(47, 30)
     other = await driver.open(turn, keep=valid)
     await other.prefill()
-    await driver.rounds(other, propose=7)
+    await driver.decode(other, propose=7)
     assert other.answer == straightforward(FakeShard(), turn, GREEDY, 8)
     assert driver.executor.close()
 
@@ -252,34 +254,34 @@ async def test_rows_that_were_computed_while_the_draft_was_away_are_a_gap_in_its
     (back,) = await driver.perform(Ask(request, UnparkDraft()))
     assert back == DraftUnparked(1000)
     await client.prefill()
-    await driver.rounds(client, propose=7)
+    await driver.decode(client, propose=7)
     assert [(ask.first, ask.position) for ask in draft.asked[0]] == [(40, 69)]
     await driver.perform(Ask(request, ParkDraft(release=True)))
     assert draft.state == "released"
-    assert (await driver.rounds(client, propose=7))[0].proposed == 0
+    assert (await driver.decode(client, propose=7))[0].proposed == 0
     await driver.perform(Ask(request, UnparkDraft()))
-    assert (await driver.rounds(client, propose=7))[0].proposed == 0, "the last row is missing"
-    assert (await driver.rounds(client, propose=7))[0].proposed == 7
+    assert (await driver.decode(client, propose=7))[0].proposed == 0, "the last row is missing"
+    assert (await driver.decode(client, propose=7))[0].proposed == 7
     assert client.answer == straightforward(FakeShard(), prompt_of(48, 70), GREEDY, len(client.answer))
     assert driver.executor.close()
 
 
-@pytest.mark.parametrize("rounds", [1, 5, 31, 32, 33, 70])
-async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_proposes_again(rounds):
+@pytest.mark.parametrize("decode", [1, 5, 31, 32, 33, 70])
+async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_proposes_again(decode):
     driver, draft, _ = drafted()
     prompt = prompt_of(54, 40)
     client, other = await driver.open(prompt), await driver.open(prompt_of(55, 9), slot=1)
     for one in (client, other):
         await one.prefill()
-    for number in range(rounds):
-        await driver.rounds(client, other, propose=0) if number % 3 else await driver.rounds(client, propose=0)
+    for number in range(decode):
+        await driver.decode(client, other, propose=0) if number % 3 else await driver.decode(client, propose=0)
     assert draft.asked == []
     await driver.perform(Ask(RequestId(99), ParkDraft()))
     await driver.perform(Ask(RequestId(99), UnparkDraft()))
-    assert len((await driver.rounds(client, propose=7))[0].tokens) == 8
+    assert len((await driver.decode(client, propose=7))[0].tokens) == 8
     await driver.perform(client.round(0), other.round(3))
     assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [
-        (0, 39 + rounds),
+        (0, 39 + decode),
         (0, 8 + len(other.answer)),
     ]
     assert driver.executor.close()
@@ -291,11 +293,11 @@ async def test_rows_that_were_not_followed_yet_are_when_their_slot_is_continued_
     client = await driver.open(prompt)
     await client.prefill()
     for _ in range(30):
-        await driver.rounds(client, propose=0)
+        await driver.decode(client, propose=0)
     assert await agreed(driver, client.tokens[:60] + prompt_of(57, 9), slot=1, source=0, keep=60) == [8, 8, 8]
     assert await agreed(driver, client.tokens[:64] + prompt_of(58, 9), slot=0, keep=64) == [8, 8, 8]
     for _ in range(2):
-        await driver.rounds(client := await fresh(driver, prompt), propose=0)
+        await driver.decode(client := await fresh(driver, prompt), propose=0)
         assert await agreed(driver, prompt_of(59, 20), slot=0) == [8, 8, 8], "rows of the one before"
     assert all(ask.first == 0 for asks in draft.asked for ask in asks)
     assert driver.executor.close()
@@ -342,21 +344,21 @@ async def test_a_tree_is_agreed_to_at_least_as_far_as_its_chain(sampling):
     prompt, totals = prompt_of(51, 40), {}
     for nodes in (0, 22):
         driver, _, fake = drafted(nodes, noise=2.0)
-        rounds = await agreed(driver, prompt, propose=nodes or 7, sampling=sampling, count=120)
-        totals[nodes] = len(rounds)
+        decode = await agreed(driver, prompt, propose=nodes or 7, sampling=sampling, count=120)
+        totals[nodes] = len(decode)
         assert any(step.branches for step in fake.steps) == bool(nodes)
         assert driver.executor.close()
     assert totals[22] < totals[0]
 
 
-async def test_a_tree_has_as_many_nodes_as_were_asked_for_and_a_narrow_round_is_a_chain():
+async def test_a_tree_has_as_many_nodes_as_were_asked_for_and_a_narrow_decode_step_is_a_chain():
     driver, _, fake = drafted(22, noise=1.0)
     client = await driver.open(prompt_of(52, 30))
     await client.prefill()
-    proposed = [(await driver.rounds(client, propose=wanted))[0].proposed for wanted in (22, 12, 7, 3)]
+    proposed = [(await driver.decode(client, propose=wanted))[0].proposed for wanted in (22, 12, 7, 3)]
     assert proposed == [22, 12, 7, 3]
     assert [step.branches for step in fake.steps[1:]] == [True, True, False, False]
     penalised = await driver.open(prompt_of(53, 30), PENALISED, slot=1)
     await penalised.prefill()
-    assert (await driver.rounds(penalised, propose=22))[0].proposed == 7, "penalties need the path before a token"
+    assert (await driver.decode(penalised, propose=22))[0].proposed == 7, "penalties need the path before a token"
     assert driver.executor.close()

@@ -381,7 +381,7 @@ def test_cuda_picks_what_the_host_picks_and_a_batch_picks_what_one_row_does():
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_round_of_picks_waits_for_the_device_once():
+def test_a_decode_step_of_picks_waits_for_the_device_once():
     logits = logits_of(18, 4099, rows=len(MIX)).cuda()
     rows = [Row(Sampler(sampling, PROMPT, 4099, "cuda"), index) for index, sampling in enumerate(MIX)]
     pick(logits, rows)

@@ -1,4 +1,4 @@
-"""The promise on the real demo model: the same tokens cold, continued, alone and batched; in a ladder and in a grid."""
+"""The promise on the real demo model: the same tokens cold, continued, alone and batched; in buckets and in a grid."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ async def jobs(target: Target) -> list[Job]:
 
 
 def gridded(target: Target) -> Target:
-    """As if the probe had found that rungs differ: whole chunks from position 0, one width for decoding."""
-    settings = evolve(target.settings, grain=target.settings.chunk, keep_decoded=False, batch_rows=8, block=0)
+    """As if the probe had found that buckets differ: whole chunks from position 0, one width for decoding."""
+    settings = evolve(target.settings, block_size=target.settings.chunk, keep_decoded=False, batch_rows=8, block=0)
     return evolve(
         target, settings=settings, executor=DeviceExecutor(target.shard, (8, settings.chunk), lane=target.lane)
     )
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("shapes", ["ladder", "grid"])
+@pytest.mark.parametrize("shapes", ["buckets", "grid"])
 async def test_tokens_are_the_same_however_they_come_about(target: Target, shapes: str) -> None:
     if shapes == "grid":
         target = gridded(target)
     else:
-        assert target.numerics.mode == "ladder", target.numerics.failures
+        assert target.numerics.mode == "buckets", target.numerics.failures
     asked, restored = await jobs(target), list[int]()
     cold = await each_cold(target, asked)
     assert len({tokens for tokens in cold if tokens}) > 4

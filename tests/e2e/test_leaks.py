@@ -25,7 +25,7 @@ from engine.serve import Gate, listen, serve_model
 from engine.startup import Steps
 
 CONTAINERS = (dict, set, list, deque)
-WARM, SPANS, ROUNDS = 3, 4, 8
+WARM, SPANS, STEPS = 3, 4, 8
 TALK = [{"role": "user", "content": "Count to a thousand."}]
 
 
@@ -93,7 +93,7 @@ async def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
                 await ask(client)
             told = [left()]
             for _ in range(SPANS):
-                for _ in range(ROUNDS):
+                for _ in range(STEPS):
                     await ask(client)
                 told.append(left())
     finally:
@@ -102,7 +102,7 @@ async def test_requests_leave_nothing_behind(tmp_path: Path) -> None:
     spans = [{kind: after[kind] - before.get(kind, 0) for kind in after} for before, after in pairwise(counts)]
     # Every time: asyncio's timers that were cancelled go by the hundred.
     grown = {kind: [span.get(kind, 0) for span in spans] for kind in spans[-1]}
-    assert not {kind: by for kind, by in grown.items() if min(by) >= ROUNDS}
+    assert not {kind: by for kind, by in grown.items() if min(by) >= STEPS}
 
 
 def test_what_the_cpu_kernels_prepare_for_shapes_is_bounded() -> None:

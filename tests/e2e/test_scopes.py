@@ -11,7 +11,7 @@ from tests.e2e.server import Running, serving
 from tests.e2e.test_restart import cache, kill, written
 
 SYSTEM = "You help with a small project. " + " ".join(f"Rule {n}: keep file {n * 37 % 101} short." for n in range(40))
-GRAIN = 64
+BLOCK_SIZE = 64
 
 
 def ask(server: Running, content: str, **fields: Any) -> tuple[str, dict[str, Any]]:
@@ -45,7 +45,7 @@ def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
         assert how["tier"] == "device"
         assert decided["reason"] == "boundary"
         assert decided["shared"] >= decided["selected"] > 300
-        assert decided["kept"] == decided["selected"] // GRAIN * GRAIN
+        assert decided["kept"] == decided["selected"] // BLOCK_SIZE * BLOCK_SIZE
         now = written(server)
         kept = [line for line in told(server) if f"kept={decided['kept']}" in line]
         assert len(kept) == 1

@@ -153,7 +153,7 @@ def test_a_long_prefill_does_not_starve_a_stream(server: Running) -> None:
 def test_props_tell_how_numbers_come_about(server: Running) -> None:
     numerics = server.client.get("/props").json()["numerics"]
     assert numerics["mode"] == "exact"
-    assert numerics["rungs"]
+    assert numerics["buckets"]
     assert server.client.get("/health").status_code == 200
     assert "rekindle_stage_seconds" in server.client.get("/metrics").text
 

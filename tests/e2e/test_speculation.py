@@ -1,7 +1,7 @@
 """Speculation on the real demo model, in the real engine: the answer is the one that it gives alone, token by token.
 
 Proposals come from a draft with random weights, which is hardly ever right, or from somebody who knows the answer and
-errs now and then; so rounds are cut everywhere.
+errs now and then; so decode steps are cut everywhere.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from attrs import define, evolve, field
 
 from adapters import demo
-from adapters.device.drafting import Proposer, Wish
+from adapters.device.drafting import DraftRequest, Proposer
 from adapters.device.tree import Tree, chain, ordered
 from adapters.models.dflash_config import DFlashConfig, Rotary
 from adapters.text.text import Text
 from benchmarks.exactness import prompts
+from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.ports import Closed
-from effects.round import Logprob
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine import __version__
@@ -45,7 +45,7 @@ SAMPLINGS = [
     Sampling(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=3),
 ]
 LENGTH = 24
-FLAT = Rates(rounds=((0, 1, 0, 1000), (0, 1, 32, 1001)))  # the widest rounds are the best, on any machine
+FLAT = Rates(decode=((0, 1, 0, 1000), (0, 1, 32, 1001)))  # the widest decode steps are the best, on any machine
 SHAPE = DFlashConfig(320, 832, 2, 5, 1, 64, Rotary(64, 1e6), (FULL,) * 2, (1, 4, 9), 8, 5)
 
 
@@ -60,21 +60,21 @@ class Guided:
     right: float = 0.8
     branches: bool = False
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
-        return [self.proposal(wish) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        return [self.proposal(request) for request in requests]
 
-    def proposal(self, wish: Wish) -> Tree:
-        so_far = tuple(wish.state.tokens)
+    def proposal(self, request: DraftRequest) -> Tree:
+        so_far = tuple(request.state.tokens)
         coming = next((one[len(so_far) :] for one in self.known if one[: len(so_far)] == so_far), ())
-        depth = min(wish.most, wish.depth)
+        depth = min(request.most, request.depth)
         guess = [
             token if self.errors.random() < self.right else self.errors.randrange(4096) for token in coming[:depth]
         ]
         if not self.branches:
             return chain((so_far[-1], *guess))
         grown = [(node, token) for node, token in enumerate(guess)]
-        for node, token in enumerate(coming[: max(0, wish.most - len(grown))]):
-            if node <= len(guess) and node < wish.depth and (node, token) not in grown:
+        for node, token in enumerate(coming[: max(0, request.most - len(grown))]):
+            if node <= len(guess) and node < request.depth and (node, token) not in grown:
                 grown.append((node, token))  # where the guess was wrong, the right token hangs beside it
         return ordered(so_far[-1], grown)
 
@@ -94,9 +94,9 @@ class Watched(Guided):
 
     seen: list[tuple[Tokens, ...]] = field(factory=list)
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Tree]:
-        found = list(self.drafting.propose(wishes))
-        self.seen += [(tuple(wish.state.tokens), tree.tokens) for wish, tree in zip(wishes, found, strict=True)]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        found = list(self.drafting.propose(requests))
+        self.seen += [(tuple(request.state.tokens), tree.tokens) for request, tree in zip(requests, found, strict=True)]
         return found
 
 
@@ -305,7 +305,7 @@ async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target
         async with anyio.create_task_group() as tasks:
             for job in jobs:
                 tasks.start_soon(keep, found, running, job)
-        for job in jobs:  # left while their next round is on the device
+        for job in jobs:  # left while their next decode step is on the device
             leaving = running.door.submit(evolve(job, max_tokens=60, stop_tokens=()))
             async for message in leaving:
                 if isinstance(message, EmitTokens):
@@ -356,7 +356,7 @@ def test_a_server_tells_of_its_draft_and_ends_answers_where_it_would_without():
         assert (residency["policy"], residency["draft"]["state"]) == ("request-scoped", "parked")
         assert (models["draft"]["device"], models["target"]["device"] > 0) == (0, True)
         assert (props["settings"]["block"], props["settings"]["tree"]) == (15, 22)
-        assert props["rates_ns"]["rounds"][0][:3] == [0, 1, 0]
+        assert props["rates_ns"]["decode"][0][:3] == [0, 1, 0]
         assert min(props["rates_ns"]["prefill"]) > 0
         body = {"max_tokens": 48, "temperature": 0, "logprobs": 1}
         first = server.complete(CODE, **body).json()

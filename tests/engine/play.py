@@ -13,11 +13,11 @@ from anyio.lowlevel import checkpoint
 from attrs import define, field
 
 from effects.all import Ask, Launch, Outcome
+from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
 from effects.ports import Closed, Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.round import RoundDone, RunRound
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from engine.door import EngineDoor, EngineTicket
 from engine.meter import Meter
@@ -27,7 +27,7 @@ from states import invariants
 from states.settings import Settings
 from states.world import begin
 
-SETTINGS = Settings(slots=2, max_context=1024, max_queue=2, chunk=64, grain=16, batch_rows=8)
+SETTINGS = Settings(slots=2, max_context=1024, max_queue=2, chunk=64, block_size=16, batch_rows=8)
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
@@ -71,10 +71,10 @@ class ScriptedDevice:
                 assert len(self.rows[slot]) >= start
                 self.rows[slot] = self.rows[slot][:start] + self.prompts[slot][start:stop]
                 return PrefillAdvanced(stop)
-            case RunRound(slot, position, token):
+            case RunDecode(slot, position, token):
                 assert len(self.rows[slot]) >= position
                 self.rows[slot] = (*self.rows[slot][:position], token)
-                return RoundDone((next_token(self.rows[slot]),))
+                return Decoded((next_token(self.rows[slot]),))
         raise AssertionError(ask)
 
 

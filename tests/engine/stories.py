@@ -9,6 +9,7 @@ from pathlib import Path
 from attrs import define, evolve, field
 
 from effects.all import Ask, Launch
+from effects.decode import Decoded
 from effects.draft import DraftParked, DraftUnparked
 from effects.ids import DeviceFailed, LeaseId, RequestId, StoreFailed
 from effects.job import Job
@@ -16,7 +17,6 @@ from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
-from effects.round import RoundDone
 from effects.scope import Scope
 from effects.snapshot import SnapshotSaved
 from engine.runner import Envelope
@@ -28,7 +28,7 @@ from states.settings import Settings
 from states.world import Out, World, advance, begin
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-PLAIN = Settings(slots=2, max_context=256, max_queue=1, chunk=32, grain=16, batch_rows=8)
+PLAIN = Settings(slots=2, max_context=256, max_queue=1, chunk=32, block_size=16, batch_rows=8)
 RICH = evolve(
     PLAIN,
     store=True,
@@ -80,8 +80,8 @@ def a_turn_and_its_continuation() -> str:
     """A prompt of 40 tokens in two chunks, three tokens of answer; the next turn starts at row 32 of the same slot."""
     story, prompt = Teller(PLAIN), tuple(range(40))
     story.tell(A, Submitted(Job(prompt, 3)), PrefillAdvanced(32), PrefillAdvanced(39))
-    story.tell(A, *(RoundDone((100 + n,)) for n in range(3)))
-    story.tell(B, Submitted(Job((*prompt, 100, 101, 102, 7, 8), 1)), PrefillAdvanced(44), RoundDone((200,)))
+    story.tell(A, *(Decoded((100 + n,)) for n in range(3)))
+    story.tell(B, Submitted(Job((*prompt, 100, 101, 102, 7, 8), 1)), PrefillAdvanced(44), Decoded((200,)))
     return story.end()
 
 
@@ -90,11 +90,11 @@ def a_disconnect_while_a_neighbour_decodes() -> str:
     story = Teller(PLAIN)
     story.tell(A, Submitted(Job((1, 2), 4)), PrefillAdvanced(1))
     story.tell(B, Submitted(Job(tuple(range(90)), 4)))
-    outs = story.tell(A, RoundDone((50,)))
+    outs = story.tell(A, Decoded((50,)))
     assert launched(outs) == [Ask(B, RunPrefill(launched(outs)[0].effect.slot, 0, 32))]  # type: ignore[union-attr]
     story.tell(B, Cancelled("client_gone"))
     story.tell(B, PrefillAdvanced(32))
-    story.tell(A, RoundDone((51,)), RoundDone((52,)), RoundDone((53,)))
+    story.tell(A, Decoded((51,)), Decoded((52,)), Decoded((53,)))
     story.tell(B, Cancelled("client_gone"))  # the edge says so twice; nobody is there any more
     return story.end()
 
@@ -105,14 +105,14 @@ def a_full_house() -> str:
     for request in (A, B, C, D):
         story.tell(request, Submitted(Job((1, request), 2)))
     story.tell(A, PrefillAdvanced(1))
-    story.tell(A, RoundDone((9,)))
+    story.tell(A, Decoded((9,)))
     story.tell(B, PrefillAdvanced(1))
-    story.tell(A, RoundDone((9,)))
-    story.tell(B, RoundDone((8,)))
+    story.tell(A, Decoded((9,)))
+    story.tell(B, Decoded((8,)))
     story.tell(C, PrefillAdvanced(1))
-    story.tell(B, RoundDone((8,)))
-    story.tell(C, RoundDone((7,)), Cancelled("shutdown"))
-    story.tell(C, RoundDone((7,)))
+    story.tell(B, Decoded((8,)))
+    story.tell(C, Decoded((7,)), Cancelled("shutdown"))
+    story.tell(C, Decoded((7,)))
     return story.end()
 
 
@@ -124,7 +124,7 @@ def everything_goes_wrong_and_the_answer_comes() -> str:
     story.tell(A, StoreFailed("io", "read error"), PrefillAdvanced(32))
     story.tell(A, DeviceFailed("out_of_memory", "no room for the draft"))
     story.tell(A, PrefillAdvanced(64), PrefillAdvanced(89))
-    story.tell(A, RoundDone((50,)), RoundDone((51,)))
+    story.tell(A, Decoded((50,)), Decoded((51,)))
     story.tell(A, DeviceFailed("io", "disk full"))
     return story.end()
 
@@ -137,7 +137,7 @@ def compressed_restored_and_speculated() -> str:
     story.tell(A, PrefixFound(LeaseId(6), 64, "host"))
     story.tell(A, BlocksRestored(32, 64, 4096), PrefillAdvanced(32))
     story.tell(A, DraftUnparked(), PrefillAdvanced(79))
-    story.tell(A, RoundDone((60, 61, 62), proposed=4), RoundDone((63, 99, 64), proposed=2))
+    story.tell(A, Decoded((60, 61, 62), proposed=4), Decoded((63, 99, 64), proposed=2))
     story.tell(A, SnapshotSaved(80, 5120), DraftParked())
     return story.end()
 
@@ -153,15 +153,13 @@ def sessions_of_one_agent() -> str:
         for n in (1, 2, 3)
     ]
     story.tell(A, Submitted(jobs[0]), PrefixMissed("empty_store"))
-    story.tell(A, *(PrefillAdvanced(stop, ns=64_000) for stop in (32, 64, 89)), RoundDone((7,)))
+    story.tell(A, *(PrefillAdvanced(stop, ns=64_000) for stop in (32, 64, 89)), Decoded((7,)))
     story.tell(B, Submitted(jobs[1]), PrefixMissed("empty_store", shared=70))
-    story.tell(
-        B, *(PrefillAdvanced(stop, ns=64_000) for stop in (32, 64, 89)), RoundDone((8,)), SnapshotSaved(64, 4096)
-    )
+    story.tell(B, *(PrefillAdvanced(stop, ns=64_000) for stop in (32, 64, 89)), Decoded((8,)), SnapshotSaved(64, 4096))
     story.tell(
         C, Submitted(jobs[2]), PrefixFound(LeaseId(1), 64, "host", shared=70), BlocksRestored(0, 64, 4096, ns=6_400)
     )
-    story.tell(C, PrefillAdvanced(89, ns=64_000), RoundDone((9,)))
+    story.tell(C, PrefillAdvanced(89, ns=64_000), Decoded((9,)))
     return story.end()
 
 

@@ -14,7 +14,7 @@ from adapters.models.numerics import Numerics
 from engine.machine import identity
 from tests.store.kit import LAYOUT, disk_store, kept, save, settled
 
-FOUND = Numerics("ladder", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5, 100, 7)
+FOUND = Numerics("buckets", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5, 100, 7)
 TOKENS = tuple(range(1, 41))
 
 
@@ -23,9 +23,9 @@ def named(numerics: Numerics = FOUND, dtype: torch.dtype = torch.bfloat16, mode:
 
 
 OTHERS = {
-    "rungs": lambda: named(evolve(FOUND, rungs=(4, 8, 256))),
+    "buckets": lambda: named(evolve(FOUND, buckets=(4, 8, 256))),
     "mode of the probe": lambda: named(evolve(FOUND, mode="grid")),
-    "grain": lambda: named(evolve(FOUND, grain=256)),
+    "block_size": lambda: named(evolve(FOUND, block_size=256)),
     "numerics class": lambda: named(evolve(FOUND, numerics_class="class two")),
     "dtype": lambda: named(dtype=torch.float32),
     "mode": lambda: named(mode="fast"),

@@ -15,7 +15,7 @@ from attrs import evolve
 
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import LADDER, Qwen3Shard
+from adapters.models.qwen3 import BUCKETS, Qwen3Shard
 from adapters.models.synthetic import RandomWeights
 from adapters.store.format import Layout, Rows
 from adapters.store.opening import open_store
@@ -97,9 +97,9 @@ def test_a_home_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
 def shard() -> Qwen3Shard:
     config = Qwen3Config(512, 64, 128, 2, 2, 1, 32, 512, 1e6)
     weights = RandomWeights(config, 0, torch.device("cpu"), torch.float32)
-    rungs = (*(rung for rung in LADDER if rung < CHUNK), CHUNK)
+    buckets = (*(bucket for bucket in BUCKETS if bucket < CHUNK), CHUNK)
     where: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
-    return Qwen3Shard(config, weights, CpuKernels(torch.float32), slots=1, capacity=512, rungs=rungs, **where)
+    return Qwen3Shard(config, weights, CpuKernels(torch.float32), slots=1, capacity=512, buckets=buckets, **where)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def opened(tmp_path: Path, shard: Qwen3Shard) -> Callable[..., Store]:
 
 
 def settings(rates: Rates) -> Settings:
-    return Settings(slots=1, max_context=512, chunk=CHUNK, grain=64, store=True, rates=rates)
+    return Settings(slots=1, max_context=512, chunk=CHUNK, block_size=64, store=True, rates=rates)
 
 
 def test_a_folder_without_files_is_measured_once_and_then_remembered(

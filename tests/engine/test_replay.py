@@ -12,9 +12,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from effects.decode import Decoded
 from effects.ids import RequestId
 from effects.job import Job, Sampling
-from effects.round import RoundDone
 from engine.__main__ import main
 from engine.redact import Redactor
 from engine.replay import Diverged, replay_file, world_json
@@ -71,7 +71,7 @@ def tokens_of(envelope: Envelope) -> tuple[int, ...]:
     match envelope.event:
         case Submitted(job):
             return job.prompt
-        case RoundDone(tokens):
+        case Decoded(tokens):
             return tokens
         case _:
             return ()
@@ -117,7 +117,7 @@ def test_a_difference_shows_event_expected_and_actual(tmp_path: Path, capsys: py
     assert main(["replay", str(path)]) == 1
     shown = capsys.readouterr().err.splitlines()
     assert "after event" in shown[0]
-    assert '"is":"RoundDone"' in shown[0]
+    assert '"is":"Decoded"' in shown[0]
     assert shown[1].startswith("  recorded:")
     assert '"position":42' in shown[1]
     assert shown[2].startswith("  replayed:")
@@ -136,7 +136,7 @@ def test_a_changed_world_is_found_by_its_digest(tmp_path: Path) -> None:
 def test_an_impossible_event_is_a_difference(tmp_path: Path) -> None:
     path = tmp_path / "odd.jsonl"
     first, second, *_ = STORIES["a_full_house"]().splitlines(keepends=True)
-    odd = encode(Envelope(0, 0, RequestId(9), RoundDone((1,))))
+    odd = encode(Envelope(0, 0, RequestId(9), Decoded((1,))))
     path.write_text(first + odd + "\n")
     with pytest.raises(Diverged, match="cannot happen here"):
         replay_file(path)
@@ -198,7 +198,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_million_wrong_tokens_are_one_mistake(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    event = '{"tokens":[' + ",".join(['"x"'] * 1_000_000) + '],"is":"RoundDone"}'
+    event = '{"tokens":[' + ",".join(['"x"'] * 1_000_000) + '],"is":"Decoded"}'
     line = f'{{"seq":0,"at_ns":0,"request":0,"event":{event},"is":"Envelope"}}'
     path.write_text(STORIES["a_full_house"]().splitlines()[0] + "\n" + line + "\n")
     tracemalloc.start()

@@ -10,9 +10,9 @@ import pytest
 from attrs import evolve
 
 from effects.all import Ask, Launch
+from effects.decode import RunDecode
 from effects.job import Job
 from effects.prefill import RunPrefill
-from effects.round import RunRound
 from effects.stream import EmitTokens, ReportProgress
 from states.residency import Resolved
 from states.settings import Settings
@@ -26,7 +26,7 @@ async def test_a_stream_has_the_models_tokens_and_one_end() -> None:
     async with engine() as running:
         tokens, closed = await collect(running.door.submit(LONG))
     assert tokens == expected(LONG)
-    assert (closed.finish, closed.report.completion_tokens, closed.report.rounds) == ("length", 6, 6)
+    assert (closed.finish, closed.report.completion_tokens, closed.report.decode_steps) == ("length", 6, 6)
     assert running.closed == [closed]
 
 
@@ -57,7 +57,7 @@ async def test_many_at_once_give_what_each_gives_alone() -> None:
         answers[number] = (await collect(running.door.submit(jobs[number])))[0]
 
     async with (
-        engine(Settings(slots=4, chunk=64, grain=16, max_queue=16)) as running,
+        engine(Settings(slots=4, chunk=64, block_size=16, max_queue=16)) as running,
         anyio.create_task_group() as tasks,
     ):
         for number in range(len(jobs)):
@@ -65,7 +65,7 @@ async def test_many_at_once_give_what_each_gives_alone() -> None:
     assert answers == {number: expected(job) for number, job in enumerate(jobs)}
     batches = [launch for launch in running.device.launches if len(launch.asks) > 1]
     assert batches, "nothing was ever batched"
-    assert all(isinstance(ask.effect, RunRound) for launch in batches for ask in launch.asks)
+    assert all(isinstance(ask.effect, RunDecode) for launch in batches for ask in launch.asks)
 
 
 async def test_a_long_prefill_and_a_decoding_neighbour_take_turns() -> None:
@@ -162,7 +162,7 @@ async def test_a_shared_prefix_is_copied_from_a_busy_slot() -> None:
     decoding = anyio.Event()
 
     async def watch(launch: Launch) -> None:
-        if isinstance(launch.asks[0].effect, RunRound):
+        if isinstance(launch.asks[0].effect, RunDecode):
             decoding.set()
 
     async with engine(device=ScriptedDevice(before=watch)) as running, anyio.create_task_group() as tasks:
@@ -225,4 +225,4 @@ async def test_nothing_is_left_behind() -> None:
 
 
 def test_the_settings_of_these_tests_are_small() -> None:
-    assert SETTINGS.chunk % SETTINGS.grain == 0
+    assert SETTINGS.chunk % SETTINGS.block_size == 0

@@ -1,7 +1,8 @@
-"""An engine that computes nothing: slots, a bounded queue, prefill in chunks, rounds, and tokens that are a digest.
+"""An engine that computes nothing: slots, a bounded queue, prefill in chunks, decode steps, and tokens that are a
+digest.
 
 It keeps the promises of `effects.ports`: submit never blocks, messages come in order, the last one is Closed, exactly
-once, and a cancelled job ends within one chunk or round.
+once, and a cancelled job ends within one chunk or decode step.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import anyio
 from anyio.abc import TaskGroup
 from attrs import define, evolve, field
 
+from effects.decode import Logprob
 from effects.ids import RequestId, Tokens
 from effects.job import Job, Report
 from effects.ports import CancelReason, Closed, Message, SlotStatus, Status
-from effects.round import Logprob
 from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
 
@@ -74,7 +75,7 @@ class FakeTicket:
         self.tell(self.closed)
 
     async def pause(self, seconds: float) -> bool:
-        """Work for so long; False if the job was cancelled meanwhile: work is cut at the next chunk or round."""
+        """Work for so long; False if the job was cancelled meanwhile: work is cut at the next chunk or decode step."""
         await anyio.sleep(seconds)
         return self.reason is None
 
@@ -93,8 +94,8 @@ class FakeDoor:
     chunk: int = 8
     go: anyio.Event | None = None  # it works only once this is set
     chunk_s: float = 0.0
-    round_s: float = 0.0
-    per_round: int = 1
+    step_s: float = 0.0
+    per_step: int = 1
     fail_after: int | None = None  # tokens
     hang_after: int | None = None  # tokens; the engine never says anything again
     state: Literal["loading", "ready", "draining", "failed"] = "ready"
@@ -102,7 +103,7 @@ class FakeDoor:
     tickets: list[FakeTicket] = field(factory=list)
     waiting: int = 0
     busy: int = 0
-    last: bool = True  # progress counts a prompt's last token, which the first round feeds
+    last: bool = True  # progress counts a prompt's last token, which the first decode step feeds
     selection: Selection = field(factory=Selection)  # what is kept of a prompt beyond the device
     kept: list[Tokens] = field(factory=list)  # prompts whose rows are still there
 
@@ -116,7 +117,7 @@ class FakeDoor:
     def reset(self) -> None:
         """As new, when nothing runs."""
         fresh = FakeDoor(digest_script(20, 300), self.tasks)
-        for name in ("script", "per_round", "last", "selection", "fail_after", "state", "kept", "tickets", "busy"):
+        for name in ("script", "per_step", "last", "selection", "fail_after", "state", "kept", "tickets", "busy"):
             setattr(self, name, getattr(fresh, name))
 
     def submit(self, job: Job) -> FakeTicket:
@@ -187,7 +188,7 @@ class FakeDoor:
         job, count = ticket.job, 0
         tokens = self.script(job)
         while True:
-            if not await ticket.pause(self.round_s):
+            if not await ticket.pause(self.step_s):
                 return ticket.close(FINISHES[ticket.reason or "client_gone"])
             if count == self.fail_after:
                 return ticket.close("failed", "the fake was told to: secret detail")
@@ -195,15 +196,17 @@ class FakeDoor:
                 await anyio.sleep_forever()
             batch: list[int] = []
             finish: Finish | None = None
-            while finish is None and len(batch) < self.per_round:
+            while finish is None and len(batch) < self.per_step:
                 batch.append(next(tokens, job.stop_tokens[0] if job.stop_tokens else 0))
                 count += 1
                 if batch[-1] in job.stop_tokens:
                     finish = "stop"
                 elif count == job.max_tokens:
                     finish = "length"
-            rounds = ticket.report.rounds + 1
-            ticket.report = evolve(ticket.report, completion_tokens=count, rounds=rounds, proposed=2 * rounds)
+            decode_steps = ticket.report.decode_steps + 1
+            ticket.report = evolve(
+                ticket.report, completion_tokens=count, decode_steps=decode_steps, proposed=2 * decode_steps
+            )
             ticket.tell(EmitTokens(tuple(batch), logprobs(job, batch)))
             if finish is not None:
                 return ticket.close(finish)

@@ -54,10 +54,10 @@ async def test_a_whole_answer_has_every_field_that_openais_clients_read(site: Si
         "empty_store",
         "exact",
     )
-    rounds = len(tokens) + 1
+    decode_steps = len(tokens) + 1
     assert told["speculation"] == {
-        "rounds": rounds,
-        "proposed": 2 * rounds,
+        "rounds": decode_steps,
+        "proposed": 2 * decode_steps,
         "accepted": 0,
         "acceptance_length": 1.0,
         "why": None,
@@ -76,10 +76,10 @@ async def test_the_second_request_says_what_was_restored(site: Site) -> None:
     assert again["rekindle"]["restored_tokens"] == 0
 
 
-@pytest.mark.parametrize("per_round", [1, 3, 50])
-async def test_a_stream_says_the_same_as_a_whole_answer(site: Site, per_round: int) -> None:
+@pytest.mark.parametrize("per_step", [1, 3, 50])
+async def test_a_stream_says_the_same_as_a_whole_answer(site: Site, per_step: int) -> None:
     site.say(EMOJI)
-    site.door.per_round = per_round
+    site.door.per_step = per_step
     whole = (await site.chat()).json()
     found = await chunks(site, PATH, chat(stream_options={"include_usage": True}))
     assert text_of(found) == whole["choices"][0]["message"]["content"] == EMOJI
@@ -140,12 +140,12 @@ async def test_a_seed_is_drawn_where_none_is_given(site: Site) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("per_round", [1, 4, 50])
+@pytest.mark.parametrize("per_step", [1, 4, 50])
 async def test_a_stop_string_over_token_borders_ends_the_answer_before_it(
-    site: Site, streamed: bool, per_round: int
+    site: Site, streamed: bool, per_step: int
 ) -> None:
     tokens = site.say("one two STOP three four" + " and more" * 50)
-    site.door.per_round = per_round
+    site.door.per_step = per_step
     texts = [site.text.tokenizer.decode(tokens[:count]) for count in range(len(tokens))]
     counted = next(count for count, text in enumerate(texts) if "STOP" in text)
     if streamed:

@@ -129,7 +129,7 @@ async def test_connections_that_only_wait_make_room_for_others(impatient: Site) 
 async def test_where_every_connection_is_being_answered_the_next_is_told(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with served(folder, server={"max_connections": 4}, door={"round_s": 0.05}) as site, AsyncExitStack() as stack:
+    async with served(folder, server={"max_connections": 4}, door={"step_s": 0.05}) as site, AsyncExitStack() as stack:
         for _ in range(4):
             stream = await stack.enter_async_context(await connect(site))
             await stream.send(raw_post(chat(stream=True)))
@@ -150,7 +150,7 @@ async def test_an_answer_that_is_not_taken_does_not_keep_its_connection(
 ) -> None:
     """All of it is in the server's buffer, and the client asked to be closed after it."""
     monkeypatch.setattr("adapters.http.connection.CLOSE_S", 0.3)
-    async with served(folder, max_ctx=1 << 20, door={"per_round": 1000}) as site, await connect(site) as stream:
+    async with served(folder, max_ctx=1 << 20, door={"per_step": 1000}) as site, await connect(site) as stream:
         request = raw_post(chat(logprobs=True, top_logprobs=20, max_tokens=4000))
         await stream.send(request.replace(b"Host:", b"Connection: close\r\nHost:"))
         connections = site.serving.connections

@@ -48,7 +48,7 @@ async def stop_once_started(site: Site) -> None:
     site.serving.stop(now=True)
 
 
-SLOW = {"prefill": {"chunk_s": 0.05, "chunk": 1}, "decode": {"round_s": 0.05}, "queue": {"slots": 0}}
+SLOW = {"prefill": {"chunk_s": 0.05, "chunk": 1}, "decode": {"step_s": 0.05}, "queue": {"slots": 0}}
 
 
 @pytest.mark.parametrize("phase", SLOW)
@@ -70,7 +70,7 @@ async def test_a_client_that_leaves_is_noticed_at_once_wherever_its_job_is(
 
 
 async def test_a_client_that_half_closes_its_connection_has_left(folder: Path) -> None:
-    async with served(folder, door={"round_s": 0.05}) as site:
+    async with served(folder, door={"step_s": 0.05}) as site:
         request = raw_post(chat(stream=True))
         async with await anyio.connect_tcp("127.0.0.1", site.serving.port) as connection:
             await connection.send(request)
@@ -81,7 +81,7 @@ async def test_a_client_that_half_closes_its_connection_has_left(folder: Path) -
 
 
 async def test_all_choices_of_a_request_are_cancelled_together(folder: Path) -> None:
-    async with served(folder, door={"round_s": 0.05}) as site:
+    async with served(folder, door={"step_s": 0.05}) as site:
         with anyio.move_on_after(0.3):
             await site.chat(n=3)
         await until(lambda: len(site.door.tickets) == 3 and all(ticket.closed for ticket in site.door.tickets))
@@ -89,7 +89,7 @@ async def test_all_choices_of_a_request_are_cancelled_together(folder: Path) -> 
 
 
 async def test_a_client_that_does_not_read_is_given_up_and_others_go_on(folder: Path) -> None:
-    async with served(folder, door={"per_round": 50, "round_s": 0.001}, write_timeout_s=0.5, max_ctx=1 << 20) as site:
+    async with served(folder, door={"per_step": 50, "step_s": 0.001}, write_timeout_s=0.5, max_ctx=1 << 20) as site:
         request = raw_post(chat(stream=True, logprobs=True, top_logprobs=20))
         async with await anyio.connect_tcp("127.0.0.1", site.serving.port) as connection:
             await connection.send(request)
@@ -112,14 +112,14 @@ async def test_a_full_queue_is_a_429_with_retry_after_streamed_or_not(folder: Pa
 
 
 async def test_one_of_several_choices_that_finds_no_place_takes_the_others_with_it(folder: Path) -> None:
-    async with served(folder, door={"slots": 1, "max_queue": 1, "round_s": 0.01}) as site:
+    async with served(folder, door={"slots": 1, "max_queue": 1, "step_s": 0.01}) as site:
         response = await site.chat(n=4)
         assert response.status_code == 429
         await until(lambda: all(ticket.closed for ticket in site.door.tickets))
 
 
 async def test_a_flood_is_queued_up_to_the_limit_and_the_rest_is_told_quickly(folder: Path) -> None:
-    async with served(folder, door={"slots": 4, "max_queue": 32, "round_s": 0.02}) as site:
+    async with served(folder, door={"slots": 4, "max_queue": 32, "step_s": 0.02}) as site:
         statuses: Counter[int] = Counter()
         refused_after: list[float] = []
 
@@ -144,7 +144,7 @@ async def test_a_flood_is_queued_up_to_the_limit_and_the_rest_is_told_quickly(fo
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_a_request_past_its_deadline_is_a_504_or_an_error_event(folder: Path, streamed: bool) -> None:
-    async with served(folder, door={"round_s": 0.05}, request_timeout_s=0.3) as site:
+    async with served(folder, door={"step_s": 0.05}, request_timeout_s=0.3) as site:
         if streamed:
             _, found = await stream(site, PATH, chat())
             assert json.loads(found[-1])["error"]["code"] == "deadline_exceeded"
@@ -243,7 +243,7 @@ async def test_equal_request_ids_do_not_mix_answers(shared: Site) -> None:
 
 @pytest.mark.timeout(90)
 async def test_a_very_long_prompt_does_not_hold_up_other_streams(folder: Path) -> None:
-    async with served(folder, door={"round_s": 0.01}) as site:
+    async with served(folder, door={"step_s": 0.01}) as site:
         gaps: list[float] = []
 
         async def listen() -> None:
@@ -266,7 +266,7 @@ async def test_a_very_long_prompt_does_not_hold_up_other_streams(folder: Path) -
 
 
 async def test_a_stream_that_was_accepted_ends_with_an_error_when_the_engine_shuts_down(folder: Path) -> None:
-    async with served(folder, door={"round_s": 0.02}) as site:
+    async with served(folder, door={"step_s": 0.02}) as site:
         async with site.client.stream("POST", PATH, json=chat(stream=True)) as response:
             found = []
             async for event in events(response):
@@ -281,7 +281,7 @@ async def test_a_stream_that_was_accepted_ends_with_an_error_when_the_engine_shu
 
 
 async def test_a_stopped_server_lets_open_streams_finish_and_takes_no_more(folder: Path) -> None:
-    async with served(folder, door={"round_s": 0.02}) as site:
+    async with served(folder, door={"step_s": 0.02}) as site:
         async with site.client.stream("POST", PATH, json=chat(stream=True, max_tokens=20)) as response:
             found = []
             async for event in events(response):
@@ -294,7 +294,7 @@ async def test_a_stopped_server_lets_open_streams_finish_and_takes_no_more(folde
 
 
 async def test_a_server_told_to_stop_now_drops_its_streams(folder: Path) -> None:
-    async with served(folder, door={"round_s": 0.05}) as site:
+    async with served(folder, door={"step_s": 0.05}) as site:
         start = time.monotonic()
         site.door.tasks.start_soon(stop_once_started, site)
         with pytest.raises(httpx.HTTPError):

@@ -178,7 +178,7 @@ def test_how_long_requests_take_is_a_mean_that_forgets_and_waiting_does_not_coun
 
 
 async def test_a_full_queue_says_when_to_come_again(folder: Path) -> None:
-    async with served(folder, door={"slots": 1, "max_queue": 0, "round_s": 0.15}) as site:
+    async with served(folder, door={"slots": 1, "max_queue": 0, "step_s": 0.15}) as site:
         site.say("a b c d e f g h i j")
         assert (await site.chat()).status_code == 200
         site.door.busy = 1

@@ -15,7 +15,7 @@ from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Kernels
 from adapters.models.kernels.products import Products
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import LADDER, Qwen3Shard, products
+from adapters.models.qwen3 import BUCKETS, Qwen3Shard, products
 from adapters.models.shard import Segment, Step
 
 GEOMETRIES = {
@@ -60,11 +60,11 @@ def shard_of(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels 
     return Qwen3Shard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), dtype=dtype, **shape)
 
 
-def proven(config: Qwen3Config, dtype: torch.dtype, capacity: int, ladder: Sequence[int] = LADDER) -> CpuKernels:
+def proven(config: Qwen3Config, dtype: torch.dtype, capacity: int, sizes: Sequence[int] = BUCKETS) -> CpuKernels:
     """CPU kernels that keep to what is proven on the machine that runs the tests."""
-    rungs = tuple(ladder)
+    buckets = tuple(sizes)
     return kernels_for(
-        products(config, rungs, capacity=capacity, dtype=dtype, threads=torch.get_num_threads()), dtype, capacity
+        products(config, buckets, capacity=capacity, dtype=dtype, threads=torch.get_num_threads()), dtype, capacity
     )
 
 
@@ -80,19 +80,19 @@ def tokens_of(count: int, vocab: int = 160, seed: int = 7) -> Tensor:
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def run(shard: Qwen3Shard, rung: int, *parts: tuple[int, int, Tensor]) -> Tensor:
+def run(shard: Qwen3Shard, bucket: int, *parts: tuple[int, int, Tensor]) -> Tensor:
     """Logits of the real rows of one step; parts are (slot, start, token ids)."""
-    step = Step(tuple(Segment(slot, start, len(ids)) for slot, start, ids in parts), rung)
+    step = Step(tuple(Segment(slot, start, len(ids)) for slot, start, ids in parts), bucket)
     forward = shard.forward(step, torch.cat([ids for _, _, ids in parts]))
     return shard.logits(step, forward.hidden)[: step.rows].clone()
 
 
 def run_in_pieces(shard: Qwen3Shard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
-    """Logits of every row; pieces are (rung, rows), the last one repeated."""
+    """Logits of every row; pieces are (bucket, rows), the last one repeated."""
     found, at, index = [], 0, 0
     while at < len(tokens):
-        rung, count = pieces[min(index, len(pieces) - 1)]
-        found.append(run(shard, rung, (slot, at, tokens[at : at + count])))
+        bucket, count = pieces[min(index, len(pieces) - 1)]
+        found.append(run(shard, bucket, (slot, at, tokens[at : at + count])))
         at, index = at + count, index + 1
     return torch.cat(found)
 

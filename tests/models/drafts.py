@@ -16,19 +16,19 @@ from adapters.models.dflash import DFlashDraft
 from adapters.models.dflash import products as draft_products
 from adapters.models.dflash_checkpoint import draft_tensors
 from adapters.models.dflash_config import DFlashConfig, Rotary, Yarn
-from adapters.models.kernels import Sight
+from adapters.models.kernels import AttentionMask
 from adapters.models.kernels.products import Weight
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import HEAD_ROWS, LADDER, products
+from adapters.models.qwen3 import BUCKETS, HEAD_ROWS, products
 from adapters.models.shard import Segment, Step, TargetHead
 from tests.models.checkpoints import kernels_for
 
-FULL, CAUSAL = Sight(), Sight(causal=True)
+FULL, CAUSAL = AttentionMask(), AttentionMask(causal=True)
 TARGET = Qwen3Config(211, 64, 104, 9, 4, 2, 16, 4096, 1e4)
 
 
-def slides(window: int, *, causal: bool = True) -> Sight:
-    return Sight(causal=causal, window=window)
+def slides(window: int, *, causal: bool = True) -> AttentionMask:
+    return AttentionMask(causal=causal, window=window)
 
 
 def config_of(**changes: object) -> DFlashConfig:
@@ -39,15 +39,15 @@ def config_of(**changes: object) -> DFlashConfig:
 
 GEOMETRIES = {
     "gqa 2 to 1, full": config_of(),
-    "one tap, mqa, one layer, causal": config_of(
-        num_layers=1, num_heads=5, num_kv_heads=1, sights=(CAUSAL,), taps=(4,), intermediate_size=72
+    "one auxiliary layer, mqa, one layer, causal": config_of(
+        num_layers=1, num_heads=5, num_kv_heads=1, masks=(CAUSAL,), aux_layers=(4,), intermediate_size=72
     ),
-    "sliding and full": config_of(sights=(slides(40), slides(40), FULL), num_heads=8, head_dim=24, block=10),
-    "sliding both ways": config_of(sights=(slides(33, causal=False), FULL, slides(700)), num_kv_heads=4, head_dim=32),
+    "sliding and full": config_of(masks=(slides(40), slides(40), FULL), num_heads=8, head_dim=24, block=10),
+    "sliding both ways": config_of(masks=(slides(33, causal=False), FULL, slides(700)), num_kv_heads=4, head_dim=32),
     "yarn": config_of(
         num_layers=2,
-        sights=(FULL, slides(600)),
-        taps=(0, 8),
+        masks=(FULL, slides(600)),
+        aux_layers=(0, 8),
         rotary=Rotary(16, 1e4, Yarn(4.0, 256.0, 32.0, 1.0, 0.1 * math.log(4) + 1, truncate=True)),
         block=8,
         rms_norm_eps=1e-5,
@@ -71,7 +71,7 @@ class Tensors(dict[str, Tensor]):
 def random_tensors(config: DFlashConfig, seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     made = Tensors()
-    for name, shape in draft_tensors(config, len(config.taps)).items():
+    for name, shape in draft_tensors(config, len(config.aux_layers)).items():
         tensor = torch.randn(shape, generator=generator)
         made[name] = tensor * 0.2 + 1 if len(shape) == 1 else tensor * 1.5 * shape[1] ** -0.5
     return made
@@ -95,8 +95,8 @@ def save_draft(folder: Path, config: DFlashConfig, tensors: dict[str, Tensor], *
         "num_target_layers": TARGET.num_layers,
         "max_position_embeddings": 4096,
         "block_size": config.block,
-        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.taps)},
-        "layer_types": ["sliding_attention" if sight.window else "full_attention" for sight in config.sights],
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.aux_layers)},
+        "layer_types": ["sliding_attention" if mask.window else "full_attention" for mask in config.masks],
         **changes,
     }
     folder.mkdir(exist_ok=True)
@@ -113,7 +113,7 @@ def head_of(config: DFlashConfig, kernels, dtype: torch.dtype = torch.float32, v
 
 def proven_draft(config: DFlashConfig, dtype: torch.dtype, capacity: int, vocab: int = 211) -> CpuKernels:
     """With the target's head, which is of the draft's own size."""
-    target = products(TARGET, LADDER, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
+    target = products(TARGET, BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
     listed = draft_products(config, target, capacity=capacity, vocab=vocab)
     head = Weight(vocab, config.hidden_size, most=HEAD_ROWS)
     return kernels_for(evolve(listed, weights=tuple({*listed.weights, head})), dtype, capacity)
@@ -126,29 +126,30 @@ def draft_of(config: DFlashConfig, tensors: Tensors | None = None, dtype: torch.
     return DFlashDraft(config, weights, kernels, head_of(config, kernels.fresh(), dtype), dtype=dtype, **shape)
 
 
-def captures_of(config: DFlashConfig, count: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
+def aux_hidden_states_of(config: DFlashConfig, count: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
     """What the target left for `count` rows: `[K, count, D]`."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(len(config.taps), count, config.hidden_size, generator=generator).to(dtype)
+    return torch.randn(len(config.aux_layers), count, config.hidden_size, generator=generator).to(dtype)
 
 
-def extend(draft: DFlashDraft, rung: int, *parts: tuple[int, int, Tensor]) -> None:
-    """Parts are (slot, start, captures `[K, rows, D]`); what the captures hold for padded rows is garbage."""
-    step = Step(tuple(Segment(slot, start, rows.shape[1]) for slot, start, rows in parts), rung)
+def extend(draft: DFlashDraft, bucket: int, *parts: tuple[int, int, Tensor]) -> None:
+    """Parts are (slot, start, auxiliary hidden states `[K, rows, D]`); what the auxiliary hidden states hold for
+    padded rows is garbage."""
+    step = Step(tuple(Segment(slot, start, rows.shape[1]) for slot, start, rows in parts), bucket)
     every = torch.cat([rows for _, _, rows in parts], 1)
-    captures = {}
-    for index, tap in enumerate(draft.taps):
-        captures[tap] = torch.full((rung, every.shape[2]), 3e4, dtype=every.dtype)
-        captures[tap][: every.shape[1]] = every[index]
-    draft.extend(step, captures)
+    aux_hidden_states = {}
+    for index, layer in enumerate(draft.aux_layers):
+        aux_hidden_states[layer] = torch.full((bucket, every.shape[2]), 3e4, dtype=every.dtype)
+        aux_hidden_states[layer][: every.shape[1]] = every[index]
+    draft.extend(step, aux_hidden_states)
 
 
 def extend_in_pieces(draft: DFlashDraft, rows: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> None:
-    """Pieces are (rung, rows), the last one repeated."""
+    """Pieces are (bucket, rows), the last one repeated."""
     at, index = 0, 0
     while at < rows.shape[1]:
-        rung, count = pieces[min(index, len(pieces) - 1)]
-        extend(draft, rung, (slot, at, rows[:, at : at + count]))
+        bucket, count = pieces[min(index, len(pieces) - 1)]
+        extend(draft, bucket, (slot, at, rows[:, at : at + count]))
         at, index = at + count, index + 1
 
 
@@ -186,17 +187,18 @@ def slow_frequency(rotary: Rotary, i: int) -> tuple[float, float]:
 
 
 def slow_logits(
-    config: DFlashConfig, tensors: Tensors, table: Tensor, *, captures: Tensor, first: int, tokens: list[int]
+    config: DFlashConfig, tensors: Tensors, table: Tensor, *, aux_hidden_states: Tensor, first: int, tokens: list[int]
 ) -> Tensor:
-    """Float64 logits `[rows, V]` of a block `tokens` behind context rows `[first, n)` that captures give."""
+    """Float64 logits `[rows, V]` of a block `tokens` behind context rows `[first, n)` that auxiliary hidden states
+    give."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     eps, head, group = config.rms_norm_eps, config.head_dim, config.num_heads // config.num_kv_heads
-    count, size = captures.shape[1], len(tokens)
-    fused = captures.double().permute(1, 0, 2).reshape(count, -1) @ weights["fc.weight"].T
+    count, size = aux_hidden_states.shape[1], len(tokens)
+    fused = aux_hidden_states.double().permute(1, 0, 2).reshape(count, -1) @ weights["fc.weight"].T
     context = norm(fused, weights["hidden_norm.weight"], eps)[first:]
     x = table.double()[tokens]
     here = list(range(count, count + size))
-    for layer, sight in enumerate(config.sights):
+    for layer, mask in enumerate(config.masks):
         name = f"layers.{layer}."
 
         def of(part: str, rows: Tensor, name: str = name) -> Tensor:
@@ -216,7 +218,7 @@ def slow_logits(
             seen = [
                 key - first
                 for key in range(first, count + size)
-                if not (sight.causal and key > position) and not (sight.window and key <= position - sight.window)
+                if not (mask.causal and key > position) and not (mask.window and key <= position - mask.window)
             ]
             for number in range(config.num_heads):
                 keys, values = k[seen, number // group], v[seen, number // group]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.models.dflash import Ask, DFlashDraft, NotLoaded
 from adapters.models.dflash_config import DFlashConfig, Rotary
-from adapters.models.kernels import BlockBatch, Rope, Sight
+from adapters.models.kernels import AttentionMask, BlockBatch, Rope
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.shard import Segment, Step, TargetHead
 from adapters.models.synthetic import RandomDraft
@@ -22,10 +22,10 @@ triton_cuda = pytest.importorskip(
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
 DEVICE = torch.device("cuda")
-RUNGS = (4, 8, 16, 32, 64, 128, 512)
+BUCKETS = (4, 8, 16, 32, 64, 128, 512)
 LENGTH = 700
 VOCAB = 1000
-FULL, SLIDING = Sight(), Sight(causal=True, window=300)
+FULL, SLIDING = AttentionMask(), AttentionMask(causal=True, window=300)
 DEMO = DFlashConfig(320, 832, 3, 5, 1, 64, Rotary(64, 1e6), (FULL,) * 3, (1, 4, 6, 9), 16, 999)
 WIDE = DFlashConfig(1024, 3072, 3, 16, 4, 128, Rotary(128, 1e6), (SLIDING, SLIDING, FULL), (1, 9, 17), 16, 999)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -45,30 +45,30 @@ def draft_of(config: DFlashConfig, dtype: torch.dtype, kernels=None, stored=None
     """stored: what the weights are made in, if that is not the draft's dtype."""
     kernels, stored = kernels or triton_cuda.TritonKernels(DEVICE), stored or dtype
     table = normal(VOCAB, config.hidden_size, dtype=stored, seed=9).to(dtype)
-    shape = {"slots": 4, "capacity": 1024, "rungs": RUNGS} | options
+    shape = {"slots": 4, "capacity": 1024, "buckets": BUCKETS} | options
     weights = RandomDraft(config, 1, DEVICE, stored, config.hidden_size**-0.5)
     head = TargetHead(table, kernels.pack(table.clone()))
     return DFlashDraft(config, weights, kernels, head, device=DEVICE, dtype=dtype, **shape)
 
 
-def captures_of(config: DFlashConfig, count: int, dtype: torch.dtype, seed: int = 5) -> Tensor:
-    return normal(len(config.taps), count, config.hidden_size, dtype=dtype, seed=seed)
+def aux_hidden_states_of(config: DFlashConfig, count: int, dtype: torch.dtype, seed: int = 5) -> Tensor:
+    return normal(len(config.aux_layers), count, config.hidden_size, dtype=dtype, seed=seed)
 
 
-def extend(draft: DFlashDraft, rung: int, *parts: tuple[int, int, Tensor]) -> None:
-    """Parts are (slot, start, captures `[K, rows, D]`)."""
-    step = Step(tuple(Segment(slot, start, rows.shape[1]) for slot, start, rows in parts), rung)
+def extend(draft: DFlashDraft, bucket: int, *parts: tuple[int, int, Tensor]) -> None:
+    """Parts are (slot, start, auxiliary hidden states `[K, rows, D]`)."""
+    step = Step(tuple(Segment(slot, start, rows.shape[1]) for slot, start, rows in parts), bucket)
     every = torch.cat([rows for _, _, rows in parts], 1)
-    padded = torch.full((len(draft.taps), rung, every.shape[2]), 3e4, dtype=every.dtype, device=DEVICE)
+    padded = torch.full((len(draft.aux_layers), bucket, every.shape[2]), 3e4, dtype=every.dtype, device=DEVICE)
     padded[:, : every.shape[1]] = every
-    draft.extend(step, dict(zip(draft.taps, padded, strict=True)))
+    draft.extend(step, dict(zip(draft.aux_layers, padded, strict=True)))
 
 
 def extend_in_pieces(draft: DFlashDraft, rows: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> None:
     at, index = 0, 0
     while at < rows.shape[1]:
-        rung, count = pieces[min(index, len(pieces) - 1)]
-        extend(draft, rung, (slot, at, rows[:, at : at + count]))
+        bucket, count = pieces[min(index, len(pieces) - 1)]
+        extend(draft, bucket, (slot, at, rows[:, at : at + count]))
         at, index = at + count, index + 1
 
 
@@ -89,7 +89,12 @@ def test_attention_of_blocks_agrees_with_the_reference_and_sees_nothing_else(geo
     known = (normal(3, kv, capacity, head, dtype=dtype, seed=2), normal(3, kv, capacity, head, dtype=dtype, seed=3))
     blocks = ((Segment(1, 1500, 16), 700), (Segment(0, 4, 4), 0), (Segment(2, 510, 8), 500))
     segments, firsts = tuple(block for block, _ in blocks), tuple(first for _, first in blocks)
-    for sight in (Sight(), Sight(causal=True), Sight(causal=True, window=40), Sight(window=600)):
+    for mask in (
+        AttentionMask(),
+        AttentionMask(causal=True),
+        AttentionMask(causal=True, window=40),
+        AttentionMask(window=600),
+    ):
         found = []
         for own in (kernels, ReferenceKernels()):
             k_cache, v_cache = (cache.clone() for cache in known)
@@ -105,7 +110,7 @@ def test_attention_of_blocks_agrees_with_the_reference_and_sees_nothing_else(geo
             batch.load(Step(segments, 32), torch.zeros(28, dtype=torch.int64))
             own.prepare(batch)
             q = own.rotate_store(qkv, norms[0], norms[1], 1e-6, rope, batch, k_cache, v_cache)
-            found.append(own.attend_block(q, k_cache, v_cache, batch, sight))
+            found.append(own.attend_block(q, k_cache, v_cache, batch, mask))
         assert distance(found[0][:28], found[1][:28]) < TOLERANCE[dtype]
         assert not found[0][28:].any()
 
@@ -115,7 +120,7 @@ def whole(request):
     """A draft whose slot 0 holds rows that were computed in chunks of C, with its proposals behind them."""
     config, dtype = request.param
     draft = draft_of(config, dtype)
-    rows = captures_of(config, LENGTH, dtype)
+    rows = aux_hidden_states_of(config, LENGTH, dtype)
     extend_in_pieces(draft, rows, [(512, 512)])
     [expected] = proposed(draft, Ask(0, 0, LENGTH, 9, 15))
     return draft, rows, expected
@@ -161,7 +166,7 @@ def test_a_block_is_proposed_the_same_whoever_asks_beside(whole):
 def test_rows_taken_out_and_put_back_are_proposed_the_same(whole):
     draft, rows, expected = whole
     taken = [draft.export_rows(0, start, start + 100) for start in range(0, LENGTH, 100)]
-    extend_in_pieces(draft, captures_of(draft.config, LENGTH, rows.dtype, seed=1), [(512, 512)], slot=2)
+    extend_in_pieces(draft, aux_hidden_states_of(draft.config, LENGTH, rows.dtype, seed=1), [(512, 512)], slot=2)
     for index, part in enumerate(taken):
         draft.import_rows(2, index * 100, part)
     assert same_bits(proposed(draft, Ask(2, 0, LENGTH, 9, 15))[0], expected)
@@ -179,9 +184,9 @@ def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_o
 
 
 def test_more_keys_than_splits_are_weighed_in_larger_ones():
-    config = evolve(DEMO, num_layers=1, sights=(FULL,))
+    config = evolve(DEMO, num_layers=1, masks=(FULL,))
     draft = draft_of(config, torch.bfloat16, slots=1, capacity=20_000)
-    rows = captures_of(config, 512, torch.bfloat16)
+    rows = aux_hidden_states_of(config, 512, torch.bfloat16)
     for start in range(0, 19_968, 512):
         extend(draft, 512, (0, start, rows))
     [found] = proposed(draft, Ask(0, 0, 19_968, 9, 15))
@@ -199,7 +204,7 @@ def test_a_head_size_without_a_kernel_is_refused_at_once():
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_forward_never_waits_for_the_device():
-    draft, rows = draft_of(WIDE, torch.bfloat16), captures_of(WIDE, 16, torch.bfloat16)
+    draft, rows = draft_of(WIDE, torch.bfloat16), aux_hidden_states_of(WIDE, 16, torch.bfloat16)
     for _ in range(3):
         extend(draft, 16, (0, 0, rows))
         draft.propose([Ask(0, 0, 16, 9, 15)])
@@ -217,7 +222,7 @@ def test_a_forward_never_waits_for_the_device():
 def large():
     config = evolve(WIDE, hidden_size=2048, intermediate_size=8192, num_heads=16)
     draft = draft_of(config, torch.bfloat16)
-    extend(draft, 64, (0, 0, captures_of(config, 60, torch.bfloat16)))
+    extend(draft, 64, (0, 0, aux_hidden_states_of(config, 60, torch.bfloat16)))
     return draft
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: right against plain torch in float64, and the same bits at every rung, place and company."""
+"""The Triton kernels: right against plain torch in float64, and the same bits at every bucket, place and company."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ triton_cuda = pytest.importorskip(
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
 DEVICE = torch.device("cuda")
-RUNGS = (4, 8, 16, 32, 64, 128, 256, 2048)
+BUCKETS = (4, 8, 16, 32, 64, 128, 256, 2048)
 HALF = [torch.bfloat16, torch.float16]
 DTYPES = [*HALF, torch.float32]
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -51,18 +51,18 @@ def test_a_product_has_the_same_bits_at_every_rung_and_row(kernels, columns, dep
     weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
     packed = kernels.pack_gated(weight) if gated else kernels.pack(weight)
     run = kernels.gated if gated else kernels.linear
-    x = normal(max(RUNGS), depth, dtype=dtype, seed=1)
+    x = normal(max(BUCKETS), depth, dtype=dtype, seed=1)
     full = run(x, packed)
     exact = x.double() @ weight.double().T
     if gated:
         exact = torch.nn.functional.silu(exact[:, : columns // 2]) * exact[:, columns // 2 :]
     assert distance(full, exact) < TOLERANCE[dtype]
-    for rung in RUNGS:
-        for first in (0, 37 if rung < max(RUNGS) else 0):
-            assert same_bits(run(x[first : first + rung].contiguous(), packed), full[first : first + rung])
-        alone = normal(rung, depth, dtype=dtype, seed=2, scale=100.0)
-        alone[rung // 2] = x[5]
-        assert same_bits(run(alone, packed)[rung // 2], full[5])
+    for bucket in BUCKETS:
+        for first in (0, 37 if bucket < max(BUCKETS) else 0):
+            assert same_bits(run(x[first : first + bucket].contiguous(), packed), full[first : first + bucket])
+        alone = normal(bucket, depth, dtype=dtype, seed=2, scale=100.0)
+        alone[bucket // 2] = x[5]
+        assert same_bits(run(alone, packed)[bucket // 2], full[5])
 
 
 def test_a_weight_whose_rows_cannot_be_copied_in_bulk_is_refused(kernels):
@@ -86,10 +86,11 @@ def test_norms_agree_with_plain_torch_and_do_not_see_the_rung(kernels, width, dt
     assert same_bits(full, ours)
     assert distance(normed, expected) < TOLERANCE[dtype]
     assert same_bits(kernels.add_norm(full.clone(), None, weight, 1e-6), normed)
-    for rung in RUNGS:
-        part = residual[7 : 7 + rung].clone()
+    for bucket in BUCKETS:
+        part = residual[7 : 7 + bucket].clone()
         assert same_bits(
-            kernels.add_norm(part, delta[7 : 7 + rung].contiguous(), weight, 1e-6), normed[7 : 7 + rung][: len(part)]
+            kernels.add_norm(part, delta[7 : 7 + bucket].contiguous(), weight, 1e-6),
+            normed[7 : 7 + bucket][: len(part)],
         )
 
 
@@ -112,13 +113,13 @@ class Sequence:
         self.k_cache = torch.full(self.shape, float("nan"), dtype=self.dtype, device=DEVICE)
         self.v_cache = torch.full(self.shape, float("nan"), dtype=self.dtype, device=DEVICE)
 
-    def run(self, rung: int, segments: tuple[Segment, ...], rows: Tensor, kernels=None) -> Tensor:
+    def run(self, bucket: int, segments: tuple[Segment, ...], rows: Tensor, kernels=None) -> Tensor:
         """Attention's rows for `segments`, whose projections are `qkv[rows]`."""
         kernels = kernels or self.kernels
-        batch = Batch(rung, DEVICE)
-        batch.load(Step(segments, rung), torch.zeros(len(rows), dtype=torch.int64))
+        batch = Batch(bucket, DEVICE)
+        batch.load(Step(segments, bucket), torch.zeros(len(rows), dtype=torch.int64))
         kernels.prepare(batch)
-        qkv = normal(rung, self.qkv.shape[1], dtype=self.dtype, seed=rung, scale=9.0)
+        qkv = normal(bucket, self.qkv.shape[1], dtype=self.dtype, seed=bucket, scale=9.0)
         qkv[: len(rows)] = self.qkv[rows]
         caches = self.k_cache, self.v_cache
         q = kernels.rotate_store(qkv, self.q_norm, self.k_norm, 1e-6, self.rope, batch, *caches)
@@ -127,13 +128,13 @@ class Sequence:
         return out[: len(rows)].clone()
 
     def in_pieces(self, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
-        """The whole sequence, cut into (rung, rows) pieces, the last one repeated as long as needed."""
+        """The whole sequence, cut into (bucket, rows) pieces, the last one repeated as long as needed."""
         self.clear()
         found, at, index = [], 0, 0
         while at < len(self.qkv):
-            rung, count = pieces[min(index, len(pieces) - 1)]
+            bucket, count = pieces[min(index, len(pieces) - 1)]
             count = min(count, len(self.qkv) - at)
-            found.append(self.run(rung, (Segment(slot, at, count),), torch.arange(at, at + count, device=DEVICE)))
+            found.append(self.run(bucket, (Segment(slot, at, count),), torch.arange(at, at + count, device=DEVICE)))
             at, index = at + count, index + 1
         return torch.cat(found)
 
@@ -161,8 +162,8 @@ def test_attention_has_the_same_bits_however_the_sequence_is_cut(kernels, geomet
         assert same_bits(sequence.v_cache[2, :, :1300], caches[1])
 
 
-@pytest.mark.parametrize("rung", [4, 8, 64, 256])
-def test_attention_does_not_see_its_neighbours(kernels, rung):
+@pytest.mark.parametrize("bucket", [4, 8, 64, 256])
+def test_attention_does_not_see_its_neighbours(kernels, bucket):
     sequence = Sequence(kernels, (32, 8, 128), torch.bfloat16, 1300)
     whole = sequence.in_pieces([(2048, 1300)])
     last = torch.tensor([1299], device=DEVICE)
@@ -170,8 +171,8 @@ def test_attention_does_not_see_its_neighbours(kernels, rung):
         sequence.k_cache[slot], sequence.v_cache[slot] = sequence.k_cache[0], sequence.v_cache[0]
     rows = torch.cat((torch.tensor([3], device=DEVICE), last, torch.arange(600, 602, device=DEVICE)))
     segments = (Segment(1, 3, 1), Segment(0, 1299, 1), Segment(2, 600, 2))
-    assert same_bits(sequence.run(rung, segments, rows), whole[rows])
-    assert same_bits(sequence.run(rung, (Segment(0, 1299, 1),), last), whole[last])
+    assert same_bits(sequence.run(bucket, segments, rows), whole[rows])
+    assert same_bits(sequence.run(bucket, (Segment(0, 1299, 1),), last), whole[last])
 
 
 def test_padded_rows_write_nothing_and_stay_finite(kernels):

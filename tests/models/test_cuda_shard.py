@@ -20,7 +20,7 @@ triton_cuda = pytest.importorskip(
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
 DEVICE = torch.device("cuda")
-RUNGS = (4, 8, 16, 32, 64, 128, 512)
+BUCKETS = (4, 8, 16, 32, 64, 128, 512)
 DEMO = Qwen3Config(4096, 320, 832, 4, 5, 1, 64, 2048, 1e6, tie_word_embeddings=True)
 WIDE = Qwen3Config(8192, 1024, 3072, 3, 8, 2, 128, 2048, 1e6)
 LENGTH = 700
@@ -29,7 +29,7 @@ LENGTH = 700
 def shard_of(config: Qwen3Config, dtype: torch.dtype, kernels=None, **options) -> Qwen3Shard:
     kernels = kernels or triton_cuda.TritonKernels(DEVICE)
     weights = RandomWeights(config, 1, DEVICE, dtype)
-    shape = {"slots": 3, "capacity": 1024, "rungs": RUNGS} | options
+    shape = {"slots": 3, "capacity": 1024, "buckets": BUCKETS} | options
     return Qwen3Shard(config, weights, kernels, device=DEVICE, dtype=dtype, **shape)
 
 
@@ -38,12 +38,12 @@ def tokens_of(config: Qwen3Config, length: int = LENGTH, seed: int = 0) -> Tenso
 
 
 def rows_in_pieces(shard: Qwen3Shard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
-    """Logits of every row, the sequence cut into (rung, rows) pieces, the last one repeated as long as needed."""
+    """Logits of every row, the sequence cut into (bucket, rows) pieces, the last one repeated as long as needed."""
     found, at, index = [], 0, 0
     while at < len(tokens):
-        rung, count = pieces[min(index, len(pieces) - 1)]
+        bucket, count = pieces[min(index, len(pieces) - 1)]
         part = tokens[at : at + count]
-        step = Step((Segment(slot, at, len(part)),), rung)
+        step = Step((Segment(slot, at, len(part)),), bucket)
         found.append(shard.logits(step, shard.forward(step, part).hidden)[: len(part)].clone())
         at, index = at + len(part), index + 1
     return torch.cat(found)
@@ -78,8 +78,8 @@ def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dt
 def test_a_row_does_not_see_the_requests_that_it_is_batched_with():
     shard, sequences = shard_of(DEMO, torch.bfloat16), [tokens_of(DEMO, 600, seed) for seed in range(3)]
     expected = [rows_in_pieces(shard, tokens, [(512, 512)], slot)[-1] for slot, tokens in enumerate(sequences)]
-    for rung in (4, 8, 16, 128, 512):
-        step = Step(tuple(Segment(slot, 599, 1) for slot in (2, 0, 1)), rung)
+    for bucket in (4, 8, 16, 128, 512):
+        step = Step(tuple(Segment(slot, 599, 1) for slot in (2, 0, 1)), bucket)
         found = shard.logits(step, shard.forward(step, torch.stack([sequences[s][599] for s in (2, 0, 1)])).hidden)
         assert all(same_bits(found[row], expected[slot]) for row, slot in enumerate((2, 0, 1)))
 
@@ -110,21 +110,21 @@ def test_a_decoding_step_never_waits_for_the_device():
 
 def test_a_middle_shard_captures_and_passes_on_what_one_shard_computes():
     tokens = tokens_of(DEMO, 300)
-    whole = shard_of(DEMO, torch.bfloat16, capture=(1, 3))
-    parts = [shard_of(DEMO, torch.bfloat16, layers=layers, capture=(1, 3)) for layers in (range(2), range(2, 4))]
+    whole = shard_of(DEMO, torch.bfloat16, aux_layers=(1, 3))
+    parts = [shard_of(DEMO, torch.bfloat16, layers=layers, aux_layers=(1, 3)) for layers in (range(2), range(2, 4))]
     for _ in range(3):
         step = Step((Segment(0, 0, 300),), 512)
         expected = whole.forward(step, tokens)
         first = parts[0].forward(step, tokens)
         second = parts[1].forward(step, first.hidden)
         assert same_bits(second.hidden[:300], expected.hidden[:300])
-        assert same_bits(first.captures[1][:300], expected.captures[1][:300])
-        assert same_bits(second.captures[3][:300], expected.captures[3][:300])
+        assert same_bits(first.aux_hidden_states[1][:300], expected.aux_hidden_states[1][:300])
+        assert same_bits(second.aux_hidden_states[3][:300], expected.aux_hidden_states[3][:300])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_numerics_probe_proves_the_whole_ladder(dtype):
     found = probe(DEMO, triton_cuda.TritonKernels(DEVICE), device=DEVICE, dtype=dtype, chunk=512, capacity=2048)
     assert not found.failures
-    assert found.mode == "ladder"
-    assert found.rungs == (4, 8, 16, 32, 64, 128, 256, 512)
+    assert found.mode == "buckets"
+    assert found.buckets == (4, 8, 16, 32, 64, 128, 256, 512)

@@ -23,7 +23,7 @@ from tests.models.drafts import (
     GEOMETRIES,
     TARGET,
     Tensors,
-    captures_of,
+    aux_hidden_states_of,
     config_of,
     draft_of,
     extend,
@@ -54,14 +54,14 @@ def distance(a, b) -> float:
 def test_proposals_are_those_of_the_formulas(config, dtype, kernels):
     tensors = Tensors({name: tensor.to(dtype) for name, tensor in random_tensors(config).items()})
     draft = draft_of(config, tensors, dtype, kernels=kernels)
-    rows = captures_of(config, 90, dtype)
+    rows = aux_hidden_states_of(config, 90, dtype)
     for length, first, count in ((90, 0, config.block - 1), (90, 70, 3), (3, 3, 5)):
         extend_in_pieces(draft, rows[:, :length], [(64, 64)], slot=2)
         found = draft.propose([Ask(2, first, length, 17, count)])
         size = min(4 if count <= 3 else 8 if count <= 7 else 16, config.block)
         block = [17, *[config.mask_token_id] * (size - 1)]
         table = head_of(config, ReferenceKernels(), dtype).embedding
-        expected = slow_logits(config, tensors, table, captures=rows[:, :length], first=first, tokens=block)
+        expected = slow_logits(config, tensors, table, aux_hidden_states=rows[:, :length], first=first, tokens=block)
         assert found.shape == (count, TARGET.vocab_size)
         assert found.dtype == torch.float32
         assert distance(found, expected[1 : count + 1]) < TOLERANCE[dtype]
@@ -73,13 +73,15 @@ def test_a_mask_embedding_of_its_own_stands_for_the_targets(config):
     own = torch.randn(config.hidden_size)
     masked = draft_of(config, Tensors({**tensors, "mask_embedding": own.unsqueeze(0)}))
     for draft in (plain, masked):
-        extend(draft, 32, (0, 0, captures_of(config, 20)))
+        extend(draft, 32, (0, 0, aux_hidden_states_of(config, 20)))
     found = masked.propose([Ask(0, 0, 20, 17, 7)])
     assert not torch.equal(found, plain.propose([Ask(0, 0, 20, 17, 7)]))
     table = head_of(config, ReferenceKernels()).embedding
     table[config.mask_token_id] = own
     block = [17, *[config.mask_token_id] * 7]
-    expected = slow_logits(config, tensors, table, captures=captures_of(config, 20), first=0, tokens=block)
+    expected = slow_logits(
+        config, tensors, table, aux_hidden_states=aux_hidden_states_of(config, 20), first=0, tokens=block
+    )
     same_head = [vocab for vocab in range(TARGET.vocab_size) if vocab != config.mask_token_id]
     assert distance(found[:, same_head], expected[1:8, same_head]) < 2e-5
 
@@ -88,7 +90,7 @@ def test_a_mask_embedding_of_its_own_stands_for_the_targets(config):
 def whole(request, config):
     """A draft whose slot 0 holds rows that were computed in chunks of C, with its proposals behind some of them."""
     draft = draft_of(config, dtype=request.param)
-    rows = captures_of(config, LENGTH, request.param)
+    rows = aux_hidden_states_of(config, LENGTH, request.param)
     extend_in_pieces(draft, rows, [(256, 256)])
     expected = {at: draft.propose([Ask(0, 0, at, 9, draft.block - 1)]).clone() for at in (LENGTH, 505, 64)}
     extend_in_pieces(draft, rows, [(256, 256)])  # the blocks were written over rows further on
@@ -144,7 +146,7 @@ def test_a_block_is_proposed_the_same_whoever_asks_beside(whole):
         for ask, logits in zip(asks, found, strict=True):
             if ask.count == full:
                 assert same_bits(logits, expected[ask.position])
-    again = draft_of(draft.config, dtype=draft.export_rows(0, 0, 1)["draft.layers.0.k"].dtype, rungs=(32, 256))
+    again = draft_of(draft.config, dtype=draft.export_rows(0, 0, 1)["draft.layers.0.k"].dtype, buckets=(32, 256))
     again.import_rows(3, 0, draft.export_rows(0, 0, 505))
     assert same_bits(proposed(again, 3, 505), expected[505])
 
@@ -152,7 +154,7 @@ def test_a_block_is_proposed_the_same_whoever_asks_beside(whole):
 def test_rows_taken_out_put_back_or_copied_are_proposed_the_same(whole):
     draft, rows, expected = whole
     taken = [draft.export_rows(0, start, start + 100) for start in range(0, LENGTH, 100)]
-    extend_in_pieces(draft, captures_of(draft.config, LENGTH, rows.dtype, seed=1), [(256, 256)], slot=2)
+    extend_in_pieces(draft, aux_hidden_states_of(draft.config, LENGTH, rows.dtype, seed=1), [(256, 256)], slot=2)
     for index in (3, 0, 6, 5, 1, 2, 4):
         draft.import_rows(2, index * 100, taken[index])
     assert same_bits(proposed(draft, 2, LENGTH), expected[LENGTH])
@@ -177,7 +179,7 @@ def test_a_block_leaves_nothing_behind(whole):
 
 def test_context_rows_before_the_first_valid_one_have_no_say(whole):
     draft, rows, _ = whole
-    strange = captures_of(draft.config, 600, rows.dtype, seed=1)
+    strange = aux_hidden_states_of(draft.config, 600, rows.dtype, seed=1)
     found = []
     for slot, source in ((1, rows), (2, strange)):
         extend_in_pieces(draft, source[:, :600], [(256, 256)], slot=slot)
@@ -190,7 +192,7 @@ def test_context_rows_before_the_first_valid_one_have_no_say(whole):
 def test_more_blocks_than_one_forward_holds_are_proposed_to_in_turns():
     config = config_of()
     draft = draft_of(config, slots=20)
-    rows = captures_of(config, 100)
+    rows = aux_hidden_states_of(config, 100)
     for slot in range(20):
         extend(draft, 128, (slot, 0, rows[:, : 60 + slot]))
     asks = [Ask(slot, 0, 60 + slot, slot, 1 + slot % 15) for slot in range(20)]
@@ -203,13 +205,15 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
     found = []
     for cuts in ([256, 44], [64] * 4 + [32, 12], [256, 16, 16, 4, 4, 4]):
         kernels, beside = proven(TARGET, torch.float32, 400).fresh(), proven_draft(config, torch.float32, 400).fresh()
-        shard = Qwen3Shard(TARGET, RandomWeights(TARGET, scale=0.1), kernels, slots=2, capacity=400, capture=(6, 1, 4))
+        shard = Qwen3Shard(
+            TARGET, RandomWeights(TARGET, scale=0.1), kernels, slots=2, capacity=400, aux_layers=(6, 1, 4)
+        )
         draft = DFlashDraft(config, random_tensors(config), beside, shard.head, slots=2, capacity=400)
         tokens, at = tokens_of(300), 0
         for count in cuts:
-            rung = next(rung for rung in shard.rungs if rung >= count)
-            step = Step((Segment(1, at, count),), rung, rows_only=True)
-            draft.extend(step, shard.forward(step, tokens[at : at + count]).captures)
+            bucket = next(bucket for bucket in shard.buckets if bucket >= count)
+            step = Step((Segment(1, at, count),), bucket, rows_only=True)
+            draft.extend(step, shard.forward(step, tokens[at : at + count]).aux_hidden_states)
             at += count
         found.append(draft.propose([Ask(1, 0, 300, int(tokens[3]), 15)]).clone())
     assert same_bits(found[0], found[1])
@@ -234,10 +238,10 @@ def test_what_cannot_be_is_refused_by_name():
         draft.propose([Ask(0, 0, 10, 1, 1), Ask(0, 0, 11, 1, 1)])
     with pytest.raises(ValueError, match="nothing is asked"):
         draft.propose([])
-    rows = captures_of(draft.config, 4)
+    rows = aux_hidden_states_of(draft.config, 4)
     with pytest.raises(ValueError, match=r"rows 98\.\.102"):
         extend(draft, 4, (0, 98, rows))
-    with pytest.raises(ValueError, match="rung 5"):
+    with pytest.raises(ValueError, match="bucket 5"):
         extend(draft, 5, (0, 0, rows))
     with pytest.raises(ValueError, match="appears twice"):
         extend(draft, 8, (0, 0, rows), (0, 4, rows))
@@ -249,7 +253,7 @@ def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(ValueError, match=r"rows 50\.\.114"):
         draft.import_rows(1, 50, exported)
     with pytest.raises(ValueError, match="do not hold a block of 16"):
-        draft_of(config_of(), rungs=(4, 8))
+        draft_of(config_of(), buckets=(4, 8))
     with pytest.raises(ValueError, match=r"the target's embedding is torch\.float32"):
         DFlashDraft(
             config_of(),
@@ -263,11 +267,11 @@ def test_what_cannot_be_is_refused_by_name():
 def test_the_identity_is_of_what_rows_depend_on():
     config = config_of()
     ours = draft_of(config).identity
-    assert draft_of(config, slots=2, capacity=64, rungs=(16, 64)).identity == ours
+    assert draft_of(config, slots=2, capacity=64, buckets=(16, 64)).identity == ours
     assert draft_of(evolve(config, block=8)).identity == ours
     other = [
         draft_of(config, dtype=torch.bfloat16),
-        draft_of(evolve(config, taps=(4, 1, 6))),
+        draft_of(evolve(config, aux_layers=(4, 1, 6))),
         draft_of(evolve(config, rotary=Rotary(16, 1e5))),
         draft_of(evolve(config, rms_norm_eps=1e-5)),
         draft_of(config, RandomDraft(config, seed=1)),
@@ -284,11 +288,11 @@ def resident() -> int:
 @pytest.fixture
 def large(tmp_path):
     """A draft of some 60 MB in a folder, with a context."""
-    config = config_of(num_layers=1, hidden_size=512, intermediate_size=8192, sights=config_of().sights[:1])
+    config = config_of(num_layers=1, hidden_size=512, intermediate_size=8192, masks=config_of().masks[:1])
     save_draft(tmp_path, config, random_tensors(config))
     target = evolve(TARGET, hidden_size=512)
     draft = draft_of(config, DraftCheckpoint.open(tmp_path, target), capacity=64)
-    extend(draft, 64, (0, 0, captures_of(config, 50)))
+    extend(draft, 64, (0, 0, aux_hidden_states_of(config, 50)))
     return draft
 
 
@@ -304,7 +308,10 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     assert large.state == "parked"
     assert large.memory() == {**large.memory(), "weights": 0, "host": 0, "kv": loaded["kv"]}
     assert large.park() == 0
-    for forward in (lambda: large.propose(asks), lambda: extend(large, 4, (1, 0, captures_of(large.config, 1)))):
+    for forward in (
+        lambda: large.propose(asks),
+        lambda: extend(large, 4, (1, 0, aux_hidden_states_of(large.config, 1))),
+    ):
         with pytest.raises(NotLoaded, match="the draft is parked"):
             forward()
     rows = large.export_rows(0, 0, 50)
@@ -354,7 +361,7 @@ def test_an_unparking_that_fails_leaves_a_parked_draft_that_can_be_unparked(erro
     config = config_of()
     weights = Failing(random_tensors(config))
     draft = draft_of(config, weights)
-    extend(draft, 32, (0, 0, captures_of(config, 20)))
+    extend(draft, 32, (0, 0, aux_hidden_states_of(config, 20)))
     expected = draft.propose([Ask(0, 0, 20, 9, 15)]).clone()
     draft.park()
     weights.error = error
@@ -377,8 +384,8 @@ def test_memory_is_what_weights_caches_and_buffers_take(config):
     assert held["weights"] == published + twice
     rows = -(-(1200 + config.block) // CpuKernels.kv_tile) * CpuKernels.kv_tile
     assert held["kv"] == 4 * rows * config.kv_bytes_per_token(torch.float32)
-    extend(draft, 64, (0, 0, captures_of(config, 40)))
-    assert draft.memory()["buffers"] - held["buffers"] >= 64 * len(config.taps) * config.hidden_size * 4
+    extend(draft, 64, (0, 0, aux_hidden_states_of(config, 40)))
+    assert draft.memory()["buffers"] - held["buffers"] >= 64 * len(config.aux_layers) * config.hidden_size * 4
 
 
 def test_weights_that_share_memory_share_it_in_the_copy_too():

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from adapters.models.checkpoint import CheckpointError
 from adapters.models.dflash import Ask, DFlashDraft
 from adapters.models.dflash_checkpoint import DraftCheckpoint
-from adapters.models.dflash_config import Yarn, formula_taps
-from adapters.models.kernels import Sight
+from adapters.models.dflash_config import Yarn, formula_aux_layers
+from adapters.models.kernels import AttentionMask
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.training.draft_export import export_draft
 from adapters.training.draft_export import load_draft as load_trained
@@ -26,7 +26,7 @@ from tests.models.drafts import (
     FULL,
     GEOMETRIES,
     TARGET,
-    captures_of,
+    aux_hidden_states_of,
     config_of,
     draft_of,
     extend_in_pieces,
@@ -80,16 +80,16 @@ def refusal(folder, target=TARGET) -> str:
 @pytest.mark.parametrize("name", [*GEOMETRIES])
 def test_a_folder_is_read_whole(tmp_path, name):
     config, tensors = GEOMETRIES[name], random_tensors(GEOMETRIES[name])
-    windows = {sight.window for sight in config.sights if sight.window}
+    windows = {mask.window for mask in config.masks if mask.window}
     changes: dict[str, object] = {"sliding_window": 40}
     if config.rotary.yarn:
         scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
         changes = {"rope_scaling": scaling, "sliding_window": 600}
-    if len(windows) > 1 or any(sight.window and not sight.causal for sight in config.sights):
-        config = evolve(config, sights=(slides(40, causal=False), FULL, slides(40, causal=False)))
+    if len(windows) > 1 or any(mask.window and not mask.causal for mask in config.masks):
+        config = evolve(config, masks=(slides(40, causal=False), FULL, slides(40, causal=False)))
         changes["causal"] = False
     if not windows:
-        changes = {"causal": True} if config.sights[0].causal else {}
+        changes = {"causal": True} if config.masks[0].causal else {}
     save_draft(tmp_path, config, tensors, **changes)
     checkpoint = DraftCheckpoint.open(tmp_path, TARGET)
     assert checkpoint.config == config
@@ -134,12 +134,12 @@ def test_what_config_json_leaves_out_is_derived(folder):
         num_attention_heads="absent", num_key_value_heads="absent", block_size="absent", num_target_layers="absent",
         own_target_layer_ids="absent", layer_types="absent", rms_norm_eps="absent", vocab_size="absent",
     )  # fmt: skip
-    assert opened(folder) == evolve(config_of(), taps=formula_taps(9, 3))
-    assert formula_taps(9, 3) == (1, 4, 6)
+    assert opened(folder) == evolve(config_of(), aux_layers=formula_aux_layers(9, 3))
+    assert formula_aux_layers(9, 3) == (1, 4, 6)
 
 
 @pytest.mark.parametrize(
-    ("layers", "taps"),
+    ("layers", "aux_layers"),
     [
         (36, [1, 9, 17, 25, 33]),
         (64, [1, 16, 31, 46, 61]),
@@ -148,27 +148,27 @@ def test_what_config_json_leaves_out_is_derived(folder):
         (28, [14]),
     ],
 )
-def test_missing_taps_are_spread_as_published_drafts_are(layers, taps):
-    assert formula_taps(layers, len(taps)) == tuple(taps)
+def test_missing_taps_are_spread_as_published_drafts_are(layers, aux_layers):
+    assert formula_aux_layers(layers, len(aux_layers)) == tuple(aux_layers)
 
 
 def test_fields_are_looked_for_in_dflash_config_first(folder):
     edit(folder, own_block_size=8, own_causal=True, own_num_target_layers=9, num_target_layers=5)
     edit(folder, own_mask_token_id="absent", mask_token_id=3, target_layer_ids=[0, 1])  # noqa: S106 - not a password
     found = opened(folder)
-    assert (found.block, found.mask_token_id, found.taps, found.sights) == (8, 3, (1, 4, 6), (CAUSAL,) * 3)
+    assert (found.block, found.mask_token_id, found.aux_layers, found.masks) == (8, 3, (1, 4, 6), (CAUSAL,) * 3)
 
 
 def test_layers_are_what_they_are_said_to_be(folder):
     sliding = ["sliding_attention", "full_attention", "sliding_attention"]
     edit(folder, layer_types=sliding, sliding_window=99, use_sliding_window=True)
-    assert opened(folder).sights == (slides(99), FULL, slides(99))
+    assert opened(folder).masks == (slides(99), FULL, slides(99))
     edit(folder, own_causal=False)
-    assert opened(folder).sights == (slides(99, causal=False), FULL, slides(99, causal=False))
+    assert opened(folder).masks == (slides(99, causal=False), FULL, slides(99, causal=False))
     edit(folder, own_causal=True)
-    assert opened(folder).sights == (slides(99), CAUSAL, slides(99))
+    assert opened(folder).masks == (slides(99), CAUSAL, slides(99))
     edit(folder, own_causal="absent", layer_types="absent", max_window_layers=2)
-    assert opened(folder).sights == (FULL, FULL, slides(99))
+    assert opened(folder).masks == (FULL, FULL, slides(99))
 
 
 def test_rotary_embeddings_old_and_new(folder):
@@ -436,13 +436,13 @@ def ours(config, weights, rows, dtype=torch.float32):
             },
         ),
     ],
-    ids=["full", "one tap, mqa", "sliding and full", "yarn"],
+    ids=["full", "one auxiliary layer, mqa", "sliding and full", "yarn"],
 )  # fmt: skip
 def test_transformers_own_drafts_are_read_and_propose_the_same(tmp_path, layer_types, changes):
     model = assistant(layer_types, **changes)
     model.save_pretrained(tmp_path)
     checkpoint = DraftCheckpoint.open(tmp_path, TARGET)
-    rows = captures_of(checkpoint.config, 300)
+    rows = aux_hidden_states_of(checkpoint.config, 300)
     for length in (300, 20):
         expected = theirs(model, rows[:, :length])
         found = ours(checkpoint.config, checkpoint, rows[:, :length])
@@ -455,11 +455,11 @@ def test_published_drafts_propose_what_transformers_does_over_the_same_weights(t
     model = assistant(kinds)
     renamed = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
     tensors = {renamed.get(name, name): tensor for name, tensor in model.state_dict().items()}
-    config = config_of(sights=(slides(40), Sight(), slides(40)))
+    config = config_of(masks=(slides(40), AttentionMask(), slides(40)))
     save_draft(tmp_path, config, tensors, sliding_window=40)
     checkpoint = DraftCheckpoint.open(tmp_path, TARGET)
     assert checkpoint.config == config
-    rows, length, block = captures_of(config, 130), 130, 16
+    rows, length, block = aux_hidden_states_of(config, 130), 130, 16
     query, key = torch.arange(length, length + block).unsqueeze(1), torch.arange(length + block)
     sliding = (key <= query) & (key > query - 40)
     masks = {
@@ -483,7 +483,7 @@ def test_a_draft_that_was_trained_here_proposes_what_it_learnt_to(tmp_path):
     export_draft(trained, tmp_path)
     trained = load_trained(tmp_path, "cpu", torch.float32)
     checkpoint = DraftCheckpoint.open(tmp_path, TARGET)
-    rows = captures_of(checkpoint.config, 90)
+    rows = aux_hidden_states_of(checkpoint.config, 90)
     table = head_of(checkpoint.config, CpuKernels(torch.float32)).embedding
     with torch.no_grad():
         context = trained.context(rows.permute(1, 0, 2).reshape(1, 90, -1))
@@ -495,7 +495,7 @@ def test_a_draft_that_was_trained_here_proposes_what_it_learnt_to(tmp_path):
 def test_a_draft_opened_from_its_folder_is_the_draft_of_its_tensors(folder):
     config = config_of()
     checkpoint = DraftCheckpoint.open(folder, TARGET)
-    rows = captures_of(config, 50)
+    rows = aux_hidden_states_of(config, 50)
     assert same_bits(ours(config, checkpoint, rows), ours(config, TENSORS, rows))
     kernels = CpuKernels(torch.float32)
     identities = {

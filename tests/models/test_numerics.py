@@ -91,10 +91,10 @@ class SeesItsNeighbours(Mutant):
 
 
 class ForgetsFarKeys(Mutant):
-    """Beyond products, where only the whole layer tells: one value of the tile before is lost to small rungs."""
+    """Beyond products, where only the whole layer tells: one value of the tile before is lost to small buckets."""
 
     def attend(self, q, k_cache, v_cache, batch):
-        if batch.rung < 64 and any(segment.start >= self.kv_tile for segment in batch.segments):
+        if batch.bucket < 64 and any(segment.start >= self.kv_tile for segment in batch.segments):
             v_cache = v_cache.clone()
             v_cache[:, :, self.kv_tile - 1] = 0
         return super().attend(q, k_cache, v_cache, batch)
@@ -103,7 +103,7 @@ class ForgetsFarKeys(Mutant):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_product_of_the_cpu_kernels_can_be_proven_here(dtype):
     found = measure(CpuKernels(dtype), dtype)
-    assert (found.mode, found.rungs, found.grain, found.chunk) == ("ladder", (4, 8, 16, 32, 64), 64, 64)
+    assert (found.mode, found.buckets, found.block_size, found.chunk) == ("buckets", (4, 8, 16, 32, 64), 64, 64)
     assert found.batch_rows == 64
     assert found.checks > 500
     assert found.shapes > 50
@@ -115,11 +115,11 @@ def test_every_product_of_the_cpu_kernels_can_be_proven_here(dtype):
 
 def test_row_counts_that_sum_differently_are_left_out_and_steps_of_them_multiply_in_others():
     found, as_it_is = measure(splits_at(16)), measure(splits_at())
-    assert (found.mode, found.rungs) == ("ladder", (4, 8, 16, 32, 64))
+    assert (found.mode, found.buckets) == ("buckets", (4, 8, 16, 32, 64))
     for served in found.plan.weights:
         if not served.weight.gated:
             assert 16 not in served.rows or served.rows == (16,)
-            assert {served.piece(rows) for rows in found.rungs} <= set(served.rows)
+            assert {served.piece(rows) for rows in found.buckets} <= set(served.rows)
     assert 16 not in found.plan.heads[0].rows
     assert found.numerics_class != as_it_is.numerics_class
 
@@ -138,8 +138,8 @@ def test_decoding_is_padded_where_its_row_counts_agree_with_nothing():
 def test_kernels_that_cannot_be_trusted_end_in_a_grid_of_whole_chunks(mutant):
     found = measure(mutant)
     assert (found.mode, found.plan) == ("grid", None)
-    assert found.grain == found.chunk == found.rungs[-1] == 64
-    assert found.batch_rows == found.rungs[0]
+    assert found.block_size == found.chunk == found.buckets[-1] == 64
+    assert found.batch_rows == found.buckets[0]
     assert found.failures
 
 
@@ -149,7 +149,7 @@ def test_a_neighbour_that_is_not_a_number_is_named():
 
 
 def test_a_grid_decodes_at_a_width_where_rows_are_their_own():
-    assert measure(SeesItsNeighbours()).rungs == (64,)
+    assert measure(SeesItsNeighbours()).buckets == (64,)
 
 
 def test_sums_over_keys_that_depend_on_how_many_there_are_end_in_a_grid():
@@ -179,7 +179,7 @@ def test_thread_counts_that_differ_do_not_serve_together():
 
 def test_a_flaw_outside_of_products_is_noticed_by_the_whole_layer():
     found = measure(ForgetsFarKeys())
-    assert found.rungs == (64,) or found.mode == "grid"
+    assert found.buckets == (64,) or found.mode == "grid"
     assert any("rows 2" in failure for failure in found.failures)
 
 
@@ -205,13 +205,18 @@ def test_the_outcome_does_not_depend_on_how_long_it_took(monkeypatch):
     seconds = iter(range(10**9))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(seconds)))
     slow = measure(splits_at())
-    assert (slow.rungs, slow.checks, slow.shapes, slow.spans) == (first.rungs, first.checks, first.shapes, first.spans)
+    assert (slow.buckets, slow.checks, slow.shapes, slow.spans) == (
+        first.buckets,
+        first.checks,
+        first.shapes,
+        first.spans,
+    )
     assert slow.numerics_class == first.numerics_class
 
 
 def test_a_context_shorter_than_the_chunk_is_probed_too():
-    assert measure(CpuKernels(torch.float32), chunk=256, capacity=100).mode == "ladder"
-    assert measure(CpuKernels(torch.float32), chunk=4, capacity=100).rungs == (4,)
+    assert measure(CpuKernels(torch.float32), chunk=256, capacity=100).mode == "buckets"
+    assert measure(CpuKernels(torch.float32), chunk=4, capacity=100).buckets == (4,)
 
 
 def test_spans_are_few_whole_tiles_and_hold_all_keys():
@@ -228,7 +233,7 @@ def test_an_outcome_can_be_kept_and_read_again():
     found = measure(splits_at(16))
     assert Numerics.from_json(found.to_json()) == found
     shown = json.loads(json.dumps(found.shown()))
-    assert shown["rungs"] == [4, 8, 16, 32, 64]
+    assert shown["buckets"] == [4, 8, 16, 32, 64]
     assert shown["probe"]["products"] == found.shapes
     assert shown["products"][0].startswith("64 to 128: float32, rows ")
 
@@ -237,9 +242,9 @@ def test_an_outcome_can_be_kept_and_read_again():
     "change",
     [
         {"version": 99},
-        {"rungs": []},
-        {"rungs": [8, 4]},
-        {"rungs": [4, 8]},
+        {"buckets": []},
+        {"buckets": [8, 4]},
+        {"buckets": [4, 8]},
         {"mode": "maybe"},
         {"chunk": "64"},
         {"more": 1},

@@ -1,4 +1,4 @@
-"""On CPU a row's bits do not depend on chunks, rungs, neighbours, slots or where its K and V rows came from."""
+"""On CPU a row's bits do not depend on chunks, buckets, neighbours, slots or where its K and V rows came from."""
 
 from __future__ import annotations
 
@@ -64,27 +64,27 @@ def test_decoding_is_prefill_bit_for_bit_across_a_key_tile(whole):
     assert same_rows(shard, 0, 1, 0, 530)
 
 
-@pytest.mark.parametrize("rung", [4, 8, 16, 32, 64, 128, 256])
-def test_batched_decoding_is_decoding_alone_bit_for_bit(whole, rung):
+@pytest.mark.parametrize("bucket", [4, 8, 16, 32, 64, 128, 256])
+def test_batched_decoding_is_decoding_alone_bit_for_bit(whole, bucket):
     shard, tokens, expected = whole
     starts = {3: 699, 1: 10, 2: 511}
     for slot in starts:
         shard.copy_rows(0, slot, 699)
-    found = run(shard, rung, *((slot, at, tokens[at : at + 1]) for slot, at in starts.items()))
+    found = run(shard, bucket, *((slot, at, tokens[at : at + 1]) for slot, at in starts.items()))
     assert same_bits(found, expected[list(starts.values())])
 
 
 @pytest.mark.parametrize("counts", [(3, 1, 0), (5, 5, 6), (16, 7, 9), (1, 1, 30), (100, 1, 11)])
 def test_blocks_of_several_slots_in_one_step_are_each_as_if_alone(whole, counts):
     shard, tokens, expected = whole
-    rung = next(rung for rung in shard.rungs if rung >= sum(counts))
+    bucket = next(bucket for bucket in shard.buckets if bucket >= sum(counts))
     starts = (500, 64, 333)
     parts = [
         (slot, at, tokens[at : at + count]) for slot, (at, count) in enumerate(zip(starts, counts, strict=True), 1)
     ]
     for slot, at, _ in parts:
         shard.copy_rows(0, slot, at + 1)
-    found = run(shard, rung, *(part for part in parts if len(part[2])))
+    found = run(shard, bucket, *(part for part in parts if len(part[2])))
     assert same_bits(found, torch.cat([expected[at : at + len(ids)] for _, at, ids in parts]))
 
 
@@ -166,11 +166,11 @@ def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shap
     k[:, :, 1::2], v[:, :, 1::2] = k[:, :, 0::2], -v[:, :, 0::2] * 1.01
     queries = torch.randn(LONG, kv, group, head, generator=generator) * head**-0.5
 
-    def attended(rung, *segments):
-        batch = Batch(rung, torch.device("cpu"))
-        batch.load(Step(segments, rung), None)
+    def attended(bucket, *segments):
+        batch = Batch(bucket, torch.device("cpu"))
+        batch.load(Step(segments, bucket), None)
         kernels.prepare(batch)
-        q = torch.zeros(rung, kv, group, head)
+        q = torch.zeros(bucket, kv, group, head)
         q[: sum(one.count for one in segments)] = torch.cat(
             [queries[one.start : one.start + one.count] for one in segments]
         )
@@ -178,23 +178,23 @@ def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shap
 
     for start in (0, 900, 1023, 1279, 1900, LONG - 256):
         expected = attended(256, Segment(0, start, 256))
-        for rung, at, count in ((4, 0, 1), (4, 124, 4), (8, 127, 7), (16, 118, 16), (64, 100, 50), (4, 255, 1)):
-            assert same_bits(attended(rung, Segment(0, start + at, count)), expected[at : at + count])
+        for bucket, at, count in ((4, 0, 1), (4, 124, 4), (8, 127, 7), (16, 118, 16), (64, 100, 50), (4, 255, 1)):
+            assert same_bits(attended(bucket, Segment(0, start + at, count)), expected[at : at + count])
         beside = attended(16, Segment(1, 30, 5), Segment(0, start + 124, 6))
         assert same_bits(beside[5:], expected[124:130])
 
 
 def test_wrong_steps_are_refused_by_name(whole):
     shard, tokens, _ = whole
-    for message, rung, parts in [
-        ("rung 5 is not one of", 5, [(0, 0, tokens[:2])]),
+    for message, bucket, parts in [
+        ("bucket 5 is not one of", 5, [(0, 0, tokens[:2])]),
         ("slot 4 is not in 0..3", 4, [(4, 0, tokens[:2])]),
         ("rows 1023..1025", 4, [(0, 1023, tokens[:2])]),
         ("appears twice", 4, [(0, 0, tokens[:2]), (0, 5, tokens[:1])]),
-        ("5 rows at rung 4", 4, [(0, 0, tokens[:5])]),
+        ("5 rows at bucket 4", 4, [(0, 0, tokens[:5])]),
     ]:
         with pytest.raises(ValueError, match=message):
-            run(shard, rung, *parts)
+            run(shard, bucket, *parts)
 
 
 def test_rows_that_are_not_ours_are_refused_by_name(whole):
@@ -233,12 +233,12 @@ def test_a_step_that_only_writes_rows_writes_the_rows_of_a_whole_step(whole):
 def test_a_captured_last_layer_is_finished_even_if_only_rows_are_wanted():
     config = CONFIGS["gqa 2 to 1"]
     shards = [
-        Qwen3Shard(config, RandomWeights(config), CpuKernels(torch.float32), slots=1, capacity=64, capture=(1,))
+        Qwen3Shard(config, RandomWeights(config), CpuKernels(torch.float32), slots=1, capacity=64, aux_layers=(1,))
         for _ in range(2)
     ]
     tokens = tokens_of(9)
     found = [
-        shard.forward(Step((Segment(0, 0, 9),), 16, rows_only=rows_only), tokens).captures[1]
+        shard.forward(Step((Segment(0, 0, 9),), 16, rows_only=rows_only), tokens).aux_hidden_states[1]
         for shard, rows_only in zip(shards, (False, True), strict=True)
     ]
     assert same_bits(found[0], found[1])

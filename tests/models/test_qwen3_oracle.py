@@ -61,12 +61,12 @@ def test_captures_are_the_hidden_states_after_the_chosen_layers(tmp_path):
         hook = oracle.model.layers[2].register_forward_hook(lambda _, __, output: after_last.append(output))
         states = oracle.model(tokens[None], output_hidden_states=True).hidden_states
         hook.remove()
-    shard = shard_of(tmp_path, capture=(0, 1, 2))
+    shard = shard_of(tmp_path, aux_layers=(0, 1, 2))
     forward = shard.forward(Step((Segment(1, 0, 90),), 128), tokens)
-    torch.testing.assert_close(forward.captures[0][:90], states[1][0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(forward.captures[1][:90], states[2][0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(forward.captures[2][:90], after_last[0][0], rtol=1e-5, atol=1e-5)
-    assert torch.equal(forward.captures[2], forward.hidden)
+    torch.testing.assert_close(forward.aux_hidden_states[0][:90], states[1][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(forward.aux_hidden_states[1][:90], states[2][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(forward.aux_hidden_states[2][:90], after_last[0][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(forward.aux_hidden_states[2], forward.hidden)
 
 
 def test_the_reference_kernels_give_the_same_logits(model):
@@ -80,13 +80,13 @@ def test_the_reference_kernels_give_the_same_logits(model):
 def test_layers_split_over_two_shards_give_the_bits_of_one(tmp_path):
     save_qwen3(tmp_path, tie_word_embeddings=True)
     tokens = tokens_of(50)
-    whole = shard_of(tmp_path, capture=(1,))
-    front = shard_of(tmp_path, layers=range(2), capture=(1,))
-    back = shard_of(tmp_path, layers=range(2, 3), capture=(1,))
+    whole = shard_of(tmp_path, aux_layers=(1,))
+    front = shard_of(tmp_path, layers=range(2), aux_layers=(1,))
+    back = shard_of(tmp_path, layers=range(2, 3), aux_layers=(1,))
     step = Step((Segment(0, 0, 50),), 64)
     expected = whole.logits(step, whole.forward(step, tokens).hidden).clone()
     middle = front.forward(step, tokens)
-    assert torch.equal(middle.captures[1], middle.hidden)
+    assert torch.equal(middle.aux_hidden_states[1], middle.hidden)
     found = back.logits(step, back.forward(step, middle.hidden).hidden)
     assert torch.equal(found[:50], expected[:50])
     assert {*front.export_rows(0, 0, 50), *back.export_rows(0, 0, 50)} == {*whole.export_rows(0, 0, 50)}

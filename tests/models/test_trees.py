@@ -36,7 +36,7 @@ def shard(request):
         kernels = TritonKernels(torch.device(device))
     kernels = kernels or proven(config, dtype, 1024).fresh()
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
-    shape = {"device": device, "dtype": dtype, "slots": 4, "capacity": 1024, "capture": (0, 1)}
+    shape = {"device": device, "dtype": dtype, "slots": 4, "capacity": 1024, "aux_layers": (0, 1)}
     made = Qwen3Shard(config, weights, kernels, **shape)
     for slot in (0, 1):
         for start in (0, 256):
@@ -79,7 +79,7 @@ def test_every_node_has_the_bits_of_a_chain_and_the_accepted_path_stays(shard, s
     segments = [evolve(piece, slot=slot) for slot, (_, _, pieces) in enumerate(trees) for piece in pieces]
     step = Step(tuple(segments), 32)
     forward = shard.forward(step, torch.cat(tokens))
-    captures = {layer: rows.clone() for layer, rows in forward.captures.items()}
+    aux_hidden_states = {layer: rows.clone() for layer, rows in forward.aux_hidden_states.items()}
     logits = shard.logits(step, forward.hidden).clone()
     paths, row = [], 0
     for slot, (parents, _, _) in enumerate(trees):
@@ -90,7 +90,10 @@ def test_every_node_has_the_bits_of_a_chain_and_the_accepted_path_stays(shard, s
             alone = shard.forward(chain, tokens[slot][path])
             found = shard.logits(chain, alone.hidden)[len(path) - 1]
             assert same_bits(found, logits[row + node])
-            assert all(same_bits(alone.captures[at][len(path) - 1], captures[at][row + node]) for at in (0, 1))
+            assert all(
+                same_bits(alone.aux_hidden_states[at][len(path) - 1], aux_hidden_states[at][row + node])
+                for at in (0, 1)
+            )
         paths.append(tuple(path_to(parents, rng.randrange(len(parents)))))
         row += len(parents)
     shard.commit(step, paths)
@@ -113,7 +116,7 @@ def test_a_tree_goes_with_chains_of_other_slots(shard):
 
 
 def test_what_is_no_tree_and_no_path_of_it_is_refused_by_name():
-    shape = {"slots": 2, "capacity": 64, "rungs": (16,)}
+    shape = {"slots": 2, "capacity": 64, "buckets": (16,)}
     shard = Qwen3Shard(CONFIG, RandomWeights(CONFIG), ReferenceKernels(), **shape)
     for segments in (
         (Segment(0, 0, 3), Segment(0, 4, 1)),

@@ -18,7 +18,7 @@ from states.life import Event
 from states.settings import Settings
 
 SECOND = 1_000_000_000
-GRAIN = 4
+BLOCK_SIZE = 4
 COSTS = Costs(token_bytes=16, file=0)
 ENDLESS = 1 << 40
 
@@ -40,7 +40,7 @@ def session(name: str, turns: int, **how: Any) -> Session:
 
 def setup(sessions: list[Session], **how: Any) -> Setup:
     """Small blocks, room for everything, one process."""
-    settings = Settings(slots=how.pop("slots", 2), chunk=16, grain=GRAIN, store=True, rates=COSTS.rates())
+    settings = Settings(slots=how.pop("slots", 2), chunk=16, block_size=BLOCK_SIZE, store=True, rates=COSTS.rates())
     chosen: dict[str, Any] = {"disk_budget": ENDLESS, "host_budget": 0} | how
     return Setup(fitted(settings, sessions), COSTS, **chosen)
 

@@ -30,13 +30,13 @@ def test_later_tokens_take_longer_and_the_engine_plans_with_the_same_figures() -
     planned = prefill_time(costs.rates(), 0, 8192)
     spent = sum(costs.chunk_ns(at, at + 256) - costs.launch for at in range(0, 8192, 256))
     assert planned == pytest.approx(spent, rel=0.01)
-    assert costs.rounds_ns([100, 100]) < 2 * costs.rounds_ns([100])
+    assert costs.decode_ns([100, 100]) < 2 * costs.decode_ns([100])
 
 
 def test_what_was_recorded_takes_the_place_of_what_was_assumed() -> None:
     measured = Measured(((0.0, 10.0), (100.0, 20.0)), ((5.0, 99.0),), {"disk": (7.0, 9.0, 8.0)}, 64)
     costs = measured.applied(Costs(), "recorded")
-    assert (costs.prefill, costs.prefill_slope, costs.round, costs.disk, costs.token_bytes) == (10, 0.1, 99, 8, 64)
+    assert (costs.prefill, costs.prefill_slope, costs.decode, costs.disk, costs.token_bytes) == (10, 0.1, 99, 8, 64)
     assert costs.host == Costs().host
     assert costs.source.startswith("recorded (disk, prefill")
     assert Measured().applied(Costs(), "recorded") == Costs()
@@ -44,7 +44,7 @@ def test_what_was_recorded_takes_the_place_of_what_was_assumed() -> None:
 
 def test_a_trace_that_told_no_times_says_at_least_how_large_rows_are() -> None:
     measured = read_recorded(GOLDEN / "compressed_restored_and_speculated.jsonl").measured
-    assert measured.chunks == measured.rounds == ()
+    assert measured.chunks == measured.decode_steps == ()
     assert measured.token_bytes > 0
 
 
@@ -52,10 +52,10 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"token_bytes": 1000, "disk": 5}))
     costs = read_costs(path, Costs())
-    assert (costs.token_bytes, costs.disk, costs.round, costs.source) == (
+    assert (costs.token_bytes, costs.disk, costs.decode, costs.source) == (
         1000,
         5,
-        Costs().round,
+        Costs().decode,
         "mine.json; what it does not name: the demo in bf16 on two cores (docs/BENCHMARKS.md)",
     )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from adapters.traces.requests import Agent, Session, made_up
 from effects.scope import parse
 from engine.simulation.run import Run
-from tests.simulate.kit import COSTS, GRAIN, agent, request, run, session, watch
+from tests.simulate.kit import BLOCK_SIZE, COSTS, agent, request, run, session, watch
 
 FOUR = [session(name, turns) for name, turns in (("a", 6), ("b", 5), ("c", 4), ("d", 6))]
 
@@ -29,9 +29,7 @@ def test_with_room_for_everything_nothing_is_missed_whatever_is_restarted(monkey
         assert sum(count.found for count in counts) > 0.5 * sum(count.prompt for count in counts)
         assert one.figures().written_of_unique == pytest.approx(1, abs=0.3), "token ids are written with the rows"
         assert one.figures().evictions == 0
-    assert {"PrefixFound", "PrefixMissed", "BlocksRestored", "SnapshotSaved", "PrefillAdvanced", "RoundDone"} <= set(
-        seen
-    )
+    assert {"PrefixFound", "PrefixMissed", "BlocksRestored", "SnapshotSaved", "PrefillAdvanced", "Decoded"} <= set(seen)
 
 
 def test_a_restart_loses_slots_and_host_memory_and_keeps_the_disk() -> None:
@@ -138,7 +136,7 @@ def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataO
     for count in one.tally.counts.values():
         assert count.found <= count.infinite
         assert count.restored <= count.found < count.prompt
-        assert not count.found % GRAIN
+        assert not count.found % BLOCK_SIZE
         assert count.sent < count.first <= count.closed
     assert len(one.tally.counts) == sum(one.count for one in sessions)
     assert not one.process.keeping.store._leases  # noqa: SLF001

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 from attrs import define, field, frozen
 
 from effects.all import Ask, Launch
+from effects.decode import Decoded, RunDecode
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, FailureKind, LeaseId, RequestId, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
-from effects.round import RoundDone, RunRound
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from states.residency import IDLE, Place
 from states.settings import Settings
@@ -103,8 +103,8 @@ class Device:
         """The next thing on the lane; what it answers, member by member."""
         match self.lane.popleft():
             case Launch(asks):
-                rounds = [ask for ask in asks if isinstance(ask.effect, RunRound)]
-                assert len(asks) == 1 or len(rounds) == len(asks), "only rounds are batched"
+                decode_steps = [ask for ask in asks if isinstance(ask.effect, RunDecode)]
+                assert len(asks) == 1 or len(decode_steps) == len(asks), "only decode steps are batched"
                 assert len({ask.request for ask in asks}) == len(asks)
                 answers = [(ask.request, self.perform(ask)) for ask in asks]
                 self.abandoned -= {ask.request for ask in asks}
@@ -124,7 +124,7 @@ class Device:
             assert opening.keep in {0, source.state} or source.broken, "kept rows end where the state is"
             slot.state = opening.keep
         else:
-            assert opening.keep % self.settings.grain == 0, "kept rows end at a cache position"
+            assert opening.keep % self.settings.block_size == 0, "kept rows end at a cache position"
         wanted = rows_of(opening.prompt[: opening.keep])
         slot.broken = opening.keep > 0 and source.broken
         assert slot.broken or source.rows[: opening.keep] == wanted, "a slot is opened on rows that are not there"
@@ -135,7 +135,7 @@ class Device:
     def perform(self, ask: Ask) -> Any:
         failed = self.failure(ask.request)
         match ask.effect:
-            case RunPrefill(number) | RunRound(number) | SaveSnapshot(number):
+            case RunPrefill(number) | RunDecode(number) | SaveSnapshot(number):
                 slot = self.slots[number]
                 assert slot.owner == ask.request, "work in a slot that was opened for somebody else"
                 if slot.broken:
@@ -161,12 +161,12 @@ class Device:
         match effect:
             case RunPrefill(_, start, stop, checkpoint):
                 return self.prefill(slot, start, stop, failed, checkpoint=checkpoint)
-            case RunRound():
+            case RunDecode():
                 return self.round(slot, effect, failed)
             case SaveSnapshot(_, tokens):
                 assert tokens
                 assert slot.owner is not None
-                assert len(tokens) % self.settings.grain == 0
+                assert len(tokens) % self.settings.block_size == 0
                 assert slot.rows[: len(tokens)] == rows_of(tokens), "a snapshot of something else"
                 self.store.asked.append((slot.owner, tokens))
                 if failed is None:
@@ -183,7 +183,7 @@ class Device:
     def prefill(self, slot: DeviceSlot, start: int, stop: int, failed: DeviceFailed | None, *, checkpoint: bool) -> Any:
         assert slot.state == start or not self.settings.stateful, "a chunk on another state"
         assert 0 < stop - start <= self.settings.chunk, "a chunk has a limit"
-        assert stop < len(slot.tokens), "the last prompt token is fed by a round"
+        assert stop < len(slot.tokens), "the last prompt token is fed by a decode step"
         assert slot.rows[:start] == rows_of(tuple(slot.tokens[:start])), "a chunk on rows that are not there"
         below = slot.rows[start - 1] if start else 0
         slot.rows[start:stop] = rows_of(tuple(slot.tokens[start:stop]), below)
@@ -197,14 +197,14 @@ class Device:
         self.spoil(slot, start, failed)
         return failed
 
-    def round(self, slot: DeviceSlot, one: RunRound, failed: DeviceFailed | None) -> Any:
+    def round(self, slot: DeviceSlot, one: RunDecode, failed: DeviceFailed | None) -> Any:
         at = one.position
         assert self.draft == "loaded" or not one.propose, "proposals without a draft"
         assert one.propose <= self.settings.block
-        assert len(slot.tokens) == at + 1, "a round out of step"
-        assert slot.state == at or not self.settings.stateful, "a round on another state"
+        assert len(slot.tokens) == at + 1, "a decode step out of step"
+        assert slot.state == at or not self.settings.stateful, "a decode step on another state"
         assert slot.tokens[at] == one.token, "a round that feeds another token"
-        assert slot.rows[:at] == rows_of(tuple(slot.tokens[:at])), "a round on rows that are not there"
+        assert slot.rows[:at] == rows_of(tuple(slot.tokens[:at])), "a decode step on rows that are not there"
         assert at + 1 + one.propose < self.settings.max_context
         if failed is not None:
             self.spoil(slot, at, failed)
@@ -220,7 +220,7 @@ class Device:
                 break
         slot.state = at + len(picked)
         self.forget(slot, slot.state)
-        return RoundDone(tuple(picked), proposed, ns=self.rng.choice((0, 5, 90)), accepted=min(len(picked), right))
+        return Decoded(tuple(picked), proposed, ns=self.rng.choice((0, 5, 90)), accepted=min(len(picked), right))
 
     def drafted(self, most: int) -> tuple[int, int]:
         """How many tokens the draft proposes, and how many of them are right: all, none, or some."""
@@ -245,7 +245,7 @@ class Device:
         self.store.let_go(restore.lease)
         roll = self.rng.random()
         whole = roll >= 0.1 or self.settings.stateful
-        stop = restore.stop - self.settings.grain * (not whole)
+        stop = restore.stop - self.settings.block_size * (not whole)
         slot.rows[restore.start : stop] = transfer.rows[: stop - restore.start]
         if transfer.ask.request in self.store.abandoned and roll > 0.5:
             return StoreFailed("abandoned", "the flag was seen")
@@ -287,7 +287,7 @@ class Store:
     given: int = 0
 
     def keep(self, tokens: Tokens) -> None:
-        for length in range(self.settings.grain, len(tokens) + 1, self.settings.grain):
+        for length in range(self.settings.block_size, len(tokens) + 1, self.settings.block_size):
             self.kept[tokens[:length]] = None
         while len(self.kept) > 40:
             del self.kept[next(iter(self.kept))]
@@ -295,7 +295,7 @@ class Store:
     def mark(self, tokens: Tokens) -> None:
         assert self.settings.stateful, "a checkpoint of no state"
         assert tokens
-        assert len(tokens) % self.settings.grain == 0, "a checkpoint between cache positions"
+        assert len(tokens) % self.settings.block_size == 0, "a checkpoint between cache positions"
         if self.rng.random() < 0.9:
             self.marks.add(tokens)
 
@@ -318,7 +318,7 @@ class Store:
         shared = self.compared(request, find.prompt, find.window)
         served = self.memo.get(find.prompt) if find.memo else None
         prompt = find.prompt if served is None else served
-        lengths = range(self.settings.grain, len(prompt) + 1, self.settings.grain)
+        lengths = range(self.settings.block_size, len(prompt) + 1, self.settings.block_size)
         if self.settings.stateful:
             lengths = [length for length in lengths if prompt[:length] in self.marks and length < len(prompt)]
         longest = max((length for length in lengths if prompt[:length] in self.kept), default=0)

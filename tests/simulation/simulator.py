@@ -8,11 +8,11 @@ from collections.abc import Callable
 from attrs import define, field
 
 from effects.all import Ask, Launch
+from effects.decode import Decoded
 from effects.ids import RequestId, Tokens
 from effects.job import Job, Sampling
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.prefill import OpenSlot
-from effects.round import RoundDone
 from effects.scope import Scope
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.invariants import check
@@ -38,11 +38,11 @@ class Client:
     cancelled: set[str] = field(factory=set)
     tokens: Tokens = ()
     closing: CloseStream | None = None
-    counted: tuple[int, int, int] = (0, 0, 0)  # rounds, proposals, proposals among the tokens
+    counted: tuple[int, int, int] = (0, 0, 0)  # decode steps, proposals, proposals among the tokens
 
-    def count(self, done: RoundDone, heard: int) -> None:
-        rounds, proposed, accepted = self.counted
-        self.counted = rounds + 1, proposed + done.proposed, accepted + min(done.accepted, heard)
+    def count(self, done: Decoded, heard: int) -> None:
+        decode_steps, proposed, accepted = self.counted
+        self.counted = decode_steps + 1, proposed + done.proposed, accepted + min(done.accepted, heard)
 
     def hear(self, effect: ReportProgress | EmitTokens | CloseStream) -> None:
         assert self.closing is None, "a word after the last one"
@@ -83,14 +83,14 @@ class Client:
         assert report.completion_tokens == len(self.tokens)
         assert report.restored_tokens < max(report.prompt_tokens, 1)
         assert (report.tier == "none") == (report.restored_tokens == 0)
-        assert (report.rounds, report.proposed, report.accepted) == self.counted
+        assert (report.decode_steps, report.proposed, report.accepted) == self.counted
         assert 0 <= report.accepted <= report.proposed
 
     def check_kept(self, settings: Settings, tokens: Tokens, shared: int) -> None:
         """Nothing is kept that the scope does not allow."""
         scope, prompt = self.job.scope, self.job.prompt
         assert settings.store, "there is nothing to keep it in"
-        assert len(tokens) + settings.grain > settings.min_tokens, "so few tokens are not worth keeping"
+        assert len(tokens) + settings.block_size > settings.min_tokens, "so few tokens are not worth keeping"
         match scope.kind:
             case "full":
                 assert (
@@ -130,16 +130,16 @@ class Simulator:
 
     def some_settings(self) -> Settings:
         rng = self.rng
-        grain = rng.choice((1, 2, 4))
-        rounds = rng.choice(
+        block_size = rng.choice((1, 2, 4))
+        decode_steps = rng.choice(
             ((), ((0, 1, 0, 20), (0, 1, 4, 25), (0, 1, 8, 30), (0, 2, 0, 30)), ((0, 1, 0, 20), (0, 1, 4, 50)))
         )
         return Settings(
             slots=rng.randint(1, 4),
             max_context=80,
             max_queue=rng.choice((0, 2, 20)),
-            chunk=grain * rng.choice((1, 2, 4)),
-            grain=grain,
+            chunk=block_size * rng.choice((1, 2, 4)),
+            block_size=block_size,
             keep_decoded=rng.random() < 0.7,
             batch_rows=rng.choice((1, 4, 16)),
             store=rng.random() < 0.6,
@@ -150,7 +150,7 @@ class Simulator:
             stateful=rng.random() < 0.25,
             interval=rng.choice((0, 3, 8)),
             cold_max=rng.choice((0, 12)),
-            rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90, rounds=rounds))),
+            rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90, decode=decode_steps))),
         )
 
     def some_jobs(self) -> list[Job]:
@@ -226,7 +226,7 @@ class Simulator:
         client = self.clients[request]
         before = None if client.closing else len(client.tokens)
         self.feed(request, outcome)
-        if before is not None and isinstance(outcome, RoundDone):
+        if before is not None and isinstance(outcome, Decoded):
             client.count(outcome, len(client.tokens) - before)
 
     def enter(self) -> None:

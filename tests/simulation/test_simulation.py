@@ -9,12 +9,12 @@ from attrs import evolve
 
 import states.world
 from effects.all import Ask, Launch
+from effects.decode import Decoded, RunDecode
 from effects.draft import DraftParked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job, Sampling
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
-from effects.round import RoundDone, RunRound
 from effects.stream import EmitTokens
 from states import residency
 from states.life import Draining, Restoring, Submitted
@@ -74,7 +74,7 @@ def test_an_answer_in_a_crowd_is_the_answer_alone(seed: int) -> None:
     crowd = play(seed)
     for client in crowd.clients.values():
         served = evolve(client.job, prompt=client.served, compress=False)
-        alone = Simulator(seed + 1, Settings(max_context=80, chunk=4, grain=2), [served], calm=True)
+        alone = Simulator(seed + 1, Settings(max_context=80, chunk=4, block_size=2), [served], calm=True)
         alone.run()
         (only,) = alone.clients.values()
         assert only.tokens[: len(client.tokens)] == client.tokens
@@ -89,7 +89,7 @@ class NoRoom(Device):
         return super().perform(ask)
 
 
-SPECULATING = Settings(slots=2, max_context=80, chunk=4, grain=2, block=7)
+SPECULATING = Settings(slots=2, max_context=80, chunk=4, block_size=2, block=7)
 PARKED = evolve(SPECULATING, residency=Resolved("request-scoped", "park"))
 
 
@@ -131,9 +131,9 @@ def trusting(state: Restoring, event: BlocksRestored) -> Any:
     return TABLE[Restoring, BlocksRestored].arrow(state, evolve(event, start=state.front, stop=state.stop))
 
 
-def generous(state: Draining, event: RoundDone) -> Any:
-    """Counts a row for every token that a cancelled round picked, though the client saw none of them."""
-    then = TABLE[Draining, RoundDone].arrow(state, event)
+def generous(state: Draining, event: Decoded) -> Any:
+    """Counts a row for every token that a cancelled decode step picked, though the client saw none of them."""
+    then = TABLE[Draining, Decoded].arrow(state, event)
     hold = evolve(then.state.hold, valid=then.state.hold.valid + 1)
     return Then(type(then.state)(hold), *then.effects)
 
@@ -170,7 +170,7 @@ def test_rows_that_never_came_are_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_rows_of_tokens_that_nobody_saw_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states.world, "TABLE", changed((Draining, RoundDone), generous))
+    monkeypatch.setattr(states.world, "TABLE", changed((Draining, Decoded), generous))
     assert caught()
 
 
@@ -218,7 +218,7 @@ def test_a_forgotten_lane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_turn(prompts: list[int], settings: Settings) -> list[tuple[RequestId, ...]]:
-    """The launches of a house where everybody comes at once and nothing fails, as lists of rounds or chunks."""
+    """The launches of a house where everybody comes at once and nothing fails, as lists of decode steps or chunks."""
     world, launches, todo = begin(settings), list[tuple[RequestId, ...]](), list[Launch]()
     for number, length in enumerate(prompts):
         job = Job(tuple(range(number * 1000, number * 1000 + length)), 30, Sampling())
@@ -228,21 +228,21 @@ def in_turn(prompts: list[int], settings: Settings) -> list[tuple[RequestId, ...
         launch = todo.pop(0)
         launches.append(tuple(ask.request for ask in launch.asks))
         for ask in launch.asks:
-            done = RoundDone((5,)) if isinstance(ask.effect, RunRound) else PrefillAdvanced(ask.effect.stop)
-            assert isinstance(ask.effect, RunPrefill | RunRound)
+            done = Decoded((5,)) if isinstance(ask.effect, RunDecode) else PrefillAdvanced(ask.effect.stop)
+            assert isinstance(ask.effect, RunPrefill | RunDecode)
             world, outs = advance(world, ask.request, done)
             todo += [out for out in outs if isinstance(out, Launch)]
     return launches
 
 
 def test_a_long_prefill_delays_a_decoding_neighbour_by_one_chunk() -> None:
-    launches = in_turn([1, 400], Settings(chunk=4, grain=4))
+    launches = in_turn([1, 400], Settings(chunk=4, block_size=4))
     first = launches.index((RequestId(0),))
     assert launches[first : first + 58] == [(RequestId(0),), (RequestId(1),)] * 29
 
 
 def test_two_long_prefills_share_the_turns_that_decoding_leaves() -> None:
-    launches = in_turn([1, 200, 200], Settings(slots=3, chunk=4, grain=4))
+    launches = in_turn([1, 200, 200], Settings(slots=3, chunk=4, block_size=4))
     turns = launches[launches.index((RequestId(0),)) + 1 :]
     assert turns[:8] == [(RequestId(n),) for n in (1, 0, 2, 0, 1, 0, 2, 0)]
 

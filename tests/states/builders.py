@@ -1,4 +1,4 @@
-"""Values for tests: small, complete, and named for what they are. A grain is 4 tokens, a chunk 8."""
+"""Values for tests: small, complete, and named for what they are. A block is 4 tokens, a chunk 8."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from states.slots import Slot, Slots
 
 HERE = SlotId(0)
 ONE, TWO, THREE = RequestId(1), RequestId(2), RequestId(3)
-PROMPT = tuple(range(100, 121))  # 21 tokens: five grains, and one that is always computed
-SHORT = (100, 101, 102, 103, 900, 901)  # what a compression made of PROMPT: one grain of it survives
-PLAIN = Settings(slots=2, max_context=64, max_queue=3, chunk=8, grain=4, batch_rows=8)
+PROMPT = tuple(range(100, 121))  # 21 tokens: five blocks, and one that is always computed
+SHORT = (100, 101, 102, 103, 900, 901)  # what a compression made of PROMPT: one block of it survives
+PLAIN = Settings(slots=2, max_context=64, max_queue=3, chunk=8, block_size=4, batch_rows=8)
 STORE = evolve(PLAIN, store=True)
 DRAFT = evolve(PLAIN, block=3)
 SCOPED = evolve(DRAFT, residency=Resolved("request-scoped", "park"))
@@ -42,8 +42,8 @@ def a_prefilled(settings: Settings = PLAIN, **changes: Any) -> Hold:
 
 
 def an_answering(settings: Settings = PLAIN, **changes: Any) -> Hold:
-    """Two rounds in: two tokens out."""
-    return a_prefilled(settings, **{"valid": 22, "answer": (7, 8), "rounds": 2, **changes})
+    """Two decode steps in: two tokens out."""
+    return a_prefilled(settings, **{"valid": 22, "answer": (7, 8), "decode_steps": 2, **changes})
 
 
 def a_restoring(settings: Settings = STORE, **changes: Any) -> Restoring:

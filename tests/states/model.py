@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from attrs import evolve, field, frozen
 
 from effects.all import Effect
+from effects.decode import Decoded, RunDecode
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, Lane, LeaseId, SlotId, StoreFailed
 from effects.job import Job
@@ -21,7 +22,6 @@ from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
-from effects.round import RoundDone, RunRound
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
@@ -41,18 +41,20 @@ SERVED = (1, 5)
 RATES = Rates(prefill=(10,), disk=10)  # loading is as fast as computing
 BLOCKS = tuple(
     Settings(
-        grain=grain,
-        chunk=grain,
+        block_size=block_size,
+        chunk=block_size,
         store=store,
         block=block,
         compress_threshold=threshold,
         keep_decoded=keep_decoded,
-        residency=Resolved("auto", "keep" if grain == 1 else "release"),
+        residency=Resolved("auto", "keep" if block_size == 1 else "release"),
     )
-    for grain, store, block, threshold, keep_decoded in product((1, 2), (False, True), (0, 1), (0, 2), (False, True))
+    for block_size, store, block, threshold, keep_decoded in product(
+        (1, 2), (False, True), (0, 1), (0, 2), (False, True)
+    )
 )
 STATEFUL = tuple(
-    Settings(grain=1, chunk=2, store=True, stateful=True, cold_max=2, interval=interval, keep_decoded=keep_decoded)
+    Settings(block_size=1, chunk=2, store=True, stateful=True, cold_max=2, interval=interval, keep_decoded=keep_decoded)
     for interval, keep_decoded in ((0, True), (1, False))
 )
 SETTINGS = BLOCKS + STATEFUL
@@ -98,9 +100,9 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield DraftUnparked()
         case RunPrefill(stop=stop):
             yield PrefillAdvanced(stop)
-        case RunRound(propose=propose):
-            yield from (RoundDone(tokens[: propose + 1], propose) for tokens in ((7, 8), (7, STOP), (STOP, 8), (7,)))
-            yield from (RoundDone((STOP,), propose, accepted=propose), RoundDone((7,))) if propose else ()
+        case RunDecode(propose=propose):
+            yield from (Decoded(tokens[: propose + 1], propose) for tokens in ((7, 8), (7, STOP), (STOP, 8), (7,)))
+            yield from (Decoded((STOP,), propose, accepted=propose), Decoded((7,))) if propose else ()
         case SaveSnapshot(_, tokens):
             yield SnapshotSaved(len(tokens), 1)
         case ParkDraft():
@@ -113,13 +115,13 @@ def heard(node: Node, settings: Settings) -> Iterator[tuple[Any, Effect | None]]
     """All that can happen here, and what it answers."""
     match node.state:
         case New():
-            scoped = settings.store and settings.grain == 1 and not settings.block and settings.keep_decoded
+            scoped = settings.store and settings.block_size == 1 and not settings.block and settings.keep_decoded
             yield from ((Submitted(job), None) for job in (JOBS if scoped else JOBS[:1]))
             yield Refused(3), None
             return
         case Waiting():
-            rates = RATES if settings.grain == 1 else Rates()
-            for keep, source in product(range(0, len(JOB.prompt), settings.grain), (0, 1)):
+            rates = RATES if settings.block_size == 1 else Rates()
+            for keep, source in product(range(0, len(JOB.prompt), settings.block_size), (0, 1)):
                 yield Admitted(SlotId(0), SlotId(source), keep, settings, rates), None
     yield Cancelled("client_gone"), None
     for effect in node.flying:
@@ -184,7 +186,7 @@ def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
             if release != (node.state.hold.settings.residency.draft == "release"):
                 fault = "sends the draft where the policy does not"
             node = evolve(node, draft=False)
-        case RunRound(propose=propose) if propose and not node.draft:
+        case RunDecode(propose=propose) if propose and not node.draft:
             fault = "proposes without a draft"
         case CloseStream():
             fault = "closes twice" if node.closed else None

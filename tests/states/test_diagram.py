@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from effects.round import RoundDone
+from effects.decode import Decoded
 from states.diagram import markdown, mermaid
 from states.life import Speculating
 from states.table import TABLE
@@ -23,12 +23,12 @@ def test_every_move_between_two_states_is_an_edge_of_the_picture() -> None:
 
 
 def test_every_arm_is_a_line_of_the_page() -> None:
-    lines = markdown({(Speculating, RoundDone): TABLE[Speculating, RoundDone]}).splitlines()
+    lines = markdown({(Speculating, Decoded): TABLE[Speculating, Decoded]}).splitlines()
     assert lines[-4:] == [
-        "| Speculating | RoundDone | Speculating | `EmitTokens`, `RunRound` |",
-        "| Speculating | RoundDone | Snapshotting | `EmitTokens`, `CloseStream`, `SaveSnapshot` |",
-        "| Speculating | RoundDone | Parking | `EmitTokens`, `CloseStream`, `ParkDraft` |",
-        "| Speculating | RoundDone | Done | `EmitTokens`, `CloseStream` |",
+        "| Speculating | Decoded | Speculating | `EmitTokens`, `RunDecode` |",
+        "| Speculating | Decoded | Snapshotting | `EmitTokens`, `CloseStream`, `SaveSnapshot` |",
+        "| Speculating | Decoded | Parking | `EmitTokens`, `CloseStream`, `ParkDraft` |",
+        "| Speculating | Decoded | Done | `EmitTokens`, `CloseStream` |",
     ]
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from effects.decode import Decoded
 from effects.draft import DraftParked, DraftUnparked, ParkDraft
 from effects.ids import DeviceFailed, LeaseId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
-from effects.round import RoundDone
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream
 from states import ending
@@ -101,15 +101,15 @@ def test_a_chunk_that_was_running_is_kept() -> None:
     )
 
 
-def test_of_a_round_that_was_running_the_row_of_the_token_it_fed_is_kept() -> None:
+def test_of_a_decode_step_that_was_running_the_row_of_the_token_it_fed_is_kept() -> None:
     before = an_answering(DRAFT, draft=True)
-    assert settle(before, RoundDone((9, 10))) == Then(Parking(evolve(before, valid=23)), ParkDraft())
+    assert settle(before, Decoded((9, 10))) == Then(Parking(evolve(before, valid=23)), ParkDraft())
     assert evolve(before, valid=23).rows == (*PROMPT, 7, 8)
 
 
 def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() -> None:
     before = an_answering(evolve(DRAFT, stateful=True), draft=True)
-    hold = settle(before, RoundDone((9, 10))).state.hold
+    hold = settle(before, Decoded((9, 10))).state.hold
     assert (hold.valid, hold.rows) == (24, (*PROMPT, 7, 8, 9))
 
 

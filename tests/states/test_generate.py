@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from effects.decode import Decoded, RunDecode
 from effects.draft import DraftUnparked, ParkDraft
 from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
-from effects.round import RoundDone, RunRound
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import generate, pace
@@ -40,7 +40,7 @@ def test_an_unparked_draft_is_leased_and_the_work_begins() -> None:
     then = generate.unparked(Unparking(a_hold(DRAFT)), DraftUnparked())
     assert then == Then(Prefilling(a_hold(DRAFT, **LEASED)), RunPrefill(HERE, 0, 8))
     then = generate.unparked(Unparking(a_prefilled(DRAFT)), DraftUnparked())
-    assert then == Then(Speculating(a_prefilled(DRAFT, **LEASED)), RunRound(HERE, 20, 120, propose=3))
+    assert then == Then(Speculating(a_prefilled(DRAFT, **LEASED)), RunDecode(HERE, 20, 120, propose=3))
 
 
 def test_a_failed_unpark_goes_on_without_a_draft() -> None:
@@ -49,7 +49,7 @@ def test_a_failed_unpark_goes_on_without_a_draft() -> None:
     assert then == Then(Prefilling(hold), RunPrefill(HERE, 0, 8))
     then = generate.plain(Unparking(a_prefilled(DRAFT)), OUT_OF_MEMORY)
     hold = a_prefilled(DRAFT, speculation="unpark_out_of_memory")
-    assert then == Then(Speculating(hold), RunRound(HERE, 20, 120, propose=0))
+    assert then == Then(Speculating(hold), RunDecode(HERE, 20, 120, propose=0))
     assert hold.report.speculation == "unpark_out_of_memory"
 
 
@@ -62,7 +62,7 @@ def test_prefill_goes_on_chunk_by_chunk_and_stops_before_the_last_token() -> Non
 
 def test_the_last_prompt_token_is_fed_by_the_first_round() -> None:
     then = generate.prefilled(Prefilling(a_hold(valid=16)), PrefillAdvanced(20))
-    assert then == Then(Speculating(a_prefilled()), ReportProgress(20, 21, 0), RunRound(HERE, 20, 120))
+    assert then == Then(Speculating(a_prefilled()), ReportProgress(20, 21, 0), RunDecode(HERE, 20, 120))
 
 
 def test_a_chunk_may_acknowledge_less_than_was_asked_for() -> None:
@@ -70,39 +70,41 @@ def test_a_chunk_may_acknowledge_less_than_was_asked_for() -> None:
     assert then == Then(Prefilling(a_hold(valid=4)), ReportProgress(4, 21, 0), RunPrefill(HERE, 4, 12))
 
 
-def test_a_round_emits_its_token_and_feeds_it_to_the_next() -> None:
-    then = generate.accept(Speculating(a_prefilled()), RoundDone((7,)))
-    hold = a_prefilled(valid=21, answer=(7,), rounds=1)
-    assert then == Then(Speculating(hold), EmitTokens((7,)), RunRound(HERE, 21, 7))
+def test_a_decode_step_emits_its_token_and_feeds_it_to_the_next() -> None:
+    then = generate.accept(Speculating(a_prefilled()), Decoded((7,)))
+    hold = a_prefilled(valid=21, answer=(7,), decode_steps=1)
+    assert then == Then(Speculating(hold), EmitTokens((7,)), RunDecode(HERE, 21, 7))
 
 
-def test_accepted_proposals_count_and_the_next_round_proposes_no_further_than_the_limit() -> None:
-    then = generate.accept(Speculating(a_prefilled(DRAFT, **LEASED)), RoundDone((7, 8, 9), proposed=3))
+def test_accepted_proposals_count_and_the_next_decode_step_proposes_no_further_than_the_limit() -> None:
+    then = generate.accept(Speculating(a_prefilled(DRAFT, **LEASED)), Decoded((7, 8, 9), proposed=3))
     learnt = pace.after(LEASED["pace"], 3, 2, 3)
-    hold = a_prefilled(DRAFT, draft=True, pace=learnt, valid=23, answer=(7, 8, 9), rounds=1, proposed=3, accepted=2)
-    assert then == Then(Speculating(hold), EmitTokens((7, 8, 9)), RunRound(HERE, 23, 9, propose=2))
-    assert (hold.report.rounds, hold.report.proposed, hold.report.accepted) == (1, 3, 2)
+    hold = a_prefilled(
+        DRAFT, draft=True, pace=learnt, valid=23, answer=(7, 8, 9), decode_steps=1, proposed=3, accepted=2
+    )
+    assert then == Then(Speculating(hold), EmitTokens((7, 8, 9)), RunDecode(HERE, 23, 9, propose=2))
+    assert (hold.report.decode_steps, hold.report.proposed, hold.report.accepted) == (1, 3, 2)
 
 
 def test_logprobs_go_with_their_tokens() -> None:
     one, two = (-0.5, ((7, -0.5),)), (-1.5, ((8, -1.5),))
-    then = generate.accept(Speculating(an_answering(answer=(7,) * 5)), RoundDone((7, 8), logprobs=(one, two)))
+    then = generate.accept(Speculating(an_answering(answer=(7,) * 5)), Decoded((7, 8), logprobs=(one, two)))
     assert then.effects[0] == EmitTokens((7,), (one,))
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4])
-def test_the_limit_cuts_a_round_at_any_offset(room: int) -> None:
-    before = a_prefilled(answer=(5,) * (6 - room), valid=26 - room, rounds=6 - room)
-    then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 10)))
-    after = evolve(before, valid=26, answer=before.answer + (7, 8, 9, 10)[:room], rounds=7 - room)
+def test_the_limit_cuts_a_decode_step_at_any_offset(room: int) -> None:
+    before = a_prefilled(answer=(5,) * (6 - room), valid=26 - room, decode_steps=6 - room)
+    then = generate.accept(Speculating(before), Decoded((7, 8, 9, 10)))
+    after = evolve(before, valid=26, answer=before.answer + (7, 8, 9, 10)[:room], decode_steps=7 - room)
     assert then == Then(Done(after), EmitTokens((7, 8, 9, 10)[:room]), CloseStream("length", report(after)))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_a_stop_token_cuts_a_round_at_any_offset(at: int) -> None:
+def test_a_stop_token_cuts_a_decode_step_at_any_offset(at: int) -> None:
     tokens = (*(7, 8, 9)[:at], 0, *(7, 8, 9)[at:])
-    then = generate.accept(Speculating(a_prefilled()), RoundDone(tokens))
-    after = a_prefilled(valid=21 + at, answer=tokens[: at + 1], rounds=1)
+    then = generate.accept(Speculating(a_prefilled()), Decoded(tokens))
+    after = a_prefilled(valid=21 + at, answer=tokens[: at + 1], decode_steps=1)
     assert then == Then(Done(after), EmitTokens(tokens[: at + 1]), CloseStream("stop", report(after)))
 
 
@@ -110,17 +112,19 @@ def test_a_stop_token_cuts_a_round_at_any_offset(at: int) -> None:
 @pytest.mark.parametrize("right", range(5))
 @pytest.mark.parametrize("stop", range(6))
 @pytest.mark.parametrize("room", range(1, 7))
-def test_the_report_is_exact_wherever_a_round_of_proposals_is_cut(room: int, stop: int, right: int, told: bool) -> None:
+def test_the_report_is_exact_wherever_a_decode_step_of_proposals_is_cut(
+    room: int, stop: int, right: int, told: bool
+) -> None:
     """Four proposals, some of them right, then the target's own pick; a stop token somewhere, and so many may come."""
     said = tuple(0 if at == stop else 7 + at for at in range(right + 1))
     ends = min(stop + 1, len(said))
-    done = RoundDone(said[:ends] if told else said, 4, accepted=min(right, ends) if told else right)
-    before = a_prefilled(DRAFT, **LEASED, answer=(5,) * (6 - room), valid=26 - room, rounds=6 - room)
+    done = Decoded(said[:ends] if told else said, 4, accepted=min(right, ends) if told else right)
+    before = a_prefilled(DRAFT, **LEASED, answer=(5,) * (6 - room), valid=26 - room, decode_steps=6 - room)
     then = generate.accept(Speculating(before), done)
     kept = said[: min(ends, room)]
     assert then.effects[0] == EmitTokens(kept)
     figures = report(then.state.hold) if 0 in kept else then.state.hold.report
-    assert (figures.completion_tokens, figures.rounds, figures.proposed) == (6 - room + len(kept), 7 - room, 4)
+    assert (figures.completion_tokens, figures.decode_steps, figures.proposed) == (6 - room + len(kept), 7 - room, 4)
     assert figures.accepted == min(right, len(kept)), "proposals that became tokens of the answer, and no others"
     ended = next((one for one in then.effects if isinstance(one, CloseStream)), None)
     if 0 in kept:
@@ -131,42 +135,42 @@ def test_the_report_is_exact_wherever_a_round_of_proposals_is_cut(room: int, sto
 
 def test_why_nothing_more_is_proposed_is_told() -> None:
     resting = evolve(LEASED["pace"], rest=2)
-    before = a_prefilled(DRAFT, draft=True, pace=resting, answer=(5,), valid=21, rounds=1)
-    then = generate.accept(Speculating(before), RoundDone((7,)))
-    assert then.effects[-1] == RunRound(HERE, 22, 7, propose=0)
+    before = a_prefilled(DRAFT, draft=True, pace=resting, answer=(5,), valid=21, decode_steps=1)
+    then = generate.accept(Speculating(before), Decoded((7,)))
+    assert then.effects[-1] == RunDecode(HERE, 22, 7, propose=0)
     assert then.state.hold.report.speculation == "does_not_pay"
-    then = generate.accept(then.state, RoundDone((8,)))
-    assert then.effects[-1] == RunRound(HERE, 23, 8, propose=2)
+    then = generate.accept(then.state, Decoded((8,)))
+    assert then.effects[-1] == RunDecode(HERE, 23, 8, propose=2)
     assert then.state.hold.report.speculation == ""
 
 
 def test_a_stop_token_that_is_the_last_one_allowed_is_a_stop() -> None:
-    before = a_prefilled(valid=25, answer=(7,) * 5, rounds=5)
-    after = a_prefilled(valid=26, answer=(7, 7, 7, 7, 7, 0), rounds=6)
-    then = generate.accept(Speculating(before), RoundDone((0,)))
+    before = a_prefilled(valid=25, answer=(7,) * 5, decode_steps=5)
+    after = a_prefilled(valid=26, answer=(7, 7, 7, 7, 7, 0), decode_steps=6)
+    then = generate.accept(Speculating(before), Decoded((0,)))
     assert then == Then(Done(after), EmitTokens((0,)), CloseStream("stop", report(after)))
 
 
 def test_a_stop_token_behind_the_limit_is_never_seen() -> None:
-    before = a_prefilled(valid=25, answer=(7,) * 5, rounds=5)
-    after = a_prefilled(valid=26, answer=(7,) * 6, rounds=6)
-    then = generate.accept(Speculating(before), RoundDone((7, 0)))
+    before = a_prefilled(valid=25, answer=(7,) * 5, decode_steps=5)
+    after = a_prefilled(valid=26, answer=(7,) * 6, decode_steps=6)
+    then = generate.accept(Speculating(before), Decoded((7, 0)))
     assert then == Then(Done(after), EmitTokens((7,)), CloseStream("length", report(after)))
 
 
 def test_one_token_may_be_all_that_is_wanted() -> None:
     job = a_job(max_tokens=1)
-    after = a_prefilled(DRAFT, job=job, draft=True, valid=21, answer=(7,), rounds=1)
+    after = a_prefilled(DRAFT, job=job, draft=True, valid=21, answer=(7,), decode_steps=1)
     then = generate.unparked(Unparking(a_prefilled(DRAFT, job=job)), DraftUnparked())
-    assert then.effects == (RunRound(HERE, 20, 120, propose=0),)
-    then = generate.accept(Speculating(a_prefilled(DRAFT, job=job, draft=True)), RoundDone((7,)))
+    assert then.effects == (RunDecode(HERE, 20, 120, propose=0),)
+    then = generate.accept(Speculating(a_prefilled(DRAFT, job=job, draft=True)), Decoded((7,)))
     assert then == Then(Parking(after), EmitTokens((7,)), CloseStream("length", report(after)), ParkDraft())
 
 
 def test_the_stream_closes_before_the_snapshot_and_the_parking() -> None:
     before = a_prefilled(EVERYTHING, draft=True)
-    after = evolve(before, valid=24, answer=(7, 8, 9, 0), rounds=1, proposed=3, accepted=3)
-    then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 0), proposed=3))
+    after = evolve(before, valid=24, answer=(7, 8, 9, 0), decode_steps=1, proposed=3, accepted=3)
+    then = generate.accept(Speculating(before), Decoded((7, 8, 9, 0), proposed=3))
     saving = SaveSnapshot(HERE, (*PROMPT, 7, 8, 9))
     closing = CloseStream("stop", report(after))
     assert then == Then(Snapshotting(after), EmitTokens((7, 8, 9, 0)), closing, saving)
@@ -174,10 +178,10 @@ def test_the_stream_closes_before_the_snapshot_and_the_parking() -> None:
 
 def test_where_decoding_differs_from_prefill_only_the_prompt_is_kept() -> None:
     before = a_prefilled(evolve(STORE, keep_decoded=False))
-    then = generate.accept(Speculating(before), RoundDone((7, 8, 9, 0)))
+    then = generate.accept(Speculating(before), Decoded((7, 8, 9, 0)))
     assert then.effects[-1] == SaveSnapshot(HERE, PROMPT[:20])
     known = evolve(before, stored=20)
-    assert isinstance(generate.accept(Speculating(known), RoundDone((7, 8, 9, 0))).state, Done)
+    assert isinstance(generate.accept(Speculating(known), Decoded((7, 8, 9, 0))).state, Done)
 
 
 def test_a_failure_closes_the_stream_and_keeps_what_was_acknowledged() -> None:

@@ -8,10 +8,10 @@ import pytest
 from attrs import evolve
 
 from effects.all import Ask, Launch
+from effects.decode import RunDecode
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
-from effects.round import RunRound
 from states import lane, pace
 from states.lane import Answer, Lane
 from states.life import Speculating, State
@@ -26,8 +26,8 @@ def chunk(request: int) -> Ask:
     return Ask(RequestId(request), RunPrefill(SlotId(request), 0, 8))
 
 
-def a_round(request: int, propose: int = 0) -> Ask:
-    return Ask(RequestId(request), RunRound(SlotId(request), 20, 7, propose))
+def a_decode(request: int, propose: int = 0) -> Ask:
+    return Ask(RequestId(request), RunDecode(SlotId(request), 20, 7, propose))
 
 
 def unpark(request: int) -> Ask:
@@ -38,8 +38,8 @@ def park(request: int) -> Ask:
     return Ask(RequestId(request), ParkDraft())
 
 
-def choose(*waiting: Ask, rounds_last: bool = False, models: Residency = NOBODY, settings: Any = DRAFT) -> Any:
-    return lane.choose(Lane(waiting, (), rounds_last), models, settings, {}, Rates())
+def choose(*waiting: Ask, decode_last: bool = False, models: Residency = NOBODY, settings: Any = DRAFT) -> Any:
+    return lane.choose(Lane(waiting, (), decode_last), models, settings, {}, Rates())
 
 
 def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
@@ -47,29 +47,29 @@ def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
     assert isinstance(chosen, Launch)
     assert after.running == chosen.asks
     assert sorted((*after.waiting, *after.running), key=waiting.index) == list(waiting)
-    assert after.rounds_last == isinstance(chosen.asks[0].effect, RunRound)
+    assert after.decode_last == isinstance(chosen.asks[0].effect, RunDecode)
     return chosen.asks
 
 
 def test_an_idle_lane_without_work_and_a_busy_one_choose_nothing() -> None:
     assert choose() == (Lane(), Residency(), None)
-    busy = Lane((a_round(1),), (chunk(2),))
+    busy = Lane((a_decode(1),), (chunk(2),))
     assert lane.choose(busy, Residency(), DRAFT, {}, Rates()) == (busy, Residency(), None)
 
 
 def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
-    assert launched(chunk(1), a_round(2)) == (a_round(2),)
-    assert launched(chunk(1), a_round(2), rounds_last=True) == (chunk(1),)
-    assert launched(chunk(1), rounds_last=True) == (chunk(1),)
-    assert launched(a_round(2), rounds_last=True) == (a_round(2),)
+    assert launched(chunk(1), a_decode(2)) == (a_decode(2),)
+    assert launched(chunk(1), a_decode(2), decode_last=True) == (chunk(1),)
+    assert launched(chunk(1), decode_last=True) == (chunk(1),)
+    assert launched(a_decode(2), decode_last=True) == (a_decode(2),)
 
 
-def test_everything_but_rounds_goes_alone_and_in_order_of_arrival() -> None:
+def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> None:
     assert launched(chunk(2), chunk(1), unpark(3), models=Residency(Model("parked"))) == (chunk(2),)
 
 
 def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
-    assert launched(a_round(3), chunk(2), a_round(1)) == (a_round(3), a_round(1))
+    assert launched(a_decode(3), chunk(2), a_decode(1)) == (a_decode(3), a_decode(1))
 
 
 @pytest.mark.parametrize(
@@ -77,26 +77,28 @@ def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
     [((0,) * 8, 8), ((0,) * 9, 8), ((3, 3), 2), ((3, 3, 0), 2), ((3, 4, 0), 1), ((7, 0), 1), ((20, 0), 1), ((20,), 1)],
 )
 def test_a_batch_has_a_limit_in_rows_and_at_least_one_member(proposals: tuple[int, ...], taken: int) -> None:
-    rounds = [a_round(number, propose) for number, propose in enumerate(proposals)]
-    assert launched(*rounds) == tuple(rounds[:taken])
+    decode_steps = [a_decode(number, propose) for number, propose in enumerate(proposals)]
+    assert launched(*decode_steps) == tuple(decode_steps[:taken])
 
 
 CHEAP = ((0, 1, 0, 1000), (0, 1, 16, 1100))
 DEAR = ((0, 1, 0, 1000), (0, 1, 4, 1200), (0, 1, 8, 2000), (0, 1, 16, 4000))
 
 
-def decoding(*requests: int, rounds: pace.Rounds = CHEAP, **changes: Any) -> dict[RequestId, State]:
-    known = evolve(pace.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates(rounds=rounds)), **changes)
+def decoding(*requests: int, decode_steps: pace.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
+    known = evolve(pace.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates(decode=decode_steps)), **changes)
     return {RequestId(n): Speculating(a_prefilled(DRAFT, draft=True, pace=known)) for n in requests}
 
 
-def proposed(requests: dict[RequestId, State], rows: int, *wanted: int, rounds: pace.Rounds = CHEAP) -> list[int]:
-    """Plain rounds of several take as long as of one here, which has been measured."""
-    asks = tuple(a_round(request, most) for request, most in zip(requests, wanted, strict=True))
-    rates = Rates(rounds=(*rounds, *((0, members, 0, 1000) for members in (2, 3, 4))))
+def proposed(
+    requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: pace.DecodeTimes = CHEAP
+) -> list[int]:
+    """Plain decode steps of several take as long as of one here, which has been measured."""
+    asks = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
+    rates = Rates(decode=(*decode_steps, *((0, members, 0, 1000) for members in (2, 3, 4))))
     _, _, chosen = lane.choose(Lane(asks), Residency(), evolve(DRAFT, batch_rows=rows), requests, rates)
     assert isinstance(chosen, Launch)
-    return [ask.effect.propose for ask in chosen.asks if isinstance(ask.effect, RunRound)]
+    return [ask.effect.propose for ask in chosen.asks if isinstance(ask.effect, RunDecode)]
 
 
 SURE = {"gains": (2900, 6500, 13000)}
@@ -111,15 +113,15 @@ def test_rounds_that_go_together_propose_what_fits_together() -> None:
 
 
 def test_rounds_that_go_together_propose_less_where_rows_are_dear() -> None:
-    some = {"gains": (2100, 3500, 3500), "rounds": DEAR}
-    assert proposed(decoding(1, **some), 64, 15, rounds=DEAR) == [3]
-    assert proposed(decoding(1, 2, **some), 64, 15, 0, rounds=DEAR) == [3, 0]
-    assert proposed(decoding(1, 2, 3, 4, **some), 64, 15, 15, 15, 0, rounds=DEAR) == [0, 0, 0, 0]
+    some = {"gains": (2100, 3500, 3500), "decode_steps": DEAR}
+    assert proposed(decoding(1, **some), 64, 15, decode_steps=DEAR) == [3]
+    assert proposed(decoding(1, 2, **some), 64, 15, 0, decode_steps=DEAR) == [3, 0]
+    assert proposed(decoding(1, 2, 3, 4, **some), 64, 15, 15, 15, 0, decode_steps=DEAR) == [0, 0, 0, 0]
 
 
 def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
-    requests, waiting = decoding(1, **SURE), Lane((a_round(1, 15),))
-    rates, settings, found = Rates(rounds=CHEAP), evolve(DRAFT, batch_rows=64), list[int]()
+    requests, waiting = decoding(1, **SURE), Lane((a_decode(1, 15),))
+    rates, settings, found = Rates(decode=CHEAP), evolve(DRAFT, batch_rows=64), list[int]()
     for _ in range(2 * lane.OFTEN + 2):
         after, _, chosen = lane.choose(waiting, Residency(), settings, requests, rates)
         assert isinstance(chosen, Launch)
@@ -129,25 +131,25 @@ def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
 
 
 def test_who_has_a_draft_is_told_what_the_launch_costs() -> None:
-    requests, rates = decoding(1, **SURE), Rates(rounds=(*CHEAP, (0, 2, 0, 1000)))
+    requests, rates = decoding(1, **SURE), Rates(decode=(*CHEAP, (0, 2, 0, 1000)))
     requests[TWO] = Speculating(a_prefilled(DRAFT))
-    told = lane.told(Launch((a_round(1, 15), a_round(2))), requests, rates, 64)
+    told = lane.told(Launch((a_decode(1, 15), a_decode(2))), requests, rates, 64)
     assert told.keys() == {ONE}
     assert told[ONE].hold.pace.price == 1200, "17 rows go through 32"  # type: ignore[union-attr]
-    assert told[ONE].hold.pace.terms == pace.terms(rates.rounds, 0, 2, 64)  # type: ignore[union-attr]
-    assert lane.told(Launch((a_round(1),)), requests, rates, 64)[ONE].hold.pace.price == 0  # type: ignore[union-attr]
+    assert told[ONE].hold.pace.terms == pace.terms(rates.decode, 0, 2, 64)  # type: ignore[union-attr]
+    assert lane.told(Launch((a_decode(1),)), requests, rates, 64)[ONE].hold.pace.price == 0  # type: ignore[union-attr]
     assert lane.told(Launch((chunk(1),)), requests, rates, 64) == {}
 
 
 def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:
-    running = Lane((chunk(3),), (a_round(1), a_round(2)), rounds_last=True)
+    running = Lane((chunk(3),), (a_decode(1), a_decode(2)), decode_last=True)
     half = lane.answered(running, TWO)
-    assert half == evolve(running, running=(a_round(1),))
+    assert half == evolve(running, running=(a_decode(1),))
     assert lane.answered(half, ONE).running == ()
 
 
 def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() -> None:
-    busy = Lane((chunk(1), chunk(3)), (a_round(2),))
+    busy = Lane((chunk(1), chunk(3)), (a_decode(2),))
     assert lane.leave(busy, ONE) == (evolve(busy, waiting=(chunk(3),)), True)
     assert lane.leave(busy, TWO) == (busy, False)
     assert lane.join(busy, chunk(4)).waiting == (chunk(1), chunk(3), chunk(4))
@@ -155,8 +157,8 @@ def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() ->
 
 def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_else() -> None:
     there, shared = Residency(Model("loaded", (ONE,))), Residency(Model("loaded", (ONE, TWO)))
-    assert choose(chunk(1), a_round(3), unpark(2), models=there) == (
-        Lane((chunk(1), a_round(3))),
+    assert choose(chunk(1), a_decode(3), unpark(2), models=there) == (
+        Lane((chunk(1), a_decode(3))),
         shared,
         Answer(TWO, DraftUnparked()),
     )
@@ -164,10 +166,10 @@ def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_el
 
 def test_moving_weights_takes_a_turn_like_a_chunk() -> None:
     away = Residency(Model("parked"))
-    assert launched(a_round(1), unpark(2), models=away, settings=SCOPED) == (a_round(1),)
-    assert launched(a_round(1), unpark(2), rounds_last=True, models=away, settings=SCOPED) == (unpark(2),)
+    assert launched(a_decode(1), unpark(2), models=away, settings=SCOPED) == (a_decode(1),)
+    assert launched(a_decode(1), unpark(2), decode_last=True, models=away, settings=SCOPED) == (unpark(2),)
     last = Residency(Model("loaded", (TWO,)))
-    assert launched(a_round(1), park(2), rounds_last=True, models=last, settings=SCOPED) == (park(2),)
+    assert launched(a_decode(1), park(2), decode_last=True, models=last, settings=SCOPED) == (park(2),)
 
 
 def test_a_draft_is_not_sent_away_while_somebody_waits_for_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
+from effects.decode import RunDecode
 from effects.draft import UnparkDraft
 from effects.ids import DeviceFailed, LeaseId, SlotId, StoreFailed
 from effects.job import Report, Sampling
@@ -12,7 +13,6 @@ from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, RunPrefill
 from effects.restore import RestoreBlocks
-from effects.round import RunRound
 from effects.scope import Scope
 from effects.stream import CloseStream, ReportProgress
 from states import lookup
@@ -90,7 +90,7 @@ def test_an_admitted_request_continues_from_the_rows_of_another_slot() -> None:
 def test_a_prompt_that_is_all_there_goes_straight_to_its_first_round() -> None:
     then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 20, PLAIN))
     hold = a_hold(valid=20, restored=20, tier="device", miss="")
-    assert then == Then(Speculating(hold), opening(20), RunRound(HERE, 20, 120))
+    assert then == Then(Speculating(hold), opening(20), RunDecode(HERE, 20, 120))
 
 
 def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
@@ -100,7 +100,7 @@ def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
     assert then == Then(Unparking(hold), opening(prompt=(7,)), UnparkDraft())
     then = lookup.admit(Waiting(job), Admitted(HERE, HERE, 0, PLAIN))
     assert then == Then(
-        Speculating(evolve(hold, settings=PLAIN, speculation="no_draft")), opening(prompt=(7,)), RunRound(HERE, 0, 7)
+        Speculating(evolve(hold, settings=PLAIN, speculation="no_draft")), opening(prompt=(7,)), RunDecode(HERE, 0, 7)
     )
 
 
@@ -215,8 +215,10 @@ def test_auto_asks_what_is_shared_even_where_all_is_on_the_device() -> None:
     assert then == Then(LookingUp(hold), opening(20), FindPrefix(PROMPT, 20, window=30))
     then = lookup.missed(LookingUp(hold), PrefixMissed("diverged_at:8", shared=14, length=8))
     known = evolve(hold, shared=14, stored=8)
-    assert then == Then(Speculating(known), RunRound(HERE, 20, 120))
-    assert lookup.unanswered(LookingUp(hold), StoreFailed("io", "")) == Then(Speculating(hold), RunRound(HERE, 20, 120))
+    assert then == Then(Speculating(known), RunDecode(HERE, 20, 120))
+    assert lookup.unanswered(LookingUp(hold), StoreFailed("io", "")) == Then(
+        Speculating(hold), RunDecode(HERE, 20, 120)
+    )
 
 
 def test_a_compressed_prompt_is_not_compared_again_and_what_was_shared_is_remembered() -> None:

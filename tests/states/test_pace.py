@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from states import pace
-from states.pace import LONGEST, REFILL, SHORTEST, SPARE, UNIT, Choice, Pace, Rounds, Shape, Terms
+from states.pace import LONGEST, REFILL, SHORTEST, SPARE, UNIT, Choice, DecodeTimes, Pace, Shape, Terms
 from states.rates import Rates
 from states.settings import Settings
 
@@ -21,14 +21,14 @@ TREE = Settings(block=15, tree=22, batch_rows=64)
 UNKNOWN = Rates()
 
 
-def alone(plain: int, *wider: int) -> Rounds:
-    """Of one request: a plain round, and those of 4, 8, 16 ... rows."""
+def alone(plain: int, *wider: int) -> DecodeTimes:
+    """Of one request: a plain decode step, and those of 4, 8, 16 ... rows."""
     return ((0, 1, 0, plain), *((0, 1, 4 << step, ns) for step, ns in enumerate(wider)))
 
 
-FLAT = Rates(rounds=alone(1000, 1120, 1130, 1160))  # rows for next to nothing, as on a GPU
-STEEP = Rates(rounds=alone(1000, 1200, 1500, 2200))  # as on a CPU
-HOPELESS = Rates(rounds=alone(1000, 4000, 8000, 16000))
+FLAT = Rates(decode=alone(1000, 1120, 1130, 1160))  # rows for next to nothing, as on a GPU
+STEEP = Rates(decode=alone(1000, 1200, 1500, 2200))  # as on a CPU
+HOPELESS = Rates(decode=alone(1000, 4000, 8000, 16000))
 LENGTH = 512
 
 Draft: TypeAlias = Callable[[int, int], int]  # (proposals, tokens so far) -> how many of them are right
@@ -63,24 +63,24 @@ def test_a_launch_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int,
 
 
 @pytest.mark.parametrize(
-    ("rounds", "prices"),
+    ("decode", "prices"),
     [
         ((), (1200, 1360, 1680)),  # a guess that expects little of a device
         (((0, 1, 4, 1100), (0, 1, 8, 1200)), (1200, 1360, 1680)),  # nothing to compare with
-        (FLAT.rounds, (1120, 1130, 1160)),
+        (FLAT.decode, (1120, 1130, 1160)),
         (((0, 1, 0, 1000), (0, 1, 16, 1500)), (1500, 1500, 1500)),  # narrower ones are at most as dear
         (alone(1000, 1100), (1100, 1200, 1400)),  # wider ones cost more in proportion
         (alone(1000, 1500, 1300, 1400), (1300, 1300, 1400)),  # one was noise
-        (alone(1000, 900, 950, 950), (1000, 1000, 1000)),  # never below a plain round
+        (alone(1000, 900, 950, 950), (1000, 1000, 1000)),  # never below a plain decode step
     ],
 )
-def test_prices_are_measured_or_kept_sane(rounds: Rounds, prices: tuple[int, ...]) -> None:
-    assert pace.terms(rounds, 0, 1, 16).prices == prices
+def test_prices_are_measured_or_kept_sane(decode: DecodeTimes, prices: tuple[int, ...]) -> None:
+    assert pace.terms(decode, 0, 1, 16).prices == prices
 
 
 def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_alone() -> None:
     """Four plain rounds together take 1,500: what the draft and its rows add to one of 1,000, they add to those."""
-    together = (*STEEP.rounds, (0, 4, 0, 1500))
+    together = (*STEEP.decode, (0, 4, 0, 1500))
     assert pace.terms(together, 0, 4, 64) == Terms(4, 1500, (1133, 1333, 1800, 2600, 4200))
     assert pace.terms((*together, (0, 4, 16, 3000)), 0, 4, 16).prices == (2000, 2000, 2000)
     assert pace.terms((*together, (1, 4, 0, 3000)), 1, 4, 16).prices == (1066, 1166, 1400)
@@ -89,9 +89,9 @@ def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_
 
 def test_what_a_launch_is_compared_with_is_measured_first() -> None:
     assert not pace.terms((), 0, 4, 64).measuring, "nothing is measured here"
-    assert not pace.terms(STEEP.rounds, 0, 1, 64).measuring
+    assert not pace.terms(STEEP.decode, 0, 1, 64).measuring
     for span, members in ((0, 4), (1, 1)):
-        offer = pace.terms(STEEP.rounds, span, members, 64)
+        offer = pace.terms(STEEP.decode, span, members, 64)
         assert offer.measuring
         assert pace.share([(7, KNOWN)] * members, offer, 64) == [0] * members
 
@@ -109,20 +109,20 @@ def test_a_slow_launch_moves_a_price_a_little_and_a_quick_one_much() -> None:
 
 @given(seed=st.integers(0, 99), start=st.integers(500, 10_000))
 def test_prices_are_found_out_on_a_machine_with_other_work(seed: int, start: int) -> None:
-    """Every second round is held up, by up to three times its time; the first one of all was anything."""
-    rng, true, rounds = random.Random(seed), {0: 1000, 4: 1200, 8: 1500}, alone(start)
+    """Every second decode step is held up, by up to three times its time; the first one of all was anything."""
+    rng, true, decode = random.Random(seed), {0: 1000, 4: 1200, 8: 1500}, alone(start)
     for _ in range(300):
         rows = rng.choice(list(true))
-        rounds = pace.timed(rounds, Shape(0, 1, rows), round(true[rows] * rng.choice((1, 1, 1, 1.1, 1.3, 3))))
-    for rows, price in zip((4, 8), pace.terms(rounds, 0, 1, 8).prices, strict=True):
+        decode = pace.timed(decode, Shape(0, 1, rows), round(true[rows] * rng.choice((1, 1, 1, 1.1, 1.3, 3))))
+    for rows, price in zip((4, 8), pace.terms(decode, 0, 1, 8).prices, strict=True):
         assert 0.8 * true[rows] <= price <= 1.25 * true[rows]
 
 
 def test_a_machine_that_stays_slow_is_believed() -> None:
-    rounds = alone(1000, 1200)
+    decode = alone(1000, 1200)
     for _ in range(100):
-        rounds = pace.timed(rounds, Shape(0, 1, 4), 3600)
-    assert rounds[1][3] > 3200
+        decode = pace.timed(decode, Shape(0, 1, 4), 3600)
+    assert decode[1][3] > 3200
 
 
 KNOWN = pace.fresh(CHAIN, STEEP)
@@ -169,7 +169,7 @@ def test_could_pay() -> None:
     assert not pace.could_pay(pace.fresh(evolve(CHAIN, batch_rows=1), UNKNOWN))
 
 
-def test_a_round_says_exactly_what_narrower_ones_would_have_got() -> None:
+def test_a_decode_step_says_exactly_what_narrower_ones_would_have_got() -> None:
     assert list(pace.sample(KNOWN, 7, 5)) == [3000, 5000, 5000]
     assert list(pace.sample(KNOWN, 7, 2)) == [2000, 2000, 2000]
     assert list(pace.sample(KNOWN, 15, 15)) == [3000, 7000, 15000]
@@ -201,7 +201,7 @@ def test_rests_grow_while_tries_fail_and_shrink_while_they_pay() -> None:
     assert now.pause == SHORTEST
 
 
-def test_a_plain_round_shortens_the_rest_and_earns_a_little() -> None:
+def test_a_plain_decode_step_shortens_the_rest_and_earns_a_little() -> None:
     assert pace.after(evolve(KNOWN, rest=3), 0, 0, 1) == evolve(KNOWN, rest=2, spare=SPARE + REFILL)
     assert pace.after(KNOWN, 0, 0, 1) == evolve(KNOWN, spare=SPARE + REFILL)
 
@@ -225,7 +225,7 @@ def test_the_next_answer_starts_with_what_the_last_one_has_taught_and_left() -> 
     )
     assert pace.fresh(CHAIN, pace.remembered(STEEP, evolve(KNOWN, spare=10**6))).spare == SPARE
     assert pace.fresh(CHAIN, pace.remembered(STEEP, evolve(KNOWN, spare=-(10**6)))).spare == 0
-    assert pace.fresh(CHAIN, Rates(rounds=STEEP.rounds, gains=(1, 2))).gains == KNOWN.gains, "of another draft"
+    assert pace.fresh(CHAIN, Rates(decode=STEEP.decode, gains=(1, 2))).gains == KNOWN.gains, "of another draft"
 
 
 def decode(now: Pace, draft: Draft, length: int) -> tuple[int, Pace]:
@@ -252,12 +252,12 @@ def some_rates() -> st.SearchStrategy[Rates]:
     dear = st.lists(st.integers(0, 4000), min_size=4, max_size=4)
     seen = st.lists(st.booleans(), min_size=4, max_size=4)
 
-    def rounds(more: list[int], known: list[bool]) -> Rates:
+    def decode(more: list[int], known: list[bool]) -> Rates:
         prices = [1000 + sum(more[: at + 1]) for at in range(4)]
         wider = [(0, 1, rows, price) for rows, price, there in zip((4, 8, 16, 32), prices, known, strict=True) if there]
-        return Rates(rounds=((0, 1, 0, 1000), *wider))
+        return Rates(decode=((0, 1, 0, 1000), *wider))
 
-    return st.one_of(st.sampled_from([UNKNOWN, FLAT, STEEP, HOPELESS]), st.builds(rounds, dear, seen))
+    return st.one_of(st.sampled_from([UNKNOWN, FLAT, STEEP, HOPELESS]), st.builds(decode, dear, seen))
 
 
 @settings(max_examples=150, deadline=None)
@@ -271,12 +271,13 @@ def some_rates() -> st.SearchStrategy[Rates]:
 def test_an_answer_never_takes_more_than_one_and_a_half_per_cent_longer_whatever_the_draft_does(
     rates: Rates, house: Settings, length: int, moods: list[tuple[int, int]], seed: int
 ) -> None:
-    """Moods: for so many rounds every proposal is right with such a chance; then the next one, around and around."""
-    rng, rounds = random.Random(seed), [chance for times, chance in moods for _ in range(times)]
+    """Moods: for so many decode steps every proposal is right with such a chance; then the next one, around and
+    around."""
+    rng, decode = random.Random(seed), [chance for times, chance in moods for _ in range(times)]
     turn = iter(range(10**9))
 
     def moody(proposed: int, _: int) -> int:
-        chance = rounds[next(turn) % len(rounds)]
+        chance = decode[next(turn) % len(decode)]
         return next((right for right in range(proposed) if rng.random() * 100 >= chance), proposed)
 
     cost, _ = decode(pace.fresh(house, rates), moody, length)
@@ -324,7 +325,7 @@ def steady(chance: float, seed: int) -> Draft:
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
 @pytest.mark.parametrize("chance", [0.6, 0.75, 0.9, 0.97])
 def test_a_steady_draft_gives_nearly_what_its_best_width_would(rates: Rates, chance: float) -> None:
-    """0.75: four tokens a round. Against the one width that is best on average, known beforehand."""
+    """0.75: four tokens a decode step. Against the one width that is best on average, known beforehand."""
     now, length, runs = pace.fresh(CHAIN, rates), 1000, 20
     tokens = [1 + sum(chance**right for right in range(1, width + 1)) for width in now.widths]
     best = min(price / expected for price, expected in zip(now.prices, tokens, strict=True)) * length
@@ -347,7 +348,7 @@ def test_without_a_wish_nothing_is_proposed() -> None:
     assert pace.share([(0, None), (0, None)], KNOWN.terms, 64) == [0, 0]
 
 
-FOUR = pace.terms((*FLAT.rounds, (0, 4, 0, 1000), (0, 4, 16, 1500)), 0, 4, 64)
+FOUR = pace.terms((*FLAT.decode, (0, 4, 0, 1000), (0, 4, 16, 1500)), 0, 4, 64)
 GOOD, BAD = evolve(KNOWN, gains=(2500, 4000, 5000)), evolve(KNOWN, gains=(100, 100, 100))
 
 
@@ -374,16 +375,16 @@ def test_a_launch_begins_if_its_requests_can_spare_its_price_between_them() -> N
 def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int, dear: float, chance: float) -> None:
     """Answers of 64 tokens come and go; launches really cost `dear` times what is presumed of them."""
     rng, rates, busy = random.Random(members), STEEP, list[tuple[Pace, int]]()
-    true = {0: 1000} | {rows: round(dear * ns) for _, _, rows, ns in STEEP.rounds if rows} | {32: 4000, 64: 8000}
+    true = {0: 1000} | {rows: round(dear * ns) for _, _, rows, ns in STEEP.decode if rows} | {32: 4000, 64: 8000}
     time = tokens = 0
     while tokens < 20_000:
         busy += [(pace.fresh(CHAIN, rates), 64)] * (members - len(busy))
-        offer = pace.terms(rates.rounds, 0, members, 64)
-        wishes = [(pace.choose(each, left - 1).propose, each) for each, left in busy]
-        proposals = pace.share(wishes, offer, 64)
+        offer = pace.terms(rates.decode, 0, members, 64)
+        requests = [(pace.choose(each, left - 1).propose, each) for each, left in busy]
+        proposals = pace.share(requests, offer, 64)
         shape = Shape(0, members, sum(proposals) and members + sum(proposals))
         took = true[shape.key[2]]
-        rates, time = evolve(rates, rounds=pace.timed(rates.rounds, shape, took)), time + took
+        rates, time = evolve(rates, decode=pace.timed(rates.decode, shape, took)), time + took
         after = list[tuple[Pace, int]]()
         for (each, left), proposed in zip(busy, proposals, strict=True):
             right = steady(chance, rng.randrange(10**6))(proposed, 0)
@@ -408,6 +409,6 @@ def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
 ) -> None:
     known = pace.fresh(CHAIN, rates)
     members = [(most if drafts else 0, known if drafts else None) for most, drafts in wanted]
-    each = pace.share(members, pace.terms(rates.rounds, 0, len(members), limit), limit)
+    each = pace.share(members, pace.terms(rates.decode, 0, len(members), limit), limit)
     assert all(propose <= most for propose, (most, _) in zip(each, members, strict=True))
     assert sum(each) + len(each) <= limit or not any(each)

@@ -40,8 +40,8 @@ def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
         (disk(1000, 1), 8, 40, 40),  # pure recompute
         (disk(30, 10), 0, 32, 40),  # 32 computed in 320 while 8 load in 240, not 28 in 280 while 12 load in 360
         (disk(10, 30), 0, 8, 40),  # 8 computed in 240 while 32 load in 320, not 12 in 360 while 28 load in 280
-        (disk(10, 10), 8, 8, 12),  # one grain, a tie: load it
-        (disk(11, 10), 8, 12, 12),  # one grain: compute it
+        (disk(10, 10), 8, 8, 12),  # one block, a tie: load it
+        (disk(11, 10), 8, 12, 12),  # one block: compute it
         (disk(10, 10), 8, 8, 8),
         (disk(10, 10, prefill_beside=2000, load_beside=2000), 8, 8, 40),  # side by side is no gain: a tie, load it
         (disk(11, 10, prefill_beside=2000, load_beside=2000), 8, 40, 40),
@@ -73,7 +73,7 @@ def test_no_choice_is_better_and_neither_is_one_side_alone(
     known: Rates, start: int, length: int, settings: Settings
 ) -> None:
     first, last = 16 * start, 16 * (start + length)
-    chosen = policy.front(evolve(settings, chunk=16, grain=16), known, first, last, "host")
+    chosen = policy.front(evolve(settings, chunk=16, block_size=16), known, first, last, "host")
     assert type(chosen) is int
     if not known.host or not any(known.prefill):
         assert chosen == first
@@ -145,7 +145,7 @@ def test_what_loads_sooner_beside_something_else_than_it_did_alone_takes_no_long
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"prefill": (-1,)}, {"disk": -1}, {"rounds": ((1, -1),)}, {"load_beside": -1}, {"prefill": (1,) * 65}]
+    "wrong", [{"prefill": (-1,)}, {"disk": -1}, {"decode": ((1, -1),)}, {"load_beside": -1}, {"prefill": (1,) * 65}]
 )
 def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="rates that cannot be"):

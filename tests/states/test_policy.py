@@ -9,7 +9,7 @@ from attrs import evolve
 
 from effects.scope import Scope
 from states import policy
-from states.life import common, grained, serve, usable
+from states.life import common, serve, usable, whole_blocks
 from states.policy import Decision
 from states.settings import Settings
 from tests.states.builders import DRAFT, EVERYTHING, PFLASH, PLAIN, PROMPT, SHORT, STORE, a_hold, a_job
@@ -110,7 +110,7 @@ def test_snapshot(settings: Settings, changes: dict[str, Any], decision: Decisio
 
 @pytest.mark.parametrize(("tokens", "position"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8)])
 def test_cache_positions_are_multiples_of_the_grain(tokens: int, position: int) -> None:
-    assert grained(PLAIN, tokens) == position
+    assert whole_blocks(PLAIN, tokens) == position
 
 
 @pytest.mark.parametrize(("prompt", "kept", "worth"), [(21, 21, 20), (21, 19, 16), (20, 20, 16), (5, 9, 4), (4, 9, 0)])

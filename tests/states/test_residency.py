@@ -9,11 +9,11 @@ import pytest
 from attrs import evolve, frozen
 
 from effects.all import Ask, Effect, Launch
+from effects.decode import Decoded, RunDecode
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
-from effects.round import RoundDone, RunRound
 from states import lane, residency
 from states.invariants import check
 from states.lane import Answer, Lane
@@ -152,9 +152,9 @@ def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
 
 def test_other_outcomes_leave_the_residency_alone() -> None:
     models = Residency(Model("loaded", (ONE, THREE)))
-    (a_round,) = asks(ONE, RunRound(0, 20, 7))  # type: ignore[arg-type]
-    assert residency.acknowledged(models, a_round, RoundDone((7,))) is models
-    assert residency.acknowledged(models, a_round, DeviceFailed("broken", "")) is models
+    (a_decode,) = asks(ONE, RunDecode(0, 20, 7))  # type: ignore[arg-type]
+    assert residency.acknowledged(models, a_decode, Decoded((7,))) is models
+    assert residency.acknowledged(models, a_decode, DeviceFailed("broken", "")) is models
 
 
 def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() -> None:
@@ -183,7 +183,7 @@ def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() ->
 
 # Every order in which three requests come, draft, leave and fail: the whole fold, walked to its end.
 
-HOUSE = Settings(slots=2, max_context=8, max_queue=1, chunk=1, grain=1, block=1)
+HOUSE = Settings(slots=2, max_context=8, max_queue=1, chunk=1, block_size=1, block=1)
 JOBS = {ONE: Job((1, 1), 2), TWO: Job((2,), 3), THREE: Job((3,), 1)}
 FAILED = (DeviceFailed("out_of_memory", ""), DeviceFailed("abandoned", ""))
 
@@ -196,8 +196,8 @@ def answers(effect: Effect, failures: tuple[DeviceFailed, ...]) -> Iterator[Any]
             yield DraftUnparked()
         case ParkDraft():
             yield DraftParked()
-        case RunRound(propose=propose):
-            yield RoundDone((7, 8)[: propose + 1], propose)
+        case RunDecode(propose=propose):
+            yield Decoded((7, 8)[: propose + 1], propose)
     yield from failures
 
 
@@ -233,7 +233,7 @@ def sound(before: World, world: World, outs: tuple[Out, ...]) -> None:
     for out in outs:
         for ask in out.asks if isinstance(out, Launch) else ():
             match ask.effect:
-                case RunRound(propose=propose):
+                case RunDecode(propose=propose):
                     assert not propose or (draft.place == "loaded" and ask.request in draft.leases)
                 case UnparkDraft():
                     assert draft.place != "loaded", "what is there is asked for"

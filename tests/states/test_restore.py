@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from attrs import evolve
 
+from effects.decode import RunDecode
 from effects.ids import DeviceFailed, LeaseId, SlotId, StoreFailed
 from effects.lookup import PrefixFound
 from effects.pflash import CompressPrompt
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
-from effects.round import RunRound
 from effects.snapshot import SaveSnapshot
 from effects.stream import Abandon, CloseStream, ReportProgress
 from states import lookup, restore
@@ -29,7 +29,7 @@ def test_rows_restored_first_wait_for_the_front() -> None:
 def test_both_sides_join_without_a_gap() -> None:
     then = restore.advanced(a_restoring(loading=False, loaded=True), PrefillAdvanced(8))
     hold = a_hold(STORE, valid=20, restored=12, tier="disk", miss="")
-    assert then == Then(Speculating(hold), RunRound(HERE, 20, 120))
+    assert then == Then(Speculating(hold), RunDecode(HERE, 20, 120))
 
 
 def test_a_computed_front_waits_for_the_rows() -> None:
@@ -37,7 +37,7 @@ def test_a_computed_front_waits_for_the_rows() -> None:
     waiting = a_restoring(hold=a_hold(STORE, valid=8), computing=False)
     assert then == Then(waiting, ReportProgress(8, 21, 0))
     hold = a_hold(STORE, valid=20, restored=12, tier="disk", miss="")
-    assert restore.loaded(waiting, BlocksRestored(8, 20, 99)) == Then(Speculating(hold), RunRound(HERE, 20, 120))
+    assert restore.loaded(waiting, BlocksRestored(8, 20, 99)) == Then(Speculating(hold), RunDecode(HERE, 20, 120))
 
 
 def test_a_long_front_is_computed_chunk_after_chunk_also_when_the_rows_are_there() -> None:

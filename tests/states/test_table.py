@@ -9,12 +9,12 @@ import pytest
 from attrs import evolve
 
 from effects.all import Effect, Outcome
+from effects.decode import Decoded
 from effects.draft import DraftUnparked, ParkDraft
 from effects.ids import Lane
 from effects.lookup import PrefixFound, ReleasePrefix
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
-from effects.round import RoundDone
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states.life import (
     Cancelled,
@@ -36,7 +36,9 @@ from states.machine import IllegalEvent, Row, Table, Then, arms_of, on, step, ta
 from states.table import TABLE
 from tests.states.model import BEHIND_THE_CLIENT, SETTINGS, Walk, endless, explore
 
-EVERYTHING = tuple(one for one in SETTINGS if one.grain == one.store == one.block == 1 and one.compress_threshold)[:1]
+EVERYTHING = tuple(one for one in SETTINGS if one.block_size == one.store == one.block == 1 and one.compress_threshold)[
+    :1
+]
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +94,8 @@ def arms_of_union(union: Any) -> list[tuple[type]]:
 
 
 def test_a_pair_without_a_row_is_a_bug_that_names_both() -> None:
-    with pytest.raises(IllegalEvent, match="Parking cannot see RoundDone"):
-        step(TABLE, Parking(None), RoundDone((1,)))  # type: ignore[arg-type]
+    with pytest.raises(IllegalEvent, match="Parking cannot see Decoded"):
+        step(TABLE, Parking(None), Decoded((1,)))  # type: ignore[arg-type]
 
 
 def test_an_arrow_that_does_not_do_what_its_annotation_says_is_caught() -> None:
@@ -179,21 +181,21 @@ def test_a_second_chunk_while_one_runs_is_noticed() -> None:
 
 
 def test_a_stream_that_closes_behind_the_snapshot_is_noticed() -> None:
-    def late(before: Speculating, seen: RoundDone) -> Any:
-        then = TABLE[Speculating, RoundDone].arrow(before, seen)
+    def late(before: Speculating, seen: Decoded) -> Any:
+        then = TABLE[Speculating, Decoded].arrow(before, seen)
         return Then(then.state, *(effect for effect in then.effects if not isinstance(effect, CloseStream)))
 
-    found = faults(changed(Speculating, RoundDone, late))
-    assert "Speculating, RoundDone: the stream is not closed with the last work for the client" in found
+    found = faults(changed(Speculating, Decoded, late))
+    assert "Speculating, Decoded: the stream is not closed with the last work for the client" in found
 
 
 def test_tokens_behind_the_close_are_noticed() -> None:
-    def swapped(before: Speculating, seen: RoundDone) -> Any:
-        then = TABLE[Speculating, RoundDone].arrow(before, seen)
+    def swapped(before: Speculating, seen: Decoded) -> Any:
+        then = TABLE[Speculating, Decoded].arrow(before, seen)
         return Then(then.state, *sorted(then.effects, key=lambda effect: not isinstance(effect, CloseStream)))
 
-    found = faults(changed(Speculating, RoundDone, swapped))
-    assert "Speculating, RoundDone: speaks after the close" in found
+    found = faults(changed(Speculating, Decoded, swapped))
+    assert "Speculating, Decoded: speaks after the close" in found
 
 
 def test_waiting_for_an_answer_that_was_never_asked_for_is_noticed() -> None:

@@ -8,11 +8,11 @@ import pytest
 from attrs import evolve
 
 from effects.all import Ask, Launch
+from effects.decode import Decoded, RunDecode
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Report
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.round import RoundDone, RunRound
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states import lane, pace
@@ -84,9 +84,9 @@ NOT_KEPT = Selection("full", "no_store")
 
 def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> None:
     short = {"prompt": (1,), "max_tokens": 1}
-    world, outs = after(SMALL, submitted(ONE, **short), submitted(TWO), (ONE, RoundDone((7,))))
+    world, outs = after(SMALL, submitted(ONE, **short), submitted(TWO), (ONE, Decoded((7,))))
     told = {"miss": "nothing_shared_on_device", "speculation": "no_draft"}
-    closing = Report(prompt_tokens=1, completion_tokens=1, rounds=1, cache=NOT_KEPT, **told)
+    closing = Report(prompt_tokens=1, completion_tokens=1, decode_steps=1, cache=NOT_KEPT, **told)
     assert outs == (
         Ask(ONE, EmitTokens((7,))),
         Ask(ONE, CloseStream("length", closing)),
@@ -98,10 +98,10 @@ def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> Non
 
 def test_a_finished_request_leaves_nothing_but_the_rows_of_its_slot() -> None:
     short = {"prompt": (1, 2), "max_tokens": 1}
-    world, _ = after(PLAIN, submitted(ONE, **short), (ONE, PrefillAdvanced(1)), (ONE, RoundDone((7,))))
+    world, _ = after(PLAIN, submitted(ONE, **short), (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,))))
     fresh = begin(PLAIN)
     kept = evolve(fresh.slots, slots=(Slot((1, 2), None, 1), Slot()), turn=1)
-    assert world == evolve(fresh, slots=kept, lane=evolve(fresh.lane, rounds_last=True, members=1))
+    assert world == evolve(fresh, slots=kept, lane=evolve(fresh.lane, decode_last=True, members=1))
 
 
 def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> None:
@@ -127,21 +127,21 @@ def test_a_cancelled_request_whose_work_runs_drains_until_it_answers() -> None:
     assert world.slots.slots[0] == Slot(PROMPT[:8], None, 1)
 
 
-def test_two_rounds_that_wait_become_one_launch() -> None:
+def test_two_decode_steps_that_wait_become_one_launch() -> None:
     one, two = {"prompt": (1,)}, {"prompt": (2,)}
-    world, outs = after(PLAIN, submitted(ONE, **one), submitted(TWO, **two), (ONE, RoundDone((7,))))
-    first, second = Ask(TWO, RunRound(SlotId(1), 0, 2)), Ask(ONE, RunRound(HERE, 1, 7))
+    world, outs = after(PLAIN, submitted(ONE, **one), submitted(TWO, **two), (ONE, Decoded((7,))))
+    first, second = Ask(TWO, RunDecode(SlotId(1), 0, 2)), Ask(ONE, RunDecode(HERE, 1, 7))
     assert outs == (Ask(ONE, EmitTokens((7,))), Launch((first, second)))
-    world, outs = advance(world, TWO, RoundDone((8,)))
+    world, outs = advance(world, TWO, Decoded((8,)))
     assert outs == (Ask(TWO, EmitTokens((8,))),), "the batch has not come back yet"
-    world, outs = advance(world, ONE, RoundDone((9,)))
-    assert outs[-1] == Launch((Ask(TWO, RunRound(SlotId(1), 1, 8)), Ask(ONE, RunRound(HERE, 2, 9))))
+    world, outs = advance(world, ONE, Decoded((9,)))
+    assert outs[-1] == Launch((Ask(TWO, RunDecode(SlotId(1), 1, 8)), Ask(ONE, RunDecode(HERE, 2, 9))))
 
 
 def test_a_draft_that_stays_is_leased_without_a_word() -> None:
     world, outs = after(DRAFT, submitted(ONE, prompt=(1,)))
     assert world.models.draft.leases == (ONE,)
-    assert outs[-1] == alone(ONE, RunRound(HERE, 0, 1, propose=3))
+    assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, propose=3))
 
 
 def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
@@ -149,11 +149,11 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
     events = submitted(ONE, **one), submitted(TWO, **two), (ONE, DraftUnparked(9))
     world, outs = after(SCOPED, *events)
     assert world.models.draft == Model("loaded", (ONE, TWO), size=9, moved=9, loads=1)
-    rounds = Ask(ONE, RunRound(HERE, 0, 1, propose=1)), Ask(TWO, RunRound(SlotId(1), 0, 2, propose=1))
-    assert outs == (Launch(rounds),)
-    world, _ = after(SCOPED, *events, (ONE, RoundDone((7, 8), 1)))
+    decode_steps = Ask(ONE, RunDecode(HERE, 0, 1, propose=1)), Ask(TWO, RunDecode(SlotId(1), 0, 2, propose=1))
+    assert outs == (Launch(decode_steps),)
+    world, _ = after(SCOPED, *events, (ONE, Decoded((7, 8), 1)))
     assert list(world.requests) == [ONE, TWO], "the batch is not back yet"
-    world, outs = after(SCOPED, *events, (ONE, RoundDone((7, 8), 1)), (TWO, RoundDone((7, 8), 1)))
+    world, outs = after(SCOPED, *events, (ONE, Decoded((7, 8), 1)), (TWO, Decoded((7, 8), 1)))
     assert list(world.requests) == [TWO]
     assert outs[-1] == alone(TWO, ParkDraft())
     world, _ = advance(world, TWO, DraftParked(9))
@@ -166,67 +166,65 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
     one, two = {"prompt": (1,)}, {"prompt": (2,)}
     world, outs = after(SCOPED, submitted(ONE, **one), submitted(TWO, **two), (ONE, failed))
     assert world.models.draft == Model("parked", failures=1, error="out_of_memory: no room")
-    assert outs == (alone(ONE, RunRound(HERE, 0, 1)),)
-    _, outs = advance(world, ONE, RoundDone((7,)))
+    assert outs == (alone(ONE, RunDecode(HERE, 0, 1)),)
+    _, outs = advance(world, ONE, Decoded((7,)))
     assert outs[-1] == alone(TWO, UnparkDraft())
 
 
 def test_a_launch_tells_once_what_such_launches_cost() -> None:
-    start: pace.Rounds = ((0, 1, 0, 800), (0, 1, 4, 1000))
-    measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(rounds=start))
+    start: pace.DecodeTimes = ((0, 1, 0, 800), (0, 1, 4, 1000))
+    measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(decode=start))
     one, two = submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,))
-    world, outs = after(measured, one, (ONE, RoundDone((7, 8), 3, ns=1800)))
-    assert world.rates.rounds == ((0, 1, 0, 800), (0, 1, 4, 1025))
-    assert after(measured, one, (ONE, RoundDone((7, 8), 2, ns=1800)))[0].rates.rounds == start
-    world, outs = after(measured, one, two, (ONE, RoundDone((7, 8), 3, ns=1000)))
-    assert outs[-1] == Launch((Ask(ONE, RunRound(HERE, 2, 8)), Ask(TWO, RunRound(SlotId(1), 0, 2)))), "measured first"
+    world, outs = after(measured, one, (ONE, Decoded((7, 8), 3, ns=1800)))
+    assert world.rates.decode == ((0, 1, 0, 800), (0, 1, 4, 1025))
+    assert after(measured, one, (ONE, Decoded((7, 8), 2, ns=1800)))[0].rates.decode == start
+    world, outs = after(measured, one, two, (ONE, Decoded((7, 8), 3, ns=1000)))
+    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 2, 8)), Ask(TWO, RunDecode(SlotId(1), 0, 2)))), "measured first"
     for request, ns in ((ONE, 1200), (TWO, 1210)):
-        world, outs = advance(world, request, RoundDone((7,), ns=ns))
-    assert world.rates.rounds == (*start, (0, 2, 0, 1200))
-    assert outs[-1] == Launch((Ask(ONE, RunRound(HERE, 3, 7, 2)), Ask(TWO, RunRound(SlotId(1), 1, 7, 3))))
+        world, outs = advance(world, request, Decoded((7,), ns=ns))
+    assert world.rates.decode == (*start, (0, 2, 0, 1200))
+    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 3, 7, 2)), Ask(TWO, RunDecode(SlotId(1), 1, 7, 3))))
     for request, ns in ((ONE, 1500), (TWO, 1510)):
-        world, outs = advance(world, request, RoundDone((7,), 3 if request is TWO else 2, ns=ns))
-    assert world.rates.rounds == (*start, (0, 2, 0, 1200), (0, 2, 8, 1500))
+        world, outs = advance(world, request, Decoded((7,), 3 if request is TWO else 2, ns=ns))
+    assert world.rates.decode == (*start, (0, 2, 0, 1200), (0, 2, 8, 1500))
 
 
 def test_what_proposals_are_compared_with_is_measured_again_now_and_then() -> None:
     """A plain launch that was held up when it was first measured would make any draft look free."""
-    measured = evolve(DRAFT, max_context=1024, rates=Rates(rounds=((0, 1, 0, 5000), (0, 1, 4, 5000))))
+    measured = evolve(DRAFT, max_context=1024, rates=Rates(decode=((0, 1, 0, 5000), (0, 1, 4, 5000))))
     world, _ = after(measured, submitted(ONE, prompt=(1,), max_tokens=600))
     plain = list[int]()
     for number in range(140):
         (asked,) = world.lane.running
-        assert isinstance(asked.effect, RunRound)
+        assert isinstance(asked.effect, RunDecode)
         if not asked.effect.propose:
             plain.append(number)
-        done = RoundDone(
+        done = Decoded(
             (7,) * (1 + asked.effect.propose), asked.effect.propose, ns=5000 if asked.effect.propose else 1000
         )
         world, _ = advance(world, ONE, done)
     assert plain[0] == lane.OFTEN
-    assert world.rates.rounds[0] < (0, 1, 0, 3001)
+    assert world.rates.decode[0] < (0, 1, 0, 3001)
 
 
 def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None:
-    world, _ = after(
-        DRAFT, submitted(ONE, prompt=(1,), max_tokens=2), (ONE, RoundDone((7,), 1)), (ONE, RoundDone((7,)))
-    )
+    world, _ = after(DRAFT, submitted(ONE, prompt=(1,), max_tokens=2), (ONE, Decoded((7,), 1)), (ONE, Decoded((7,))))
     assert ONE not in world.requests
     assert world.rates.gains[0] < pace.fresh(DRAFT, Rates()).gains[0]
     assert world.rates.spent == 200 - 2 * pace.REFILL
 
 
 def test_a_request_decides_by_the_rates_of_its_admission() -> None:
-    slow = evolve(DRAFT, rates=Rates(rounds=((0, 1, 0, 800), (0, 1, 4, 3200))))
+    slow = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800), (0, 1, 4, 3200))))
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
-    assert outs[-1] == alone(ONE, RunRound(HERE, 0, 1)), "four tokens in the time of four rounds"
+    assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1)), "four tokens in the time of four decode steps"
     assert world.requests[ONE].hold.speculation == "never_pays"  # type: ignore[union-attr]
     assert world.models.draft.leases == ()
 
 
 @pytest.mark.parametrize(
     ("request_id", "event"),
-    [(TWO, RoundDone((1,))), (ONE, RoundDone((1,))), (ONE, Submitted(a_job())), (ONE, DraftUnparked())],
+    [(TWO, Decoded((1,))), (ONE, Decoded((1,))), (ONE, Submitted(a_job())), (ONE, DraftUnparked())],
 )
 def test_what_cannot_happen_is_a_bug(request_id: RequestId, event: Event) -> None:
     world, _ = after(PLAIN, submitted(ONE))

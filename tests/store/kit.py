@@ -22,10 +22,10 @@ from adapters.store.opening import index, open_disk
 from adapters.store.store import Miss, Part, Store
 from effects.ids import LeaseId, Tokens
 
-GRAIN = 4
+BLOCK_SIZE = 4
 ROWS = Rows(("layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"), 2, 8, torch.float32)
-LAYOUT = Layout("ab" * 16, GRAIN, ROWS)
-OTHER = Layout("cd" * 16, GRAIN, ROWS)
+LAYOUT = Layout("ab" * 16, BLOCK_SIZE, ROWS)
+OTHER = Layout("cd" * 16, BLOCK_SIZE, ROWS)
 DRAFT = Draft("de" * 16, Rows(("draft.layers.0.k", "draft.layers.0.v"), 1, 6, torch.bfloat16))
 STATE = (Spec("layers.2.conv", torch.bfloat16, (3, 5)), Spec("layers.2.state", torch.float32, (2, 4, 4)))
 FULL = evolve(LAYOUT, draft=DRAFT)  # with a draft's rows

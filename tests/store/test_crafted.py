@@ -75,7 +75,7 @@ def saying(name: str, literal: str) -> Callable[[bytes], bytes]:
 
 CRAFTED: Mapping[str, Callable[[bytes], bytes]] = {
     "a start beyond measure": saying("start", "1e999"),
-    "a grain beyond measure": saying("grain", "1e999"),
+    "a block size beyond measure": saying("grain", "1e999"),
     "a version beyond measure": saying("rekindle_kv", "1e999"),
     "a number of many digits": saying("start", '"' + "9" * 5000 + '"'),
     "a lone surrogate": saying("identity", '"\\ud800"'),

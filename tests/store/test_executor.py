@@ -24,17 +24,17 @@ from adapters.store.format import Layout, Rows
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from effects.all import Ask, Launch
+from effects.decode import RunDecode
 from effects.ids import LeaseId, RequestId, SlotId, StoreFailed
 from effects.job import Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
-from effects.round import RunRound
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from tests.device.driver import CHUNK, RUNGS, qwen3
+from tests.device.driver import BUCKETS, CHUNK, qwen3
 from tests.store.kit import files, settled
 
-GRAIN = 16
+BLOCK_SIZE = 16
 PROMPT = tuple((7 * n + n // 5) % 97 for n in range(101))
 
 
@@ -61,11 +61,11 @@ class Bench:
             assert await self.one(request, RunPrefill(SlotId(slot), at, end)) == PrefillAdvanced(end)
 
     async def answer(self, request: int, slot: int, count: int = 6) -> list:
-        token, rounds = PROMPT[-1], []
+        token, decode_steps = PROMPT[-1], []
         for position in range(100, 100 + count):
-            rounds.append(await self.one(request, RunRound(SlotId(slot), position, token)))
-            token = rounds[-1].tokens[-1]
-        return rounds
+            decode_steps.append(await self.one(request, RunDecode(SlotId(slot), position, token)))
+            token = decode_steps[-1].tokens[-1]
+        return decode_steps
 
     async def kept(self) -> list:
         """Computes the prompt in slot 0 as request 1 and keeps it; the answer that followed."""
@@ -95,10 +95,10 @@ class Bench:
 @pytest.fixture(params=["host", "disk"])
 async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
     lane, shard, lock = DeviceLane(), qwen3(), threading.RLock()
-    executor = DeviceExecutor(shard, RUNGS, lane=lane)
+    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
     names = tuple(f"layers.{n}.{part}" for n in shard.layers for part in "kv")
     rows = Rows(names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype)
-    layout = Layout("ef" * 16, GRAIN, rows)
+    layout = Layout("ef" * 16, BLOCK_SIZE, rows)
     disk = open_disk(layout, Folder.open(tmp_path / "kv"), lock, budget=1 << 30)
     store = Store(layout, index(layout, 1 << 30 if request.param == "host" else 0), disk, lock)
     stored = StoreExecutor(store, shard, lane, executor.serving)

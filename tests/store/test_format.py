@@ -36,10 +36,10 @@ from adapters.store.format import (
 )
 from adapters.store.reading import Expected, RunFile
 from adapters.store.seekable import Damaged
-from tests.store.kit import DRAFT, EVERYTHING, GRAIN, LAYOUT, OTHER, ROWS, buffer_of, rows_of, same
+from tests.store.kit import BLOCK_SIZE, DRAFT, EVERYTHING, LAYOUT, OTHER, ROWS, buffer_of, rows_of, same
 
 TOKENS = tuple(range(100, 140))
-KEYS = chain(root(LAYOUT.identity, GRAIN), pack(TOKENS), GRAIN)
+KEYS = chain(root(LAYOUT.identity, BLOCK_SIZE), pack(TOKENS), BLOCK_SIZE)
 RUN = Run(8, KEYS[1], KEYS[2:], pack(TOKENS[8:]))
 NO_FRAMES = frames_digest([])
 WIDE = evolve(LAYOUT, rows=evolve(ROWS, heads=8, width=1280))  # several frames
@@ -104,7 +104,7 @@ def test_zstandard_and_safetensors_alone_open_a_file(level: int) -> None:
     }
 
 
-DRAFT_KEYS = chain(EVERYTHING.root("draft"), pack(TOKENS), GRAIN)
+DRAFT_KEYS = chain(EVERYTHING.root("draft"), pack(TOKENS), BLOCK_SIZE)
 DRAFT_RUN = Run(8, DRAFT_KEYS[1], DRAFT_KEYS[2:], pack(TOKENS[8:]), "draft")
 CHECKPOINT = Run(36, KEYS[-1], (checkpoint_key(KEYS[-1]),), pack(TOKENS[36:]), "state", 12)
 
@@ -117,7 +117,7 @@ def test_drafts_and_checkpoints_are_files_like_rows(private: Path, run: Run) -> 
         tensors = safetensors.torch.load(reader.read())
     assert tensors.pop("tokens").tolist() == list(TOKENS[run.start :])
     assert same(tensors, truth)
-    assert parse_head(head(run, EVERYTHING, NO_FRAMES)) == Head(run, LAYOUT.identity, GRAIN, NO_FRAMES)
+    assert parse_head(head(run, EVERYTHING, NO_FRAMES)) == Head(run, LAYOUT.identity, BLOCK_SIZE, NO_FRAMES)
 
 
 def test_another_drafts_rows_have_other_keys() -> None:
@@ -139,7 +139,7 @@ def test_the_seek_table_finds_every_frame_by_itself() -> None:
 
 
 def test_a_file_says_what_it_is() -> None:
-    assert parse_head(head(RUN, LAYOUT, NO_FRAMES)) == Head(RUN, LAYOUT.identity, GRAIN, NO_FRAMES)
+    assert parse_head(head(RUN, LAYOUT, NO_FRAMES)) == Head(RUN, LAYOUT.identity, BLOCK_SIZE, NO_FRAMES)
     assert parse_name(file_name(KEYS[-1], 77)) == (KEYS[-1], 77)
     for odd in (
         "journal",
@@ -266,7 +266,7 @@ def test_the_first_frame_is_enough_to_know_a_file(private: Path) -> None:
     path.write_bytes(blob(WIDE))
     with path.open("rb") as file:
         said = read_head(file.fileno(), path.stat().st_size)
-    assert (said.run, said.identity, said.grain) == (RUN, WIDE.identity, GRAIN)
+    assert (said.run, said.identity, said.block_size) == (RUN, WIDE.identity, BLOCK_SIZE)
 
 
 def test_links_and_pipes_are_not_read(private: Path) -> None:

@@ -11,24 +11,24 @@ from adapters.store.blocks import WIDTH, chain, pack, root
 from adapters.store.index import Entry, Index
 from effects.ids import Tokens
 
-GRAIN = 2
-ROOT = root("model", GRAIN)
+BLOCK_SIZE = 2
+ROOT = root("model", BLOCK_SIZE)
 
 
 def entry(index: Index, tokens: Tokens, start: int = 0, size: int = 10, origin: bytes = b"") -> Entry:
-    keys = chain(ROOT, pack(tokens), GRAIN)
-    block, handle = start // GRAIN, index.next_handle()
+    keys = chain(ROOT, pack(tokens), BLOCK_SIZE)
+    block, handle = start // BLOCK_SIZE, index.next_handle()
     parent = keys[block - 1] if block else ROOT
     return Entry(handle, start, parent, keys[block:], pack(tokens[start:]), size, origin, used=handle)
 
 
 def test_a_key_stands_for_everything_before_it() -> None:
-    one, other = chain(ROOT, pack((1, 2, 3, 4)), GRAIN), chain(ROOT, pack((9, 2, 3, 4)), GRAIN)
+    one, other = chain(ROOT, pack((1, 2, 3, 4)), BLOCK_SIZE), chain(ROOT, pack((9, 2, 3, 4)), BLOCK_SIZE)
     assert one[0] != other[0]
     assert one[1] != other[1]
-    assert chain(one[0], pack((3, 4)), GRAIN) == one[1:]
-    assert chain(root("other model", GRAIN), pack((1, 2)), GRAIN)[0] != one[0]
-    assert chain(ROOT, pack((1, 2, 3)), GRAIN) == one[:1], "half a block has no key"
+    assert chain(one[0], pack((3, 4)), BLOCK_SIZE) == one[1:]
+    assert chain(root("other model", BLOCK_SIZE), pack((1, 2)), BLOCK_SIZE)[0] != one[0]
+    assert chain(ROOT, pack((1, 2, 3)), BLOCK_SIZE) == one[:1], "half a block has no key"
 
 
 def test_token_ids_keep_every_bit() -> None:
@@ -36,7 +36,7 @@ def test_token_ids_keep_every_bit() -> None:
 
 
 def test_a_hit_compares_the_tokens_and_not_only_the_key() -> None:
-    index = Index(100, GRAIN)
+    index = Index(100, BLOCK_SIZE)
     kept = entry(index, (1, 2, 3, 4))
     assert index.add(kept)
     assert index.get(kept.keys[1], pack((3, 4))) is kept
@@ -45,7 +45,7 @@ def test_a_hit_compares_the_tokens_and_not_only_the_key() -> None:
 
 
 def test_leaves_go_first_and_a_parent_only_after_its_children() -> None:
-    index = Index(30, GRAIN)
+    index = Index(30, BLOCK_SIZE)
     trunk, leaf = entry(index, (1, 2)), entry(index, (1, 2, 3, 4), 2)
     assert index.add(trunk)
     assert index.add(leaf)
@@ -54,7 +54,7 @@ def test_leaves_go_first_and_a_parent_only_after_its_children() -> None:
 
 
 def test_what_is_leased_stays_and_so_does_what_it_continues() -> None:
-    index = Index(20, GRAIN)
+    index = Index(20, BLOCK_SIZE)
     trunk, leaf = entry(index, (1, 2)), entry(index, (1, 2, 3, 4), 2)
     index.add(trunk)
     index.add(leaf)
@@ -64,7 +64,7 @@ def test_what_is_leased_stays_and_so_does_what_it_continues() -> None:
 
 
 def test_the_run_that_is_continued_is_not_evicted_for_its_continuation() -> None:
-    index = Index(20, GRAIN)
+    index = Index(20, BLOCK_SIZE)
     trunk, other = entry(index, (1, 2)), entry(index, (7, 8))
     index.add(trunk)
     index.add(other)
@@ -72,7 +72,7 @@ def test_the_run_that_is_continued_is_not_evicted_for_its_continuation() -> None
 
 
 def test_hits_outlive_newcomers_and_other_identities_go_first() -> None:
-    index = Index(40, GRAIN, origin=ROOT)
+    index = Index(40, BLOCK_SIZE, origin=ROOT)
     foreign, cold, hot, young = (entry(index, (n, n), origin=b"other" if n == 1 else ROOT) for n in range(1, 5))
     for one in (foreign, cold, hot, young):
         assert index.add(one)
@@ -83,7 +83,7 @@ def test_hits_outlive_newcomers_and_other_identities_go_first() -> None:
 
 
 def test_a_run_that_saves_more_tokens_a_byte_is_worth_more() -> None:
-    index = Index(100, GRAIN)
+    index = Index(100, BLOCK_SIZE)
     small, large = entry(index, (1, 2), size=10), entry(index, (3, 4), size=60)
     index.add(small)
     index.add(large)
@@ -92,7 +92,7 @@ def test_a_run_that_saves_more_tokens_a_byte_is_worth_more() -> None:
 
 
 def test_a_block_is_kept_once() -> None:
-    index = Index(100, GRAIN)
+    index = Index(100, BLOCK_SIZE)
     assert index.add(entry(index, (1, 2, 3, 4)))
     assert not index.add(entry(index, (1, 2)))
     assert (len(index), index.held) == (1, 10)
@@ -100,7 +100,9 @@ def test_a_block_is_kept_once() -> None:
 
 @st.composite
 def sequences(draw: st.DrawFn) -> Tokens:
-    return tuple(draw(st.lists(st.integers(0, 1), min_size=GRAIN, max_size=12).map(lambda t: t[: len(t) // 2 * 2])))
+    return tuple(
+        draw(st.lists(st.integers(0, 1), min_size=BLOCK_SIZE, max_size=12).map(lambda t: t[: len(t) // 2 * 2]))
+    )
 
 
 class AgainstAModel(RuleBasedStateMachine):
@@ -108,7 +110,7 @@ class AgainstAModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = Index(100, GRAIN, origin=b"")
+        self.index = Index(100, BLOCK_SIZE, origin=b"")
         self.runs = list[Entry]()
 
     def has(self, key: bytes) -> bool:
@@ -119,7 +121,7 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule(tokens=sequences(), blocks=st.integers(0, 5), size=st.integers(1, 30))
     def add(self, tokens: Tokens, blocks: int, size: int) -> None:
-        start = min(blocks * GRAIN, len(tokens) - GRAIN)
+        start = min(blocks * BLOCK_SIZE, len(tokens) - BLOCK_SIZE)
         new = entry(self.index, tokens, start, size)
         gone = self.index.make_room(size, new.parent)
         self.left(gone)
@@ -156,8 +158,8 @@ class AgainstAModel(RuleBasedStateMachine):
     @rule(tokens=sequences())
     def look(self, tokens: Tokens) -> None:
         packed = pack(tokens)
-        for number, key in enumerate(chain(ROOT, packed, GRAIN)):
-            block = packed[number * GRAIN * WIDTH : (number + 1) * GRAIN * WIDTH]
+        for number, key in enumerate(chain(ROOT, packed, BLOCK_SIZE)):
+            block = packed[number * BLOCK_SIZE * WIDTH : (number + 1) * BLOCK_SIZE * WIDTH]
             assert (self.index.get(key, block) is not None) == self.has(key)
 
     @invariant()

@@ -11,10 +11,10 @@ from adapters.store import rehearsal as rehearsing
 from adapters.store.moving import Mover
 from adapters.store.rehearsal import Rehearsal
 from adapters.store.store import Store
-from tests.store.kit import BIG, GRAIN, LAYOUT, ROWS, disk_store, save, settled
+from tests.store.kit import BIG, BLOCK_SIZE, LAYOUT, ROWS, disk_store, save, settled
 
 CAPACITY = 64
-TOKENS = tuple(range(1, 1 + 12 * GRAIN))
+TOKENS = tuple(range(1, 1 + 12 * BLOCK_SIZE))
 
 
 class Slots:
@@ -46,7 +46,7 @@ def listed(path: Path) -> list[str]:
 def filled(path: Path) -> Store:
     """A new process's store, with three files of an earlier one."""
     store = disk_store(path)
-    store.run_bytes = 4 * GRAIN * LAYOUT.token_bytes
+    store.run_bytes = 4 * BLOCK_SIZE * LAYOUT.token_bytes
     save(store, TOKENS)
     settled(store)
     store.close()
@@ -59,10 +59,10 @@ def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pyt
     assert store.disk is not None
     names = listed(path)
     entries, figures = list(store.disk.index.entries.values()), store.figures()
-    with Rehearsal(store, slots, CAPACITY, GRAIN).files(store.disk) as loads:
+    with Rehearsal(store, slots, CAPACITY, BLOCK_SIZE).files(store.disk) as loads:
         assert len(loads) == 3
         assert all(entry.leases == 1 for entry in entries)
-        assert Rehearsal(store, slots, CAPACITY, GRAIN).alone(loads) > 0
+        assert Rehearsal(store, slots, CAPACITY, BLOCK_SIZE).alone(loads) > 0
     assert all(entry.leases == 0 for entry in entries)
     assert slots.all.any(), "no rows came into the slot"
     assert listed(path) == names
@@ -73,7 +73,7 @@ def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pyt
 def test_too_few_of_its_own_tell_nothing(path: Path) -> None:
     store = filled(path)
     assert store.disk is not None
-    with Rehearsal(store, Slots(), CAPACITY, GRAIN).files(store.disk) as loads:
+    with Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE).files(store.disk) as loads:
         assert loads == []
     store.close()
 
@@ -86,7 +86,7 @@ def test_a_damaged_file_brings_nothing_and_stays_for_whoever_needs_it(
     assert store.disk is not None
     for file in path.glob("*.zst"):
         file.write_bytes(bytes(file.stat().st_size))
-    rehearsal = Rehearsal(store, Slots(), CAPACITY, GRAIN)
+    rehearsal = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE)
     with rehearsal.files(store.disk) as loads:
         assert rehearsal.alone(loads) == 0
     assert store.figures()["quarantined"] == 0
@@ -98,21 +98,21 @@ def test_a_damaged_file_brings_nothing_and_stays_for_whoever_needs_it(
 def test_samples_are_read_and_gone(path: Path, codec: str) -> None:
     store, slots = disk_store(path), Slots()
     assert store.disk is not None
-    slots.all[0, ..., :GRAIN, :] = 3
-    names, rehearsal = listed(path), Rehearsal(store, slots, CAPACITY, GRAIN)
+    slots.all[0, ..., :BLOCK_SIZE, :] = 3
+    names, rehearsal = listed(path), Rehearsal(store, slots, CAPACITY, BLOCK_SIZE)
     with rehearsal.samples(store.disk, codec) as loads:  # type: ignore[arg-type]
         assert len(loads) > 0
         assert len(listed(path)) == len(names) + len(loads)
         assert rehearsal.alone(loads) > 0
     assert listed(path) == names
-    assert (slots.all[0, ..., :GRAIN, :] == 3).all(), "what was read is not what was written"
+    assert (slots.all[0, ..., :BLOCK_SIZE, :] == 3).all(), "what was read is not what was written"
     store.close()
 
 
 def test_samples_that_were_left_behind_are_removed_at_the_next_start(path: Path) -> None:
     store = disk_store(path)
     assert store.disk is not None
-    left = Rehearsal(store, Slots(), CAPACITY, GRAIN).samples(store.disk, "store")
+    left = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE).samples(store.disk, "store")
     left.__enter__()  # and never left: as after `kill -9`
     assert any(name.startswith(".new-") for name in listed(path))
     store.close()
@@ -124,7 +124,7 @@ def test_samples_that_were_left_behind_are_removed_at_the_next_start(path: Path)
 def test_a_small_budget_has_no_room_for_samples(path: Path) -> None:
     store = disk_store(path, disk=1000)
     assert store.disk is not None
-    rehearsal = Rehearsal(store, Slots(), CAPACITY, GRAIN)
+    rehearsal = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE)
     with rehearsal.samples(store.disk, "store") as loads:
         assert loads == []
         assert rehearsal.alone(loads) == 0
@@ -133,7 +133,7 @@ def test_a_small_budget_has_no_room_for_samples(path: Path) -> None:
 
 def test_both_sides_at_once(path: Path) -> None:
     store, computed = disk_store(path, disk=BIG), list[int]()
-    rehearsal = Rehearsal(store, Slots(), CAPACITY, GRAIN)
+    rehearsal = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE)
     load_ns, compute_ns = rehearsal.beside(rehearsal.copies(), lambda: computed.append(1))
     assert load_ns > 0
     assert compute_ns >= 0
@@ -144,7 +144,7 @@ def test_both_sides_at_once(path: Path) -> None:
 
 def test_a_computation_that_fails_ends_the_loading(path: Path) -> None:
     store = disk_store(path)
-    rehearsal = Rehearsal(store, Slots(), CAPACITY, GRAIN)
+    rehearsal = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE)
 
     def fails() -> None:
         raise MemoryError("no room")

@@ -23,10 +23,10 @@ from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from tests.store.kit import DRAFT, files, settled
 
-GRAIN, CAPACITY, SLOTS = 8, 128, 3
+BLOCK_SIZE, CAPACITY, SLOTS = 8, 128, 3
 ROWS = Rows(("layers.0.k", "layers.0.v"), 2, 3, torch.float32)
 STATE = (Spec("layers.1.conv", torch.bfloat16, (2, 3)), Spec("layers.1.state", torch.float32, (4, 4)))
-LAYOUT = Layout("12" * 16, GRAIN, ROWS, DRAFT, STATE)
+LAYOUT = Layout("12" * 16, BLOCK_SIZE, ROWS, DRAFT, STATE)
 PROMPT = tuple((5 * n + n // 3) % 61 for n in range(77))
 
 

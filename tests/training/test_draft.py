@@ -43,7 +43,7 @@ from adapters.training.train import Rates, Stage, digest, train
 from tests.training.conftest import DEMO
 
 TINY = Geometry(hidden=64, inner=96, layers=3, heads=4, kv_heads=2, head_dim=16, context=256)
-SMALL = DraftGeometry(TINY, layers=2, taps=(0, 2), block=4)
+SMALL = DraftGeometry(TINY, layers=2, aux_layers=(0, 2), block=4)
 PUBLISHED = (
     *("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -76,11 +76,11 @@ def one_block(draft: Draft, target: Qwen3, tokens: list[int], slots: int) -> tor
     geometry = draft.geometry
     target_geometry = geometry.target
     x = target.model.embed_tokens(torch.tensor(tokens[:-1]))[None]
-    tapped = []
+    aux = []
     for index, layer in enumerate(target.model.layers):
         x = layer(x, (target.cos[: x.shape[1]], target.sin[: x.shape[1]]))
-        tapped += [x[0]] if index in geometry.taps else []
-    context = draft.hidden_norm(draft.fc(torch.cat(tapped, -1)))
+        aux += [x[0]] if index in geometry.aux_layers else []
+    context = draft.hidden_norm(draft.fc(torch.cat(aux, -1)))
     x = target.model.embed_tokens(torch.tensor([tokens[-1]] + [MASK_ID] * (slots - 1)))
     dim, group = target_geometry.head_dim, target_geometry.heads // target_geometry.kv_heads
     frequencies = target_geometry.theta ** -(torch.arange(0, dim, 2).double() / dim)
@@ -109,8 +109,8 @@ def test_many_blocks_in_one_forward_are_each_block_alone(target, draft):
     tokens = torch.randint(16, 4096, (2, 40))
     anchors = torch.tensor([[1, 5, 5, 39, 17, 8], [38, 2, 30, 21, 1, 12]])
     with torch.no_grad():
-        _, taps = read(target, tokens, SMALL.taps)
-        found = draft(draft.context(taps), blocks_at(target, tokens, anchors, 4), anchors)
+        _, aux_layers = read(target, tokens, SMALL.aux_layers)
+        found = draft(draft.context(aux_layers), blocks_at(target, tokens, anchors, 4), anchors)
     for row in range(2):
         for block, anchor in enumerate(anchors[row].tolist()):
             alone = one_block(draft, target, tokens[row, : anchor + 1].tolist(), 4)
@@ -125,8 +125,8 @@ def test_blocks_see_neither_what_comes_after_their_anchor_nor_each_other(target,
         outs = []
         for ids, second in ((tokens, 30), (other, 25)):
             anchors = torch.tensor([[19, second]])
-            _, taps = read(target, ids, SMALL.taps)
-            outs.append(draft(draft.context(taps), blocks_at(target, ids, anchors, 4), anchors)[0])
+            _, aux_layers = read(target, ids, SMALL.aux_layers)
+            outs.append(draft(draft.context(aux_layers), blocks_at(target, ids, anchors, 4), anchors)[0])
     torch.testing.assert_close(outs[0][0], outs[1][0])
     assert (outs[0][1] - outs[1][1]).abs().max() > 0.01
 
@@ -186,7 +186,7 @@ def test_a_round_takes_what_equals_and_one_token_more():
     proposed = [[2, 3, 8], [8, 8, 8], [8, 8, 8], [5, 6, 7], [8, 8, 8], [8, 8, 8]]
     assert taken(said, proposed) == Taken(6, 2)
     assert taken(said, [[8, 8, 8]] * 6) == Taken(6, 6)
-    assert Taken(6, 2).a_round == 3
+    assert Taken(6, 2).a_step == 3
 
 
 def test_anchors_and_labels_are_of_one_answer():
@@ -347,19 +347,21 @@ def test_the_server_computes_what_training_measured(shipped, source):
     tokens = torch.tensor([Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(source.texts[0]).ids[:130]])
     anchors = torch.tensor([[129, 77, 64, 1]])  # falling: a served block overwrites what follows it
     with torch.no_grad():
-        _, taps = read(target, tokens, draft.geometry.taps)
+        _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
         blocks = blocks_at(target, tokens, anchors, 16)
-        ours = head(target, draft(draft.context(taps), blocks, anchors)[0, :, 1:])
+        ours = head(target, draft(draft.context(aux_layers), blocks, anchors)[0, :, 1:])
     checkpoint = DraftCheckpoint.open(DEMO / "draft", Checkpoint.open(DEMO).config)
     kernels, table = CpuKernels(torch.float32), target.model.embed_tokens.weight.detach()
     served = DFlashDraft(
         checkpoint.config, checkpoint, kernels.fresh(), TargetHead(table, kernels.pack(table)), capacity=256
     )
-    captures = dict(zip(served.taps, taps[0].chunk(len(served.taps), -1), strict=True))
+    aux_hidden_states = dict(zip(served.aux_layers, aux_layers[0].chunk(len(served.aux_layers), -1), strict=True))
     for start in (0, 64):
         step = Step((Segment(0, start, 64),), 64)
-        served.extend(step, {tap: rows[start : start + 64] for tap, rows in captures.items()})
-    tail = {tap: rows[126:130].roll(2, 0) for tap, rows in captures.items()}  # two rows, two that are not looked at
+        served.extend(step, {aux_layer: rows[start : start + 64] for aux_layer, rows in aux_hidden_states.items()})
+    tail = {
+        aux_layer: rows[126:130].roll(2, 0) for aux_layer, rows in aux_hidden_states.items()
+    }  # two rows, two that are not looked at
     served.extend(Step((Segment(0, 128, 2),), 4), tail)
     for anchor, logits in zip(anchors[0].tolist(), ours, strict=True):
         theirs = served.propose([Ask(0, 0, anchor, int(tokens[0, anchor]), 15)])
@@ -372,4 +374,4 @@ def test_the_shipped_draft_foresees_tool_calls(shipped, source):
     subject = next(subject for subject in SUBJECTS if subject.opening is not None)
     prompts = prompts_of(subject, Tokenizer.from_file(str(DEMO / "tokenizer.json")), source, 3)
     said = answers(target, prompts, subject.limit, 0.0)
-    assert examine_draft(draft, target, said, 16, 0.0).a_round > 3
+    assert examine_draft(draft, target, said, 16, 0.0).a_step > 3

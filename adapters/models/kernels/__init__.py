@@ -1,6 +1,6 @@
 """The arithmetic of a decoder layer, as a small set of fused operations with one implementation per device kind.
 
-Exactness lives here: every operation must give a row the same bits at every rung of the width ladder, wherever the
+Exactness lives here: every operation must give a row the same bits at every bucket, wherever the
 row stands and whoever its neighbours are. What cannot be promised is caught by the numerics probe.
 """
 
@@ -30,9 +30,9 @@ class Rope:
 
 @define(eq=False)
 class Batch:
-    """What one step tells the kernels: static buffers of one rung, filled anew before every forward.
+    """What one step tells the kernels: static buffers of one bucket, filled anew before every forward.
 
-    On the device, one int64 value a row (views of one `[4, rung]` tensor, so that one copy fills them):
+    On the device, one int64 value a row (views of one `[4, bucket]` tensor, so that one copy fills them):
 
     tokens    token id; 0 in padded rows (a later shard, which gets hidden states, leaves it at 0)
     slots     slot whose sequence the row belongs to; 0 in padded rows
@@ -48,7 +48,7 @@ class Batch:
     plan is the kernels' own: what `Kernels.prepare` worked out for this step.
     """
 
-    rung: int
+    bucket: int
     device: torch.device
     _columns: ClassVar[int] = 4
     table: Tensor = field(init=False)
@@ -63,7 +63,7 @@ class Batch:
 
     def __attrs_post_init__(self) -> None:
         on_cuda = self.device.type == "cuda"
-        self._staging = torch.zeros(self._columns, self.rung, dtype=torch.int64, pin_memory=on_cuda)
+        self._staging = torch.zeros(self._columns, self.bucket, dtype=torch.int64, pin_memory=on_cuda)
         self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self.table = self._staging if self.device.type == "cpu" else self._staging.to(self.device)
         self.tokens, self.slots, self.positions, self.lengths = self.table[:4].unbind(0)
@@ -124,7 +124,7 @@ class BlockBatch(Batch):
 
 
 @frozen
-class Sight:
+class AttentionMask:
     """What a row of a block sees of the keys `[first, stop)` of its block.
 
     causal: nothing behind itself; else the block to its end. window: of the keys up to itself (which counts) only
@@ -142,7 +142,7 @@ class Sight:
 class Kernels(Protocol):
     """Fused operations on one device, all in the model's dtype unless said otherwise. One instance serves one shard.
 
-    Shapes: R rung, D hidden, H query heads, KV key/value heads (H a multiple of KV), hd head size, I intermediate.
+    Shapes: R bucket, D hidden, H query heads, KV key/value heads (H a multiple of KV), hd head size, I intermediate.
     Caches of one layer: `[slots, KV, capacity, hd]`, zeroed at start, so what is masked is always finite.
     """
 
@@ -220,8 +220,10 @@ class Kernels(Protocol):
         """
         ...
 
-    def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
-        """Attention of a draft's blocks over their context and themselves, as `sight` tells. -> `[R, H hd]`.
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
+        """Attention of a draft's blocks over their context and themselves, as `mask` tells. -> `[R, H hd]`.
 
         The blocks' own keys and values are in the caches, at their positions. Of a cache's other rows only those that
         the block may see have a say; a block's bits depend on what it sees, its positions and its size.
@@ -246,7 +248,7 @@ class Kernels(Protocol):
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         """Run `body`, a fixed sequence of kernel calls over static buffers that never waits for the device.
 
-        A plain implementation calls it. One that records graphs captures it on first use for (name, rung) and
+        A plain implementation calls it. One that records graphs captures it on first use for (name, bucket) and
         replays it later; the tensors that `body` returned are then the graph's own and are filled again each time.
         """
         ...

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from adapters.models.kernels import Batch, BlockBatch, Rope, Sight
+from adapters.models.kernels import AttentionMask, Batch, BlockBatch, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 
@@ -89,10 +89,12 @@ class ReferenceKernels:
 
         return self._attend(q, k_cache, v_cache, batch, hidden)
 
-    def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
         def hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:
-            past = keys > positions if sight.causal else torch.zeros_like(keys > positions)
-            early = keys <= positions - sight.window if sight.window else past
+            past = keys > positions if mask.causal else torch.zeros_like(keys > positions)
+            early = keys <= positions - mask.window if mask.window else past
             return past | early | (keys < batch.before[segment])
 
         return self._attend(q, k_cache, v_cache, batch, hidden)

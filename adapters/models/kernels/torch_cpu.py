@@ -1,4 +1,4 @@
-"""CPU kernels: oneDNN's products, of weights and in attention, called so that a row never sees its rung.
+"""CPU kernels: oneDNN's products, of weights and in attention, called so that a row never sees its bucket.
 
 What makes a row's bits its own:
 * a product runs with a number of rows that was proven to agree with all others that are used (`proof.py`): a step of
@@ -23,7 +23,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from adapters.models.kernels import Batch, BlockBatch, Rope, Sight
+from adapters.models.kernels import AttentionMask, Batch, BlockBatch, Rope
 from adapters.models.kernels.products import (
     NARROW,
     QUERIES,
@@ -93,7 +93,7 @@ class Packed:
 
 
 @frozen
-class Mask:
+class Hidden:
     """`[rows or 1, 1, n]`, added to the scores of the n keys from `key` on: 0 where a row sees them, else -inf."""
 
     key: int
@@ -108,7 +108,7 @@ class Span:
     row: int
     first: int
     stop: int
-    masks: tuple[Mask, ...]
+    masks: tuple[Hidden, ...]
 
 
 @define(eq=False)
@@ -117,13 +117,13 @@ class Plan:
 
     segments: list[tuple[int, Segment]]  # with their first rows of the batch
     _angles: tuple[Tensor, Tensor] | None = None
-    _spans: dict[Sight | None, list[Span]] = field(init=False, factory=dict)
+    _spans: dict[AttentionMask | None, list[Span]] = field(init=False, factory=dict)
 
-    def spans(self, sight: Sight | None, make: Callable[[], list[Span]]) -> list[Span]:
-        """Made once a step for every kind of sight."""
-        found = self._spans.get(sight)
+    def spans(self, mask: AttentionMask | None, make: Callable[[], list[Span]]) -> list[Span]:
+        """Made once a step for every kind of mask."""
+        found = self._spans.get(mask)
         if found is None:
-            found = self._spans[sight] = make()
+            found = self._spans[mask] = make()
         return found
 
     def angles(self, rope: Rope, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -251,18 +251,18 @@ class CpuKernels:
         v_cache: Tensor,
     ) -> Tensor:
         plan: Plan = batch.plan
-        rung, kv, head = batch.rung, k_cache.shape[1], k_cache.shape[3]
-        heads = qkv.view(rung, -1, head)
+        bucket, kv, head = batch.bucket, k_cache.shape[1], k_cache.shape[3]
+        heads = qkv.view(bucket, -1, head)
         queries = heads.shape[1] - 2 * kv
         rotated = self._rotated(heads[:, :-kv], self._head_norms(q_norm, k_norm, queries, kv), eps, rope, batch)
         plan.write(rotated[:, queries:], heads[:, -kv:], k_cache, v_cache)
-        return rotated[:, :queries].contiguous().view(rung, kv, queries // kv, head)
+        return rotated[:, :queries].contiguous().view(bucket, kv, queries // kv, head)
 
     def store(
         self, kv: Tensor, k_norm: Tensor, eps: float, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> None:
         plan: Plan = batch.plan
-        heads = kv.view(batch.rung, 2 * k_cache.shape[1], k_cache.shape[3])
+        heads = kv.view(batch.bucket, 2 * k_cache.shape[1], k_cache.shape[3])
         keys, values = heads.chunk(2, dim=1)
         weight = self._head_norms(k_norm, k_norm, 0, k_cache.shape[1])
         plan.write(self._rotated(keys, weight, eps, rope, batch), values, k_cache, v_cache)
@@ -270,10 +270,10 @@ class CpuKernels:
     @staticmethod
     def _rotated(heads: Tensor, weight: Tensor, eps: float, rope: Rope, batch: Batch) -> Tensor:
         """Float32 `[R, heads, hd]`: normed with weight `[heads, hd]`, then rotated to the rows' positions."""
-        rung, _, head = heads.shape
+        bucket, _, head = heads.shape
         cos, sin = batch.plan.angles(rope, batch)
         normed = torch.rms_norm(heads.float(), (head,), None, eps).mul_(weight)
-        swapped = normed.view(rung, -1, 2, head // 2).flip(2).view_as(normed)
+        swapped = normed.view(bucket, -1, 2, head // 2).flip(2).view_as(normed)
         return normed.mul_(cos).add_(swapped.mul_(sin))
 
     def _head_norms(self, q_norm: Tensor, k_norm: Tensor, queries: int, kv: int) -> Tensor:
@@ -296,16 +296,16 @@ class CpuKernels:
 
         return self._attend(q, k_cache, v_cache, batch, plan.spans(None, make))
 
-    def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
         plan, how, capacity = batch.plan, self._how(q), k_cache.shape[2]
 
         def make() -> list[Span]:
             pairs = zip(plan.segments, batch.before, strict=True)
-            return [
-                span for (row, one), before in pairs for span in self._block(row, one, before, sight, how, capacity)
-            ]
+            return [span for (row, one), before in pairs for span in self._block(row, one, before, mask, how, capacity)]
 
-        return self._attend(q, k_cache, v_cache, batch, plan.spans(sight, make))
+        return self._attend(q, k_cache, v_cache, batch, plan.spans(mask, make))
 
     def _how(self, q: Tensor) -> Attention:
         _, _, group, size = q.shape
@@ -325,18 +325,20 @@ class CpuKernels:
             yield Span(Segment(segment.slot, start, count), row + done, 0, stop, self._later_keys(start, count, stop))
             done += count
 
-    def _later_keys(self, start: int, count: int, stop: int) -> tuple[Mask, ...]:
+    def _later_keys(self, start: int, count: int, stop: int) -> tuple[Hidden, ...]:
         near = min(stop - start, self._later.shape[2])
-        masks = [Mask(start, self._later[:count, :, :near])]
+        masks = [Hidden(start, self._later[:count, :, :near])]
         if start + near < stop:
-            masks.append(Mask(start + near, _hiding(torch.ones(1, stop - start - near, dtype=torch.bool))))
+            masks.append(Hidden(start + near, _hiding(torch.ones(1, stop - start - near, dtype=torch.bool))))
         return tuple(masks)
 
     @staticmethod
-    def _block(row: int, segment: Segment, before: int, sight: Sight, how: Attention, capacity: int) -> Iterator[Span]:
+    def _block(
+        row: int, segment: Segment, before: int, mask: AttentionMask, how: Attention, capacity: int
+    ) -> Iterator[Span]:
         """A sliding window is read from the key tile on in which it starts."""
         end = segment.start + segment.count
-        low = sight.lowest(before, segment.start)
+        low = mask.lowest(before, segment.start)
         first = low // TILE * TILE
         keys = span_of(end - first, capacity)
         first = min(first, capacity - keys)
@@ -345,16 +347,16 @@ class CpuKernels:
             rows = torch.arange(segment.start + done, min(segment.start + done + together, end)).unsqueeze(1)
             masks = []
             if low > first:
-                masks.append(Mask(first, _hiding(torch.ones(1, low - first, dtype=torch.bool))))
-            if sight.window:
-                masks.append(Mask(low, _hiding(torch.arange(low, end) <= rows - sight.window)))
-            last = rows if sight.causal else rows.new_tensor([[end - 1]])
-            masks.append(Mask(segment.start, _hiding(torch.arange(segment.start, first + keys) > last)))
+                masks.append(Hidden(first, _hiding(torch.ones(1, low - first, dtype=torch.bool))))
+            if mask.window:
+                masks.append(Hidden(low, _hiding(torch.arange(low, end) <= rows - mask.window)))
+            last = rows if mask.causal else rows.new_tensor([[end - 1]])
+            masks.append(Hidden(segment.start, _hiding(torch.arange(segment.start, first + keys) > last)))
             part = evolve(segment, start=segment.start + done, count=len(rows))
             yield Span(part, row + done, first, first + keys, tuple(masks))
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spans: list[Span]) -> Tensor:
-        if len(spans) == 1 and spans[0].segment.count == batch.rung:
+        if len(spans) == 1 and spans[0].segment.count == batch.bucket:
             return self._attend_span(q, k_cache, v_cache, spans[0]).to(self._dtype)
         out = self._output(q, batch)
         for span in spans:
@@ -362,9 +364,9 @@ class CpuKernels:
         return out
 
     def _output(self, q: Tensor, batch: Batch) -> Tensor:
-        out = self._outputs.get(batch.rung)
+        out = self._outputs.get(batch.bucket)
         if out is None:
-            out = self._outputs[batch.rung] = torch.zeros(batch.rung, q[0].numel(), dtype=self._dtype)
+            out = self._outputs[batch.bucket] = torch.zeros(batch.bucket, q[0].numel(), dtype=self._dtype)
         return out
 
     def _attend_span(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span) -> Tensor:
@@ -412,7 +414,7 @@ class CpuKernels:
         (narrow, wide), threads = self._plan.threads, torch.get_num_threads()
         if threads != wide:
             raise Unproven(f"products were proven for {wide} threads, and there are {threads} now")
-        if batch.rung > NARROW or narrow == wide:
+        if batch.bucket > NARROW or narrow == wide:
             return body()
         torch.set_num_threads(narrow)
         try:

@@ -1,4 +1,4 @@
-"""CUDA kernels of the decoder layer: Triton programs whose bits do not depend on the rung, the row or its neighbours.
+"""CUDA kernels of the decoder layer: Triton programs whose bits do not depend on the bucket, the row or its neighbours.
 
 This file chooses tiles and launches; what is computed, and why its order is fixed, stands in `kernels/triton`. A tile
 choice is free wherever it cannot change bits (rows and columns of a product, programs per split) and a constant where
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.cuda_graphs import GraphCache
-from adapters.models.kernels import Batch, BlockBatch, Rope, Sight
+from adapters.models.kernels import AttentionMask, Batch, BlockBatch, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.triton import attention, block, linear, rows
@@ -223,7 +223,7 @@ class TritonKernels:
         self.rotate_store(kv, k_norm, k_norm, eps, rope, batch, k_cache, v_cache)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        rung, heads, head = q.shape
+        bucket, heads, head = q.shape
         slots, kv, capacity, _ = k_cache.shape
         group = heads // kv
         padded = triton.next_power_of_2(group)
@@ -238,11 +238,11 @@ class TritonKernels:
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "HEAD": head}
         shape |= {"BLOCK_M": query_tile, "BLOCK_N": key_tile, "SPLIT": SPLIT}
         options = self._attention_options(q, query_tile, key_tile)
-        if rung > NARROW or rung * heads * splits * head * 4 > SCRATCH_BYTES:
+        if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
             attention.attend_chain[(limit * kv,)](
                 q, keys, values, tiles, out, capacity, limit, scale, **shape, **options
             )
-            return out.view(rung, -1)
+            return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
         programs = min(limit * splits * kv, self._processors)
         attention.attend_splits[(programs,)](
@@ -260,7 +260,7 @@ class TritonKernels:
             **shape,
             **options,
         )
-        attention.merge[(rung, heads)](
+        attention.merge[(bucket, heads)](
             acc,
             sums,
             batch.positions,
@@ -274,10 +274,12 @@ class TritonKernels:
             maxnreg=168,  # one warp, and all its loads in flight: the compiler would trade them for occupancy
             **self._options(1),
         )
-        return out.view(rung, -1)
+        return out.view(bucket, -1)
 
-    def attend_block(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, sight: Sight) -> Tensor:
-        rung, heads, head = q.shape
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
+        bucket, heads, head = q.shape
         _, kv, capacity, _ = k_cache.shape
         split = SPLIT
         while split * BLOCK_SPLITS < capacity:
@@ -285,7 +287,7 @@ class TritonKernels:
         splits = triton.cdiv(capacity, split)
         query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
         padded = triton.next_power_of_2(heads // kv)
-        acc, sums = self._block_scratch(rung, heads, splits, head)
+        acc, sums = self._block_scratch(bucket, heads, splits, head)
         out = torch.empty_like(q)
         block.attend_splits[(2 * self._processors,)](
             q,
@@ -298,7 +300,7 @@ class TritonKernels:
             batch.firsts,
             acc,
             sums,
-            rung,
+            bucket,
             capacity,
             splits,
             head**-0.5 * LOG2_E,
@@ -311,12 +313,12 @@ class TritonKernels:
             BLOCK_N=key_tile,
             SPLIT=split,
             TILE=query_tile // padded,
-            ROWS=triton.next_power_of_2(rung),
-            CAUSAL=sight.causal,
-            WINDOW=sight.window,
+            ROWS=triton.next_power_of_2(bucket),
+            CAUSAL=mask.causal,
+            WINDOW=mask.window,
             **self._attention_options(q, query_tile, key_tile),
         )
-        block.merge[(rung, heads)](
+        block.merge[(bucket, heads)](
             acc,
             sums,
             batch.starts,
@@ -328,10 +330,10 @@ class TritonKernels:
             HEAD=head,
             SPLIT=split,
             LIMIT=triton.next_power_of_2(splits),
-            WINDOW=sight.window,
+            WINDOW=mask.window,
             **self._options(4),
         )
-        return out.view(rung, -1)
+        return out.view(bucket, -1)
 
     def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> dict[str, Any]:
         head, size, wide = q.shape[2], q.dtype.itemsize, q.dtype == torch.float32
@@ -340,13 +342,13 @@ class TritonKernels:
         own = {"enable_fp_fusion": False, "PRECISION": "ieee" if wide else "tf32", "STAGES": stages}
         return self._options(8 if wide or head > 128 else 4) | own
 
-    def _block_scratch(self, rung: int, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
-        """The same for blocks, whose splits are few enough for every rung to have its own."""
-        key = (rung, heads, splits, head)
+    def _block_scratch(self, bucket: int, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
+        """The same for blocks, whose splits are few enough for every bucket to have its own."""
+        key = (bucket, heads, splits, head)
         if key not in self._partials:
             self._partials[key] = (
                 torch.empty(key, dtype=torch.float32, device=self.device),
-                torch.empty(rung, heads, splits, 2, dtype=torch.float32, device=self.device),
+                torch.empty(bucket, heads, splits, 2, dtype=torch.float32, device=self.device),
             )
         return self._partials[key]
 
@@ -365,7 +367,7 @@ class TritonKernels:
         """The step's tiles; kernels read them without waiting for the kernel before, so they are there long before."""
         plan: Plan = batch.plan
         if plan.tiles is None:
-            limit = min(batch.rung, triton.cdiv(batch.rung, tile) + slots + 1)
+            limit = min(batch.bucket, triton.cdiv(batch.bucket, tile) + slots + 1)
             plan.tiles = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
             plan.tile = tile
         if plan.stale:
@@ -383,11 +385,11 @@ class TritonKernels:
             batch.slots,
             batch.positions,
             plan.tiles,
-            batch.rung,
+            batch.bucket,
             limit,
             TILE=plan.tile,
             SPLIT=SPLIT,
-            ROWS=triton.next_power_of_2(batch.rung),
+            ROWS=triton.next_power_of_2(batch.bucket),
             LIMIT=triton.next_power_of_2(limit),
             num_warps=4,
         )
@@ -405,4 +407,4 @@ class TritonKernels:
                 self._plan(batch)
             return body()
 
-        return self.graphs.run((name, batch.rung), planned)
+        return self.graphs.run((name, batch.bucket), planned)

@@ -32,7 +32,7 @@ def _load_q(
 ):
     """A tile of queries `[BLOCK_M, HEAD]`: PADDED heads (GROUP real ones) of BLOCK_M / PADDED rows.
 
-    Also returns which of them are real, and the number of each in `[rung, HEADS]`.
+    Also returns which of them are real, and the number of each in `[bucket, HEADS]`.
     """
     i = tl.arange(0, BLOCK_M)
     row, member = i // PADDED, i % PADDED
@@ -214,8 +214,8 @@ def attend_splits(
 ):
     """Key splits of all (tile of rows, key head) pairs, dealt out evenly in runs to however many programs there are.
 
-    Each split leaves a partial: acc float32 `[rung, HEADS, split_limit, HEAD]`, and its peak and total in sums float32
-    `[rung, HEADS, split_limit, 2]`. How the splits are dealt out changes nothing, since each starts afresh.
+    Each split leaves a partial: acc float32 `[bucket, HEADS, split_limit, HEAD]`, and its peak and total in sums
+    float32 `[bucket, HEADS, split_limit, 2]`. How the splits are dealt out changes nothing, since each starts afresh.
     """
     if PDL:
         gdc_launch_dependents()

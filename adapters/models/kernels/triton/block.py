@@ -2,7 +2,7 @@
 
 The keys that a block sees fall into splits `[s * SPLIT, (s + 1) * SPLIT)` at absolute positions. Each is a work item
 that leaves a partial; `merge` weighs them. Everything about a block comes from device memory, row by row, so one graph
-serves every set of blocks of a rung. The rows that open a tile are found anew by every program: a rung is short.
+serves every set of blocks of a bucket. The rows that open a tile are found anew by every program: a bucket is short.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attend_splits(
     firsts_ptr,
     acc_ptr,
     sums_ptr,
-    rung,
+    bucket,
     capacity,
     split_limit,
     scale,
@@ -56,14 +56,14 @@ def attend_splits(
 ):
     """Key splits of all (tile of a block's rows, key head) pairs, dealt out evenly to however many programs there are.
 
-    Each leaves acc float32 `[rung, HEADS, split_limit, HEAD]`, and its peak and total in sums float32
-    `[rung, HEADS, split_limit, 2]`. A tile has TILE = BLOCK_M / PADDED rows of one block and is
+    Each leaves acc float32 `[bucket, HEADS, split_limit, HEAD]`, and its peak and total in sums float32
+    `[bucket, HEADS, split_limit, 2]`. A tile has TILE = BLOCK_M / PADDED rows of one block and is
     named by the one that opens it.
     """
     if PDL:
         gdc_launch_dependents()
     r = tl.arange(0, ROWS)
-    inside = r < rung
+    inside = r < bucket
     position = tl.load(positions_ptr + r, inside, -1).to(tl.int32)
     start = tl.load(starts_ptr + r, inside, 0).to(tl.int32)
     stop = tl.load(stops_ptr + r, inside, 0).to(tl.int32)

@@ -110,12 +110,12 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["rung", "tile_limit"])
+@triton.jit(do_not_specialize=["bucket", "tile_limit"])
 def plan_tiles(
     slots_ptr,
     positions_ptr,
     tiles_ptr,
-    rung,
+    bucket,
     tile_limit,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -128,7 +128,7 @@ def plan_tiles(
     and with t. Unused tiles have no rows. One program does it all, once a forward, so the host need not.
     """
     i = tl.arange(0, ROWS)
-    inside = i < rung
+    inside = i < bucket
     position = tl.load(positions_ptr + i, inside, -1).to(tl.int32)
     slot = tl.load(slots_ptr + i, inside, 0).to(tl.int32)
     before = tl.load(positions_ptr + i - 1, inside & (i > 0), -1).to(tl.int32)
@@ -139,8 +139,8 @@ def plan_tiles(
     tile = tl.cumsum(opens.to(tl.int32), 0) - 1
     first = tl.associative_scan(tl.where(opens, i, 0), 0, _larger)
     # A row is its tile's last when the row after it opens a tile; that row's facts are worked out the same way.
-    after = tl.load(positions_ptr + i + 1, i + 1 < rung, -2).to(tl.int32)
-    slot_after = tl.load(slots_ptr + i + 1, i + 1 < rung, -2).to(tl.int32)
+    after = tl.load(positions_ptr + i + 1, i + 1 < bucket, -2).to(tl.int32)
+    slot_after = tl.load(slots_ptr + i + 1, i + 1 < bucket, -2).to(tl.int32)
     goes_on = ((after >= 0) & (after == position + 1) & (slot == slot_after)) | ((after == -1) & (position < 0))
     closes = inside & ~(goes_on & ((i + 1 - segment) % TILE != 0))
     splits = tl.cumsum(tl.where(closes, (position + SPLIT) // SPLIT, 0), 0)

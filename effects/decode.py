@@ -1,4 +1,4 @@
-"""A round: feed the last token, let a draft propose what follows, keep what the target agrees with."""
+"""A decode step: feed the last token, let a draft propose what follows, keep what the target agrees with."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from effects.ids import DeviceFailed, Lane, SlotId, Tokens
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
 
-def all_but_one(done: RoundDone) -> int:
+def all_but_one(done: Decoded) -> int:
     """What was accepted, unless a proposal ended the answer: then it is every one."""
     return len(done.tokens) - 1 if done.proposed else 0
 
 
 @frozen
-class RoundDone:
+class Decoded:
     """The target picked `tokens`: the accepted proposals, then one of its own.
 
     A stop token is the last of them, whichever it was: nothing is kept past it.
@@ -32,14 +32,14 @@ class RoundDone:
 
 
 @frozen
-class RunRound:
+class RunDecode:
     """Feed `token` at row `position` and up to `propose` drafted tokens after it.
 
     They are a chain; where an executor proposes trees, as many more than a chain can hold branch off from it. The token
     comes along so that an executor can refuse to run on a slot that went out of step.
     """
 
-    outcomes: ClassVar = (RoundDone, DeviceFailed)
+    outcomes: ClassVar = (Decoded, DeviceFailed)
     lane: ClassVar = Lane.DEVICE
     slot: SlotId
     position: int  # rows [0, position) are valid

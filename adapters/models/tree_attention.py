@@ -1,6 +1,6 @@
 """Trees of proposals in one forward: every node gets the bits that it would get at the end of its chain.
 
-All products run once, at one rung, for all nodes. Keys and values of all nodes are set aside; then, piece by piece in
+All products run once, at one bucket, for all nodes. Keys and values of all nodes are set aside; then, piece by piece in
 depth-first order, a chain piece's are put at their positions in the cache and its rows attend. What a row sees there
 are its ancestors: of every earlier piece only the part that is on its path has not been overwritten. The pieces of
 several slots go together, the first of each, then the second of each.
@@ -30,7 +30,7 @@ class Piece:
 
 @frozen(eq=False)
 class Wave:
-    """Pieces of different slots that attend together; rows int64 `[rung]`: theirs in the step, padded with 0."""
+    """Pieces of different slots that attend together; rows int64 `[bucket]`: theirs in the step, padded with 0."""
 
     pieces: tuple[Piece, ...]
     rows: Tensor
@@ -39,14 +39,14 @@ class Wave:
 
 
 @define(eq=False)
-class Branches:
-    """The static tensors of one rung's trees, and the step that was loaded last.
+class TreeAttention:
+    """The static tensors of one bucket's trees, and the step that was loaded last.
 
-    caches: keys and values of every layer, `[slots, KV, capacity, hd]`. Waves have the step's rung, which is proven.
+    caches: keys and values of every layer, `[slots, KV, capacity, hd]`. Waves have the step's bucket, which is proven.
     """
 
     kernels: Kernels
-    rung: int
+    bucket: int
     tables: Rope
     caches: Sequence[tuple[Tensor, Tensor]]
     width: int  # of what attention returns, H * hd
@@ -59,18 +59,20 @@ class Branches:
 
     def __attrs_post_init__(self) -> None:
         k, _ = self.caches[0]
-        shape = (1, k.shape[1], self.rung, k.shape[3])
-        self.flat = Batch(self.rung, k.device)
-        self.rope = Rope(*(table.new_zeros(self.rung, table.shape[1]) for table in (self.tables.cos, self.tables.sin)))
+        shape = (1, k.shape[1], self.bucket, k.shape[3])
+        self.flat = Batch(self.bucket, k.device)
+        self.rope = Rope(
+            *(table.new_zeros(self.bucket, table.shape[1]) for table in (self.tables.cos, self.tables.sin))
+        )
         self.aside = [(k.new_zeros(shape), k.new_zeros(shape)) for _ in self.caches]
-        self.out = k.new_zeros(self.rung, self.width)
+        self.out = k.new_zeros(self.bucket, self.width)
 
     @property
     def nbytes(self) -> int:
         return self.out.nbytes + sum(k.nbytes + v.nbytes for k, v in self.aside)
 
     def load(self, step: Step) -> None:
-        self.flat.load(Step((Segment(0, 0, step.rows),), self.rung), None)
+        self.flat.load(Step((Segment(0, 0, step.rows),), self.bucket), None)
         self.kernels.prepare(self.flat)
         spans = [torch.arange(one.start, one.start + one.count) for one in step.segments]
         positions = torch.cat(spans).to(self.tables.cos.device)
@@ -81,16 +83,17 @@ class Branches:
     def _wave(self, number: int, pieces: tuple[Piece, ...]) -> Wave:
         count = sum(piece.segment.count for piece in pieces)
         if number == len(self._spare):
-            self._spare.append(Batch(self.rung, self.flat.device))
+            self._spare.append(Batch(self.bucket, self.flat.device))
         batch = self._spare[number]
-        batch.load(Step(tuple(piece.segment for piece in pieces), self.rung), None)
+        batch.load(Step(tuple(piece.segment for piece in pieces), self.bucket), None)
         self.kernels.prepare(batch)
-        rows = torch.zeros(self.rung, dtype=torch.int64)
+        rows = torch.zeros(self.bucket, dtype=torch.int64)
         torch.cat([torch.arange(one.row, one.row + one.segment.count) for one in pieces], out=rows[:count])
         return Wave(pieces, rows.to(self.flat.device), count, batch)
 
     def attend(self, number: int, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
-        """`rotate_store` and `attend` of layer `number`, as if every path were a chain of its own. -> `[rung, H hd]`"""
+        """`rotate_store` and `attend` of layer `number`, as if every path were a chain of its own. -> `[bucket, H
+        hd]`"""
         (k_cache, v_cache), (k, v) = self.caches[number], self.aside[number]
         q = self.kernels.rotate_store(qkv, q_norm, k_norm, eps, self.rope, self.flat, k, v)
         for wave in self.waves:
