@@ -38,7 +38,7 @@ def test_what_was_recorded_takes_the_place_of_what_was_assumed() -> None:
     costs = measured.applied(Costs(), "recorded")
     assert (costs.prefill, costs.prefill_slope, costs.decode, costs.disk, costs.token_bytes) == (10, 0.1, 99, 8, 64)
     assert costs.host == Costs().host
-    assert costs.source.startswith("recorded (disk, prefill")
+    assert costs.source.startswith("recorded (decode, decode_slope, disk, prefill")
     assert Measured().applied(Costs(), "recorded") == Costs()
 
 

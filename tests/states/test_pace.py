@@ -273,11 +273,11 @@ def test_an_answer_never_takes_more_than_one_and_a_half_per_cent_longer_whatever
 ) -> None:
     """Moods: for so many decode steps every proposal is right with such a chance; then the next one, around and
     around."""
-    rng, decode = random.Random(seed), [chance for times, chance in moods for _ in range(times)]
+    rng, chances = random.Random(seed), [chance for times, chance in moods for _ in range(times)]
     turn = iter(range(10**9))
 
     def moody(proposed: int, _: int) -> int:
-        chance = decode[next(turn) % len(decode)]
+        chance = chances[next(turn) % len(chances)]
         return next((right for right in range(proposed) if rng.random() * 100 >= chance), proposed)
 
     cost, _ = decode(pace.fresh(house, rates), moody, length)
