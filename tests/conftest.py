@@ -13,11 +13,12 @@ def anyio_backend() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    cuda = any("cuda" in item.keywords for item in items) and has_cuda()
-    for item in items:
-        if "cuda" in item.keywords and not cuda:
+    marked = [item for item in items if item.get_closest_marker("cuda")]  # keywords have the names of folders, too
+    if marked and not has_cuda():
+        for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if "long" in item.keywords and "long" not in (config.getoption("markexpr") or ""):
+    for item in items:
+        if item.get_closest_marker("long") and "long" not in (config.getoption("markexpr") or ""):
             item.add_marker(pytest.mark.skip(reason="long: run with -m long"))
 
 
