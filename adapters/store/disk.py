@@ -121,9 +121,8 @@ class Disk:
 
     def start(self) -> None:
         """The journal's entries are there at once; files that it does not know are read by the writer's thread."""
-        listing = dict(self.folder.names())
         with no_collection():
-            self._load(listing)
+            self._load(dict(self.folder.names()))
         self._evict(0, in_journal=False)
         self.writer.start()
         self._begun.wait()
@@ -131,14 +130,14 @@ class Disk:
     def _load(self, listing: dict[str, int]) -> None:
         kept = self._read_journal(listing)
         listing.pop(LOCK, None)
+        for entry in kept.entries.values():
+            name = self.name(entry)
+            if listing.get(name) == entry.size and self.index.add(entry):
+                del listing[name]  # known, and not looked at: what follows is about the others
         self._load_recents(listing)
         for name in [name for name in listing if what(name) == "temporary"]:
             self._remove(name)
             del listing[name]
-        for entry in kept.entries.values():
-            name = self.name(entry)
-            if listing.get(name) == entry.size and self.index.add(entry):
-                del listing[name]
         self._unknown = [name for name in listing if what(name) == "run"]
         numbers = (named[1] for name in self._unknown if (named := parse_name(name)) and named[1] <= MOST_HANDLE)
         self.index.turn = max(self.index.turn, *numbers, 0)  # what is written before they are read is called otherwise

@@ -96,9 +96,11 @@ class Index:
         if not entry.keys or entry.handle in self.entries or not self._blocks.keys().isdisjoint(entry.keys):
             return False
         self.turn = max(self.turn, entry.handle, entry.used)
-        entry.children = sum(self._continued.get(key, 0) for key in entry.keys)
-        self._continued[entry.parent] += 1
-        if (before := self._blocks.get(entry.parent)) is not None:
+        continued, parent = self._continued, entry.parent
+        if not continued.keys().isdisjoint(entry.keys):
+            entry.children = sum(continued[key] for key in entry.keys)
+        continued[parent] = continued.get(parent, 0) + 1
+        if (before := self._blocks.get(parent)) is not None:
             before.children += 1
         self._blocks.update(dict.fromkeys(entry.keys, entry))
         self.entries[entry.handle] = entry
@@ -139,6 +141,8 @@ class Index:
         Whether they fit then is another question: `fits`.
         """
         gone = list[Entry]()
+        if self.fits(size):
+            return gone
         heap = [(*self.score(entry), entry.handle) for entry in self._leaves(parent)]
         heapq.heapify(heap)
         while not self.fits(size) and heap:

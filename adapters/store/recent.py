@@ -167,8 +167,8 @@ def read(raw: bytes, recents: Recents) -> bool:
     return at == len(raw)
 
 
-def parse(body: memoryview) -> Recent | None:
+def parse(body: bytes) -> Recent | None:
     if len(body) < BODY.size or (len(body) - BODY.size) % WIDTH:
         return None
     serial, parent, shared = BODY.unpack_from(body)
-    return Recent(serial, parent, shared, bytes(body[BODY.size :]))
+    return Recent(serial, parent, shared, body[BODY.size :])

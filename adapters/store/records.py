@@ -13,13 +13,14 @@ def framed(body: bytes) -> bytes:
     return FRAME.pack(len(body), crc32(body)) + body
 
 
-def records(raw: bytes, at: int) -> Iterator[tuple[memoryview, int]]:
+def records(raw: bytes, at: int) -> Iterator[tuple[bytes, int]]:
     """(body, where its record ends) from `at` on, until one does not check."""
-    view = memoryview(raw)
     while at + FRAME.size <= len(raw):
         length, check = FRAME.unpack_from(raw, at)
-        body = view[at + FRAME.size : at + FRAME.size + length]
-        if len(body) != length or crc32(body) != check:
+        begin, at = at + FRAME.size, at + FRAME.size + length
+        if at > len(raw):
             return
-        at += FRAME.size + length
+        body = raw[begin:at]
+        if crc32(body) != check:
+            return
         yield body, at
