@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from attrs import evolve
 
@@ -35,8 +35,9 @@ from states.life import (
     serve,
     usable,
 )
-from states.machine import Then
-from states.onward import Onward, Opened, Served, Verbatim, chunk, onward, open_slot
+from states.machine import Then, first
+from states.onward import Look, Onward, Opened, chunk, find, onward, opening, settled
+from states.onward import verbatim as missing_rows
 
 
 def submit(_: New, event: Submitted) -> Then[Waiting, ReportProgress]:
@@ -64,7 +65,8 @@ def admit(state: Waiting, event: Admitted) -> Opened:
         rates=event.rates,
     )
     wanted = policy.speculate(hold)
-    return open_slot(hold if wanted.go else evolve(hold, speculation=wanted.reason), event.source)
+    hold = hold if wanted.go else evolve(hold, speculation=wanted.reason)
+    return first(opening(hold, event.source), find(hold) if policy.lookup(hold).go else onward(hold))
 
 
 Found: TypeAlias = (
@@ -80,7 +82,6 @@ Found: TypeAlias = (
 def found(state: LookingUp, event: PrefixFound) -> Found:
     """Load what is there, computing its front meanwhile; or let go of it, where computing is better."""
     hold = remembered(state.hold, event.served)
-    opening = OpenSlot(hold.slot, hold.slot, hold.valid, hold.prompt, hold.job.sampling, hold.job.stop_tokens)
     hold = evolve(hold, shared=hold.shared or event.shared, stored=event.length)
     stop = max(usable(hold, event.length), hold.valid)
     front = policy.front(hold.settings, hold.rates, hold.valid, stop, event.tier)
@@ -88,12 +89,20 @@ def found(state: LookingUp, event: PrefixFound) -> Found:
     if compress or front == stop:
         if hold.valid < stop:
             hold = evolve(hold, miss="compression_is_quicker" if compress else "recompute_is_quicker")
-        then = onward(hold)
-        return cast("Found", Then(then.state, ReleasePrefix(event.lease), opening, *then.effects))
+        return first(ReleasePrefix(event.lease), first(opening(hold, hold.slot), onward(hold)))
     restore = RestoreBlocks(event.lease, hold.slot, front, stop)
-    if front > hold.valid:
-        return Then(Restoring(hold, front, stop, event.tier, computing=True), opening, restore, chunk(hold, front))
-    return Then(Restoring(hold, front, stop, event.tier), opening, restore)
+    if front == hold.valid:
+        return Then(Restoring(hold, front, stop, event.tier), opening(hold, hold.slot), restore)
+    restoring = Restoring(hold, front, stop, event.tier, computing=True)
+    return Then(restoring, opening(hold, hold.slot), restore, chunk(hold, front))
+
+
+Served: TypeAlias = (
+    Look
+    | Then[Unparking, OpenSlot, UnparkDraft]
+    | Then[Prefilling, OpenSlot, RunPrefill]
+    | Then[Speculating, OpenSlot, RunDecode]
+)
 
 
 def missed(state: LookingUp, event: PrefixMissed) -> Onward | Served:
@@ -101,7 +110,12 @@ def missed(state: LookingUp, event: PrefixMissed) -> Onward | Served:
     hold = evolve(hold, shared=hold.shared or event.shared, stored=event.length)
     if hold.prompt == state.hold.prompt:
         return onward(hold)
-    return cast("Served", open_slot(hold, hold.slot))
+    return served(hold)
+
+
+def served(hold: Hold) -> Served:
+    """Another prompt than before, which stays: look for it once more, from the rows that both share."""
+    return first(opening(hold, hold.slot), find(hold) if policy.lookup(hold).go else settled(hold))
 
 
 def unanswered(state: LookingUp, event: StoreFailed) -> Onward:
@@ -115,15 +129,16 @@ def without(hold: Hold, reason: str) -> Hold:
 
 
 def compressed(state: Compressing, event: PromptCompressed) -> Served:
-    """Serve the shorter prompt: look for it once more, from the rows that both share."""
-    hold = serve(state.hold, event.prompt)
-    return cast("Served", open_slot(hold, hold.slot))
+    return served(serve(state.hold, event.prompt))
+
+
+Verbatim: TypeAlias = Look | Then[Unparking, OpenSlot, UnparkDraft] | Then[Prefilling, OpenSlot, RunPrefill]
 
 
 def verbatim(state: Compressing, _: DeviceFailed) -> Verbatim:
     """A failed compression serves the prompt as it is; what is kept of it is looked for again."""
     hold = evolve(state.hold, compressed=True)
-    return cast("Verbatim", open_slot(hold, hold.slot))
+    return first(opening(hold, hold.slot), find(hold) if policy.lookup(hold).go else missing_rows(hold))
 
 
 def remembered(hold: Hold, served: Tokens | None) -> Hold:

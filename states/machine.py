@@ -9,13 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import UnionType
-from typing import Any, Generic, TypeAlias, TypeVar, TypeVarTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Generic,
+    TypeAlias,
+    TypeVar,
+    TypeVarTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from attrs import define, frozen
 
 S = TypeVar("S")
 E = TypeVar("E")
 T = TypeVar("T")
+One = TypeVar("One")
+Another = TypeVar("Another")
 Asks = TypeVarTuple("Asks")
 
 
@@ -32,6 +45,17 @@ class Then(Generic[T, *Asks]):
 
 
 AnyThen: TypeAlias = Then[Any, *tuple[Any, ...]]
+
+
+@overload
+def first(effect: One, then: Then[T]) -> Then[T, One]: ...
+@overload
+def first(effect: One, then: Then[T, Another, *Asks]) -> Then[T, One, Another, *Asks]: ...
+def first(effect: Any, then: AnyThen) -> AnyThen:
+    """Ask for this, then go on as `then` says. Two signatures, since checkers go through a union's arms, one by one,
+    for functions that have several.
+    """
+    return Then(then.state, effect, *then.effects)
 
 
 @frozen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from attrs import evolve
 
@@ -26,18 +26,23 @@ from states.life import (
     Speculating,
     Unparking,
 )
-from states.machine import Then
+from states.machine import Then, first
 
-Work: TypeAlias = Then[Prefilling, RunPrefill] | Then[Speculating, RunDecode]
-Fill: TypeAlias = Then[Compressing, CompressPrompt] | Then[Unparking, UnparkDraft] | Then[Prefilling, RunPrefill]
-Onward: TypeAlias = Fill | Then[Speculating, RunDecode]
-Verbatim: TypeAlias = (
-    Then[LookingUp, OpenSlot, FindPrefix]
+Decoding: TypeAlias = Then[Speculating, RunDecode]
+Work: TypeAlias = Then[Prefilling, RunPrefill] | Decoding
+Compress: TypeAlias = Then[Compressing, CompressPrompt]
+Verbatim: TypeAlias = Then[Unparking, UnparkDraft] | Then[Prefilling, RunPrefill]  # rows are missing
+Fill: TypeAlias = Compress | Verbatim
+Settled: TypeAlias = Verbatim | Decoding
+Onward: TypeAlias = Compress | Settled
+Look: TypeAlias = Then[LookingUp, OpenSlot, FindPrefix]
+Opened: TypeAlias = (
+    Look
     | Then[Unparking, OpenSlot, UnparkDraft]
     | Then[Prefilling, OpenSlot, RunPrefill]
+    | Then[Speculating, OpenSlot, RunDecode]
+    | Then[Compressing, OpenSlot, CompressPrompt]
 )
-Served: TypeAlias = Verbatim | Then[Speculating, OpenSlot, RunDecode]
-Opened: TypeAlias = Served | Then[Compressing, OpenSlot, CompressPrompt]
 LeaveEarly: TypeAlias = Then[Snapshotting, SaveSnapshot] | Then[Done]
 Leave: TypeAlias = LeaveEarly | Then[Parking, ParkDraft]
 Finished: TypeAlias = (
@@ -49,32 +54,40 @@ FailEarly: TypeAlias = Then[Snapshotting, CloseStream, SaveSnapshot] | Then[Done
 Failing: TypeAlias = FailEarly | Then[Parking, CloseStream, ParkDraft]
 
 
-def open_slot(hold: Hold, source: SlotId) -> Opened:
-    """The slot serves this prompt from now on; then look for more of it elsewhere, or get to work."""
-    opening = OpenSlot(hold.slot, source, hold.valid, hold.prompt, hold.job.sampling, hold.job.stop_tokens)
-    if policy.lookup(hold).go:
-        return Then(LookingUp(hold), opening, find(hold))
-    then = onward(hold)
-    return cast("Opened", Then(then.state, opening, *then.effects))  # checkers cannot splice; step() does
+def opening(hold: Hold, source: SlotId) -> OpenSlot:
+    """The slot serves this prompt from now on."""
+    return OpenSlot(hold.slot, source, hold.valid, hold.prompt, hold.job.sampling, hold.job.stop_tokens)
 
 
-def find(hold: Hold) -> FindPrefix:
-    return FindPrefix(hold.prompt, hold.valid, policy.shorten(hold).go, policy.window(hold))
+def find(hold: Hold) -> Then[LookingUp, FindPrefix]:
+    return Then(LookingUp(hold), FindPrefix(hold.prompt, hold.valid, policy.shorten(hold).go, policy.window(hold)))
 
 
 def onward(hold: Hold) -> Onward:
     """All that could be restored has been."""
-    if hold.valid < hold.target:
-        return fill(hold)
-    if policy.speculate(hold).go:
-        return Then(Unparking(hold), UnparkDraft())
-    return decode(hold)
+    if policy.compress(hold, hold.target - hold.valid).go:
+        return compress(hold)
+    return settled(hold)
+
+
+def settled(hold: Hold) -> Settled:
+    """What is served is certain."""
+    return verbatim(hold) if hold.valid < hold.target or policy.speculate(hold).go else decode(hold)
 
 
 def fill(hold: Hold) -> Fill:
     """Rows are missing: shorten the prompt, or compute them."""
     if policy.compress(hold, hold.target - hold.valid).go:
-        return Then(Compressing(hold), CompressPrompt(hold.prompt, hold.settings.keep_permille))
+        return compress(hold)
+    return verbatim(hold)
+
+
+def compress(hold: Hold) -> Compress:
+    return Then(Compressing(hold), CompressPrompt(hold.prompt, hold.settings.keep_permille))
+
+
+def verbatim(hold: Hold) -> Verbatim:
+    """There is something to do before the first decode step: bring a draft in, or compute rows."""
     if policy.speculate(hold).go:
         return Then(Unparking(hold), UnparkDraft())
     return Then(Prefilling(hold), chunk(hold, hold.target))
@@ -86,7 +99,7 @@ def work(hold: Hold) -> Work:
     return decode(hold)
 
 
-def decode(hold: Hold) -> Then[Speculating, RunDecode]:
+def decode(hold: Hold) -> Decoding:
     hold, one = next_decode(hold)
     return Then(Speculating(hold), one)
 
@@ -136,14 +149,20 @@ def let_go(hold: Hold) -> Then[Parking, ParkDraft] | Then[Done]:
 
 
 def finish(hold: Hold, emit: EmitTokens, why: Finish) -> Finished:
-    then = leave(hold)
-    return cast("Finished", Then(then.state, emit, CloseStream(why, scope.report(hold)), *then.effects))
+    return first(emit, first(CloseStream(why, scope.report(hold)), leave(hold)))
 
 
 def fail(hold: Hold, event: DeviceFailed) -> Failing:
-    told, hold = hold.report, trusted(hold, event)
-    then, told = leave(hold), evolve(told, cache=scope.select(hold))
-    return cast("Failing", Then(then.state, CloseStream("failed", told, event.detail), *then.effects))
+    return first(failed(hold, event), leave(trusted(hold, event)))
+
+
+def fail_early(hold: Hold, event: DeviceFailed) -> FailEarly:
+    return first(failed(hold, event), leave_early(trusted(hold, event)))
+
+
+def failed(hold: Hold, event: DeviceFailed) -> CloseStream:
+    """The report is of what was done, the cache's part of it of what is believed now."""
+    return CloseStream("failed", evolve(hold.report, cache=scope.select(trusted(hold, event))), event.detail)
 
 
 def trusted(hold: Hold, event: DeviceFailed) -> Hold:

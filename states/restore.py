@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from attrs import evolve
 
@@ -12,7 +12,7 @@ from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream, ReportProgress
 from states.life import Draining, Hold, Restoring, whole_blocks
 from states.machine import Then
-from states.onward import FailEarly, Fill, Onward, chunk, fail, fill, onward, trusted
+from states.onward import FailEarly, Fill, Onward, chunk, fail_early, fill, onward, trusted
 from states.scope import select
 
 Restored: TypeAlias = Then[Restoring] | Onward
@@ -54,7 +54,7 @@ def failed(state: Restoring, event: DeviceFailed) -> Then[Draining, CloseStream,
         hold = trusted(state.hold, event)
         closing = CloseStream("failed", evolve(state.hold.report, cache=select(hold)), event.detail)
         return Then(Draining(hold, 1), closing, Abandon())
-    return cast("FailEarly", fail(state.hold, event))
+    return fail_early(state.hold, event)
 
 
 def settled(state: Restoring) -> Restored:
