@@ -47,7 +47,8 @@ def find_draft(options: Options, config: Qwen3Config, numerics: Numerics) -> Dra
 
 
 def draft_kernels(found: DraftCheckpoint, shard: Qwen3Shard, numerics: Numerics, *, fast: bool) -> Kernels:
-    """Of the target's kind. What the draft multiplies is proven on its own: another draft changes no answer.
+    """Of the target's kind. What the draft multiplies beyond its target's products is proven beside them, so another
+    draft changes no answer.
 
     A draft whose products cannot be proven drafts all the same, but what it proposes after a restore may differ.
     """
@@ -58,8 +59,8 @@ def draft_kernels(found: DraftCheckpoint, shard: Qwen3Shard, numerics: Numerics,
     listed = draft_products(
         found.config, evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=shard.config.vocab_size
     )
-    key = kept_under(listed, kernels, shard.device, str(shard.dtype))
-    proven = kept(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
+    key = kept_under(listed, kernels, shard.device, (str(shard.dtype), plan))
+    proven = kept(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
     return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 

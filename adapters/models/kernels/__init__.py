@@ -160,8 +160,11 @@ class Kernels(Protocol):
         """The same kernels for another shard: nothing that was recorded or kept for this one."""
         ...
 
-    def prove(self, products: Products) -> Proof:
-        """Multiply in every shape of the list and tell which agree; kernels that never cut a sum have no plan."""
+    def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:
+        """Multiply in every shape of the list and tell which agree; kernels that never cut a sum have no plan.
+
+        known: what kernels of this kind were proven for here before, which is not multiplied again.
+        """
         ...
 
     def using(self, plan: ProductPlan | None) -> Kernels:

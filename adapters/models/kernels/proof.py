@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from adapters.models.kernels.products import (
@@ -195,11 +195,12 @@ class ValuesTrial(Trial):
 
 @define(eq=False)
 class Prover:
-    """Collects what was found over all products."""
+    """Collects what was found over all products. known: proven here before, with the same kernels."""
 
     kernels: Multiplier
     products: Products
     threads: tuple[int, int]
+    known: ProductPlan | None = None
     checks: int = 0
     shapes: int = 0
     single: bool = True
@@ -243,6 +244,10 @@ class Prover:
         return sorted(found, key=lambda one: one[0])
 
     def weight(self, weight: Weight) -> Served | None:
+        if (known := self._known()) is not None:
+            for served in known.weights:
+                if served.weight == weight and served.weight.most >= weight.most:
+                    return served
         counts = [count for count in self.products.rows if count <= weight.most] or list(self.products.rows[:1])
         best: tuple[float, Served, Trial, Group] | None = None
         trials = [self._weight_trial(weight, counts[-1], dtype) for dtype in self.dtypes]
@@ -273,7 +278,9 @@ class Prover:
     def attention(self, heads: Heads) -> Attention | None:
         least = next(count for count in COUNTS if count >= heads.group)
         counts = [count for count in COUNTS if count <= max(QUERIES, least)]
-        scores = self._scores_trial(heads, counts[-1], least)
+        if (served := self._further(heads, counts[-1], least)) is not None:
+            return served
+        scores = self._scores_trial(heads, counts[-1], least, spans(heads.keys))
         scored = scores.groups(counts)
         self._count(scores)
         best: tuple[float, Attention, Group, ValuesTrial, Group] | None = None
@@ -312,9 +319,34 @@ class Prover:
                     found.append((rows, scores, values))
         return found
 
-    def _scores_trial(self, heads: Heads, rows: int, least: int) -> ScoresTrial:
-        found = spans(heads.keys)
-        x, keys = cancelling(rows, found[-1], heads.size, torch.float32)
+    def _known(self) -> ProductPlan | None:
+        """What holds here, too: it was proven for the same row counts and threads."""
+        known = self.known
+        same = known is not None and (known.steps, known.threads) == (self.products.rows, self.threads)
+        return known if same else None
+
+    def _further(self, heads: Heads, rows: int, least: int) -> Attention | None:
+        """What is known of such attention, if it holds over the keys that it was not proven for, too.
+
+        Those are multiplied, and compared with a span that was proven: it ties them to all others.
+        """
+        of = (heads.group, heads.size)
+        all_known = () if (known := self._known()) is None else known.heads
+        served = next((one for one in all_known if (one.heads.group, one.heads.size) == of), None)
+        if served is None:
+            return None
+        before, wanted = set(spans(served.heads.keys)), set(spans(heads.keys))
+        if wanted <= before:
+            return evolve(served, heads=heads)
+        if not wanted & before:
+            return None
+        trial = self._scores_trial(heads, rows, least, (max(wanted & before), *sorted(wanted - before)))
+        groups = trial.groups(served.rows)
+        self._count(trial)
+        return evolve(served, heads=heads) if [group.rows for group in groups] == [list(served.rows)] else None
+
+    def _scores_trial(self, heads: Heads, rows: int, least: int, found: tuple[int, ...]) -> ScoresTrial:
+        x, keys = cancelling(rows, heads.keys, heads.size, torch.float32)
         kernels, name = self.kernels, f"scores of heads of {heads.size}"
         return ScoresTrial(
             name,
@@ -350,14 +382,17 @@ class Prover:
         self.digest.update(bits(group.reference[:, :TILE]).numpy().data)  # the same however many keys there are
 
 
-def prove(kernels: Multiplier, products: Products) -> Proof:
-    """Takes a second or so for a small model, more for wide layers; the thread count is left as it was."""
+def prove(kernels: Multiplier, products: Products, known: ProductPlan | None = None) -> Proof:
+    """Takes a second or so for a small model, more for wide layers; the thread count is left as it was.
+
+    known: proven with the same kernels on this machine, and so not again. The digest is of what was multiplied now.
+    """
     narrow, wide = products.threads
     failures: list[str] = []
     checks = 0
     with threads_kept(), torch.inference_mode():
         for threads in dict.fromkeys(((narrow, wide), (wide, wide))):
-            prover = Prover(kernels, products, threads)
+            prover = Prover(kernels, products, threads, known)
             plan = prover.run()
             checks += prover.checks
             failures += prover.failures

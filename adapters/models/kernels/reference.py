@@ -35,7 +35,7 @@ class ReferenceKernels:
     def fresh(self) -> ReferenceKernels:
         return ReferenceKernels()
 
-    def prove(self, products: Products) -> Proof:  # noqa: ARG002
+    def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:  # noqa: ARG002
         return Proof(None)
 
     def using(self, plan: ProductPlan | None) -> ReferenceKernels:  # noqa: ARG002

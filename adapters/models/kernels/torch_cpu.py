@@ -183,8 +183,8 @@ class CpuKernels:
 
     # --- what is proven of them ---
 
-    def prove(self, products: Products) -> Proof:
-        return prove(self, products)
+    def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:
+        return prove(self, products, known)
 
     def using(self, plan: ProductPlan | None) -> CpuKernels:
         return CpuKernels(self._dtype, plan)
