@@ -26,7 +26,7 @@ import anyio
 import torch
 from attrs import define, evolve
 
-from adapters.device.drafting import DraftRequest, Proposer
+from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.shard import Kept, Step

@@ -17,9 +17,10 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.drafting import Drafting, DraftRequest, Proposer
+from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
+from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.dflash import Ask as Wanted

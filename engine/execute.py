@@ -16,8 +16,8 @@ from attrs import define, field
 from cyclopts import CycloptsError
 from torch import Tensor
 
-from adapters.device.drafting import DraftRequest
 from adapters.device.executor import DeviceExecutor
+from adapters.device.proposer import DraftRequest
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.shard import Kept, Step

@@ -22,8 +22,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.device.drafting import DraftRequest, Proposer, ran_out_of_memory
 from adapters.device.lane import DeviceLane
+from adapters.device.memory import out_of_memory, ran_out_of_memory
+from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.sampling import NotFinite, Pick, Picked, Row, Sampler, pick
 from adapters.device.slots import SlotState, clipped
 from adapters.device.tree import Tree, chain
@@ -382,7 +383,3 @@ def commit(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> Decoded | 
 
 def abandoned(request: RequestId) -> DeviceFailed:
     return DeviceFailed("abandoned", f"request {request} was abandoned before this started")
-
-
-def out_of_memory(error: Exception) -> DeviceFailed:
-    return DeviceFailed("out_of_memory", str(error).partition("\n")[0] or "out of memory")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 from attrs import define
 
-from adapters.device.drafting import Drafting, DraftRequest
+from adapters.device.drafting import Drafting
+from adapters.device.proposer import DraftRequest
 from adapters.device.tree import Tree, chain, ordered
 from effects.all import Ask
 from effects.decode import Decoded

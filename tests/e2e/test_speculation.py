@@ -16,7 +16,7 @@ import torch
 from attrs import define, evolve, field
 
 from adapters import demo
-from adapters.device.drafting import DraftRequest, Proposer
+from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.tree import Tree, chain, ordered
 from adapters.models.dflash_config import DFlashConfig, Rotary
 from adapters.text.text import Text

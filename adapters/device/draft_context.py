@@ -1,0 +1,164 @@
+"""A draft's context: its own rows for those of the target, followed when somebody wants proposals.
+
+Those of all slots are followed at once: a prompt that ends with it, and what was decoded one by one meanwhile, cost
+nothing before. Only what does not fit a backlog is followed without that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.device.memory import ran_out_of_memory
+from adapters.device.proposer import DraftModel
+from adapters.device.slots import SlotState
+from adapters.models.shard import Kept, Segment, Step
+
+log = logging.getLogger("rekindle.device")
+
+# Rows of a slot that the draft has not followed yet, at most: as many as the longest rest of a request has decode
+# steps. Of the demo they hold 0.8 MB a slot, of an 8B model's five auxiliary layers 10.5 MB.
+BACKLOG = 256
+
+
+@frozen(eq=False)
+class Late:
+    """What the target left of some rows of a slot: those of copies of its auxiliary hidden states from `first` on."""
+
+    state: SlotState
+    segment: Segment
+    aux_hidden_states: Mapping[int, Tensor]
+    first: int
+
+
+D = TypeVar("D", bound=DraftModel)
+
+
+@define(eq=False)
+class DraftContext(Generic[D]):
+    """buckets: the row counts that forwards run with.
+
+    A draft that is not loaded follows nothing: its context has a gap then. So it is when there is no memory for its
+    buffers.
+    """
+
+    draft: D
+    buckets: Sequence[int]
+    _late: dict[int, list[Late]] = field(init=False, factory=dict)  # by slot
+
+    def follow(
+        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+    ) -> None:
+        if self.draft.state != "loaded" or not any(kept):
+            return
+        rows = step.rows if step.rows_only else len(kept)
+        if rows == step.rows and max(segment.count for segment in step.segments) <= self.backlog:
+            self._put_off(step, aux_hidden_states, states)
+        else:
+            shorter, staying = settled(step, kept, self.buckets)
+            stay = {layer: taken(aux_hidden_states[layer], staying, shorter.bucket) for layer in self.draft.aux_layers}
+            self._extend(shorter, stay, [state for state, keep in zip(states, kept, strict=True) if keep])
+
+    @property
+    def backlog(self) -> int:
+        """Rows that one forward can follow, so that catching up is never more than two of them."""
+        return min(BACKLOG, max(self.buckets))
+
+    def _put_off(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
+        """A chunk of a prompt, or one row each and nothing was proposed."""
+        copies = {layer: aux_hidden_states[layer][: step.rows].clone() for layer in self.draft.aux_layers}
+        first = 0
+        for segment, state in zip(step.segments, states, strict=True):
+            if self._behind(segment.slot) + segment.count > self.backlog:
+                self.catch_up(segment.slot)
+            self._late.setdefault(segment.slot, []).append(Late(state, segment, copies, first))
+            first += segment.count
+
+    def _behind(self, slot: int) -> int:
+        return sum(late.segment.count for late in self._late.get(slot, ()))
+
+    def catch_up(self, *slots: int) -> None:
+        """Follow what was put off of these slots, in as few forwards as hold it."""
+        runs = [run for slot in slots for run in consecutive(self._late.pop(slot, []))]
+        while runs:
+            taken_now, rows = list[list[Late]](), 0
+            while runs and rows + length(runs[0]) <= max(self.buckets) and fits(runs[0], taken_now):
+                taken_now.append(runs.pop(0))
+                rows += length(taken_now[-1])
+            self._follow_late(taken_now, rows)
+
+    def _follow_late(self, runs: Sequence[Sequence[Late]], rows: int) -> None:
+        bucket = next(bucket for bucket in self.buckets if bucket >= rows)
+        parts = [late for run in runs for late in run]
+        joined = {
+            layer: torch.nn.functional.pad(
+                torch.cat([late.aux_hidden_states[layer].narrow(0, late.first, late.segment.count) for late in parts]),
+                (0, 0, 0, bucket - rows),
+            )
+            for layer in self.draft.aux_layers
+        }
+        segments = tuple(Segment(run[0].segment.slot, run[0].segment.start, length(run)) for run in runs)
+        self._extend(Step(segments, bucket), joined, [run[0].state for run in runs])
+
+    def _extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
+        try:
+            self.draft.extend(step, aux_hidden_states)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            log.warning("the draft does not follow: %s", error)
+            return
+        for segment, state in zip(step.segments, states, strict=True):
+            state.draft(segment.start, segment.start + segment.count)
+
+    def opened(self, source: int, target: int, state: SlotState) -> None:
+        self._late.pop(target, None)
+        if source != target:
+            for start, stop in state.context:
+                self.draft.copy_rows(source, target, start, stop)
+
+
+def consecutive(late: Sequence[Late]) -> list[list[Late]]:
+    """Cut where a row is missing in between."""
+    runs = list[list[Late]]()
+    for one in late:
+        if runs and runs[-1][-1].segment.start + runs[-1][-1].segment.count == one.segment.start:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs
+
+
+def length(run: Sequence[Late]) -> int:
+    return sum(late.segment.count for late in run)
+
+
+def fits(run: Sequence[Late], others: Sequence[Sequence[Late]]) -> bool:
+    """A slot comes once in a forward."""
+    return all(run[0].segment.slot != other[0].segment.slot for other in others)
+
+
+def settled(step: Step, kept: Sequence[Kept], buckets: Sequence[int]) -> tuple[Step, list[int]]:
+    """The step as if only what stays had run, at the smallest bucket, and which rows of it that is."""
+    rows, segments, first = list[int](), list[Segment](), 0
+    for part, keep in zip(step.parts, kept, strict=True):
+        path = range(keep) if isinstance(keep, int) else keep
+        rows += [first + row for row in path]
+        if path:
+            segments.append(Segment(part[0].slot, part[0].start, len(path)))
+        first += sum(segment.count for segment in part)
+    bucket = next(bucket for bucket in buckets if bucket >= len(rows))
+    return Step(tuple(segments), bucket), rows
+
+
+def taken(hidden: Tensor, rows: list[int], bucket: int) -> Tensor:
+    """Those rows of `[R, D]`, padded to `[bucket, D]` with whatever is there."""
+    if rows == list(range(len(rows))):
+        return hidden[:bucket]
+    index = torch.tensor(rows + [0] * (bucket - len(rows)))
+    return hidden.index_select(0, index.to(hidden.device, non_blocking=True))

@@ -1,0 +1,78 @@
+"""Whoever proposes what may follow a slot's last token, and the model that most of them ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+from attrs import frozen
+from torch import Tensor
+
+from adapters.device.slots import SlotState
+from adapters.device.tree import Tree
+from adapters.models.dflash import Ask
+from adapters.models.shard import Kept, Step
+
+
+class DraftModel(Protocol):
+    """What DFlashDraft is, as far as it is used here. Every call runs on the lane's thread."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def block(self) -> int:
+        """At most so many proposals, less one."""
+        ...
+
+    @property
+    def state(self) -> Literal["loaded", "parked", "released"]: ...
+
+    def extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> None: ...
+
+    def propose(self, asks: Sequence[Ask]) -> Tensor: ...
+
+    def copy_rows(self, source: int, target: int, start: int, stop: int) -> None: ...
+
+    def park(self) -> int: ...
+
+    def unpark(self) -> int: ...
+
+    def release(self) -> None: ...
+
+    def memory(self) -> Mapping[str, int]: ...
+
+
+@frozen(eq=False)
+class DraftRequest:
+    """A slot that may be proposed to: at most `most` rows after the one that is fed, of which `depth` in a row."""
+
+    slot: int
+    state: SlotState
+    most: int
+    depth: int
+
+
+class Proposer(Protocol):
+    """Whoever proposes. Every call runs on the lane's thread."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
+        """For each request a tree from the slot's last token on; node 0 alone where there is nothing to say."""
+        ...
+
+    def follow(
+        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+    ) -> None:
+        """The target has run `step`; for each of its slots in order what stays of it, and the slot's state.
+
+        aux_hidden_states are the target's static buffers.
+        """
+        ...
+
+    def catch_up(self, slot: int) -> None:
+        """The slot's rows are about to be taken over by another request, or kept."""
+        ...
+
+    def opened(self, source: int, target: int, state: SlotState) -> None:
+        """Slot `target` was opened with `state.valid` rows of `source`, which may be itself."""
+        ...
