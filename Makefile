@@ -52,15 +52,15 @@ bench: install  ## the figures of docs/BENCHMARKS.md that need no GPU; takes a w
 	$(BIN)/python -m benchmarks.store_index
 	$(BIN)/python -m benchmarks.scope_windows
 
-.train/packages: adapters/training/corpus.txt install  ## what the corpus reads and nothing else needs
+.train/packages: training/corpus.txt install  ## what the corpus reads and nothing else needs
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --upgrade --target $@ -r $<
 
 train-demo: install .train/packages  ## train the demo model and its draft again, from nothing; needs a CUDA device
-	$(BIN)/python -m adapters.training.demo $(ARGS)
-	$(BIN)/python -m adapters.training.draft $(DRAFT_ARGS)
+	$(BIN)/python -m training.demo $(ARGS)
+	$(BIN)/python -m training.draft $(DRAFT_ARGS)
 
 train-demo-draft: install  ## train the demo model's draft again, for the demo model as it is; needs a CUDA device
-	$(BIN)/python -m adapters.training.draft $(ARGS)
+	$(BIN)/python -m training.draft $(ARGS)
 
 clean:
 	rm -rf .venv

@@ -1,1 +1,1 @@
-"""What touches the world: models, devices, text, HTTP, training. Imports effects, never states or engine."""
+"""What touches the world: models, devices, text, HTTP. Imports effects, never states or engine."""

@@ -16,11 +16,11 @@ from typing import Any
 
 import attrs
 
-from adapters.traces.requests import Session
 from benchmarks.report import machine, raw, table
 from effects.scope import Scope, parse
 from engine.simulation.costs import Costs
-from engine.simulation.logs import read_logs
+from engine.simulation.logs.read import read_logs
+from engine.simulation.logs.requests import Session
 from engine.simulation.run import Run, Setup, fitted
 from states.settings import Settings
 

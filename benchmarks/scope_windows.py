@@ -16,10 +16,10 @@ from typing import Any
 
 from attrs import frozen
 
-from adapters.traces.requests import Agent, Request, Session, made_up
 from benchmarks.report import machine, raw
 from effects.scope import Scope
 from engine.simulation.costs import Costs
+from engine.simulation.logs.requests import Agent, Request, Session, made_up
 from engine.simulation.run import Run, Setup, fitted
 from states.settings import Settings
 

@@ -9,10 +9,10 @@ from attrs import evolve
 from tokenizers import Tokenizer
 
 from adapters import demo
-from adapters.training.corpus import held_out
-from adapters.training.draft_evaluate import SUBJECTS, prompts_of
-from adapters.training.words import Source
 from effects.ids import Tokens
+from training.corpus import held_out
+from training.draft_evaluate import SUBJECTS, prompts_of
+from training.words import Source
 
 NAMES = {
     "code": "code",

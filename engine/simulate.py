@@ -15,7 +15,7 @@ from effects.scope import Scope
 from engine.progress import progress
 from engine.refusal import Refusal
 from engine.simulation.costs import Costs, figures, read_costs
-from engine.simulation.logs import Logs, read_logs
+from engine.simulation.logs.read import Logs, read_logs
 from engine.simulation.plot import check, draw
 from engine.simulation.report import counted, show
 from engine.simulation.run import NO_CACHE, Run, Setup, fitted

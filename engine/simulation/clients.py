@@ -7,8 +7,8 @@ from functools import partial
 
 from attrs import define
 
-from adapters.traces.requests import Agent, Request, Session
 from engine.simulation.clock import Clock
+from engine.simulation.logs.requests import Agent, Request, Session
 
 Send = Callable[[Request, Callable[[], None]], None]  # the request, and what to call when it has been answered
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from attrs import define, evolve, field
 
-from adapters.traces.requests import MOST_REQUESTS, Agent, BadLog, Request, Session
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, Tokens
@@ -18,6 +17,7 @@ from effects.restore import BlocksRestored
 from effects.stream import CloseStream, EmitTokens
 from engine.runner import Envelope
 from engine.simulation.costs import Measured
+from engine.simulation.logs.requests import MOST_REQUESTS, Agent, BadLog, Request, Session
 from engine.trace import BadTrace, Record, read
 from states.life import Submitted
 from states.settings import Settings

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from engine.simulation.logs import Logs
+from engine.simulation.logs.read import Logs
 from engine.simulation.run import Run, Setup
 from engine.simulation.tally import Figures
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from attrs import define, evolve, field, frozen
 
 from adapters.store.opening import index
-from adapters.traces.requests import Request, Session
 from effects.ids import RequestId
 from effects.job import Job
 from effects.scope import Scope
@@ -16,6 +15,7 @@ from engine.simulation.clients import Clients
 from engine.simulation.clock import Clock
 from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping, SimulatedDisk, layout
+from engine.simulation.logs.requests import Request, Session
 from engine.simulation.process import Live, Process
 from engine.simulation.tally import Count, Figures, Infinite, Tally, quantile, ratio
 from states.life import whole_blocks

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from attrs import define, field, frozen
 
-from adapters.traces.requests import Request
 from effects.ids import RequestId, Tokens
+from engine.simulation.logs.requests import Request
 
 
 @define

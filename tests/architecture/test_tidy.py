@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("effects", "states", "engine", "adapters")
-CODE = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/*.py"))
+CODE = sorted(path for package in (*PACKAGES, "training") for path in (ROOT / package).glob("**/*.py"))
 ALL = sorted([*CODE, *(ROOT / "tests").glob("**/*.py"), *(ROOT / "benchmarks").glob("**/*.py")])
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "X" + "XX", "NotImplemented" + "Error")
 BROAD = {"Exception", "BaseException"}

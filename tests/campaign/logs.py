@@ -15,7 +15,7 @@ from effects.scope import Scope
 from engine.refusal import Refusal
 from engine.replay import Diverged, replay_file
 from engine.simulate import build_setup, simulate
-from engine.simulation.logs import Logs, read_logs
+from engine.simulation.logs.read import Logs, read_logs
 from engine.simulation.run import Setup
 from engine.simulation.wanted import Wanted
 from engine.trace import BadTrace

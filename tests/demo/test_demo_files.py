@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import adapters
 from adapters.models.checkpoint import Checkpoint
-from adapters.training.chat_format import TEMPLATE
-from adapters.training.export import load
-from adapters.training.train import digest
+from training.chat_format import TEMPLATE
+from training.export import load
+from training.train import digest
 
 DEMO = Path(adapters.__file__).parent / "demo"
 SHARDS = sorted(DEMO.glob("*.safetensors"))

@@ -16,10 +16,6 @@ from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.dflash_config import Yarn, formula_aux_layers
 from adapters.models.kernels import AttentionMask
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.training.draft_export import export_draft
-from adapters.training.draft_export import load_draft as load_trained
-from adapters.training.draft_model import Draft, DraftGeometry
-from adapters.training.model import Geometry
 from tests.models.checkpoints import same_bits
 from tests.models.drafts import (
     CAUSAL,
@@ -35,6 +31,10 @@ from tests.models.drafts import (
     save_draft,
     slides,
 )
+from training.draft_export import export_draft
+from training.draft_export import load_draft as load_trained
+from training.draft_model import Draft, DraftGeometry
+from training.model import Geometry
 
 TENSORS = random_tensors(config_of())
 

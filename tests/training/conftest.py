@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import adapters
-from adapters.training.words import Source
+from training.words import Source
 
 DEMO = Path(adapters.__file__).parent / "demo"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from adapters.training.batches import Batches, Shape
-from adapters.training.recipe import SHORT
+from training.batches import Batches, Shape
+from training.recipe import SHORT
 
 
 def test_a_batch_is_the_same_for_its_step_and_has_full_rows(source, tokenizer):

@@ -6,7 +6,7 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from adapters.training.chat_format import TEMPLATE, assistant, conversation, render, system, user
+from training.chat_format import TEMPLATE, assistant, conversation, render, system, user
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}

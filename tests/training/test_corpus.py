@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from adapters.training import corpus
-from adapters.training.corpus import (
+from training import corpus
+from training.corpus import (
     HeldOut,
     is_generated,
     is_table,
@@ -21,7 +21,7 @@ from adapters.training.corpus import (
     source_files,
     without_copies,
 )
-from adapters.training.packages import APART, MORE, PACKAGES
+from training.packages import APART, MORE, PACKAGES
 
 FOLDER = Path(corpus.__file__).parent
 DECODER, WRAP = inspect.getsource(json.decoder), inspect.getsource(textwrap)

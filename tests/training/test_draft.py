@@ -16,11 +16,12 @@ from adapters.models.dflash import Ask, DFlashDraft
 from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.shard import Segment, Step, TargetHead
-from adapters.training.batches import Batches, Shape
-from adapters.training.dialogues import chat
-from adapters.training.draft import DRAFT, smallest_draft
-from adapters.training.draft_card import write_draft_card
-from adapters.training.draft_evaluate import (
+from tests.training.conftest import DEMO
+from training.batches import Batches, Shape
+from training.dialogues import chat
+from training.draft import DRAFT, smallest_draft
+from training.draft_card import write_draft_card
+from training.draft_evaluate import (
     SUBJECTS,
     TEMPERATURE,
     Said,
@@ -32,15 +33,14 @@ from adapters.training.draft_evaluate import (
     proposals,
     taken,
 )
-from adapters.training.draft_export import LARGEST, config_of, export_draft, load_draft
-from adapters.training.draft_generate import generate, greedy
-from adapters.training.draft_model import MASK_ID, Draft, DraftGeometry, blocks_at, head, read
-from adapters.training.draft_train import DraftLoss, Pool, Speech, block_loss, choose, let_speak, mixed
-from adapters.training.export import load
-from adapters.training.model import Geometry, Qwen3
-from adapters.training.tasks import code
-from adapters.training.train import Rates, Stage, digest, train
-from tests.training.conftest import DEMO
+from training.draft_export import LARGEST, config_of, export_draft, load_draft
+from training.draft_generate import generate, greedy
+from training.draft_model import MASK_ID, Draft, DraftGeometry, blocks_at, head, read
+from training.draft_train import DraftLoss, Pool, Speech, block_loss, choose, let_speak, mixed
+from training.export import load
+from training.model import Geometry, Qwen3
+from training.tasks import code
+from training.train import Rates, Stage, digest, train
 
 TINY = Geometry(hidden=64, inner=96, layers=3, heads=4, kv_heads=2, head_dim=16, context=256)
 SMALL = DraftGeometry(TINY, layers=2, aux_layers=(0, 2), block=4)

@@ -9,12 +9,12 @@ from random import Random
 
 import pytest
 
-from adapters.training import tasks, tools
-from adapters.training.batches import flatten
-from adapters.training.chat_format import CONTROLS, END_OF_TURN
-from adapters.training.dialogues import EXCHANGES, memory
-from adapters.training.recipe import SHORT, TARGET
-from adapters.training.words import key, value
+from training import tasks, tools
+from training.batches import flatten
+from training.chat_format import CONTROLS, END_OF_TURN
+from training.dialogues import EXCHANGES, memory
+from training.recipe import SHORT, TARGET
+from training.words import key, value
 
 TASKS = list(SHORT)
 NAMES = [getattr(task, "__name__", type(task).__name__) for task in TASKS]

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from adapters.training import tokenizer as training
-from adapters.training.chat_format import CONTROLS, HIDDEN, SHOWN
-from adapters.training.corpus import assemble
-from adapters.training.tasks import copy_text, table_lookup
 from tests.training.conftest import DEMO
+from training import tokenizer as training
+from training.chat_format import CONTROLS, HIDDEN, SHOWN
+from training.corpus import assemble
+from training.tasks import copy_text, table_lookup
 
 SHIPPED = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 

@@ -9,20 +9,20 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from adapters.training import draft, evaluate
-from adapters.training.batches import Batches, Shape
-from adapters.training.chat_format import CONTROLS
-from adapters.training.corpus import Corpus, assemble
-from adapters.training.demo import Limits, run
-from adapters.training.dialogues import chat
-from adapters.training.draft import Folders, smallest_draft
-from adapters.training.evaluate import Exam, examine, talk
-from adapters.training.export import export, load
-from adapters.training.model import UNUSED_IDS, Geometry, Qwen3
-from adapters.training.recipe import TARGET, smallest
-from adapters.training.tasks import code, continue_code
-from adapters.training.train import Progress, Rates, Stage, digest, schedule, train
-from adapters.training.words import Source
+from training import draft, evaluate
+from training.batches import Batches, Shape
+from training.chat_format import CONTROLS
+from training.corpus import Corpus, assemble
+from training.demo import Limits, run
+from training.dialogues import chat
+from training.draft import Folders, smallest_draft
+from training.evaluate import Exam, examine, talk
+from training.export import export, load
+from training.model import UNUSED_IDS, Geometry, Qwen3
+from training.recipe import TARGET, smallest
+from training.tasks import code, continue_code
+from training.train import Progress, Rates, Stage, digest, schedule, train
+from training.words import Source
 
 TINY = Geometry(hidden=64, inner=96, layers=2, heads=2, head_dim=32, context=256)
 VERSIONS = {"python": "3.11", "packages": ["cattrs 26"], "packages_apart": ["attrs 26"]}

@@ -1,0 +1,305 @@
+"""The real fold, and executors that answer in whatever order a seed decides, checked at every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from attrs import define, field
+
+from effects.all import Ask, Launch
+from effects.decode import Decoded
+from effects.ids import RequestId, Tokens
+from effects.job import Job, Sampling
+from effects.lookup import FindPrefix, ReleasePrefix
+from effects.prefill import OpenSlot
+from effects.scope import Scope
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from states.invariants import check
+from states.life import Cancelled, Event, Submitted
+from states.rates import Rates
+from states.residency import IDLE, Resolved
+from states.settings import Settings
+from states.world import Out, advance, begin
+from tests.schedules.device import Answer, Device, Store, Transfer, answer_of, rows_of, shortened
+
+SCOPES = (*(Scope("full"),) * 4, Scope("off"), Scope("fixed", 9), Scope("auto", 2), Scope("auto", 30))
+REASONS = ("client_gone", "deadline", "stop_string", "shutdown")
+RESIDENCIES = (Resolved(), Resolved("request-scoped", "park"), Resolved("request-scoped", "release"))
+EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
+
+
+@define
+class Client:
+    """What one client was told, and what it may be told."""
+
+    job: Job
+    served: Tokens
+    cancelled: set[str] = field(factory=set)
+    tokens: Tokens = ()
+    closing: CloseStream | None = None
+    counted: tuple[int, int, int] = (0, 0, 0)  # decode steps, proposals, proposals among the tokens
+
+    def count(self, done: Decoded, heard: int) -> None:
+        decode_steps, proposed, accepted = self.counted
+        self.counted = decode_steps + 1, proposed + done.proposed, accepted + min(done.accepted, heard)
+
+    def hear(self, effect: ReportProgress | EmitTokens | CloseStream) -> None:
+        assert self.closing is None, "a word after the last one"
+        match effect:
+            case ReportProgress(done, total, cached):
+                assert 0 <= cached <= done <= total
+            case EmitTokens(tokens):
+                self.tokens += tokens
+            case CloseStream():
+                self.closing = effect
+
+    def check(self, settings: Settings, *, failures: bool) -> None:
+        """The answer is that of a request that was alone, as far as it came, and ended for the reason given."""
+        assert self.closing is not None, "a stream that never closed"
+        finish, report, job = self.closing.finish, self.closing.report, self.job
+        may_shorten = settings.compress_threshold and job.compress
+        assert self.served == job.prompt or (may_shorten and self.served == shortened(job.prompt))
+        assert self.tokens == answer_of(self.served, job.sampling.seed, len(self.tokens)), "another answer than alone"
+        assert len(self.tokens) <= job.max_tokens
+        assert not set(self.tokens[:-1]) & set(job.stop_tokens), "tokens after a stop token"
+        stopped = bool(set(self.tokens[-1:]) & set(job.stop_tokens))
+        match finish:
+            case "stop":
+                assert stopped or "stop_string" in self.cancelled
+            case "length":
+                assert len(self.tokens) == job.max_tokens
+                assert not stopped
+            case "failed":
+                assert failures
+            case "queue_full":
+                assert not self.tokens
+            case "cancelled":
+                assert "client_gone" in self.cancelled
+            case _:
+                assert finish in self.cancelled
+        if finish != "queue_full":
+            assert report.prompt_tokens == len(self.served)
+        assert report.completion_tokens == len(self.tokens)
+        assert report.restored_tokens < max(report.prompt_tokens, 1)
+        assert (report.tier == "none") == (report.restored_tokens == 0)
+        assert (report.decode_steps, report.proposed, report.accepted) == self.counted
+        assert 0 <= report.accepted <= report.proposed
+
+    def check_kept(self, settings: Settings, tokens: Tokens, shared: int) -> None:
+        """Nothing is kept that the scope does not allow."""
+        scope, prompt = self.job.scope, self.job.prompt
+        assert settings.store, "there is nothing to keep it in"
+        assert len(tokens) + settings.block_size > settings.min_tokens, "so few tokens are not worth keeping"
+        match scope.kind:
+            case "full":
+                assert (
+                    tokens
+                    == (*self.served, *self.tokens, *tokens[len(self.served) + len(self.tokens) :])[: len(tokens)]
+                )
+            case "auto":
+                assert tokens == prompt[: min(shared, len(tokens))]
+            case "fixed":
+                assert tokens == prompt[: min(scope.count, len(tokens))]
+            case "off":
+                raise AssertionError("kept although nothing should be")
+
+
+class Simulator:
+    """Some requests, one house. `run` plays them to the end; a wrong step raises AssertionError."""
+
+    def __init__(
+        self, seed: int, settings: Settings | None = None, jobs: list[Job] | None = None, *, calm: bool = False
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.failures = 0.0 if calm else self.rng.choice((0.0, 0.0, 0.03, 0.15))
+        self.cancels = 0.0 if calm else self.rng.choice((0.0, 0.01, 0.04))
+        self.arrivals = self.rng.choice((0.01, 0.05, 0.2))
+        self.settings = settings or self.some_settings()
+        self.store = Store(self.settings, self.rng, self.failures)
+        self.device = Device(self.settings, self.rng, self.store, self.failures)
+        self.jobs = self.some_jobs() if jobs is None else jobs
+        self.remember(self.jobs)
+        self.world = begin(self.settings)
+        self.clients: dict[RequestId, Client] = {}
+        self.launched: set[RequestId] = set()  # members of the launch that have not answered
+        self.entering: list[Launch] = []  # decided, and not yet on the device's lane
+        self.loading: list[Ask] = []  # asked of the store
+        self.answers: list[Answer] = []  # on their way back
+        self.history: list[tuple[RequestId, Event, tuple[Out, ...]]] = []
+
+    def some_settings(self) -> Settings:
+        rng = self.rng
+        block_size = rng.choice((1, 2, 4))
+        decode_steps = rng.choice(
+            ((), ((0, 1, 0, 20), (0, 1, 4, 25), (0, 1, 8, 30), (0, 2, 0, 30)), ((0, 1, 0, 20), (0, 1, 4, 50)))
+        )
+        return Settings(
+            slots=rng.randint(1, 4),
+            max_context=80,
+            max_queue=rng.choice((0, 2, 20)),
+            chunk=block_size * rng.choice((1, 2, 4)),
+            block_size=block_size,
+            keep_decoded=rng.random() < 0.7,
+            batch_rows=rng.choice((1, 4, 16)),
+            store=rng.random() < 0.6,
+            block=rng.choice((0, 0, 1, 4, 7)),
+            residency=rng.choice(RESIDENCIES),
+            compress_threshold=rng.choice((0, 0, 6, 14)),
+            min_tokens=rng.choice((0, 0, 7)),
+            stateful=rng.random() < 0.25,
+            interval=rng.choice((0, 3, 8)),
+            cold_max=rng.choice((0, 12)),
+            rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90, decode=decode_steps))),
+        )
+
+    def some_jobs(self) -> list[Job]:
+        """New prompts, continued ones, and ones that leave a common path half-way."""
+        rng, jobs = self.rng, list[Job]()
+        for _ in range(rng.randint(1, 10)):
+            stem: Tokens = ()
+            if jobs and rng.random() < 0.8:
+                earlier = rng.choice(jobs)
+                said = answer_of(earlier.prompt, earlier.sampling.seed, rng.randint(0, 8))
+                stem = (*earlier.prompt, *said)[: rng.choice((8, 16, 30))]
+            prompt = (*stem, *(rng.randint(1, 10) for _ in range(rng.randint(1, 14))))
+            compress, speculate = (rng.random() < 0.9 for _ in range(2))
+            sampling = Sampling(seed=rng.randint(0, 1))
+            scope, stops = rng.choice(SCOPES), rng.choice(((), (0,), (0, 3)))
+            messages = tuple(at for at in range(1, len(prompt) + 1) if rng.random() < 0.3)
+            jobs.append(Job(prompt, rng.randint(1, 9), sampling, stops, scope, messages, compress, speculate))
+        return jobs
+
+    def remember(self, jobs: list[Job]) -> None:
+        """What an earlier life of the server left in the store."""
+        for job in jobs:
+            for prompt in (job.prompt, shortened(job.prompt)):
+                if self.rng.random() < 0.4:
+                    self.store.keep(prompt[: self.rng.randint(1, len(prompt))])
+                if self.settings.stateful:
+                    kept = [tokens for tokens in self.store.kept if self.rng.random() < 0.5]
+                    self.store.marks.update(kept)
+                if self.rng.random() < 0.2:
+                    self.store.recent.append(prompt)
+            if self.rng.random() < 0.3:
+                self.store.memo[job.prompt] = shortened(job.prompt)
+
+    def run(self) -> None:
+        waiting = list(enumerate(self.jobs))
+        while waiting or self.busy():
+            assert len(self.history) < EVENTS_MAX, "a schedule without an end"
+            if waiting and (self.rng.random() < self.arrivals or not self.busy()):
+                number, job = waiting.pop(0)
+                self.submit(RequestId(number), job)
+            elif self.clients and self.rng.random() < self.cancels:
+                self.cancel(self.rng.choice(list(self.clients)))
+            else:
+                self.rng.choice(self.possible())()
+        self.check_the_end()
+
+    def busy(self) -> bool:
+        return bool(self.answers or self.entering or self.loading or self.device.lane)
+
+    def possible(self) -> list[Callable[[], None]]:
+        steps = [
+            (self.answers, self.deliver),
+            (self.entering, self.enter),
+            (self.loading, self.load),
+            (self.device.lane, self.work),
+        ]
+        return [step for queue, step in steps if queue]
+
+    def submit(self, request: RequestId, job: Job) -> None:
+        self.clients[request] = Client(job, job.prompt)
+        self.feed(request, Submitted(job))
+
+    def cancel(self, request: RequestId) -> None:
+        reason = self.rng.choice(REASONS)
+        client = self.clients[request]
+        if client.closing is None:
+            client.cancelled.add(reason)
+        self.feed(request, Cancelled(reason))
+
+    def deliver(self) -> None:
+        request, outcome = self.answers.pop(self.rng.randrange(len(self.answers)))
+        self.launched.discard(request)
+        client = self.clients[request]
+        before = None if client.closing else len(client.tokens)
+        self.feed(request, outcome)
+        if before is not None and isinstance(outcome, Decoded):
+            client.count(outcome, len(client.tokens) - before)
+
+    def enter(self) -> None:
+        self.device.lane.append(self.entering.pop(0))
+
+    def load(self) -> None:
+        ask = self.loading.pop(self.rng.randrange(len(self.loading)))
+        found = self.store.find(ask.request, ask.effect) if isinstance(ask.effect, FindPrefix) else self.store.load(ask)
+        if isinstance(found, Transfer):
+            self.device.lane.append(found)
+        else:
+            self.answers.append((ask.request, found))
+
+    def work(self) -> None:
+        self.answers += self.device.step()
+
+    def feed(self, request: RequestId, event: Event) -> None:
+        self.world, outs = advance(self.world, request, event)
+        self.history.append((request, event, outs))
+        check(self.world)
+        for out in outs:
+            self.carry_out(out)
+
+    def carry_out(self, out: Out) -> None:
+        match out:
+            case Launch(asks):
+                assert not self.launched, "two launches at once"
+                self.launched = {ask.request for ask in asks}
+                self.entering.append(out)
+            case Ask(request, OpenSlot() as opening):
+                assert request not in self.launched
+                self.clients[request].served = opening.prompt
+                self.device.lane.append(out)
+            case Ask(_, ReleasePrefix() as release):
+                self.store.release(release)
+            case Ask(request, ReportProgress() | EmitTokens() | CloseStream() as said):
+                self.clients[request].hear(said)
+            case Ask(request, Abandon()):
+                self.abandon(request)
+            case Ask():
+                assert out.effect.outcomes
+                self.loading.append(out)
+
+    def abandon(self, request: RequestId) -> None:
+        """A flag for what is in flight, on each lane, and for nothing that is asked later."""
+        if request in self.launched - {waiting for waiting, _ in self.answers}:
+            self.device.abandoned.add(request)
+        moving = [one.ask for one in self.device.lane if isinstance(one, Transfer)]
+        if request in {ask.request for ask in (*self.loading, *moving)}:
+            self.store.abandoned.add(request)
+
+    def check_the_end(self) -> None:
+        world, device = self.world, self.device
+        assert not world.requests, "a request outlived its end"
+        assert not world.slots.waiting
+        assert world.lane.waiting == world.lane.running == ()
+        assert not self.store.leases, "a lease was never released"
+        assert not world.models.draft.leases
+        assert device.draft == world.models.draft.place
+        assert self.failures or device.draft == IDLE[self.settings.residency.draft], "the draft was never parked"
+        for slot, real in zip(world.slots.slots, device.slots, strict=True):
+            rows = len(slot.tokens)
+            assert slot.holder is None
+            assert real.broken or real.rows[:rows] == rows_of(slot.tokens), "a slot does not have what it is said to"
+        for client in self.clients.values():
+            client.check(self.settings, failures=self.failures > 0)
+        for request, tokens in self.store.asked:
+            self.clients[request].check_kept(self.settings, tokens, self.store.shared.get(request, 0))
+
+    def replay(self) -> None:
+        """Fold what happened again: the same asks at every step, and the same world at the end."""
+        world = begin(self.settings)
+        for request, event, outs in self.history:
+            world, again = advance(world, request, event)
+            assert again == outs, "a history does not replay"
+        assert world == self.world

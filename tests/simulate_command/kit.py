@@ -1,0 +1,89 @@
+"""Small logs and small servers for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from effects.ids import RequestId, Tokens
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
+from effects.restore import RestoreBlocks
+from effects.scope import Scope
+from engine.simulation.costs import Costs
+from engine.simulation.keeping import Keeping
+from engine.simulation.logs.requests import Agent, Request, Session, made_up
+from engine.simulation.process import Process
+from engine.simulation.run import Run, Setup, fitted
+from states.invariants import check
+from states.life import Event
+from states.settings import Settings
+
+SECOND = 1_000_000_000
+BLOCK_SIZE = 4
+COSTS = Costs(token_bytes=16, file=0)
+ENDLESS = 1 << 40
+
+
+def request(at_s: float, *pieces: Tokens, answer: int = 3, boundaries: Tokens = (), pause_s: float = 0) -> Request:
+    said = made_up(f"{at_s} {pieces} answer", answer)
+    return Request(round(at_s * SECOND), pieces, said, boundaries, round(pause_s * SECOND))
+
+
+def agent(name: str, turns: int, *, first: int = 40, more: int = 24, every_s: float = 60) -> Agent:
+    """Each prompt begins with the one before it."""
+    pieces = [made_up(f"{name} {turn}", more if turn else first) for turn in range(turns)]
+    return Agent(tuple(request(turn * every_s, *pieces[: turn + 1]) for turn in range(turns)))
+
+
+def session(name: str, turns: int, **how: Any) -> Session:
+    return Session(name, (agent(name, turns, **how),))
+
+
+def setup(sessions: list[Session], **how: Any) -> Setup:
+    """Small blocks, room for everything, one process."""
+    settings = Settings(slots=how.pop("slots", 2), chunk=16, block_size=BLOCK_SIZE, store=True, rates=COSTS.rates())
+    chosen: dict[str, Any] = {"disk_budget": ENDLESS, "host_budget": 0} | how
+    return Setup(fitted(settings, sessions), COSTS, **chosen)
+
+
+def run(sessions: list[Session], scope: Scope | None = Scope(), **how: Any) -> Run:  # noqa: B008 - a frozen value
+    one = Run(setup(sessions, **how), sessions, scope)
+    one.run()
+    return one
+
+
+def watch(monkeypatch: Any) -> list[str]:
+    """Check the world after every event, and that what is found and loaded are the very tokens that were asked for."""
+    seen = list[str]()
+    feed, find, load = Process.feed, Keeping.find, Keeping.load
+    prompts: dict[int, Tokens] = {}
+
+    def checked_feed(self: Process, request: RequestId, event: Event) -> None:
+        feed(self, request, event)
+        check(self.world)
+        seen.append(type(event).__name__)
+
+    def checked_find(self: Keeping, effect: FindPrefix) -> PrefixFound | PrefixMissed:
+        outcome = find(self, effect)
+        if isinstance(outcome, PrefixFound):
+            prompts[outcome.lease] = effect.prompt
+            assert effect.beyond < outcome.length < len(effect.prompt)
+        return outcome
+
+    def checked_load(self: Keeping, effect: RestoreBlocks) -> int:
+        lease, wanted = self.store.lease(effect.lease), prompts[effect.lease]
+        assert effect.start < effect.stop <= lease.length
+        at = 0
+        for part in lease.parts:
+            assert part.start == at
+            at = part.stop
+            kept = memoryview(part.entry.tokens).cast("i").tolist()
+            first = part.entry.start
+            assert tuple(kept[part.start - first : part.stop - first]) == wanted[part.start : part.stop]
+            index = self.store.host if part.place == "host" else self.store.disk.index  # type: ignore[union-attr]
+            assert index.entries.get(part.entry.handle) is part.entry, "what is loaded is there"
+        return load(self, effect)
+
+    monkeypatch.setattr(Process, "feed", checked_feed)
+    monkeypatch.setattr(Keeping, "find", checked_find)
+    monkeypatch.setattr(Keeping, "load", checked_load)
+    return seen

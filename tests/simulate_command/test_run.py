@@ -1,0 +1,144 @@
+"""The real machine on a virtual clock: what is found, kept, lost and counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effects.scope import parse
+from engine.simulation.logs.requests import Agent, Session, made_up
+from engine.simulation.run import Run
+from tests.simulate_command.kit import BLOCK_SIZE, COSTS, agent, request, run, session, watch
+
+FOUR = [session(name, turns) for name, turns in (("a", 6), ("b", 5), ("c", 4), ("d", 6))]
+
+
+def found(one: Run) -> list[int]:
+    return [count.found for count in one.tally.counts.values()]
+
+
+def test_with_room_for_everything_nothing_is_missed_whatever_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(monkeypatch)
+    for restart_every in (0, 1, 4):
+        one = run(FOUR, restart_every=restart_every)
+        counts = one.tally.counts.values()
+        assert [count.found for count in counts] == [count.infinite for count in counts]
+        assert sum(count.found for count in counts) > 0.5 * sum(count.prompt for count in counts)
+        assert one.figures().written_of_unique == pytest.approx(1, abs=0.3), "token ids are written with the rows"
+        assert one.figures().evictions == 0
+    assert {"PrefixFound", "PrefixMissed", "BlocksRestored", "SnapshotSaved", "PrefillAdvanced", "Decoded"} <= set(seen)
+
+
+def test_a_restart_loses_slots_and_host_memory_and_keeps_the_disk() -> None:
+    alone = [session("a", 5)]
+    disk = run(alone, restart_every=1)
+    assert len(disk.tally.restarts) == 4
+    assert {count.tier for count in disk.tally.counts.values()} == {"none", "disk"}
+    memory = run(alone, restart_every=1, disk_budget=0, host_budget=1 << 30)
+    assert found(memory) == [0] * 5
+    assert found(run(alone, disk_budget=0, host_budget=1 << 30)) == found(disk)
+
+
+def test_what_left_the_slots_comes_back_from_host_memory_or_disk() -> None:
+    many = [session(name, 4) for name in "abcdef"]
+    assert {count.tier for count in run(many, slots=1, host_budget=1 << 30).tally.counts.values()} == {"none", "host"}
+    assert "disk" in {count.tier for count in run(many, slots=1).tally.counts.values()}
+
+
+def test_a_budget_is_kept_and_evicts() -> None:
+    budget = 400 * COSTS.token_bytes
+    one = run(FOUR, restart_every=1, disk_budget=budget)
+    assert one.disk.index.held <= budget
+    assert one.figures().evictions > 0
+    assert one.figures().hit_tokens < one.figures().infinite_hit_tokens
+
+
+def test_scopes_limit_what_is_written() -> None:
+    written = {word: run(FOUR, parse(word), restart_every=1).figures() for word in ("off", "20", "auto", "full")}
+    assert written["off"].written_bytes == written["off"].hit_tokens == 0
+    assert 0 < written["20"].written_bytes < written["auto"].written_bytes < written["full"].written_bytes
+    assert written["20"].selected_mean == 20
+    assert written["20"].whole_hits == 21 - 4, "all but each session's first"
+    assert written["auto"].whole_hits == 0, "each selects all of the prompt before, of which less is kept"
+    assert written["auto"].hit_tokens > written["20"].hit_tokens
+
+
+def test_without_a_cache_nothing_is_shared_and_first_tokens_take_longest() -> None:
+    none, full = run(FOUR, None).figures(), run(FOUR).figures()
+    assert (none.hit_tokens, none.written_bytes, none.scope) == (0, 0, "no cache")
+    assert none.infinite_hit_tokens == full.infinite_hit_tokens
+    assert none.first_token_ms[0] > full.first_token_ms[0]
+
+
+def test_an_agent_waits_for_its_answer_and_takes_its_pause() -> None:
+    hasty = Session(
+        "h", (Agent((request(0, made_up("x", 400), answer=50), request(0.001, made_up("y", 9), pause_s=7))),)
+    )
+    first, second = run([hasty]).tally.counts.values()
+    assert second.sent == first.closed + 7_000_000_000
+
+
+def test_a_subagent_runs_beside_its_parent() -> None:
+    parent, child = agent("parent", 3, every_s=0), agent("child", 3, every_s=0)
+    counts = list(run([Session("s", (parent, child))]).tally.counts.values())
+    assert [count.sent for count in counts[:2]] == [0, 0]
+    assert max(count.sent for count in counts[:4]) < min(count.closed for count in counts[2:])
+
+
+def test_sessions_run_in_rounds_whose_clocks_start_together() -> None:
+    one = run([session(name, 3) for name in "abcd"], interleave=2)
+    counts = list(one.tally.counts.values())
+    assert len(counts) == 12
+    first, second = counts[:6], counts[6:]
+    assert min(count.sent for count in second) >= max(count.closed for count in first)
+    assert second[0].sent == second[1].sent
+
+
+def test_sessions_of_one_clock_keep_its_times_unless_they_run_in_rounds() -> None:
+    early = Session("early", (Agent((request(1000, made_up("e", 9)),)),), absolute=True)
+    late = Session("late", (Agent((request(1500, made_up("l", 9)),)),), absolute=True)
+    assert [count.sent for count in run([early, late]).tally.counts.values()] == [0, 500 * 10**9]
+    rounds = run([late, early], interleave=2).tally.counts.values()
+    assert [count.sent for count in rounds] == [0, 0]
+
+
+def test_the_same_logs_give_the_same_figures() -> None:
+    again: dict[str, Any] = {"restart_every": 3, "disk_budget": 500 * COSTS.token_bytes, "interleave": 3}
+    assert run(FOUR, **again).figures() == run(FOUR, **again).figures()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataObject) -> None:
+    """Sequences from few pieces, so that they meet and part; any budget, any scope, any restart."""
+    words = [made_up(f"word {number}", length) for number, length in enumerate((3, 8, 16, 24, 40))]
+    piece = st.sampled_from(words)
+    agents = st.lists(st.lists(st.lists(piece, min_size=1, max_size=6), min_size=1, max_size=4), min_size=1, max_size=4)
+    sessions = [
+        Session(
+            str(number),
+            (Agent(tuple(request(at, *prompt, boundaries=(len(prompt[0]),)) for at, prompt in enumerate(prompts))),),
+        )
+        for number, prompts in enumerate(data.draw(agents))
+    ]
+    scope = parse(data.draw(st.sampled_from(("off", "full", "auto:1", "auto", "12"))))
+    one = run(
+        sessions,
+        scope,
+        slots=data.draw(st.integers(1, 3)),
+        restart_every=data.draw(st.integers(0, 3)),
+        disk_budget=data.draw(st.sampled_from((0, 600, 4000, 1 << 30))),
+        host_budget=data.draw(st.sampled_from((0, 1000, 1 << 30))),
+    )
+    for count in one.tally.counts.values():
+        assert count.found <= count.infinite
+        assert count.restored <= count.found < count.prompt
+        assert not count.found % BLOCK_SIZE
+        assert count.sent < count.first <= count.closed
+    assert len(one.tally.counts) == sum(one.count for one in sessions)
+    assert not one.process.keeping.store._leases  # noqa: SLF001
+    assert all(not entry.leases for entry in one.disk.index.entries.values())
+    assert one.disk.index.held <= one.disk.index.budget

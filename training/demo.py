@@ -1,0 +1,161 @@
+"""Trains the demo target from nothing: corpus, tokenizer, training, export, exams, model card.
+
+`python -m training.demo` needs a CUDA device; `--smoke` shows on any machine that every step works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import torch
+from attrs import frozen
+from tokenizers import Tokenizer
+
+from adapters.demo import FOLDER
+from training.batches import Batches
+from training.card import write_card
+from training.corpus import MOST, Corpus, HeldOut, read_corpus
+from training.evaluate import evaluate
+from training.export import export, load
+from training.model import Qwen3
+from training.packages import MORE, PACKAGES
+from training.recipe import TARGET, TOKENIZER_TASKS, Recipe, smallest
+from training.tokenizer import train_tokenizer
+from training.train import Progress, Stage, digest, train
+from training.words import Source
+
+
+def prepare(work: Path) -> tuple[Corpus, Tokenizer]:
+    """The corpus and the tokenizer, made now or taken from `work` as an earlier call left them there.
+
+    Packages that nothing but the corpus wants are looked for in the folder `packages` of `work`."""
+    work.mkdir(parents=True, exist_ok=True)
+    corpus_file, tokenizer_file = work / "corpus.json.xz", work / "tokenizer.json"
+    if not corpus_file.exists():
+        sys.path.append(str(work / "packages"))
+        read_corpus().save(corpus_file)
+    corpus = Corpus.load(corpus_file)
+    print(
+        f"corpus: Python {corpus.python}, {len(corpus.train)} files, {len(corpus.held_out)} of the library and "
+        f"{len(corpus.held_out_packages)} of packages held out, {len(corpus.apart)} of packages apart, {corpus.digest}"
+    )
+    if not tokenizer_file.exists():
+        train_tokenizer(corpus, TOKENIZER_TASKS).save(str(tokenizer_file), pretty=False)
+    return corpus, Tokenizer.from_file(str(tokenizer_file))
+
+
+@frozen
+class Limits:
+    """`seconds`: of training.  `first`: the stage to begin with, from what is in the checkpoint folder; the number of
+    stages, to sit the exams alone."""
+
+    seconds: float
+    workers: int
+    first: int
+
+
+def run(recipe: Recipe, work: Path, out: Path, limits: Limits) -> dict[str, float]:
+    """Train by the recipe and write the checkpoint to `out`, after every stage; then the exams and the model card."""
+    corpus, tokenizer = prepare(work)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    source, notes = Source(corpus.train), work / "target.json"
+
+    def batches(stage: Stage, seed: int) -> Batches:
+        return Batches(tokenizer, source, stage.mixture, stage.shape, seed, stage.whole)
+
+    torch.manual_seed(recipe.seed)
+    model = (load(out, device, torch.float32) if limits.first else Qwen3(recipe.geometry)).to(device)
+
+    def save(progress: Progress) -> None:
+        export(model, tokenizer, out)
+        progress.save(notes)
+
+    progress = train(
+        model,
+        batches,
+        recipe.stages,
+        rates=recipe.rates,
+        seed=recipe.seed,
+        seconds=limits.seconds,
+        workers=limits.workers,
+        after=save,
+        first=limits.first,
+        before=Progress.load(notes) if limits.first else None,
+    )
+    trained = describe(recipe, corpus, progress, load(out, "cpu", torch.float32), device)
+    print(json.dumps(trained), flush=True)
+    began = time.monotonic()
+    shipped = load(out, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    measured = evaluate(shipped, tokenizer, HeldOut.of(corpus), recipe.questions)
+    (out / "README.md").write_text(write_card(trained, measured), encoding="utf-8")
+    print(f"training took {progress.seconds:.0f} s, the exams {time.monotonic() - began:.0f} s", flush=True)
+    return measured
+
+
+def describe(recipe: Recipe, corpus: Corpus, progress: Progress, model: Qwen3, device: torch.device) -> dict[str, Any]:
+    """What the model card tells about a run."""
+    stages = ", then ".join(
+        f"{progress.steps.get(stage.name, 0)} steps of {stage.shape.rows} windows of {stage.shape.length} tokens"
+        for stage in recipe.stages
+    )
+    licences = PACKAGES | MORE
+    sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary", "context")
+    return {name: getattr(recipe.geometry, name) for name in sizes} | {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()) / 1e6,
+        "python": corpus.python,
+        "digest": corpus.digest,
+        "files": len(corpus.train),
+        "held_out": len(corpus.held_out),
+        "held_out_packages": len(corpus.held_out_packages),
+        "apart": len(corpus.apart),
+        "packages_apart": ", ".join(corpus.packages_apart),
+        "packages": filled("; ".join(f"{package} ({licences[package.split()[0]]})" for package in corpus.packages)),
+        "most": MOST / 1e6,
+        "megabytes": sum(map(len, corpus.train)) / 1e6,
+        "seed": recipe.seed,
+        "matrices": recipe.rates.matrices,
+        "others": recipe.rates.others,
+        "falling": recipe.rates.falling,
+        "stages": stages,
+        "tokens": progress.tokens / 1e6,
+        "seconds": progress.seconds,
+        "decay": recipe.rates.decay,
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "weights": digest(model),
+        "questions": recipe.questions,
+    }
+
+
+def filled(text: str) -> str:
+    return fill(text, 120, break_on_hyphens=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="checkpoint folder to write (the package's own demo)")
+    parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus and the tokenizer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of training")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
+    parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
+    arguments = parser.parse_args()
+    if arguments.smoke and arguments.out == FOLDER:
+        parser.error("--smoke would overwrite the demo: give another --out")
+    if not arguments.smoke and not torch.cuda.is_available():
+        parser.error("training needs a CUDA device; --smoke works without")
+    recipe = smallest(TARGET) if arguments.smoke else TARGET
+    run(recipe, arguments.work, arguments.out, Limits(arguments.seconds, arguments.workers, arguments.first))
+
+
+if __name__ == "__main__":
+    main()

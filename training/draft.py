@@ -1,0 +1,239 @@
+"""Trains the demo's draft on the demo's target: what the target says, training, export, exams, model card.
+
+`python -m training.draft` needs a CUDA device; `--smoke` shows on any machine that every step works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+from tokenizers import Tokenizer
+
+from adapters.demo import FOLDER
+from training.batches import Batches, Mixture, Shape
+from training.chat_format import MASK
+from training.corpus import HeldOut
+from training.demo import prepare
+from training.draft_card import write_draft_card
+from training.draft_evaluate import SUBJECTS, TEMPERATURE, answer_all, evaluate_draft
+from training.draft_export import export_draft, load_draft
+from training.draft_model import Draft, DraftGeometry
+from training.draft_train import SPOKEN, DraftLoss, Pool, Speech, blocks_a_row, let_speak, mixed
+from training.export import load
+from training.model import Qwen3
+from training.recipe import LONG, SHORT
+from training.tasks import code, continue_code, copy_chat
+from training.tools import tool_chat
+from training.train import Progress, Rates, Stage, digest, train
+from training.words import Source
+
+
+def with_less_code(mixture: Mixture) -> Mixture:
+    """Most of each batch is code that the target wrote: of real code, a little is enough."""
+    return {**mixture, code: 0.06, continue_code: 0.04, copy_chat: 0.08, tool_chat: 0.12}
+
+
+@frozen
+class DraftRecipe:
+    """`speeches`: what the target says first, by the length of the stages that learn from it."""
+
+    speeches: Mapping[int, Speech]
+    stages: tuple[Stage, ...]
+    geometry: DraftGeometry = field(factory=DraftGeometry)
+    rates: Rates = field(factory=lambda: Rates(matrices=4e-3, others=2e-3, falling=0.7))
+    blocks: int = 512
+    """Most blocks a row; an eighth of its tokens if that is less."""
+
+    seed: int = 3
+    speaking: float = 0.15
+    """Of the time for training, how much more the target may spend on each of the speeches."""
+
+    questions: int = 48
+    """Prompts a subject in the evaluation."""
+
+    saving: int = 4
+    """Prompts a subject of code when a stage ends."""
+
+
+BLOCKS = (8, 16)
+"""Blocks that the exams are sat with: the server's widths."""
+
+SHORTER, LONGER = with_less_code(SHORT), with_less_code(LONG)
+
+DRAFT = DraftRecipe(
+    {
+        1024: Speech(rows=3072, rounds=16, least=32, most=768, answer=256),
+        8192: Speech(rows=256, rounds=4, least=1536, most=7900, answer=256),
+    },
+    (
+        *(Stage(f"1k {part}", Shape(64, 1024), SHORTER, steps=1000, share=0.25, whole=0.3) for part in "abc"),
+        Stage("8k", Shape(8, 8192), LONGER, steps=500, share=0.25, whole=0.6),
+    ),
+)
+
+
+def smallest_draft(recipe: DraftRecipe) -> DraftRecipe:
+    """The same run, so small that it takes a CPU a minute: shows that every step of it works."""
+    lengths = dict(zip(sorted(recipe.speeches), (128, 192), strict=True))
+    return evolve(
+        recipe,
+        speeches={
+            lengths[length]: evolve(speech, rows=3, rounds=1, least=32, most=64, answer=32)
+            for length, speech in recipe.speeches.items()
+        },
+        stages=tuple(evolve(stage, shape=Shape(2, lengths[stage.shape.length]), steps=2) for stage in recipe.stages),
+        questions=1,
+        saving=1,
+    )
+
+
+@frozen
+class Folders:
+    """`target`: its checkpoint folder. `out`: the draft's, to be written. `work`: keeps the corpus."""
+
+    target: Path
+    out: Path
+    work: Path
+
+
+@frozen
+class Limits:
+    """`seconds`: of training.  `workers`: processes for batches.  `first`: the stage to begin with, from what is in the
+    draft's folder; the number of stages, to sit the exams alone."""
+
+    seconds: float
+    workers: int
+    first: int
+
+
+def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict[str, float]]:
+    """Train by the recipe and write the checkpoint. Gives tokens a round by subject and way of decoding."""
+    corpus, _ = prepare(folders.work)
+    tokenizer = Tokenizer.from_file(str(folders.target / "tokenizer.json"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # attention under a mask: the kernels that have always had it
+    torch.manual_seed(recipe.seed)
+    target = load(folders.target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    target.requires_grad_(requires_grad=False)
+    if limits.first:
+        draft = load_draft(folders.out, device, torch.float32)
+    else:
+        draft = Draft(evolve(recipe.geometry, target=target.geometry)).to(device)
+        draft.inherit(target)
+    source, names = Source(corpus.train), [stage.name for stage in recipe.stages]
+    pools = {
+        length: let_speak(
+            target,
+            Batches(tokenizer, source, {code: 1.0}, Shape(min(speech.rows, 128), speech.most), seed=length),
+            speech,
+            length + 1,
+            seconds=limits.seconds * recipe.speaking,
+            workers=limits.workers,
+        )
+        for length, speech in recipe.speeches.items()
+    }
+    codes = [subject for subject in SUBJECTS if subject.name.startswith("code")]
+    few = answer_all(target, tokenizer, HeldOut.of(corpus), recipe.saving, (0.0, TEMPERATURE), subjects=codes)
+    notes = folders.work / "draft.json"
+
+    def batches(stage: Stage, seed: int) -> Batches:
+        own = 100 * seed + names.index(stage.name)  # no two stages see the same batches
+        plain = Batches(tokenizer, source, stage.mixture, stage.shape, own, stage.whole)
+        return mixed(plain, pools[stage.shape.length])
+
+    def save(progress: Progress) -> None:
+        export_draft(draft, folders.out)
+        progress.save(notes)
+        evaluate_draft(draft, target, few, (recipe.geometry.block,))
+
+    progress = train(
+        DraftLoss(draft, target, recipe.blocks),
+        batches,
+        recipe.stages,
+        rates=recipe.rates,
+        seed=recipe.seed,
+        seconds=limits.seconds,
+        workers=limits.workers,
+        after=save,
+        first=limits.first,
+        before=Progress.load(notes) if limits.first else None,
+    )
+    trained = describe(recipe, pools, progress, draft, target) | {"ended": ended(limits.seconds)}
+    print(json.dumps(trained), flush=True)
+    shipped = load_draft(folders.out, device, next(target.parameters()).dtype)
+    began = time.monotonic()
+    answered = answer_all(target, tokenizer, HeldOut.of(corpus), recipe.questions, (0.0, TEMPERATURE))
+    measured = evaluate_draft(shipped, target, answered, BLOCKS)
+    (folders.out / "README.md").write_text(write_draft_card(trained, measured, TEMPERATURE), encoding="utf-8")
+    print(f"training took {progress.seconds:.0f} s, the exams {time.monotonic() - began:.0f} s", flush=True)
+    return measured
+
+
+def ended(seconds: float) -> str:
+    """What the model card tells about a run that the clock ended."""
+    return "" if math.isinf(seconds) else f' This one was ended by the clock, with `ARGS="--seconds {seconds:g}"`.'
+
+
+def describe(
+    recipe: DraftRecipe, pools: Mapping[int, Pool], progress: Progress, draft: Draft, target: Qwen3
+) -> dict[str, Any]:
+    """What the model card tells about a run."""
+    stages = "\n".join(
+        f"* {progress.steps.get(stage.name, 0)} steps of {stage.shape.rows} windows of {stage.shape.length} tokens and "
+        f"{stage.shape.rows * blocks_a_row(recipe.blocks, stage.shape.length)} blocks"
+        for stage in recipe.stages
+    )
+    return {
+        "parameters": sum(parameter.numel() for parameter in draft.parameters()) / 1e6,
+        "layers": draft.geometry.layers,
+        "taps": ", ".join(map(str, draft.geometry.aux_layers)),
+        "target_layers": target.geometry.layers,
+        "block": draft.geometry.block,
+        "mask": MASK,
+        "cache": 2 * draft.geometry.layers * target.geometry.kv_heads * target.geometry.head_dim * 2,
+        "target_weights": digest(target),
+        "weights": digest(draft),
+        "spoken": f"{SPOKEN:.0%}",
+        "said": sum(len(pool.tokens) * pool.answer for pool in pools.values()) / 1e6,
+        "stages": stages,
+        "matrices": recipe.rates.matrices,
+        "others": recipe.rates.others,
+        "falling": recipe.rates.falling,
+        "seconds": progress.seconds,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "questions": recipe.questions,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=FOLDER, help="checkpoint folder of the target")
+    parser.add_argument("--out", type=Path, default=FOLDER / "draft", help="checkpoint folder to write")
+    parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of training")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
+    parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
+    arguments = parser.parse_args()
+    if arguments.smoke and arguments.out == FOLDER / "draft":
+        parser.error("--smoke would overwrite the demo's draft: give another --out")
+    if not arguments.smoke and not torch.cuda.is_available():
+        parser.error("training needs a CUDA device; --smoke works without")
+    recipe = smallest_draft(DRAFT) if arguments.smoke else DRAFT
+    folders = Folders(arguments.target, arguments.out, arguments.work)
+    run(recipe, folders, Limits(arguments.seconds, arguments.workers, arguments.first))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""DFlash for training: the published parameters, and one forward over many blocks of the same sequences.
+
+A draft proposes a block of tokens at once: the anchor, which is known, and a mask in every other slot. Its layers all
+attend to what the target left at the tokens before the anchor (the context: the outputs of some target layers, fused
+into one vector a token) and to every slot of the block. Embedding and head are the target's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+from torch.nn import functional
+
+from training.chat_format import CONTROLS, MASK
+from training.model import Attention, Geometry, Layer, Norm, Qwen3, rotate
+
+MASK_ID = CONTROLS.index(MASK)
+GROUP = 32
+"""Blocks that share one copy of the context's keys in a forward."""
+
+
+@frozen
+class DraftGeometry:
+    """`layers` layers of the target's own sizes. `aux_layers`: target layers whose outputs it reads, from 0,
+    ascending."""
+
+    target: Geometry = field(factory=Geometry)
+    layers: int = 3
+    aux_layers: tuple[int, ...] = (1, 3, 5, 7, 9)
+    block: int = 16
+    """Slots of a block in training, the anchor's included; fewer may be used later, more may not."""
+
+
+class Draft(nn.Module):
+    """`state_dict` has the names and shapes of a published DFlash checkpoint."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, geometry: DraftGeometry) -> None:
+        super().__init__()
+        target = geometry.target
+        self.geometry = geometry
+        self.fc = nn.Linear(len(geometry.aux_layers) * target.hidden, target.hidden, bias=False)
+        self.hidden_norm = Norm(target.hidden, target.eps)
+        self.layers = nn.ModuleList(Layer(target) for _ in range(geometry.layers))
+        self.norm = Norm(target.hidden, target.eps)
+        powers = torch.arange(0, target.head_dim, 2).double() / target.head_dim
+        turns = torch.outer(torch.arange(target.context + geometry.block).double(), target.theta**-powers)
+        self.register_buffer("cos", turns.cos().float(), persistent=False)
+        self.register_buffer("sin", turns.sin().float(), persistent=False)
+
+    @torch.no_grad()
+    def inherit(self, target: Qwen3) -> None:
+        """Begin with the target's last layers and last norm, and with its last auxiliary layer, a little disturbed, as
+        context."""
+        for mine, other in zip(self.layers, target.model.layers[-len(self.layers) :], strict=True):
+            mine.load_state_dict(other.state_dict())
+        self.norm.load_state_dict(target.model.norm.state_dict())
+        size = self.geometry.target.hidden
+        self.fc.weight.normal_(std=0.3 / math.sqrt(self.fc.in_features))
+        self.fc.weight[:, -size:] += torch.eye(size, device=self.fc.weight.device)
+
+    def context(self, aux_layers: Tensor) -> Tensor:
+        """Auxiliary hidden states [rows, length, auxiliary layers * hidden] to the context [rows, length, hidden]."""
+        return self.hidden_norm(self.fc(aux_layers))
+
+    def forward(self, context: Tensor, blocks: Tensor, anchors: Tensor) -> Tensor:
+        """Hidden states of every slot after the last norm, for the target's head.
+
+        context: [rows, length, hidden], of positions 0, 1, ...  blocks: embeddings [rows, blocks, slots, hidden].
+        anchors: [rows, blocks], the position of each block's first slot; a block sees the context before it.
+        """
+        rows, count, slots, _ = blocks.shape
+        length = context.shape[1]
+        group = math.gcd(count, GROUP)
+        places = (anchors.unsqueeze(-1) + torch.arange(slots, device=anchors.device)).flatten(1)
+        own = self.cos[places].unsqueeze(1), self.sin[places].unsqueeze(1)
+        before = self.cos[:length], self.sin[:length]
+        visible = visible_keys(anchors.reshape(-1, group), length, slots)
+        x = blocks.reshape(rows, count * slots, -1)
+        for layer in layers_of(self.layers):
+            h = layer.input_layernorm(x)
+            x = x + attend(layer.self_attn, h, context, (own, before), visible)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x).view(rows, count, slots, -1)
+
+
+def layers_of(modules: nn.ModuleList) -> list[Layer]:
+    """A model's layers, as what they are."""
+    return [module for module in modules if isinstance(module, Layer)]
+
+
+Angles = tuple[Tensor, Tensor]
+
+
+def attend(attention: Attention, x: Tensor, context: Tensor, angles: tuple[Angles, Angles], visible: Tensor) -> Tensor:
+    """x: [rows, blocks * slots, hidden].  angles: of x and of the context.  visible: [rows * groups, 1, group's slots,
+    length + group's slots], what each slot attends to: the context, then the slots of its group of blocks."""
+    rows, _, _ = x.shape
+    groups, slots = visible.shape[0] // rows, visible.shape[2]
+    heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.dim
+
+    def split(part: Tensor, count: int) -> Tensor:
+        return part.view(rows, -1, count, dim).transpose(1, 2)
+
+    def grouped(part: Tensor, count: int) -> Tensor:
+        """[rows, heads, groups * slots, dim] to [rows * groups, heads, slots, dim]."""
+        return part.view(rows, count, groups, slots, dim).transpose(1, 2).reshape(-1, count, slots, dim)
+
+    def shared(part: Tensor) -> Tensor:
+        """The context's [rows, heads, length, dim], once for every group."""
+        return part.unsqueeze(1).expand(-1, groups, -1, -1, -1).flatten(0, 1)
+
+    own, before = angles
+    q = rotate(attention.q_norm(split(attention.q_proj(x), heads)), own)
+    k = rotate(attention.k_norm(split(attention.k_proj(x), kv_heads)), own)
+    context_k = rotate(attention.k_norm(split(attention.k_proj(context), kv_heads)), before)
+    v, context_v = (split(attention.v_proj(part), kv_heads) for part in (x, context))
+    keys = torch.cat((shared(context_k), grouped(k, kv_heads)), -2)
+    values = torch.cat((shared(context_v), grouped(v, kv_heads)), -2)
+    keys, values = (part.repeat_interleave(heads // kv_heads, 1) for part in (keys, values))
+    mixed = functional.scaled_dot_product_attention(grouped(q, heads), keys, values, attn_mask=visible)
+    mixed = mixed.view(rows, groups, heads, slots, dim).transpose(2, 3)
+    return attention.o_proj(mixed.reshape(rows, groups * slots, heads * dim))
+
+
+def visible_keys(anchors: Tensor, length: int, slots: int) -> Tensor:
+    """Groups of blocks [groups, blocks] to bool [groups, 1, blocks * slots, length + blocks * slots]."""
+    groups, blocks = anchors.shape
+    before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(slots, 1).unsqueeze(-1)
+    numbers = torch.arange(blocks, device=anchors.device).repeat_interleave(slots)
+    same = (numbers.unsqueeze(0) == numbers.unsqueeze(1)).expand(groups, -1, -1)
+    return torch.cat((before, same), -1).unsqueeze(1)
+
+
+def read(target: Qwen3, tokens: Tensor, aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What the target makes of tokens [rows, length]: hidden states after its last norm [rows, length, hidden], and
+    the outputs of the layers `aux_layers`, side by side [rows, length, auxiliary layers * hidden]."""
+    x = target.model.embed_tokens(tokens)
+    angles = target.cos[: tokens.shape[1]], target.sin[: tokens.shape[1]]
+    aux = []
+    for index, layer in enumerate(layers_of(target.model.layers)):
+        x = layer(x, angles)
+        if index in aux_layers:
+            aux.append(x)
+    return target.model.norm(x), torch.cat(aux, -1)
+
+
+def blocks_at(target: Qwen3, tokens: Tensor, anchors: Tensor, slots: int) -> Tensor:
+    """Embeddings [rows, blocks, slots, hidden] of the blocks that begin at `anchors` [rows, blocks] of tokens
+    [rows, length]: the anchor's token, then masks."""
+    ids = torch.full((*anchors.shape, slots), MASK_ID, device=tokens.device)
+    ids[..., 0] = tokens.gather(1, anchors)
+    return target.model.embed_tokens(ids)
+
+
+def head(target: Qwen3, hidden: Tensor) -> Tensor:
+    """Logits in float32 whatever the target's type: in bf16 the likeliest tokens would often tie. For no autocast."""
+    return functional.linear(hidden.float(), target.model.embed_tokens.weight.float())

@@ -1,0 +1,213 @@
+"""What the draft learns: to say what the target would say, at every slot of a block, as far as it is likely to get.
+
+The target is frozen and runs in the same step. Most of the text is its own continuations of code (it is wrong about
+code too often for the real one to serve), the rest are the tasks, whose answers it nearly always gives itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from random import Random
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.nn import functional
+
+from training.batches import Batch, Batches, Shape, row_random
+from training.draft_generate import generate
+from training.draft_model import Draft, blocks_at, head, read
+from training.model import Qwen3
+from training.tasks import split_room
+
+LEAST_WEIGHT = 0.5
+"""Tokens of less weight are nobody's answer: prompts, and code that only hides something."""
+
+DECAY = 7.0
+STRICTNESS = 1.0
+FLOOR = 0.3
+HARD = 0.4
+OVERLAP = 0.3
+WARMTH = 0.8
+"""The temperature of the exams and of the benchmarks, at which the target's distribution is to be met."""
+
+SPOKEN = 0.7
+"""Of a batch's rows, those that the target wrote."""
+
+
+class DraftLoss(nn.Module):
+    """The draft with a loss over `blocks` random blocks a row. The target is no part of its parameters."""
+
+    def __init__(self, draft: Draft, target: Qwen3, blocks: int) -> None:
+        super().__init__()
+        self.draft = draft
+        self._target = (target,)
+        self._blocks = blocks
+
+    def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        """Mean loss in nats a slot, by weight. tokens, weights: [rows, length + 1]."""
+        (target,) = self._target
+        tokens, weights = tokens.long(), weights.float()
+        slots = self.draft.geometry.block
+        with torch.no_grad():
+            hidden, aux_layers = read(target, tokens[:, :-1], self.draft.geometry.aux_layers)
+            anchors, places, counted = choose(weights, blocks_a_row(self._blocks, hidden.shape[1]), slots)
+            labels = tokens.gather(1, places.flatten(1)).view(places.shape)
+            rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+            with torch.autocast(tokens.device.type, enabled=False):
+                truth = head(target, hidden[rows, places.flatten(1) - 1]).view(*places.shape, -1)
+            blocks = blocks_at(target, tokens, anchors, slots).float()
+        out = self.draft(self.draft.context(aux_layers), blocks, anchors)
+        scores = target.logits(out[:, :, 1:]).float()
+        return block_loss(scores, truth, labels, counted)
+
+
+def blocks_a_row(most: int, length: int) -> int:
+    """An eighth of its tokens, or `most`."""
+    return min(most, length // 8)
+
+
+def choose(weights: Tensor, count: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`count` random anchors a row, from its answers: [rows, count]; the positions of the other slots' labels, and
+    whether they count, both [rows, count, slots - 1]. weights: [rows, length].
+
+    Anchors are drawn with repetition: a row counts the same however short its answers are. An anchor and what follows
+    it are of one answer: the anchor is what the target picked, and nobody drafts what a user says.
+    """
+    length = weights.shape[1]
+    said = weights > LEAST_WEIGHT
+    odds = weights[:, :-1] * said[:, :-1] * said[:, 1:]
+    anchors = torch.multinomial(odds + 1e-6, count, replacement=True)
+    places = anchors.unsqueeze(-1) + torch.arange(1, slots, device=weights.device)
+    inside = places < length
+    places = places.clamp(max=length - 1)
+    counted = said.gather(1, places.flatten(1)).view(places.shape) & inside
+    counted = counted & said.gather(1, anchors).unsqueeze(-1)
+    return anchors, places, counted.cumprod(-1) > 0
+
+
+def block_loss(scores: Tensor, truth: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+    """The draft's logits `scores` against the target's, `truth`, which knows the tokens before: both float32
+    [rows, blocks, slots, vocabulary].  labels, counted: [rows, blocks, slots], the tokens of the text, and where.
+
+    A slot's loss is partly the cross-entropy to the target's distribution at WARMTH, for sampling, and partly that to
+    its likeliest token, for greedy decoding; and partly the logarithm of what both distributions share, which is how
+    often tokens picked with the same noise agree. It weighs exp(-slot / DECAY), times how well the tokens before it
+    suit the target (the odds of each against its likeliest one), since a slot behind what the target would not say is
+    never used; and somewhat by how likely the draft itself gets there, so that it first learns what comes first.
+    """
+    truth_log, mine_log = truth.log_softmax(-1), scores.log_softmax(-1)
+    truth_warm, mine_warm = (truth / WARMTH).softmax(-1), (scores / WARMTH).log_softmax(-1)
+    likeliest = truth_log.amax(-1)
+    of_label = labels.unsqueeze(-1)
+    suits = (STRICTNESS * (truth_log.gather(-1, of_label).squeeze(-1) - likeliest)).exp()
+    reaches = mine_log.gather(-1, of_label).squeeze(-1).detach().exp()
+    slots = torch.arange(labels.shape[-1], device=labels.device)
+    weights = counted * torch.exp(-slots / DECAY) * all_before(suits) * (FLOOR + (1 - FLOOR) * all_before(reaches))
+    soft = -(truth_warm * mine_warm).sum(-1)
+    hard = -mine_log.gather(-1, truth.argmax(-1, keepdim=True)).squeeze(-1)
+    shared = torch.minimum(truth_warm, mine_warm.exp()).sum(-1).clamp_min(1e-6)
+    losses = HARD * hard + (1 - HARD - OVERLAP) * soft - OVERLAP * shared.log()
+    return (losses * weights).sum() / weights.sum().clamp_min(1e-6)
+
+
+def all_before(odds: Tensor) -> Tensor:
+    """The product of the odds of the slots before each, along the last axis."""
+    return functional.pad(odds[..., :-1], (1, 0), value=1.0).cumprod(-1)
+
+
+# What the target says itself
+
+
+@frozen
+class Speech:
+    """Continuations to let the target write: `rounds` times `rows` of them, `answer` tokens after prompts of code of
+    `least` to `most` tokens. Some rows are greedy, some at a temperature, by turns."""
+
+    rows: int
+    rounds: int
+    least: int
+    most: int
+    answer: int
+    temperatures: tuple[float, ...] = (0.0, WARMTH, WARMTH)
+
+
+@frozen(eq=False)
+class Pool:
+    """What the target said: tokens int16 [rows, length]; row i says `answer` tokens, from position `starts[i]` on."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    answer: int
+
+    def batch(self, rng: Random, rows: int) -> Batch:
+        """Random rows, with weight 1 where the target speaks: tokens int16, weights float16, each [rows, length]."""
+        picked = rng.sample(range(len(self.tokens)), rows)
+        starts = self.starts[picked][:, None]
+        places = np.arange(self.tokens.shape[1])
+        weights = (starts <= places) & (places < starts + self.answer)
+        return torch.from_numpy(self.tokens[picked]), torch.from_numpy(weights.astype(np.float16))
+
+
+def let_speak(target: Qwen3, batches: Batches, speech: Speech, length: int, *, seconds: float, workers: int) -> Pool:
+    """Continue code from `batches`, windows of at least `speech.most` tokens, a whole number of them a round; for at
+    most `seconds`, but at least one round. `length`: of the pool's rows, at least `speech.most + speech.answer`."""
+    device = target.cos.device
+    generator = torch.Generator(device).manual_seed(batches.seed)
+    temperatures = torch.tensor(speech.temperatures, device=device).repeat(speech.rows)[: speech.rows, None]
+
+    def pick(logits: Tensor, _positions: Tensor) -> Tensor:
+        noise = torch.empty_like(logits).exponential_(generator=generator).clamp_min_(1e-30).log().neg()
+        return (logits + temperatures * noise).argmax(-1)
+
+    began, tokens, starts = time.monotonic(), [], []
+    parts = speech.rows // batches.shape.rows
+    loaded = batches.load(range(speech.rounds * parts), workers)
+    for step in range(speech.rounds):
+        rng = row_random(batches.seed, step, -1)
+        sizes = [split_room(rng, speech.most, speech.least) for _ in range(speech.rows)]
+        windows = (window for part, _ in islice(loaded, parts) for window in part.tolist())
+        prompts = [window[:size] for window, size in zip(windows, sizes, strict=True)]
+        said = generate(target, prompts, speech.answer, pick).to(torch.int16).cpu().numpy()
+        tokens.append(np.pad(said, ((0, 0), (0, length - said.shape[1]))))
+        starts += sizes
+        if time.monotonic() - began > seconds:
+            break
+    pool = Pool(np.concatenate(tokens), np.array(starts), speech.answer)
+    print(
+        f"the target said {len(pool.tokens) * speech.answer / 1e6:.1f}M tokens in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    return pool
+
+
+@frozen(kw_only=True)
+class Mixed(Batches):
+    """Batches of which the last `spoken` rows are of what the target said."""
+
+    pool: Pool
+    spoken: int
+
+    def load(self, steps: range, workers: int) -> Iterator[Batch]:
+        for step, (tokens, weights) in zip(steps, super().load(steps, workers), strict=True):
+            said, where = self.pool.batch(row_random(self.seed, step, -1), self.spoken)
+            yield torch.cat((tokens, said)), torch.cat((weights, where))
+
+
+def mixed(batches: Batches, pool: Pool) -> Mixed:
+    """SPOKEN of each batch from the pool."""
+    spoken = round(SPOKEN * batches.shape.rows)
+    shape = Shape(batches.shape.rows - spoken, batches.shape.length)
+    return Mixed(
+        tokenizer=batches.tokenizer,
+        source=batches.source,
+        mixture=batches.mixture,
+        shape=shape,
+        seed=batches.seed,
+        whole=batches.whole,
+        pool=pool,
+        spoken=spoken,
+    )

@@ -1,0 +1,96 @@
+"""Writes a trained target as a Hugging Face folder: bf16 safetensors in shards with an index, configs, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from training.model import UNUSED_IDS, Geometry, Qwen3
+from training.tokenizer import settings
+
+SHARD_BYTES = 14 << 20
+INDEX = "model.safetensors.index.json"
+
+
+def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write everything but the model card, over what is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("model-*.safetensors"):
+        old.unlink()
+    write_json(folder / "config.json", model.geometry.config())
+    write_json(folder / "generation_config.json", model.geometry.generation())
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    write_json(folder / "tokenizer_config.json", settings(model.geometry.context))
+    write_shards(shipped(model), folder)
+
+
+def shipped(model: Qwen3) -> dict[str, Tensor]:
+    """The parameters in bf16. An id that is never used gets the mean of the other rows, so its logit is the mean logit,
+    which is never the largest: nothing has to be masked when serving."""
+    state = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
+    table = state["model.embed_tokens.weight"].clone()
+    used = torch.ones(len(table), dtype=torch.bool)
+    used[list(UNUSED_IDS)] = False
+    table[~used] = table[used].mean(0)
+    state["model.embed_tokens.weight"] = table
+    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in state.items()}
+
+
+def write_shards(state: dict[str, Tensor], folder: Path) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    room = SHARD_BYTES
+    for name, tensor in state.items():
+        if tensor.nbytes > room:
+            shards.append({})
+            room = SHARD_BYTES
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in state.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+
+
+def geometry_of(config: Mapping[str, Any], layers: int) -> Geometry:
+    """The sizes that a config.json tells, the target's own or those that a draft's repeats."""
+    return Geometry(
+        vocabulary=config["vocab_size"],
+        hidden=config["hidden_size"],
+        inner=config["intermediate_size"],
+        layers=layers,
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        context=config["max_position_embeddings"],
+        theta=config["rope_parameters"]["rope_theta"],
+        eps=config["rms_norm_eps"],
+    )
+
+
+def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Qwen3:
+    """A target that `export` wrote, for evaluation or to train on."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = Qwen3(geometry_of(config, config["num_hidden_layers"]))
+    places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    state: dict[str, Tensor] = {}
+    for file in sorted(set(places.values())):
+        state |= load_file(folder / file)
+    model.load_state_dict(state)
+    cos, sin = model.cos, model.sin
+    model = model.to(device=device, dtype=dtype)
+    model.cos, model.sin = cos.to(device), sin.to(device)  # angles stay in float32
+    return model
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
