@@ -27,13 +27,14 @@ from attrs import define, field
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
+from adapters.layout import RowSpec, dtype_name
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Kernels
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import BUCKETS, Qwen3Shard
 from adapters.models.synthetic import RandomWeights
 from adapters.store.executor import StoreExecutor
-from adapters.store.format import Layout, Rows
+from adapters.store.format import Layout
 from adapters.store.opening import open_store
 from adapters.store.store import Store
 from benchmarks.cold import forget, read_raw
@@ -246,7 +247,7 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> Bench:
         buckets=buckets,
     )
     names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
-    layout = Layout("bench", BLOCK_SIZE, Rows(names, config.num_kv_heads, config.head_dim, dtype))
+    layout = Layout("bench", BLOCK_SIZE, RowSpec(names, config.num_kv_heads, config.head_dim, dtype_name(dtype)))
     size = 2 * sum(given.tokens) * layout.token_bytes
     store = open_store(layout, folder, host_bytes=size, disk_bytes=2 * size, codec="store", pin=device.type == "cuda")
     assert store is not None

@@ -20,10 +20,11 @@ from typing import Any
 import anyio
 import torch
 
+from adapters.layout import RowSpec
 from adapters.store import journal, seekable
 from adapters.store.blocks import chain, pack, root
 from adapters.store.folder import Folder
-from adapters.store.format import Layout, Rows, Run, encode, file_name
+from adapters.store.format import Layout, Run, encode, file_name
 from adapters.store.index import Entry
 from adapters.store.memory import Buffer
 from adapters.store.opening import index, open_disk
@@ -31,7 +32,7 @@ from adapters.store.store import Miss, Store
 from benchmarks.report import machine, median, raw, table
 
 BLOCK_SIZE, TOKENS = 64, 512
-LAYOUT = Layout("ab" * 16, BLOCK_SIZE, Rows(("layers.0.k", "layers.0.v"), 1, 1, torch.bfloat16))
+LAYOUT = Layout("ab" * 16, BLOCK_SIZE, RowSpec(("layers.0.k", "layers.0.v"), 1, 1, "BF16"))
 
 
 def fill(folder: Path, wanted: int) -> list[Entry]:

@@ -16,7 +16,7 @@ from stat import S_ISREG
 import torch
 from attrs import asdict, evolve, fields, frozen
 
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.shard import Shard
 from adapters.store.codec import Fixed, quicker
 from adapters.store.disk import Disk
 from adapters.store.rehearsal import Load, Rehearsal
@@ -93,7 +93,7 @@ def keep(file: Path, loading: Loading) -> None:
             new.unlink()
 
 
-def key(store: Store, shard: Qwen3Shard, chunk: int) -> str:
+def key(store: Store, shard: Shard, chunk: int) -> str:
     """Under which it may be kept: 32 hex digits over what it depends on, the model's numerics and the disk included."""
     disk = None if store.disk is None else (store.disk.folder.path, store.disk.folder.path.stat().st_dev)
     codec = None if store.disk is None else store.disk.chooser.codec
@@ -101,7 +101,7 @@ def key(store: Store, shard: Qwen3Shard, chunk: int) -> str:
     return blake2b(repr((*parts, disk, codec)).encode(), digest_size=16).hexdigest()
 
 
-def with_loading(rates: Rates, store: Store, shard: Qwen3Shard, *, chunk: int, folder: Path) -> Rates:
+def with_loading(rates: Rates, store: Store, shard: Shard, *, chunk: int, folder: Path) -> Rates:
     """On the lane, while nobody is served; nothing is known of what cannot be measured. folder: for what is kept."""
     started, rows = time.perf_counter(), min(chunk, shard.capacity)
     try:

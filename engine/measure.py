@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from adapters.device.executor import DeviceExecutor
-from adapters.models.qwen3 import Qwen3Shard
-from adapters.models.shard import Segment, Step
+from adapters.models.shard import Segment, Shard, Step
 from effects.all import Ask, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId
@@ -25,12 +24,12 @@ CONTEXT = 64  # rows before a measured decode step
 FAR = {"cpu": 4096, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
 
 
-def measured(executor: DeviceExecutor, shard: Qwen3Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
+def measured(executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
     """On the lane, before anybody is served. context: rows that a slot may come to. widths: proposals, ascending."""
     return Rates(prefill=prefill(shard, chunk, context), decode=decode(executor, shard, context, widths))
 
 
-def prefill(shard: Qwen3Shard, chunk: int, context: int) -> tuple[int, ...]:
+def prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
     """Per token, by where it stands, as `Rates.prefill` wants it; from two chunks and a straight line."""
     rows = min(chunk, context)
     far = min(context, FAR[shard.device.type]) - rows
@@ -44,16 +43,15 @@ def prefill(shard: Qwen3Shard, chunk: int, context: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def run_chunk(shard: Qwen3Shard, start: int, rows: int, chunk: int) -> None:
+def run_chunk(shard: Shard, start: int, rows: int, chunk: int) -> None:
     step = Step((Segment(0, start, rows),), chunk, rows_only=True)
     shard.forward(step, torch.tensor(some_tokens(shard, rows)))
-    if shard.device.type == "cuda":
-        torch.cuda.current_stream(shard.device).synchronize()  # not what is loaded meanwhile
+    shard.synchronize()
 
 
-def some_tokens(shard: Qwen3Shard, count: int) -> list[int]:
+def some_tokens(shard: Shard, count: int) -> list[int]:
     """All kinds of them: rows of one and the same token are like no rows that are ever kept."""
-    return [number * STRIDE % shard.config.vocab_size for number in range(count)]
+    return [number * STRIDE % shard.vocab_size for number in range(count)]
 
 
 def quickest(work: Callable[[], None]) -> int:
@@ -66,7 +64,7 @@ def quickest(work: Callable[[], None]) -> int:
     return min(found)
 
 
-def decode(executor: DeviceExecutor, shard: Qwen3Shard, context: int, widths: Sequence[int]) -> pace.DecodeTimes:
+def decode(executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int]) -> pace.DecodeTimes:
     """As `Rates.decode` wants it: of one request's launches, its draft included.
 
     Each width comes twice in a row, and the quicker one counts: the first may warm up, and lets the draft catch up.

@@ -23,10 +23,10 @@ from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics
 from adapters.models.qwen3 import Qwen3Shard
-from adapters.models.shard import Segment, Step
+from adapters.models.shard import Segment, Shard, Step
 from adapters.store.executor import StoreExecutor
 from adapters.store.folder import FolderUnusable
-from adapters.store.format import Draft, Layout, Rows
+from adapters.store.format import Draft, Layout
 from adapters.store.opening import open_store
 from adapters.store.store import Store
 from adapters.watched import Watched
@@ -285,14 +285,9 @@ def save(
     return stored.save(request, effect)
 
 
-def layout(shard: Qwen3Shard, draft: DFlashDraft | None, named: str, block_size: int) -> Layout:
-    names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
-    rows = Rows(names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype)
-    if draft is None:
-        return Layout(named, block_size, rows)
-    names = tuple(f"draft.layers.{layer}.{part}" for layer in range(draft.config.num_layers) for part in "kv")
-    drafts = Rows(names, draft.config.num_kv_heads, draft.config.head_dim, shard.dtype)
-    return Layout(named, block_size, rows, Draft(draft.identity, drafts))
+def layout(shard: Shard, draft: DFlashDraft | None, named: str, block_size: int) -> Layout:
+    kept = None if draft is None else Draft(draft.identity, draft.row_spec)
+    return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
 
 
 def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store | None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 import torch
@@ -41,26 +41,6 @@ REAL_ROWS = 16  # up to here `fast` runs real row counts: padding costs most the
 
 # Carries out one effect on the lane; raises torch.OutOfMemoryError where that is what happened.
 Handler: TypeAlias = Callable[[RequestId, Any], Outcome]
-
-
-class Vocabulary(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-
-
-class Target(Shard, Protocol):
-    """A shard, or several behind one, that takes tokens and gives logits."""
-
-    @property
-    def config(self) -> Vocabulary: ...
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def capacity(self) -> int:
-        """Rows of a slot."""
-        ...
 
 
 @frozen(eq=False)
@@ -103,7 +83,7 @@ class DeviceExecutor:
 
     def __init__(
         self,
-        shard: Target,
+        shard: Shard,
         buckets: Sequence[int],
         *,
         lane: DeviceLane,
@@ -200,7 +180,7 @@ class DeviceExecutor:
 
     def _open(self, request: RequestId, effect: OpenSlot) -> None:
         slot, source, keep, prompt = effect.slot, effect.source, effect.keep, effect.prompt
-        slots, capacity, vocab = self._shard.slots, self._shard.capacity, self._shard.config.vocab_size
+        slots, capacity, vocab = self._shard.slots, self._shard.capacity, self._shard.vocab_size
         if not (0 <= slot < slots and 0 <= source < slots):
             raise ValueError(f"slots {slot} and {source} are not both in 0..{slots - 1}")
         if not 0 < len(prompt) <= capacity:
@@ -263,8 +243,7 @@ class DeviceExecutor:
         forward = self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
         if self._proposer is not None:
             self._proposer.follow(step, forward.aux_hidden_states, [stop - start], [state])
-        if self._lane.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # or the host would run ahead of what it acknowledges
+        self._shard.synchronize()  # or the host would run ahead of what it acknowledges
         state.advance(stop)
         return PrefillAdvanced(stop, time.perf_counter_ns() - started)
 

@@ -20,6 +20,7 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from adapters.layout import RowSpec, dtype_name
 from adapters.models.checkpoint import Weights
 from adapters.models.dflash_checkpoint import MASK_EMBEDDING
 from adapters.models.dflash_config import DFlashConfig
@@ -194,6 +195,16 @@ class DFlashDraft:
     def capacity(self) -> int:
         """Context rows of a slot."""
         return self._capacity
+
+    @property
+    def row_spec(self) -> RowSpec:
+        config = self._config
+        names = tuple(f"draft.layers.{layer}.{part}" for layer in range(config.num_layers) for part in "kv")
+        return RowSpec(names, config.num_kv_heads, config.head_dim, dtype_name(self._dtype))
+
+    @property
+    def addressed(self) -> bool:
+        return True
 
     @property
     def state(self) -> State:

@@ -9,6 +9,7 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from adapters.layout import RowSpec, TensorSpec, dtype_name
 from adapters.models.checkpoint import Weights
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels import Batch, Kernels, Rope
@@ -190,8 +191,25 @@ class Qwen3Shard:
         return self._kernels
 
     @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    @property
+    def row_spec(self) -> RowSpec:
+        names = tuple(f"layers.{layer}.{part}" for layer in self._layers for part in "kv")
+        return RowSpec(names, self._config.num_kv_heads, self._config.head_dim, dtype_name(self._dtype))
+
+    @property
+    def state_specs(self) -> tuple[TensorSpec, ...]:
+        return ()
+
+    @property
+    def addressed(self) -> bool:
+        return True
 
     @property
     def device(self) -> torch.device:
@@ -356,6 +374,17 @@ class Qwen3Shard:
         for index, layer in zip(self._layers, self._blocks, strict=True):
             layer.k_cache[slot, :, start : start + count] = rows[f"layers.{index}.k"]
             layer.v_cache[slot, :, start : start + count] = rows[f"layers.{index}.v"]
+
+    def export_state(self, slot: int) -> NamedTensors:  # noqa: ARG002
+        return {}
+
+    def import_state(self, slot: int, state: NamedTensors) -> None:  # noqa: ARG002
+        if state:
+            raise ValueError(f"state of layers that have none: {next(iter(state))}")
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def memory(self) -> Mapping[str, int]:
         buffers = self._rope.cos.nbytes + self._rope.sin.nbytes

@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from attrs import frozen
 from torch import Tensor
+
+from adapters.layout import RowSpec, TensorSpec
 
 NamedTensors: TypeAlias = Mapping[str, Tensor]
 # What stays of one slot's rows in a step: the first so many, or, of a tree, those of one path from its root on,
@@ -88,10 +91,53 @@ class TargetHead:
 
 
 class Shard(Protocol):
-    """Layers `[first, last)` of one target on one device. Every call runs on the lane's thread."""
+    """Layers `[first, last)` of one target on one device. Every call runs on the lane's thread, but for `rows`.
+
+    What a slot keeps of its sequence is of two kinds. Rows, one for every token, are cut, copied and overwritten at
+    will: `row_spec` says what they are. Positional state stands for all tokens up to one position and cannot be cut
+    out of a later one: `state_specs` lists its tensors, and is empty for attention alone. A forward that starts at 0
+    starts from no state, any other one from the state at its own start.
+    """
 
     @property
     def layers(self) -> range: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a slot."""
+        ...
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The row counts that `forward` accepts, ascending."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def head(self) -> TargetHead:
+        """Embedding and head, for a draft; ValueError if the shard does not have both."""
+        ...
+
+    @property
+    def row_spec(self) -> RowSpec:
+        """The rows of layers that have any, named as `export_rows` names them."""
+        ...
+
+    @property
+    def state_specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors of `export_state`."""
+        ...
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         """Run `step` through the layers, writing KV rows `[start, start + count)` of each segment's slot.
@@ -117,8 +163,24 @@ class Shard(Protocol):
         """Final norm and head over `hidden[bucket, D]`: float32 `[bucket, V]`. Last shard only."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until everything that was asked of the device here has been done."""
+        ...
+
     def copy_rows(self, source: int, target: int, count: int) -> None:
-        """Copy rows `[0, count)` of slot `source` into slot `target`."""
+        """Copy rows `[0, count)` of slot `source` into slot `target`, and the state, which must be at `count`."""
+        ...
+
+    @property
+    def addressed(self) -> bool:
+        """May `rows` be called?"""
+        ...
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+        """Rows where they are: a view `[layers, 2, heads, stop - start, width]` in the order of `row_spec`.
+
+        Any thread that knows that nobody else uses these rows may read and write them.
+        """
         ...
 
     def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
@@ -127,6 +189,14 @@ class Shard(Protocol):
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
         """Put what `export_rows` gave back at `start`; a name, shape or dtype that is not ours is a ValueError."""
+        ...
+
+    def export_state(self, slot: int) -> NamedTensors:
+        """The slot's positional state, on the host."""
+        ...
+
+    def import_state(self, slot: int, state: NamedTensors) -> None:
+        """Put what `export_state` gave back; a name, shape or dtype that is not ours is a ValueError."""
         ...
 
     def memory(self) -> Mapping[str, int]:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import TypeAlias, TypeVar
 
 import anyio
 from anyio import to_thread
@@ -37,14 +37,6 @@ LONG = 8192  # tokens: a longer prompt is looked up beside the event loop
 WORKERS = 2 * AHEAD  # threads that open, read and copy runs: two restores in full, more of them take turns
 # The state of a slot, if it was opened for this request; asked on the lane.
 Serving: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
-
-
-class Stateful(Protocol):
-    """A shard whose slots have a state at their last position that is not made of rows. Called on the lane."""
-
-    def export_state(self, slot: int) -> NamedTensors: ...
-
-    def import_state(self, slot: int, tensors: NamedTensors) -> None: ...
 
 
 @define(eq=False)
@@ -290,7 +282,7 @@ class StoreExecutor:
         slot, at, layout = now.effect.slot, now.effect.stop, self.store.layout
         if move.buffer is None:
             return move.failure or GIVEN_UP
-        if not has_state(self.shard) or state.valid != at:
+        if not self.shard.state_specs or state.valid != at:
             return StoreFailed("broken", f"slot {slot} has {state.valid} rows: the state at {at} does not go with them")
         try:
             self.shard.import_state(slot, layout.views("state", move.buffer.data, 0))
@@ -329,7 +321,7 @@ class StoreExecutor:
     def checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
         """On the lane, when rows `[0, at)` have been computed: keep the state there. False if that was not possible."""
         state = self.serving(slot, request)
-        if isinstance(state, DeviceFailed) or not has_state(self.shard) or not self.store.layout.state:
+        if isinstance(state, DeviceFailed) or not self.shard.state_specs or not self.store.layout.state:
             return False
         if state.valid != at or at % self.store.layout.block_size or not at:
             log.warning("request %d: slot %d has %d rows, no checkpoint at %d", request, slot, state.valid, at)
@@ -346,10 +338,6 @@ class StoreExecutor:
         for name, view in layout.views("state", buffer.data, 0).items():
             view.copy_(state[name])
         return buffer
-
-
-def has_state(shard: object) -> TypeGuard[Stateful]:
-    return hasattr(shard, "export_state") and hasattr(shard, "import_state")
 
 
 def moves(lease: Lease, effect: RestoreBlocks) -> Iterator[Move]:

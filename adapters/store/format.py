@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from math import prod
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-import torch
 from attrs import evolve, field, frozen
-from torch import Tensor
 
+from adapters.layout import SIZES, RowSpec, TensorSpec, torch_dtype
 from adapters.store import seekable
 from adapters.store.blocks import KEY, WIDTH, chain, checkpoint_key, draft_root, root
 from adapters.store.seekable import Buffer, Compress, Damaged, Sizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VERSION = 3
 FRAME = 2 << 20  # content bytes of a frame of tensors
@@ -28,7 +29,6 @@ MOST_START = 1 << 24  # tokens before a run
 MOST_HANDLE = 1 << 48  # turns: a million a second for nine years
 MOST_IDENTITY = 128  # characters
 DIGEST = 16  # bytes
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32"}
 INFIX, SUFFIX = "-", ".safetensors.zst"
 
 # The target's KV rows; a draft's own rows for the same tokens; the target's positional state behind one block.
@@ -44,46 +44,16 @@ class Outdated(Exception):
 
 
 @frozen
-class Spec:
-    """One tensor as our own model makes it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@frozen
-class Rows:
-    """What one model keeps of every token: each of `names` is `[heads, tokens, width]` of `dtype`."""
-
-    names: tuple[str, ...]
-    heads: int
-    width: int
-    dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        return len(self.names) * self.heads * self.width * self.dtype.itemsize
-
-    def specs(self, tokens: int) -> tuple[Spec, ...]:
-        return tuple(Spec(name, self.dtype, (self.heads, tokens, self.width)) for name in self.names)
-
-
-@frozen
 class Draft:
     """A draft's rows. identity: of the draft, as `Layout.identity` is of the target."""
 
     identity: str
-    rows: Rows
+    rows: RowSpec
 
 
-def aligned(specs: Iterable[Spec]) -> tuple[Spec, ...]:
+def aligned(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Wide elements first, so that each tensor begins at a multiple of its element's size."""
-    return tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize))
+    return tuple(sorted(specs, key=lambda spec: -SIZES[spec.dtype]))
 
 
 @frozen
@@ -96,16 +66,16 @@ class Layout:
 
     identity: str
     block_size: int
-    rows: Rows
+    rows: RowSpec
     draft: Draft | None = None
-    state: tuple[Spec, ...] = field(default=(), converter=aligned)
+    state: tuple[TensorSpec, ...] = field(default=(), converter=aligned)
 
     @property
     def token_bytes(self) -> int:
         """Of the target's rows."""
         return self.rows.token_bytes
 
-    def specs(self, kind: Kind, tokens: int) -> tuple[Spec, ...]:
+    def specs(self, kind: Kind, tokens: int) -> tuple[TensorSpec, ...]:
         """In the order in which they lie, end to end."""
         if kind == "state":
             return self.state
@@ -119,9 +89,10 @@ class Layout:
 
     def views(self, kind: Kind, data: Tensor, tokens: int) -> dict[str, Tensor]:
         """`data` (uint8, all tensors end to end) as the named tensors, without a copy."""
-        views, at = dict[str, Tensor](), 0
+        views: dict[str, Tensor] = {}
+        at = 0
         for spec in self.specs(kind, tokens):
-            views[spec.name] = data[at : at + spec.nbytes].view(spec.dtype).view(spec.shape)
+            views[spec.name] = data[at : at + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
             at += spec.nbytes
         return views
 
@@ -213,7 +184,7 @@ def head(run: Run, layout: Layout, frames: bytes) -> bytes:
     }
     for spec in layout.specs(run.kind, count):
         offsets = [at, at + spec.nbytes]
-        tensors[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        tensors[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
         at += spec.nbytes
     raw = json.dumps(tensors, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)

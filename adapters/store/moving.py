@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import numpy as np
 import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.store.format import Rows
+from adapters.layout import RowSpec, torch_dtype
 from effects.ids import Span
 
 NamedTensors = Mapping[str, Tensor]
@@ -21,23 +21,16 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Slots(Protocol):
-    """Rows of slots, on whatever device, by name. Called on the lane."""
+    """Rows of slots, on whatever device, as a shard or a draft has them; see `adapters.models.shard.Shard`."""
+
+    @property
+    def addressed(self) -> bool: ...
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor: ...
 
     def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors: ...
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None: ...
-
-
-class Addressed(Slots, Protocol):
-    """Slots whose rows can be reached where they are, from any thread that knows that nobody else uses them."""
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        """A view `[layers, 2, heads, stop - start, width]`, in the order of the names."""
-        ...
-
-
-def addressed(slots: Slots) -> TypeGuard[Addressed]:
-    return hasattr(slots, "rows")
 
 
 @define(eq=False)
@@ -45,12 +38,12 @@ class Mover:
     """Moves runs of rows as `rows` says they lie in a buffer: all tensors end to end."""
 
     slots: Slots
-    rows: Rows
+    rows: RowSpec
 
     @property
     def anywhere(self) -> bool:
         """May `put` be called beside the lane?"""
-        return addressed(self.slots)
+        return self.slots.addressed
 
     def put(self, slot: int, span: Span, data: Tensor, first: int) -> None:
         """Bring rows `span` into the slot; `data` (uint8) holds a run that begins at row `first`.
@@ -59,7 +52,7 @@ class Mover:
         """
         start, stop = span
         tokens = data.nbytes // self.rows.token_bytes
-        if not addressed(self.slots):
+        if not self.slots.addressed:
             tensors = self._views(data, tokens)
             self.slots.import_rows(
                 slot, start, {name: one[:, start - first : stop - first] for name, one in tensors.items()}
@@ -78,7 +71,7 @@ class Mover:
     def take(self, slot: int, span: Span, data: Tensor) -> None:
         """Copy rows `span` of the slot out into `data` (uint8). On the lane."""
         start, stop = span
-        if not addressed(self.slots):
+        if not self.slots.addressed:
             source = self.slots.export_rows(slot, start, stop)
             for name, view in self._views(data, stop - start).items():
                 view.copy_(source[name])
@@ -93,11 +86,11 @@ class Mover:
 
     def _shaped(self, data: Tensor, tokens: int) -> Tensor:
         layout = self.rows
-        return data.view(layout.dtype).view(len(layout.names) // 2, 2, layout.heads, tokens, layout.width)
+        return data.view(torch_dtype(layout.dtype)).view(len(layout.names) // 2, 2, layout.heads, tokens, layout.width)
 
     def _views(self, data: Tensor, tokens: int) -> dict[str, Tensor]:
         layout = self.rows
-        parts = data.view(layout.dtype).view(len(layout.names), layout.heads, tokens, layout.width)
+        parts = data.view(torch_dtype(layout.dtype)).view(len(layout.names), layout.heads, tokens, layout.width)
         return dict(zip(layout.names, parts, strict=True))
 
 

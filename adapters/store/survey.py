@@ -11,11 +11,11 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from adapters.layout import SIZES
 from adapters.store import journal, recent, seekable
 from adapters.store.described import entry_named, no_collection, read_head
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.format import (
-    DTYPES,
     MOST_HEAD,
     Newer,
     Outdated,
@@ -32,7 +32,6 @@ from adapters.store.recent import MOST_FILE, Recents
 from adapters.store.seekable import Damaged, Sizes
 
 MOST_SHAPE = 8  # dimensions of a tensor
-WIDTHS = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 @frozen(eq=False)
@@ -239,7 +238,7 @@ def span(about: Mapping[str, Any]) -> tuple[int, int]:
     shape = about["shape"]
     if len(shape) > MOST_SHAPE or not all(type(one) is int and one >= 0 for one in (start, stop, *shape)):
         raise ValueError("no positions")
-    if stop - start != prod(shape) * WIDTHS[about["dtype"]]:
+    if stop - start != prod(shape) * SIZES[about["dtype"]]:
         raise ValueError("another length than its shape")
     return start, stop
 

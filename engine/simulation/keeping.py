@@ -9,10 +9,11 @@ from typing import cast
 import torch
 from attrs import define, field
 
+from adapters.layout import RowSpec
 from adapters.store.blocks import WIDTH
 from adapters.store.described import entry_of
 from adapters.store.disk import MOST_QUEUED, Disk, Note, Write
-from adapters.store.format import Layout, Rows, Run
+from adapters.store.format import Layout, Run
 from adapters.store.index import Entry, Index
 from adapters.store.memory import Buffer
 from adapters.store.opening import RECENT_SHARE, index
@@ -30,7 +31,7 @@ ZERO = torch.zeros(1, dtype=torch.uint8)
 
 def layout(costs: Costs, block_size: int) -> Layout:
     """Rows of so many bytes a token, whatever they consist of."""
-    return Layout("simulated", block_size, Rows(("rows",), 1, costs.token_bytes, torch.uint8))
+    return Layout("simulated", block_size, RowSpec(("rows",), 1, costs.token_bytes, "U8"))
 
 
 def empty_rows(size: int) -> Buffer:

@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.models.config import CheckpointError
 from adapters.models.dflash import Ask
 from adapters.models.shard import NamedTensors, Step
-from tests.device.fake_shard import FakeConfig, logits_of, mix, row_of
+from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
 
 
 @define(eq=False)
@@ -44,7 +44,7 @@ class FakeDraft:
     def propose(self, asks: Sequence[Ask]) -> Tensor:
         self._need("propose")
         self.asked.append(list(asks))
-        vocab, generator = FakeConfig().vocab_size, torch.Generator().manual_seed(len(self.asked))
+        vocab, generator = VOCAB, torch.Generator().manual_seed(len(self.asked))
         found = list[Tensor]()
         for ask in asks:
             assert 0 < ask.count < self.block

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
 
+from adapters.layout import RowSpec, TensorSpec
 from adapters.models.shard import Forward, Kept, NamedTensors, Step
 
 A, B, C = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -34,19 +35,22 @@ def logits_of(hidden: Tensor, vocab: int) -> Tensor:
     return (bits >> 40).float() / 2**21
 
 
-@frozen
-class FakeConfig:
-    vocab_size: int = 97
+VOCAB, CPU = 97, torch.device("cpu")
+ROWS = RowSpec(("layers.0.k",), 1, 1, "I64")
 
 
 @define(eq=False)
 class FakeShard:
-    config: FakeConfig = FakeConfig()
+    vocab_size: int = VOCAB
     slots: int = 4
     capacity: int = 256
     buckets: tuple[int, ...] = (4, 8, 16, 32)
     layers: range = range(1)
-    device: str = "cpu"
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.int64
+    row_spec: RowSpec = ROWS
+    state_specs: tuple[TensorSpec, ...] = ()
+    addressed: bool = False
     steps: list[Step] = field(factory=list)
     copies: list[tuple[int, int, int]] = field(factory=list)
     closed: bool = False
@@ -92,7 +96,7 @@ class FakeShard:
             first += sum(segment.count for segment in part)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        return logits_of(hidden, self.config.vocab_size)
+        return logits_of(hidden, self.vocab_size)
 
     def rubbish(self) -> int:
         self.garbage = self.garbage * 48271 % (2**31 - 1)
@@ -109,6 +113,9 @@ class FakeShard:
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
         part = rows["layers.0.k"]
         self.cache[slot, start : start + len(part)] = part
+
+    def synchronize(self) -> None:
+        """Nothing runs ahead here."""
 
     def memory(self) -> Mapping[str, int]:
         return {"weights": 0, "kv": self.cache.nbytes, "buffers": 0}

@@ -27,7 +27,7 @@ from tests.device.driver import (
     ready,
     straightforward,
 )
-from tests.device.fake_shard import FakeConfig, FakeShard
+from tests.device.fake_shard import FakeShard
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
@@ -192,7 +192,7 @@ async def test_closing_gives_the_shards_memory_back(fake):
 def test_the_fake_shard_notices_every_wrong_row():
     """The suite is worth something only if its shard's logits change with anything that could be mixed up."""
     with torch.inference_mode():
-        shard = FakeShard(config=FakeConfig(50))
+        shard = FakeShard(vocab_size=50)
         step = Step((Segment(0, 0, 4),), 4)
         base = shard.logits(step, shard.forward(step, torch.tensor([1, 2, 3, 4])).hidden)
         for tokens in ([2, 1, 3, 4], [1, 2, 4, 3], [9, 2, 3, 4]):

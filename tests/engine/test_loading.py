@@ -13,11 +13,12 @@ import pytest
 import torch
 from attrs import evolve
 
+from adapters.layout import RowSpec
 from adapters.models.config import Qwen3Config
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import BUCKETS, Qwen3Shard
 from adapters.models.synthetic import RandomWeights
-from adapters.store.format import Layout, Rows
+from adapters.store.format import Layout
 from adapters.store.opening import open_store
 from adapters.store.rehearsal import Rehearsal
 from adapters.store.store import Store
@@ -106,7 +107,7 @@ def shard() -> Qwen3Shard:
 def opened(tmp_path: Path, shard: Qwen3Shard) -> Callable[..., Store]:
     def made(identity: str = "a", **limits: Any) -> Store:
         names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
-        layout = Layout(identity, 64, Rows(names, 1, 32, torch.float32))
+        layout = Layout(identity, 64, RowSpec(names, 1, 32, "F32"))
         store = open_store(layout, tmp_path / "kv", disk_bytes=1 << 30, **limits)
         assert store is not None
         return store

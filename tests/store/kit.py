@@ -8,26 +8,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 
 import anyio
 import torch
 from attrs import define, evolve
 
+from adapters.layout import RowSpec, TensorSpec, torch_dtype
 from adapters.store.disk import Disk
 from adapters.store.folder import File, Folder
-from adapters.store.format import Draft, Kind, Layout, Rows, Spec
+from adapters.store.format import Draft, Kind, Layout
 from adapters.store.memory import Buffer
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Miss, Part, Store
 from effects.ids import LeaseId, Tokens
 
 BLOCK_SIZE = 4
-ROWS = Rows(("layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"), 2, 8, torch.float32)
+ROWS = RowSpec(("layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"), 2, 8, "F32")
 LAYOUT = Layout("ab" * 16, BLOCK_SIZE, ROWS)
 OTHER = Layout("cd" * 16, BLOCK_SIZE, ROWS)
-DRAFT = Draft("de" * 16, Rows(("draft.layers.0.k", "draft.layers.0.v"), 1, 6, torch.bfloat16))
-STATE = (Spec("layers.2.conv", torch.bfloat16, (3, 5)), Spec("layers.2.state", torch.float32, (2, 4, 4)))
+DRAFT = Draft("de" * 16, RowSpec(("draft.layers.0.k", "draft.layers.0.v"), 1, 6, "BF16"))
+STATE = (TensorSpec("layers.2.conv", "BF16", (3, 5)), TensorSpec("layers.2.state", "F32", (2, 4, 4)))
 FULL = evolve(LAYOUT, draft=DRAFT)  # with a draft's rows
 STATEFUL = evolve(LAYOUT, state=STATE)  # a target that needs checkpoints
 EVERYTHING = evolve(FULL, state=STATE)
@@ -41,10 +43,10 @@ def rows_of(tokens: Tokens, start: int = 0, layout: Layout = LAYOUT, kind: Kind 
     found = dict[str, torch.Tensor]()
     for number, spec in enumerate(layout.specs(kind, len(sums))):
         if kind == "state":
-            grid = torch.arange(spec.nbytes // spec.dtype.itemsize).view(spec.shape) + sums[-1]
+            grid = torch.arange(prod(spec.shape)).view(spec.shape) + sums[-1]
         else:
             grid = sums.view(1, -1, 1) * 7 + torch.arange(spec.shape[0] * spec.shape[2]).view(spec.shape[0], 1, -1)
-        found[spec.name] = ((grid + number + len(kind)) % 251).to(spec.dtype)
+        found[spec.name] = ((grid + number + len(kind)) % 251).to(torch_dtype(spec.dtype))
     return found
 
 

@@ -20,7 +20,7 @@ from adapters.metrics import Metrics
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.store.executor import StoreExecutor
 from adapters.store.folder import Folder
-from adapters.store.format import Layout, Rows
+from adapters.store.format import Layout
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from effects.all import Ask, Launch
@@ -96,9 +96,7 @@ class Bench:
 async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
     lane, shard, lock = DeviceLane(), qwen3(), threading.RLock()
     executor = DeviceExecutor(shard, BUCKETS, lane=lane)
-    names = tuple(f"layers.{n}.{part}" for n in shard.layers for part in "kv")
-    rows = Rows(names, shard.config.num_kv_heads, shard.config.head_dim, shard.dtype)
-    layout = Layout("ef" * 16, BLOCK_SIZE, rows)
+    layout = Layout("ef" * 16, BLOCK_SIZE, shard.row_spec)
     disk = open_disk(layout, Folder.open(tmp_path / "kv"), lock, budget=1 << 30)
     store = Store(layout, index(layout, 1 << 30 if request.param == "host" else 0), disk, lock)
     stored = StoreExecutor(store, shard, lane, executor.serving)

@@ -179,7 +179,7 @@ def test_no_truncated_padded_or_zeroed_file_is_taken(private: Path) -> None:
 
 def test_a_whole_file_of_something_else_is_not_taken(private: Path) -> None:
     other_tokens = evolve(RUN, tokens=pack(tuple(range(300, 332))))
-    changes = ({"dtype": torch.bfloat16}, {"names": ROWS.names[::-1]}, {"heads": 1, "width": 16})
+    changes = ({"dtype": "BF16"}, {"names": ROWS.names[::-1]}, {"heads": 1, "width": 16})
     others = [blob(OTHER), blob(run=other_tokens)]
     others += [blob(evolve(LAYOUT, rows=evolve(ROWS, **change))) for change in changes]
     for other in others:

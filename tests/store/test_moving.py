@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from adapters.store.format import Rows
+from adapters.layout import RowSpec, dtype_name
 from adapters.store.memory import Memory
 from adapters.store.moving import Mover
 
@@ -18,12 +18,17 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 class Named:
     """Slots behind names only, as on another machine."""
 
+    addressed = False
+
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         shape = (LAYERS, 2, SLOTS, HEADS, CAPACITY, WIDTH)
         self.all = torch.randn(shape).to(dtype).to(device)
 
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:
         return {f"layers.{n}.{part}": self.all[n, p, slot] for n in range(LAYERS) for p, part in enumerate("kv")}
+
+    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        raise AssertionError("rows go by their names")
 
     def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         return {name: one[:, start:stop].cpu() for name, one in self.tensors(slot).items()}
@@ -36,12 +41,14 @@ class Named:
 class Direct(Named):
     """Slots that can be reached where they are."""
 
+    addressed = True
+
     def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return self.all[:, :, slot, :, start:stop]
 
 
-def rows_of(dtype: torch.dtype) -> Rows:
-    return Rows(tuple(f"layers.{n}.{part}" for n in range(LAYERS) for part in "kv"), HEADS, WIDTH, dtype)
+def rows_of(dtype: torch.dtype) -> RowSpec:
+    return RowSpec(tuple(f"layers.{n}.{part}" for n in range(LAYERS) for part in "kv"), HEADS, WIDTH, dtype_name(dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)

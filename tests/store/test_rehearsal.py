@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from adapters.layout import torch_dtype
 from adapters.store import rehearsal as rehearsing
 from adapters.store.moving import Mover
 from adapters.store.rehearsal import Rehearsal
@@ -20,9 +21,11 @@ TOKENS = tuple(range(1, 1 + 12 * BLOCK_SIZE))
 class Slots:
     """Two slots of the layout's rows, in memory."""
 
+    addressed = True
+
     def __init__(self) -> None:
         layers = len(ROWS.names) // 2
-        self.all = torch.zeros(2, layers, 2, ROWS.heads, CAPACITY, ROWS.width, dtype=ROWS.dtype)
+        self.all = torch.zeros(2, layers, 2, ROWS.heads, CAPACITY, ROWS.width, dtype=torch_dtype(ROWS.dtype))
 
     def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return self.all[slot, ..., start:stop, :]

@@ -12,9 +12,10 @@ from attrs import define, evolve, field
 
 from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
+from adapters.layout import RowSpec, TensorSpec, torch_dtype
 from adapters.store.executor import StoreExecutor
 from adapters.store.folder import Folder
-from adapters.store.format import Layout, Rows, Spec
+from adapters.store.format import Layout
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from effects.ids import DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed, Tokens
@@ -24,8 +25,8 @@ from effects.snapshot import SaveSnapshot, SnapshotSaved
 from tests.store.kit import DRAFT, files, settled
 
 BLOCK_SIZE, CAPACITY, SLOTS = 8, 128, 3
-ROWS = Rows(("layers.0.k", "layers.0.v"), 2, 3, torch.float32)
-STATE = (Spec("layers.1.conv", torch.bfloat16, (2, 3)), Spec("layers.1.state", torch.float32, (4, 4)))
+ROWS = RowSpec(("layers.0.k", "layers.0.v"), 2, 3, "F32")
+STATE = (TensorSpec("layers.1.conv", "BF16", (2, 3)), TensorSpec("layers.1.state", "F32", (4, 4)))
 LAYOUT = Layout("12" * 16, BLOCK_SIZE, ROWS, DRAFT, STATE)
 PROMPT = tuple((5 * n + n // 3) % 61 for n in range(77))
 
@@ -38,13 +39,19 @@ def rows(stop: int) -> BlocksRestored:
 class Caches:
     """Rows of a draft or a target, `[heads, capacity, width]` a slot."""
 
-    def __init__(self, rows: Rows) -> None:
+    addressed = False
+    state_specs: tuple[TensorSpec, ...] = ()
+
+    def __init__(self, rows: RowSpec) -> None:
         shape = (SLOTS, rows.heads, CAPACITY, rows.width)
-        self.caches = {name: torch.zeros(shape, dtype=rows.dtype) for name in rows.names}
+        self.caches = {name: torch.zeros(shape, dtype=torch_dtype(rows.dtype)) for name in rows.names}
 
     def fill(self, slot: int, position: int, token: int) -> None:
         for number, cache in enumerate(self.caches.values()):
             cache[slot, :, position] = (token * 7 + position + number) % 31
+
+    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        raise AssertionError("rows go by their names")
 
     def export_rows(self, slot: int, start: int, stop: int) -> Mapping[str, torch.Tensor]:
         return {name: cache[slot, :, start:stop].clone() for name, cache in self.caches.items()}
@@ -57,9 +64,11 @@ class Caches:
 class Recurrence(Caches):
     """A state that every token turns, and a sum over all rows: one wrong bit anywhere changes every later answer."""
 
+    state_specs = STATE
+
     def __init__(self) -> None:
         super().__init__(ROWS)
-        self.states = {spec.name: torch.zeros(SLOTS, *spec.shape, dtype=spec.dtype) for spec in STATE}
+        self.states = {spec.name: torch.zeros(SLOTS, *spec.shape, dtype=torch_dtype(spec.dtype)) for spec in STATE}
 
     def reset(self, slot: int) -> None:
         for state in self.states.values():

@@ -9,14 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from attrs import evolve
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from adapters.layout import RowSpec
 from adapters.store import journal
-from adapters.store.format import Draft, Rows
+from adapters.store.format import Draft
 from adapters.store.opening import open_store
 from adapters.store.seekable import Damaged
 from adapters.store.store import Miss
@@ -162,7 +162,7 @@ async def test_another_draft_finds_the_targets_rows_only(tmp_path: Path) -> None
     save(store, ONE, "draft")
     settled(store)
     store.close()
-    other = evolve(FULL, draft=Draft("ff" * 16, Rows(("draft.layers.0.k",), 3, 4, torch.float32)))
+    other = evolve(FULL, draft=Draft("ff" * 16, RowSpec(("draft.layers.0.k",), 3, 4, "F32")))
     for layout, drafted in ((other, 0), (LAYOUT, 0), (FULL, 1)):
         store = disk_store(tmp_path / "kv", layout=layout)
         name, lease = store.find((*ONE, 0), 0)
