@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,13 +10,12 @@ from attrs import evolve
 
 from adapters import demo
 from adapters.models.config import CheckpointError, Qwen3Config
-from adapters.models.dflash import SMALLEST_BLOCK, Ask, DFlashDraft
+from adapters.models.dflash import DFlashDraft
 from adapters.models.dflash import products as draft_products
 from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics, kept_under, plan_from_json, plan_to_json
 from adapters.models.qwen3 import Qwen3Shard, products
-from adapters.models.shard import Segment, Step
 from engine.kept import kept
 from engine.options import Options
 from engine.refusal import Refusal
@@ -83,22 +81,6 @@ def load_draft(found: DraftCheckpoint, shard: Qwen3Shard, kernels: Kernels) -> D
         raise Refusal(f"the draft does not fit {shard.device} beside the model: {why}") from error
     except ValueError as error:
         raise Refusal(f"--draft {found.folder}: {error}") from error
-
-
-def warm_up_draft(draft: DFlashDraft, shard: Qwen3Shard, buckets: Sequence[int], most_rows: int) -> None:
-    """Everything three times, as with the target: nobody waits for a kernel, a graph or a buffer.
-
-    most_rows: of one batched decode step.
-    """
-    for bucket in tuple(buckets) * 3:
-        step = Step((Segment(0, 0, 1),), bucket, rows_only=True)
-        draft.extend(step, shard.forward(step, torch.zeros(1, dtype=torch.int64)).aux_hidden_states)
-    blocks = [min(SMALLEST_BLOCK << doubled, draft.block) for doubled in range(draft.block.bit_length())]
-    for rows in sorted(set(blocks)) * 3:
-        draft.propose([Ask(0, 0, 1, 0, rows - 1)])
-    for slots in range(2, min(shard.slots, most_rows // draft.block) + 1):
-        for _ in range(3):
-            draft.propose([Ask(slot, 0, 1, 0, draft.block - 1) for slot in range(slots)])
 
 
 def short_of_memory(device: torch.device) -> bool:

@@ -16,11 +16,11 @@ IMPORT = "importing torch"
 PROBE = "probing numerics"
 WEIGHTS = "reading weights"
 WARM_UP = "warming up"
-DRAFT = "reading and warming up the draft"
+DRAFT = "reading the draft"
 MEASURE = "measuring how long decode steps take"
 CACHE = "opening the cache"
 TOKENIZER = "reading the tokenizer"
-STEPS = (IMPORT, TOKENIZER, PROBE, WEIGHTS, WARM_UP, DRAFT, MEASURE, CACHE)
+STEPS = (IMPORT, TOKENIZER, PROBE, WEIGHTS, DRAFT, WARM_UP, MEASURE, CACHE)
 
 
 class Stderr(logging.StreamHandler[TextIO]):

@@ -23,7 +23,7 @@ from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics
 from adapters.models.qwen3 import Qwen3Shard
-from adapters.models.shard import Segment, Shard, Step
+from adapters.models.shard import Shard
 from adapters.store.executor import StoreExecutor
 from adapters.store.folder import FolderUnusable
 from adapters.store.format import Draft, Layout
@@ -35,13 +35,14 @@ from effects.ids import DeviceFailed, RequestId
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine import startup
-from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory, warm_up_draft
+from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory
 from engine.folders import cache_folder, user_folder
 from engine.loading import with_loading
 from engine.machine import check_memory, choose_device, context_of, identity, prove, row_bytes
 from engine.measure import measured
 from engine.options import Options
 from engine.refusal import Refusal
+from engine.warm_up import warm_up
 from states.residency import resolved
 from states.settings import Settings
 
@@ -191,8 +192,6 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         buckets=row_counts(numerics.buckets, fast=fast),
         aux_layers=() if found is None else found.config.aux_layers,
     )
-    step(startup.WARM_UP)
-    warm_up(shard, numerics.buckets)
     executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast)
     drafting = None
     if found is not None:
@@ -200,6 +199,8 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         beside = draft_kernels(found, shard, numerics, fast=fast)
         drafting = add_draft(found, shard, executor, beside, options.ddtree_budget)
     draft = None if drafting is None else drafting.draft
+    step(startup.WARM_UP)
+    warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
     settings = decide(options, executor, shard, draft, numerics)
     step(startup.CACHE)
@@ -234,7 +235,6 @@ def add_draft(
 ) -> Drafting[DFlashDraft]:
     """Beside the target, at work for the executor. nodes: of its trees."""
     draft = load_draft(found, shard, kernels)
-    warm_up_draft(draft, shard, shard.buckets, BATCH_ROWS)
     drafting = Drafting(draft, shard.buckets, nodes)
     executor.proposed_to(drafting)
     executor.handle(UnparkDraft, drafting.unpark)
@@ -308,14 +308,3 @@ def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store | None:
             raise Refusal(f"--kv-cache-dir {error}") from error
         log.warning("prompts are not kept on disk: %s", error)
         return open_store(layout, None, **limits)
-
-
-def warm_up(shard: Qwen3Shard, buckets: tuple[int, ...]) -> None:
-    """Every bucket three times: kernels are compiled, graphs recorded and buffers made before anybody waits for
-    them."""
-    token = torch.zeros(1, dtype=torch.int64)
-    for bucket in buckets * 3:
-        shard.forward(Step((Segment(0, 0, 1),), bucket, rows_only=True), token)
-        if bucket <= BATCH_ROWS:
-            step = Step((Segment(0, 0, 1),), bucket)
-            shard.logits(step, shard.forward(step, token).hidden)
