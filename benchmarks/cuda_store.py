@@ -33,10 +33,10 @@ from adapters.models.kernels import Kernels
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import BUCKETS, Qwen3Shard
 from adapters.models.synthetic import RandomWeights
-from adapters.store.executor import StoreExecutor
 from adapters.store.format import Layout
 from adapters.store.opening import open_store
 from adapters.store.store import Store
+from adapters.transfer.transfer import Transfer, transfer
 from benchmarks.cold import forget, read_raw
 from benchmarks.report import machine, median, raw, table
 from effects.all import Ask, Launch
@@ -79,7 +79,7 @@ class Bench:
     lane: DeviceLane
     executor: DeviceExecutor
     store: Store
-    stored: StoreExecutor
+    moving: Transfer
     settings: Settings
     rates: Rates
     request: int = 0
@@ -93,7 +93,7 @@ class Bench:
         self.request += 1
         opening = OpenSlot(SLOT, SLOT, 0, prompt, Sampling())
         self.executor.open(RequestId(self.request), opening)
-        self.stored.opened(RequestId(self.request), opening)
+        self.moving.restorer.opened(RequestId(self.request), opening)
 
     async def compute(self, start: int, stop: int, *, beside: bool = False) -> None:
         """Chunk by chunk, as the core asks for it; whole chunks teach the rates."""
@@ -110,19 +110,19 @@ class Bench:
         self.open(prompt)
         started = time.perf_counter()
         request = RequestId(self.request)
-        found = await self.stored.find(request, FindPrefix(prompt, 0))
+        found = await self.moving.lookup.find(request, FindPrefix(prompt, 0))
         assert isinstance(found, PrefixFound), found
         assert found.tier == tier, f"it is in {found.tier} and not in {tier}"
         stop = found.length
         front = {"recompute": stop, "restore": 0}.get(mode, policy.front(self.settings, self.rates, 0, stop, tier))
         restored: list[BlocksRestored] = []
         if front == stop:
-            self.stored.release(request, ReleasePrefix(found.lease))
+            self.moving.lookup.release(request, ReleasePrefix(found.lease))
             await self.compute(0, stop)
         else:
 
             async def restore() -> None:
-                outcome = await self.stored.restore(request, RestoreBlocks(found.lease, SLOT, front, stop))
+                outcome = await self.moving.restorer.restore(request, RestoreBlocks(found.lease, SLOT, front, stop))
                 assert isinstance(outcome, BlocksRestored), outcome
                 restored.append(outcome)
 
@@ -252,15 +252,15 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> Bench:
     store = open_store(layout, folder, host_bytes=size, disk_bytes=2 * size, codec="store", pin=device.type == "cuda")
     assert store is not None
     executor = DeviceExecutor(shard, buckets, lane=lane)
-    stored = StoreExecutor(store, shard, lane, executor.serving)
-    executor.handle(SaveSnapshot, stored.save)
+    moving = transfer(store, (shard,), lane, executor.serving)
+    executor.handle(SaveSnapshot, moving.saver.save)
     settings = Settings(
         slots=1, max_context=config.max_positions, chunk=given.chunk, block_size=BLOCK_SIZE, batch_rows=1, store=True
     )
     for _ in range(3):
         measure.run_chunk(shard, 0, given.chunk, given.chunk)
     known = Rates(prefill=measure.prefill(shard, given.chunk, config.max_positions))
-    return Bench(shard, lane, executor, store, stored, settings, known)
+    return Bench(shard, lane, executor, store, moving, settings, known)
 
 
 async def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -48,14 +48,14 @@ def serve(digests: str, words: Sequence[str]) -> None:
     """`rekindle serve`, with a digest of the first row of all logits appended to a file."""
     from adapters.models.qwen3 import Qwen3Shard  # noqa: PLC0415 - only this process needs them
     from adapters.models.shard import Step  # noqa: PLC0415
-    from adapters.store.executor import StoreExecutor  # noqa: PLC0415
+    from adapters.transfer.restore import Restorer  # noqa: PLC0415
     from engine.__main__ import main as rekindle  # noqa: PLC0415
 
-    logits, restore = Qwen3Shard.logits, StoreExecutor.restore
+    logits, restore = Qwen3Shard.logits, Restorer.restore
 
-    async def timed(executor: StoreExecutor, *about: Any) -> Any:
+    async def timed(restorer: Restorer, *about: Any) -> Any:
         before = time.process_time()
-        outcome = await restore(executor, *about)
+        outcome = await restore(restorer, *about)
         write_down(digests + CPU, f"{1e3 * (time.process_time() - before):.3f}")
         return outcome
 
@@ -65,7 +65,7 @@ def serve(digests: str, words: Sequence[str]) -> None:
         return found
 
     Qwen3Shard.logits = digested  # type: ignore[assignment, method-assign]
-    StoreExecutor.restore = timed  # type: ignore[assignment, method-assign]
+    Restorer.restore = timed  # type: ignore[assignment, method-assign]
     sys.argv = ["rekindle", "serve", *words]
     rekindle()
 

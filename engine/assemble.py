@@ -12,7 +12,7 @@ from attrs import define
 
 from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
-from adapters.store.executor import StoreExecutor
+from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.ids import RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
@@ -43,7 +43,7 @@ async def engine(
     settings: Settings,
     executor: DeviceExecutor,
     *,
-    store: StoreExecutor | None = None,
+    transfer: Transfer | None = None,
     facts: Mapping[str, Any],
     live: Callable[[], Mapping[str, Any]] = dict,
     threads: Sequence[Watched] = (),
@@ -67,15 +67,15 @@ async def engine(
 
     def abandon(request: RequestId, _: Abandon) -> None:
         executor.abandon(request)
-        if store is not None:
-            store.abandon(request)
+        if transfer is not None:
+            transfer.restorer.abandon(request)
 
     notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: (abandon,)}
     perform: dict[type, Perform] = {}
-    if store is not None:
-        metrics.watch_cache(store.store.figures)
-        notify |= {OpenSlot: (executor.open, store.opened), ReleasePrefix: (store.release,)}
-        perform |= {FindPrefix: store.find, RestoreBlocks: store.restore}
+    if transfer is not None:
+        metrics.watch_cache(transfer.store.figures)
+        notify |= {OpenSlot: (executor.open, transfer.restorer.opened), ReleasePrefix: (transfer.lookup.release,)}
+        perform |= {FindPrefix: transfer.lookup.find, RestoreBlocks: transfer.restorer.restore}
     runner = Runner(
         begin(settings),
         Executors(executor.submit, perform, notify),

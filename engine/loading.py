@@ -19,8 +19,8 @@ from attrs import asdict, evolve, fields, frozen
 from adapters.models.shard import Shard
 from adapters.store.codec import Fixed, quicker
 from adapters.store.disk import Disk
-from adapters.store.rehearsal import Load, Rehearsal
 from adapters.store.store import Store
+from adapters.transfer.rehearsal import Load, Rehearsal
 from engine.measure import quickest, run_chunk
 from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
 
@@ -106,7 +106,7 @@ def with_loading(rates: Rates, store: Store, shard: Shard, *, chunk: int, folder
     started, rows = time.perf_counter(), min(chunk, shard.capacity)
     try:
         file = folder / f"{key(store, shard, chunk)}.json"
-        rehearsal = Rehearsal(store, shard, shard.capacity, rows)
+        rehearsal = Rehearsal(store, (shard,), shard.capacity, rows)
         quick = prefill_time(rates, 0, rows) <= SLOW_NS
         found = known(file, rehearsal, partial(run_chunk, shard, 0, rows, chunk) if quick else None)
     except (OSError, MemoryError, RuntimeError) as error:

@@ -140,7 +140,7 @@ async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyi
         async with engine(
             target.settings,
             target.executor,
-            store=target.store,
+            transfer=target.transfer,
             facts=target.facts,
             live=target.live,
             threads=target.threads,

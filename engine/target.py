@@ -24,16 +24,16 @@ from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics
 from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Shard
-from adapters.store.executor import StoreExecutor
 from adapters.store.folder import FolderUnusable
 from adapters.store.format import Draft, Layout
 from adapters.store.opening import open_store
 from adapters.store.store import Store
+from adapters.transfer.transfer import Transfer, transfer
 from adapters.watched import Watched
 from effects.draft import ParkDraft, UnparkDraft
-from effects.ids import DeviceFailed, RequestId
+from effects.ids import RequestId
 from effects.scope import Scope, parse
-from effects.snapshot import SaveSnapshot, SnapshotSaved
+from effects.snapshot import SaveSnapshot
 from engine import startup
 from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory
 from engine.folders import cache_folder, user_folder
@@ -68,7 +68,7 @@ class Target:
     mode: str  # exact or fast
     scope: Scope  # of requests that do not say
     draft: DFlashDraft | None = None
-    store: StoreExecutor | None = None  # None: neither host memory nor disk keep anything
+    transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
 
     @property
     def numerics_shown(self) -> Mapping[str, Any]:
@@ -97,16 +97,16 @@ class Target:
     @property
     def threads(self) -> tuple[Watched, ...]:
         """Whose troubles /health tells."""
-        return (self.lane.thread, *(() if self.store is None else self.store.store.threads))
+        return (self.lane.thread, *(() if self.transfer is None else self.transfer.store.threads))
 
     @property
     def has_disk(self) -> bool:
-        return self.store is not None and self.store.store.disk is not None
+        return self.transfer is not None and self.transfer.store.disk is not None
 
     def live(self) -> Mapping[str, Any]:
-        if self.store is None:
+        if self.transfer is None:
             return {"memory": self.memory(0), "full_cache": {"disk_policy": "off"}}
-        cache = self.store.store.figures()
+        cache = self.transfer.store.figures()
         policy = str(self.scope) if self.has_disk else "off"
         return {"memory": self.memory(cache["host"]["bytes"]), "full_cache": {**cache, "disk_policy": policy}}
 
@@ -132,8 +132,8 @@ class Target:
     async def close(self) -> None:
         """The lane first, then the files that it handed over."""
         await anyio.to_thread.run_sync(self.executor.close)
-        if self.store is not None:
-            await anyio.to_thread.run_sync(self.store.close)
+        if self.transfer is not None:
+            await anyio.to_thread.run_sync(self.transfer.close)
 
 
 async def load_target(
@@ -205,10 +205,11 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     settings = decide(options, executor, shard, draft, numerics)
     step(startup.CACHE)
     store = build_store(options, layout(shard, draft, named, numerics.block_size), gpu=device.type == "cuda")
-    stored = None if store is None else StoreExecutor(store, shard, lane, executor.serving, draft)
-    if stored is not None:
-        executor.handle(SaveSnapshot, partial(save, stored, drafting))
+    moving: Transfer | None = None
     if store is not None:
+        follow = (lambda _: None) if drafting is None else drafting.catch_up
+        moving = transfer(store, (shard,), lane, executor.serving, draft=draft, catch_up=follow)
+        executor.handle(SaveSnapshot, moving.saver.save)
         rates = with_loading(settings.rates, store, shard, chunk=numerics.chunk, folder=user_folder() / "rates")
         settings = evolve(settings, store=True, rates=rates)
     if drafting is not None and settings.residency.draft != "keep":
@@ -226,7 +227,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         mode=options.numerics,
         scope=options.scope,
         draft=draft,
-        store=stored,
+        transfer=moving,
     )
 
 
@@ -274,15 +275,6 @@ def widths(draft: DFlashDraft | None, tree: int) -> list[int]:
     """Proposals of the rounds that are worth measuring."""
     most = 0 if draft is None else draft.block - 1
     return sorted({0, most, max(most, tree), *(width for width in WIDTHS if width < most)})
-
-
-def save(
-    stored: StoreExecutor, drafting: Drafting[DFlashDraft] | None, request: RequestId, effect: SaveSnapshot
-) -> SnapshotSaved | DeviceFailed:
-    """The draft's rows are kept as well, those included that it has not followed yet."""
-    if drafting is not None:
-        drafting.catch_up(effect.slot)
-    return stored.save(request, effect)
 
 
 def layout(shard: Shard, draft: DFlashDraft | None, named: str, block_size: int) -> Layout:

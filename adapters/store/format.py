@@ -9,17 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from attrs import evolve, field, frozen
 
-from adapters.layout import SIZES, RowSpec, TensorSpec, torch_dtype
+from adapters.layout import SIZES, RowSpec, TensorSpec
 from adapters.store import seekable
 from adapters.store.blocks import KEY, WIDTH, chain, checkpoint_key, draft_root, root
 from adapters.store.seekable import Buffer, Compress, Damaged, Sizes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 VERSION = 3
 FRAME = 2 << 20  # content bytes of a frame of tensors
@@ -86,15 +83,6 @@ class Layout:
 
     def size(self, kind: Kind, tokens: int) -> int:
         return sum(spec.nbytes for spec in self.specs(kind, tokens))
-
-    def views(self, kind: Kind, data: Tensor, tokens: int) -> dict[str, Tensor]:
-        """`data` (uint8, all tensors end to end) as the named tensors, without a copy."""
-        views: dict[str, Tensor] = {}
-        at = 0
-        for spec in self.specs(kind, tokens):
-            views[spec.name] = data[at : at + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
-            at += spec.nbytes
-        return views
 
     def root(self, kind: Kind) -> bytes:
         """The parent of the first block. Another draft finds the target's rows, and not this draft's."""

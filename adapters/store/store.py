@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Literal
 
@@ -155,6 +156,12 @@ class Store:
 
     def lease(self, name: LeaseId) -> Lease:
         return self._leases[name]
+
+    async def read(self, part: Part, workers: Executor, then: Callable[[Buffer], object]) -> Buffer:
+        """The whole entry's tensors, end to end. Of a leased part; see `Disk.read`, which calls `then`."""
+        if part.place == "host" or self.disk is None:
+            return self.rows[part.entry.handle]
+        return await self.disk.read(part.entry, self.memory, workers, then)
 
     def release(self, name: LeaseId) -> None:
         with self.lock:

@@ -20,8 +20,8 @@ from adapters.models.qwen3 import BUCKETS, Qwen3Shard
 from adapters.models.synthetic import RandomWeights
 from adapters.store.format import Layout
 from adapters.store.opening import open_store
-from adapters.store.rehearsal import Rehearsal
 from adapters.store.store import Store
+from adapters.transfer.rehearsal import Rehearsal
 from engine import measure
 from engine.loading import Loading, keep, kept, key, known, with_loading
 from states import policy
@@ -146,7 +146,7 @@ def test_what_its_own_files_contradict_is_measured_again(
     tmp_path: Path, shard: Qwen3Shard, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, file = opened(codec="store"), tmp_path / "a.json"
-    rehearsal = Rehearsal(store, shard, shard.capacity, CHUNK)
+    rehearsal = Rehearsal(store, (shard,), shard.capacity, CHUNK)
     assert store.disk is not None
     with rehearsal.samples(store.disk, "store") as loads:
         monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given(loads))

@@ -22,6 +22,7 @@ from adapters.store.format import Draft, Kind, Layout
 from adapters.store.memory import Buffer
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Miss, Part, Store
+from adapters.transfer.copy import views
 from effects.ids import LeaseId, Tokens
 
 BLOCK_SIZE = 4
@@ -92,7 +93,7 @@ def check_part(store: Store, tokens: Tokens, part: Part) -> None:
     else:
         assert store.disk is not None
         buffer = LOOP.submit(anyio.run, store.disk.read, entry, store.memory, WORKERS).result()  # not in a test's own
-    rows = layout.views(entry.kind, buffer.data, entry.length)
+    rows = dict(views(layout.specs(entry.kind, entry.length), buffer.data))
     if entry.kind != "state":
         first = entry.start
         rows = {name: tensor[:, part.start - first : part.stop - first] for name, tensor in rows.items()}

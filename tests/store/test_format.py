@@ -36,6 +36,7 @@ from adapters.store.format import (
 )
 from adapters.store.reading import Expected, RunFile
 from adapters.store.seekable import Damaged
+from adapters.transfer.copy import views
 from tests.store.kit import BLOCK_SIZE, DRAFT, EVERYTHING, LAYOUT, OTHER, ROWS, buffer_of, rows_of, same
 
 TOKENS = tuple(range(100, 140))
@@ -58,7 +59,7 @@ def read(path: Path, raw: bytes, layout=LAYOUT, run: Run = RUN) -> dict[str, tor
             RunFile(folder, "file", Expected(len(raw), run, layout), pool).readinto(data.numpy().data)
     finally:
         folder.close()
-    return layout.views(run.kind, data, run.length)
+    return dict(views(layout.specs(run.kind, run.length), data))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 from adapters.layout import RowSpec, dtype_name
 from adapters.store.memory import Memory
-from adapters.store.moving import Mover
+from adapters.transfer.copy import Mover, movers
 
 LAYERS, SLOTS, HEADS, CAPACITY, WIDTH = 3, 2, 2, 96, 8
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
@@ -20,12 +20,12 @@ class Named:
 
     addressed = False
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        shape = (LAYERS, 2, SLOTS, HEADS, CAPACITY, WIDTH)
-        self.all = torch.randn(shape).to(dtype).to(device)
+    def __init__(self, device: str, dtype: torch.dtype, layers: range = range(LAYERS)) -> None:
+        self.row_spec = rows_of(dtype, layers)
+        self.all = torch.randn(len(layers), 2, SLOTS, HEADS, CAPACITY, WIDTH).to(dtype).to(device)
 
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:
-        return {f"layers.{n}.{part}": self.all[n, p, slot] for n in range(LAYERS) for p, part in enumerate("kv")}
+        return dict(zip(self.row_spec.names, self.all[:, :, slot].flatten(0, 1), strict=True))
 
     def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         raise AssertionError("rows go by their names")
@@ -47,8 +47,8 @@ class Direct(Named):
         return self.all[:, :, slot, :, start:stop]
 
 
-def rows_of(dtype: torch.dtype) -> RowSpec:
-    return RowSpec(tuple(f"layers.{n}.{part}" for n in range(LAYERS) for part in "kv"), HEADS, WIDTH, dtype_name(dtype))
+def rows_of(dtype: torch.dtype, layers: range = range(LAYERS)) -> RowSpec:
+    return RowSpec(tuple(f"layers.{n}.{part}" for n in layers for part in "kv"), HEADS, WIDTH, dtype_name(dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -103,3 +103,35 @@ def test_slots_behind_names_get_the_same() -> None:
     other.put(0, (8, 40), buffer.data, 8)
     other.take(0, (8, 40), again.data)
     assert torch.equal(buffer.data, again.data)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_split_moves_each_part_its_own_way_and_keeps_what_an_undivided_target_does(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    whole, layout, memory = Direct(device, torch.bfloat16), rows_of(torch.bfloat16), Memory(1 << 20)
+    near, far = Direct(device, torch.bfloat16, range(2)), Named("cpu", torch.bfloat16, range(2, LAYERS))
+    near.all.copy_(whole.all[:2])
+    far.all.copy_(whole.all[2:])
+    one, two = memory.take(32 * layout.token_bytes), memory.take(32 * layout.token_bytes)
+    (alone,), split = movers((whole,), layout), movers((near, far), layout)
+    assert [mover.anywhere for mover in split] == [True, False], "the part that can be reached keeps its fast way"
+    alone.take(1, (8, 40), one.data)
+    for mover in split:
+        mover.take(1, (8, 40), two.data)
+    assert torch.equal(one.data, two.data), "whoever restores it need not know who kept it"
+    near.all.zero_()
+    far.all.zero_()
+    for mover in split:
+        mover.put(0, (20, 40), one.data, 8)
+    assert torch.equal(near.all[:, :, 0, :, 20:40], whole.all[:2, :, 1, :, 20:40])
+    assert torch.equal(far.all[:, :, 0, :, 20:40], whole.all[2:, :, 1, :, 20:40].cpu())
+    assert not near.all[:, :, 0, :, :20].any()
+
+
+def test_parts_that_are_not_what_is_kept_are_refused_by_name() -> None:
+    layout = rows_of(torch.float32)
+    with pytest.raises(ValueError, match=r"layers\.2\.k is odd"):
+        movers((Direct("cpu", torch.float32, range(2)),), layout)
+    with pytest.raises(ValueError, match="their order is odd"):
+        movers([Direct("cpu", torch.float32, one) for one in (range(1, 3), range(1))], layout)

@@ -18,11 +18,12 @@ from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
 from adapters.metrics import Metrics
 from adapters.models.qwen3 import Qwen3Shard
-from adapters.store.executor import StoreExecutor
 from adapters.store.folder import Folder
 from adapters.store.format import Layout
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
+from adapters.transfer.copy import Mover
+from adapters.transfer.transfer import Transfer, transfer
 from effects.all import Ask, Launch
 from effects.decode import RunDecode
 from effects.ids import LeaseId, RequestId, SlotId, StoreFailed
@@ -45,7 +46,7 @@ def timeless(outcome):
 @define
 class Bench:
     executor: DeviceExecutor
-    stored: StoreExecutor
+    moving: Transfer
     shard: Qwen3Shard
 
     async def one(self, request: int, effect: object):
@@ -73,23 +74,23 @@ class Bench:
         await self.prefill(1, 0)
         answer = await self.answer(1, 0)
         saved = await self.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
-        assert saved == SnapshotSaved(96, 96 * self.stored.store.layout.token_bytes)
-        settled(self.stored.store)
+        assert saved == SnapshotSaved(96, 96 * self.moving.store.layout.token_bytes)
+        settled(self.moving.store)
         return answer
 
     async def found(self, request: int, prompt=PROMPT, beyond: int = 0) -> PrefixFound:
-        found = await self.stored.find(RequestId(request), FindPrefix(prompt, beyond))
+        found = await self.moving.lookup.find(RequestId(request), FindPrefix(prompt, beyond))
         assert isinstance(found, PrefixFound)
         return found
 
     async def restore(self, request: int, found: PrefixFound, slot: int, start: int = 0, stop: int = 96):
         effect = RestoreBlocks(found.lease, SlotId(slot), start, stop)
-        outcome = await self.stored.restore(RequestId(request), effect)
+        outcome = await self.moving.restorer.restore(RequestId(request), effect)
         assert isinstance(outcome, StoreFailed) or outcome.ns > 0, "the planner hears how long it took"
         return timeless(outcome)
 
     def leases(self) -> int:
-        return self.stored.store.figures()["leases"]
+        return self.moving.store.figures()["leases"]
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -99,11 +100,11 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     layout = Layout("ef" * 16, BLOCK_SIZE, shard.row_spec)
     disk = open_disk(layout, Folder.open(tmp_path / "kv"), lock, budget=1 << 30)
     store = Store(layout, index(layout, 1 << 30 if request.param == "host" else 0), disk, lock)
-    stored = StoreExecutor(store, shard, lane, executor.serving)
-    executor.handle(SaveSnapshot, stored.save)
-    yield Bench(executor, stored, shard)
+    moving = transfer(store, (shard,), lane, executor.serving)
+    executor.handle(SaveSnapshot, moving.saver.save)
+    yield Bench(executor, moving, shard)
     assert executor.close()
-    stored.close()
+    moving.close()
     assert store.close(), "once more"
 
 
@@ -113,7 +114,7 @@ async def test_a_restored_prompt_is_answered_with_the_same_bits(bench: Bench) ->
     found = await bench.found(2)
     assert found.length == 96
     restored = await bench.restore(2, found, 3)
-    assert restored == BlocksRestored(0, 96, 96 * bench.stored.store.layout.token_bytes)
+    assert restored == BlocksRestored(0, 96, 96 * bench.moving.store.layout.token_bytes)
     await bench.prefill(2, 3, 96)
     assert await bench.answer(2, 3) == cold
     assert bench.leases() == 0
@@ -135,7 +136,7 @@ async def test_only_what_is_new_is_copied_out(bench: Bench) -> None:
     bench.open(2, 0, (*PROMPT[:64], *PROMPT))
     await bench.prefill(2, 0, 0, 164)
     saved = await bench.one(2, SaveSnapshot(SlotId(0), (*PROMPT[:64], *PROMPT)[:160]))
-    assert saved == SnapshotSaved(160, 96 * bench.stored.store.layout.token_bytes)
+    assert saved == SnapshotSaved(160, 96 * bench.moving.store.layout.token_bytes)
 
 
 async def test_a_snapshot_of_what_the_slot_does_not_hold_is_refused(bench: Bench) -> None:
@@ -144,7 +145,7 @@ async def test_a_snapshot_of_what_the_slot_does_not_hold_is_refused(bench: Bench
     for tokens in ((9, *PROMPT[1:96]), (*PROMPT, *PROMPT[:11])):
         assert (await bench.one(1, SaveSnapshot(SlotId(0), tokens))).kind == "broken"
     assert (await bench.one(2, SaveSnapshot(SlotId(0), PROMPT[:96]))).kind == "broken", "another request's slot"
-    assert bench.stored.store.host.entries == {}
+    assert bench.moving.store.host.entries == {}
 
 
 async def test_a_restore_waits_on_no_thread_of_the_process(bench: Bench) -> None:
@@ -152,11 +153,11 @@ async def test_a_restore_waits_on_no_thread_of_the_process(bench: Bench) -> None
     cold, go = await bench.kept(), threading.Event()
     limiter = to_thread.current_default_thread_limiter()
     before, limiter.total_tokens = limiter.total_tokens, 1
-    bench.stored.workers = ThreadPoolExecutor(1)
+    bench.moving.restorer.workers = ThreadPoolExecutor(1)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(to_thread.run_sync, go.wait)  # the only one that there is
-            bench.stored.lane.post(go.wait, print)
+            bench.moving.restorer.lane.post(go.wait, print)
             bench.open(2, 3)
             found, restored = await bench.found(2), list[object]()
 
@@ -165,13 +166,13 @@ async def test_a_restore_waits_on_no_thread_of_the_process(bench: Bench) -> None
 
             tasks.start_soon(restore)
             for _ in range(20):
-                await bench.stored._beside(int)  # noqa: SLF001
+                await bench.moving.restorer._beside(int)  # noqa: SLF001
             assert not restored
             go.set()
     finally:
         limiter.total_tokens = before
-        bench.stored.workers.shutdown()
-    assert restored == [BlocksRestored(0, 96, 96 * bench.stored.store.layout.token_bytes)]
+        bench.moving.restorer.workers.shutdown()
+    assert restored == [BlocksRestored(0, 96, 96 * bench.moving.store.layout.token_bytes)]
     await bench.prefill(2, 3, 96)
     assert await bench.answer(2, 3) == cold
 
@@ -191,7 +192,7 @@ async def test_a_damaged_file_fails_the_restore_and_the_request_computes(bench: 
     else:
         assert isinstance(outcome, StoreFailed)
         assert outcome.kind == "broken"
-        assert await bench.stored.find(RequestId(2), FindPrefix(PROMPT, 0)) == PrefixMissed("empty_store")
+        assert await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 0)) == PrefixMissed("empty_store")
         await bench.prefill(2, 2)
     assert await bench.answer(2, 2) == cold
     assert bench.leases() == 0
@@ -211,20 +212,20 @@ async def test_a_slot_that_serves_somebody_else_gets_nothing(bench: Bench) -> No
 async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.stored.store.run_bytes = 16 * bench.stored.store.layout.token_bytes
+    bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
     await bench.kept()
     bench.open(2, 1)
-    put = StoreExecutor._put  # noqa: SLF001
+    put = Mover.put
 
-    def leave(stored, slot, move, mover, buffer):
-        if move.span == (32, 48):
-            bench.stored.abandon(RequestId(2))
-        put(stored, slot, move, mover, buffer)
+    def leave(mover, slot, span, data, begin):
+        if span == (32, 48):
+            bench.moving.restorer.abandon(RequestId(2))
+        put(mover, slot, span, data, begin)
 
-    monkeypatch.setattr("adapters.store.executor.AHEAD", 1)
-    monkeypatch.setattr(StoreExecutor, "_put", leave)
+    monkeypatch.setattr("adapters.transfer.restore.AHEAD", 1)
+    monkeypatch.setattr(Mover, "put", leave)
     restored = await bench.restore(2, await bench.found(2), 1)
-    assert restored == BlocksRestored(0, 48, 48 * bench.stored.store.layout.token_bytes)
+    assert restored == BlocksRestored(0, 48, 48 * bench.moving.store.layout.token_bytes)
     monkeypatch.undo()
     await bench.prefill(2, 1, 48)
     assert bench.leases() == 0
@@ -233,26 +234,26 @@ async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
 async def test_a_lease_that_is_not_used_is_given_back(bench: Bench) -> None:
     await bench.kept()
     found = await bench.found(2)
-    bench.stored.release(RequestId(2), ReleasePrefix(found.lease))
+    bench.moving.lookup.release(RequestId(2), ReleasePrefix(found.lease))
     assert bench.leases() == 0
     with pytest.raises(KeyError):
-        bench.stored.store.lease(LeaseId(found.lease))
+        bench.moving.store.lease(LeaseId(found.lease))
 
 
 @pytest.mark.parametrize("beside", [False, True])
 async def test_a_lookup_tells_what_recent_prompts_share(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
-    monkeypatch.setattr("adapters.store.executor.LONG", 1 if beside else 1 << 20)
+    monkeypatch.setattr("adapters.store.lookup.LONG", 1 if beside else 1 << 20)
     prompts = (PROMPT, (*PROMPT[:50], 96, 96), PROMPT)
-    shared = [(await bench.stored.find(RequestId(1), FindPrefix(one, 0, window=2))).shared for one in prompts]
+    shared = [(await bench.moving.lookup.find(RequestId(1), FindPrefix(one, 0, window=2))).shared for one in prompts]
     assert shared == [0, 50, 101]
-    assert (await bench.stored.find(RequestId(1), FindPrefix(PROMPT, 0))).shared == 0, "nobody asked"
+    assert (await bench.moving.lookup.find(RequestId(1), FindPrefix(PROMPT, 0))).shared == 0, "nobody asked"
     await bench.kept()
-    found = await bench.stored.find(RequestId(1), FindPrefix((*PROMPT, 5), 0, window=1))
+    found = await bench.moving.lookup.find(RequestId(1), FindPrefix((*PROMPT, 5), 0, window=1))
     assert (found.shared, found.length) == (101, 96)
-    bench.stored.release(RequestId(1), ReleasePrefix(found.lease))
-    missed = await bench.stored.find(RequestId(1), FindPrefix(PROMPT, 96))
+    bench.moving.lookup.release(RequestId(1), ReleasePrefix(found.lease))
+    missed = await bench.moving.lookup.find(RequestId(1), FindPrefix(PROMPT, 96))
     assert missed == PrefixMissed("diverged_at:96", length=96)
 
 
@@ -271,14 +272,14 @@ def test_loaded_rows_count_when_those_before_them_do() -> None:
 
 async def test_metrics_say_what_the_cache_does(bench: Bench) -> None:
     metrics = Metrics()
-    metrics.watch_cache(bench.stored.store.figures)
+    metrics.watch_cache(bench.moving.store.figures)
     await bench.kept()
     bench.open(2, 3)
     found = await bench.found(2)
     await bench.restore(2, found, 3)
-    await bench.stored.find(RequestId(2), FindPrefix((9, *PROMPT), 0))
+    await bench.moving.lookup.find(RequestId(2), FindPrefix((9, *PROMPT), 0))
     text = metrics.render()[0].decode()
-    size = 96 * bench.stored.store.layout.token_bytes
+    size = 96 * bench.moving.store.layout.token_bytes
     for line in (
         f'rekindle_cache_hits_total{{tier="{found.tier}"}} 1.0',
         'rekindle_cache_misses_total{reason="diverged_at"} 1.0',

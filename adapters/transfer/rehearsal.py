@@ -27,10 +27,10 @@ from adapters.store.folder import TEMPORARY
 from adapters.store.format import Run, encode, file_name
 from adapters.store.index import Entry
 from adapters.store.memory import Buffer
-from adapters.store.moving import Mover, Slots
 from adapters.store.reading import Expected
 from adapters.store.seekable import Damaged
 from adapters.store.store import AHEAD, Store
+from adapters.transfer.copy import Mover, RowHolder, movers
 
 LIMIT_NS = 40_000_000  # after which a measurement takes no more runs: six that are on their way are finished
 RUNS = 2 * AHEAD  # of its own that are read at most
@@ -46,18 +46,18 @@ class Rehearsal:
     """Of one store and one slot, which nobody uses: on the lane, before anybody is served. Raises OSError or
     MemoryError, or RuntimeError where a device finds no memory.
 
-    capacity: rows of the slot. computed: how many of its first ones are rows of tokens. Times are nanoseconds to load
-    one token's rows, those of a draft included; 0: none.
+    target: its parts. capacity: rows of the slot. computed: how many of its first ones are rows of tokens. Times are
+    nanoseconds to load one token's rows, those of a draft included; 0: none.
     """
 
     store: Store
-    slots: Slots
+    target: Sequence[RowHolder]
     capacity: int
     computed: int
-    _mover: Mover = field(init=False)
+    _movers: tuple[Mover, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._mover = Mover(self.slots, self.store.layout.rows)
+        self._movers = movers(self.target, self.store.layout.rows)
         self.store.ready.wait()  # buffers that were not prepared yet would be slower ones
 
     def alone(self, loads: Sequence[Load]) -> int:
@@ -163,7 +163,8 @@ class Rehearsal:
         """What rows look like here, again and again: too far apart for zstd to see it."""
         known = min(tokens, self.computed)
         there = torch.empty(known * self.store.layout.token_bytes, dtype=torch.uint8)
-        self._mover.take(0, (0, known), there)
+        for mover in self._movers:
+            mover.take(0, (0, known), there)
         return np.resize(there.numpy(), self.store.layout.size("rows", tokens)).data
 
     def _read(self, disk: Disk, name: str, expected: Expected, number: int) -> int:
@@ -178,7 +179,8 @@ class Rehearsal:
     def _put(self, buffer: Buffer, tokens: int, number: int) -> int:
         """Side by side, as the runs of a prompt are, as far as the slot has room."""
         count = min(tokens, self.capacity)
-        if self._mover.anywhere:
-            at = number % (self.capacity // count) * count
-            self._mover.put(0, (at, at + count), buffer.data, at)
+        at = number % (self.capacity // count) * count
+        for mover in self._movers:
+            if mover.anywhere:
+                mover.put(0, (at, at + count), buffer.data, at)
         return buffer.data.nbytes

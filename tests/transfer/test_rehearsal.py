@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from adapters.layout import torch_dtype
-from adapters.store import rehearsal as rehearsing
-from adapters.store.moving import Mover
-from adapters.store.rehearsal import Rehearsal
 from adapters.store.store import Store
+from adapters.transfer import rehearsal as rehearsing
+from adapters.transfer.copy import Mover
+from adapters.transfer.rehearsal import Rehearsal
 from tests.store.kit import BIG, BLOCK_SIZE, LAYOUT, ROWS, disk_store, save, settled
 
 CAPACITY = 64
@@ -21,7 +21,7 @@ TOKENS = tuple(range(1, 1 + 12 * BLOCK_SIZE))
 class Slots:
     """Two slots of the layout's rows, in memory."""
 
-    addressed = True
+    addressed, row_spec = True, ROWS
 
     def __init__(self) -> None:
         layers = len(ROWS.names) // 2
@@ -62,10 +62,10 @@ def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pyt
     assert store.disk is not None
     names = listed(path)
     entries, figures = list(store.disk.index.entries.values()), store.figures()
-    with Rehearsal(store, slots, CAPACITY, BLOCK_SIZE).files(store.disk) as loads:
+    with Rehearsal(store, (slots,), CAPACITY, BLOCK_SIZE).files(store.disk) as loads:
         assert len(loads) == 3
         assert all(entry.leases == 1 for entry in entries)
-        assert Rehearsal(store, slots, CAPACITY, BLOCK_SIZE).alone(loads) > 0
+        assert Rehearsal(store, (slots,), CAPACITY, BLOCK_SIZE).alone(loads) > 0
     assert all(entry.leases == 0 for entry in entries)
     assert slots.all.any(), "no rows came into the slot"
     assert listed(path) == names
@@ -76,7 +76,7 @@ def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pyt
 def test_too_few_of_its_own_tell_nothing(path: Path) -> None:
     store = filled(path)
     assert store.disk is not None
-    with Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE).files(store.disk) as loads:
+    with Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE).files(store.disk) as loads:
         assert loads == []
     store.close()
 
@@ -89,7 +89,7 @@ def test_a_damaged_file_brings_nothing_and_stays_for_whoever_needs_it(
     assert store.disk is not None
     for file in path.glob("*.zst"):
         file.write_bytes(bytes(file.stat().st_size))
-    rehearsal = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE)
+    rehearsal = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE)
     with rehearsal.files(store.disk) as loads:
         assert rehearsal.alone(loads) == 0
     assert store.figures()["quarantined"] == 0
@@ -102,7 +102,7 @@ def test_samples_are_read_and_gone(path: Path, codec: str) -> None:
     store, slots = disk_store(path), Slots()
     assert store.disk is not None
     slots.all[0, ..., :BLOCK_SIZE, :] = 3
-    names, rehearsal = listed(path), Rehearsal(store, slots, CAPACITY, BLOCK_SIZE)
+    names, rehearsal = listed(path), Rehearsal(store, (slots,), CAPACITY, BLOCK_SIZE)
     with rehearsal.samples(store.disk, codec) as loads:  # type: ignore[arg-type]
         assert len(loads) > 0
         assert len(listed(path)) == len(names) + len(loads)
@@ -115,7 +115,7 @@ def test_samples_are_read_and_gone(path: Path, codec: str) -> None:
 def test_samples_that_were_left_behind_are_removed_at_the_next_start(path: Path) -> None:
     store = disk_store(path)
     assert store.disk is not None
-    left = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE).samples(store.disk, "store")
+    left = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE).samples(store.disk, "store")
     left.__enter__()  # and never left: as after `kill -9`
     assert any(name.startswith(".new-") for name in listed(path))
     store.close()
@@ -127,7 +127,7 @@ def test_samples_that_were_left_behind_are_removed_at_the_next_start(path: Path)
 def test_a_small_budget_has_no_room_for_samples(path: Path) -> None:
     store = disk_store(path, disk=1000)
     assert store.disk is not None
-    rehearsal = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE)
+    rehearsal = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE)
     with rehearsal.samples(store.disk, "store") as loads:
         assert loads == []
         assert rehearsal.alone(loads) == 0
@@ -136,7 +136,7 @@ def test_a_small_budget_has_no_room_for_samples(path: Path) -> None:
 
 def test_both_sides_at_once(path: Path) -> None:
     store, computed = disk_store(path, disk=BIG), list[int]()
-    rehearsal = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE)
+    rehearsal = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE)
     load_ns, compute_ns = rehearsal.beside(rehearsal.copies(), lambda: computed.append(1))
     assert load_ns > 0
     assert compute_ns >= 0
@@ -147,7 +147,7 @@ def test_both_sides_at_once(path: Path) -> None:
 
 def test_a_computation_that_fails_ends_the_loading(path: Path) -> None:
     store = disk_store(path)
-    rehearsal = Rehearsal(store, Slots(), CAPACITY, BLOCK_SIZE)
+    rehearsal = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE)
 
     def fails() -> None:
         raise MemoryError("no room")

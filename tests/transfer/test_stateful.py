@@ -13,11 +13,11 @@ from attrs import define, evolve, field
 from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
 from adapters.layout import RowSpec, TensorSpec, torch_dtype
-from adapters.store.executor import StoreExecutor
 from adapters.store.folder import Folder
 from adapters.store.format import Layout
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
+from adapters.transfer.transfer import Transfer, transfer
 from effects.ids import DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.restore import BlocksRestored, RestoreBlocks
@@ -43,6 +43,7 @@ class Caches:
     state_specs: tuple[TensorSpec, ...] = ()
 
     def __init__(self, rows: RowSpec) -> None:
+        self.row_spec = rows
         shape = (SLOTS, rows.heads, CAPACITY, rows.width)
         self.caches = {name: torch.zeros(shape, dtype=torch_dtype(rows.dtype)) for name in rows.names}
 
@@ -98,10 +99,10 @@ class Bench:
     shard: Recurrence = field(factory=Recurrence)
     draft: Caches = field(factory=lambda: Caches(DRAFT.rows))
     slots: dict[int, SlotState] = field(factory=dict[int, SlotState])
-    stored: StoreExecutor = field(init=False)
+    moving: Transfer = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.stored = StoreExecutor(self.store, self.shard, self.lane, self.serving, self.draft)  # type: ignore[arg-type]
+        self.moving = transfer(self.store, (self.shard,), self.lane, self.serving, draft=self.draft)  # type: ignore[arg-type]
 
     def serving(self, slot: int, request: RequestId) -> SlotState | DeviceFailed:
         state = self.slots[slot]
@@ -123,7 +124,7 @@ class Bench:
                     state.draft(at, at + 1)
                 state.advance(at + 1)
                 if at + 1 in checkpoints:
-                    assert self.stored.checkpoint(state.request, SlotId(slot), at + 1)
+                    assert self.moving.saver.checkpoint(state.request, SlotId(slot), at + 1)
 
         await self.lane.run(work)
 
@@ -141,18 +142,18 @@ class Bench:
         self.open(1, 0)
         await self.compute(0, 72, checkpoints, drafted)
         effect = SaveSnapshot(SlotId(0), PROMPT[:72])
-        saved = await self.lane.run(lambda: self.stored.save(RequestId(1), effect))
+        saved = await self.lane.run(lambda: self.moving.saver.save(RequestId(1), effect))
         assert isinstance(saved, SnapshotSaved)
         settled(self.store)
         return await self.answer(0)
 
     async def restored(self, request: int, slot: int, prompt: Tokens = PROMPT) -> PrefixFound | PrefixMissed | object:
         self.open(request, slot, prompt)
-        found = await self.stored.find(RequestId(request), FindPrefix(prompt, 0))
+        found = await self.moving.lookup.find(RequestId(request), FindPrefix(prompt, 0))
         if isinstance(found, PrefixMissed):
             return found
         assert isinstance(found, PrefixFound)
-        outcome = await self.stored.restore(
+        outcome = await self.moving.restorer.restore(
             RequestId(request), RestoreBlocks(found.lease, SlotId(slot), 0, found.length)
         )
         return evolve(outcome, ns=0, bytes=0) if isinstance(outcome, BlocksRestored) else outcome
@@ -243,9 +244,9 @@ async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: Bench
     await bench.kept()
     for start, stop in ((0, 40), (8, 72)):
         bench.open(2, 1)
-        found = await bench.stored.find(RequestId(2), FindPrefix(PROMPT, 0))
+        found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 0))
         effect = RestoreBlocks(found.lease, SlotId(1), start, stop)
-        assert (await bench.stored.restore(RequestId(2), effect)).kind == "broken"
+        assert (await bench.moving.restorer.restore(RequestId(2), effect)).kind == "broken"
         with pytest.raises(KeyError):
             bench.store.lease(LeaseId(found.lease))
 
@@ -255,7 +256,7 @@ async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: Bench) -> No
     await bench.compute(0, 20)
 
     def ask(request: int, at: int) -> bool:
-        return bench.stored.checkpoint(RequestId(request), SlotId(0), at)
+        return bench.moving.saver.checkpoint(RequestId(request), SlotId(0), at)
 
     for request, at in ((1, 16), (1, 20), (1, 0), (2, 16)):
         assert not await bench.lane.run(lambda request=request, at=at: ask(request, at))

@@ -1,0 +1,1 @@
+"""Moves rows and positional state between slots, host memory and disk."""

@@ -1,0 +1,173 @@
+"""Between host memory and what a slot keeps: one copy a run and part, on a GPU beside whatever is computed there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+import torch
+from attrs import define
+from torch import Tensor
+
+from adapters.layout import RowSpec, TensorSpec, torch_dtype
+from adapters.models.shard import NamedTensors
+from effects.ids import Span
+
+_streams = dict[torch.device, deque[torch.cuda.Stream]]()  # nobody copies on these now
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RowHolder(Protocol):
+    """Rows of slots, on whatever device, as a shard or a draft has them; see `adapters.models.shard.Shard`."""
+
+    @property
+    def row_spec(self) -> RowSpec: ...
+
+    @property
+    def addressed(self) -> bool: ...
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor: ...
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors: ...
+
+    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None: ...
+
+
+class TargetPart(RowHolder, Protocol):
+    """One of the shards that a target consists of."""
+
+    @property
+    def state_specs(self) -> tuple[TensorSpec, ...]: ...
+
+    def export_state(self, slot: int) -> NamedTensors: ...
+
+    def import_state(self, slot: int, state: NamedTensors) -> None: ...
+
+
+@define(eq=False)
+class Mover:
+    """Moves one part's rows. In a buffer all tensors of `rows` lie end to end, the part's from number `first` on."""
+
+    part: RowHolder
+    rows: RowSpec
+    first: int = 0
+
+    @property
+    def anywhere(self) -> bool:
+        """May `put` be called beside the lane?"""
+        return self.part.addressed
+
+    def put(self, slot: int, span: Span, data: Tensor, begin: int) -> None:
+        """Bring rows `span` into the slot; `data` (uint8) holds a run that begins at row `begin`.
+
+        They are there when this returns. Raises ValueError or RuntimeError where they cannot be.
+        """
+        (start, stop), own = span, self._own(data)
+        if not self.part.addressed:
+            named = zip(self.part.row_spec.names, own[:, :, start - begin : stop - begin], strict=True)
+            self.part.import_rows(slot, start, dict(named))
+            return
+        target = self.part.rows(slot, start, stop)
+        if target.device.type == "cuda":
+            with torch.inference_mode(), torch.cuda.device(target.device), own_stream(target.device):
+                there = own.to(target.device, non_blocking=True)
+                target.copy_(by_layer(there)[..., start - begin : stop - begin, :])
+                torch.cuda.current_stream().synchronize()
+                del there  # before anybody else copies on this stream
+        else:
+            copy(target, by_layer(own)[..., start - begin : stop - begin, :])
+
+    def take(self, slot: int, span: Span, data: Tensor) -> None:
+        """Copy rows `span` of the slot out into `data` (uint8). On the lane."""
+        own = self._own(data)
+        if not self.part.addressed:
+            source = self.part.export_rows(slot, *span)
+            for name, view in zip(self.part.row_spec.names, own, strict=True):
+                view.copy_(source[name])
+            return
+        rows = self.part.rows(slot, *span)
+        if rows.device.type == "cuda":
+            by_layer(own).copy_(rows.contiguous(), non_blocking=True)
+            torch.cuda.current_stream(rows.device).synchronize()
+        else:
+            copy(by_layer(own), rows)
+
+    def _own(self, data: Tensor) -> Tensor:
+        """`[names, heads, tokens, width]`, without a copy."""
+        rows, tokens = self.rows, data.nbytes // self.rows.token_bytes
+        whole = data.view(torch_dtype(rows.dtype)).view(len(rows.names), rows.heads, tokens, rows.width)
+        return whole[self.first : self.first + len(self.part.row_spec.names)]
+
+
+def by_layer(tensors: Tensor) -> Tensor:
+    """`[names, ...]` as `[layers, 2, ...]`."""
+    return tensors.view(-1, 2, *tensors.shape[1:])
+
+
+def movers(parts: Iterable[RowHolder], rows: RowSpec) -> tuple[Mover, ...]:
+    """One for each part that has rows. ValueError where the parts together do not have exactly those of `rows`."""
+    having = [part for part in parts if part.row_spec.names]
+    names = tuple(name for part in having for name in part.row_spec.names)
+    if names != rows.names:
+        odd = sorted(set(names).symmetric_difference(rows.names)) or ["their order"]
+        raise ValueError(f"the parts do not have the rows that are kept: {odd[0]} is odd")
+    firsts = accumulate((len(part.row_spec.names) for part in having), initial=0)
+    return tuple(Mover(part, rows, first) for part, first in zip(having, firsts, strict=False))
+
+
+@define(eq=False)
+class StateMover:
+    """Moves the positional state of a slot; in a buffer the tensors of `specs` lie end to end. On the lane."""
+
+    parts: Sequence[TargetPart]
+    specs: Sequence[TensorSpec]
+
+    def put(self, slot: int, data: Tensor) -> None:
+        """Raises ValueError or RuntimeError where it cannot be."""
+        state = views(self.specs, data)
+        for part in self.parts:
+            if part.state_specs:
+                part.import_state(slot, {spec.name: state[spec.name] for spec in part.state_specs})
+
+    def take(self, slot: int, data: Tensor) -> None:
+        into = views(self.specs, data)
+        for part in self.parts:
+            if part.state_specs:
+                for name, tensor in part.export_state(slot).items():
+                    into[name].copy_(tensor)
+
+
+def views(specs: Iterable[TensorSpec], data: Tensor) -> NamedTensors:
+    """`data` (uint8, all tensors end to end) as the named tensors, without a copy."""
+    found, at = dict[str, Tensor](), 0
+    for spec in specs:
+        found[spec.name] = data[at : at + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
+        at += spec.nbytes
+    return found
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """In host memory, by this thread alone: torch would start threads of its own for each one that asks."""
+    integer = INTEGERS[target.element_size()]
+    np.copyto(target.view(integer).numpy(), source.view(integer).numpy())
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """So that runs that are loaded side by side do not wait for each other. The same few again and again, whatever
+    thread asks: each has device memory of its own for what passes through it.
+    """
+    free = _streams.setdefault(device, deque())
+    try:
+        stream = free.pop()
+    except IndexError:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        free.append(stream)

@@ -1,0 +1,65 @@
+"""Says when a slot may be written beside the lane: behind everything that was asked of it before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import anyio
+from attrs import define, field
+
+from adapters.device.lane import DeviceLane
+from adapters.device.slots import SlotState
+from effects.ids import DeviceFailed, RequestId, SlotId, StoreFailed
+from effects.prefill import OpenSlot
+
+# The state of a slot, if it was opened for this request; asked on the lane.
+Serving: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
+
+
+@define(eq=False)
+class Fence:
+    """Behind everything that was asked of a slot before it was opened for this request. On the event loop."""
+
+    request: RequestId
+    failure: StoreFailed | None = None
+    passed: bool = False  # and nothing failed; any thread may ask
+    _decided: anyio.Event = field(factory=anyio.Event)
+
+    async def wait(self) -> StoreFailed | None:
+        await self._decided.wait()
+        return self.failure
+
+    def open(self, failure: StoreFailed | None, error: BaseException | None) -> None:
+        self.failure = failure if error is None else StoreFailed("broken", str(error))
+        self.passed = self.failure is None
+        self._decided.set()
+
+
+@define(eq=False)
+class Fences:
+    """The last one of each slot."""
+
+    lane: DeviceLane
+    serving: Serving
+    _fences: dict[SlotId, Fence] = field(factory=dict[SlotId, Fence])
+
+    def opened(self, request: RequestId, effect: OpenSlot) -> None:
+        """Right behind the opening itself: what is asked of the lane next must not keep a restore waiting."""
+        self._fences[effect.slot] = self._raised(request, effect.slot)
+
+    def of(self, request: RequestId, slot: SlotId) -> Fence:
+        fence = self._fences.get(slot)
+        return fence if fence is not None and fence.request == request else self._raised(request, slot)
+
+    def _raised(self, request: RequestId, slot: SlotId) -> Fence:
+        fence = Fence(request)
+        self.lane.submit(partial(self._reached, request, slot), fence.open)
+        return fence
+
+    def _reached(self, request: RequestId, slot: SlotId) -> StoreFailed | None:
+        """On the lane: everything that was asked of it has been done."""
+        self.lane.synchronize()
+        state = self.serving(slot, request)
+        return StoreFailed(state.kind, state.detail) if isinstance(state, DeviceFailed) else None
