@@ -1,6 +1,6 @@
 """The campaign: so many cases of all kinds, a table of what came of them, and how to repeat what failed.
 
-    python -m tests.campaign.run --cases 10000 [--seed S] [--kinds kills faults ...]
+    python -m tests.campaign.run --cases 10000 [--seed S] [--kinds kills faults ...] [--processes 2] [--limit SECONDS]
     python -m tests.campaign.run --case 7:kills:31
 
 Cases run in a few processes. One that is silent for longer than its deadline hangs: it is ended, and the rest goes on.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -60,7 +61,6 @@ class Failed:
 class Campaign:
     seed: int
     done: Counter[str] = field(factory=Counter[str])
-    seconds: Counter[str] = field(factory=Counter[str])
     failed: list[Failed] = field(factory=list[Failed])
 
     def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -153,16 +153,23 @@ class Worker:
 
 
 def campaign(
-    cases: int, seed: int, processes: int = PROCESSES, kinds: Sequence[str] = tuple(KINDS), quiet: bool = True
+    cases: int,
+    seed: int,
+    processes: int = PROCESSES,
+    kinds: Sequence[str] = tuple(KINDS),
+    *,
+    quiet: bool = True,
+    limit_s: float = math.inf,
 ) -> Campaign:
-    result, waiting = Campaign(seed), parts_of(cases, kinds)
+    """limit_s: after so many seconds, what has been done is all there is."""
+    result, waiting = Campaign(seed), parts_of(cases, kinds, processes)
     total = sum(part.stop - part.first for part in waiting)
     workers = [Worker.start(seed) for _ in range(min(processes, len(waiting)))]
-    shown = time.monotonic()
+    shown = started = time.monotonic()
     try:
         for worker in workers:
             worker.give(waiting.popleft() if waiting else None)
-        while busy := [worker for worker in workers if worker.part is not None]:
+        while (busy := [one for one in workers if one.part is not None]) and time.monotonic() - started < limit_s:
             wait([worker.pipe for worker in busy], 1)
             for worker in busy:
                 heard(worker, result, waiting)
@@ -183,14 +190,15 @@ def campaign(
     return result
 
 
-def parts_of(cases: int, kinds: Sequence[str]) -> deque[Part]:
-    """The longest ones first, so that no process is left with one at the end."""
+def parts_of(cases: int, kinds: Sequence[str], processes: int) -> deque[Part]:
+    """The longest ones first and each kind for all, so that no process is left with one at the end."""
     chosen = [KINDS[name] for name in kinds]
     shares = sum(kind.share for kind in chosen)
     parts = deque[Part]()
     for kind in chosen:
         count = max(1, round(cases * kind.share / shares))
-        parts += [Part(kind.name, at, min(at + kind.together, count)) for at in range(0, count, kind.together)]
+        together = min(kind.together, -(-count // processes))
+        parts += [Part(kind.name, at, min(at + together, count)) for at in range(0, count, together)]
     return parts
 
 
@@ -250,12 +258,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--processes", type=int, default=PROCESSES)
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which what is done is all")
     parser.add_argument("--case", help="one case alone, as it was printed")
     asked = parser.parse_args()
     if asked.case:
         return alone(asked.case)
     started = time.monotonic()
-    result = campaign(asked.cases, asked.seed, asked.processes, asked.kinds, quiet=False)
+    result = campaign(asked.cases, asked.seed, asked.processes, asked.kinds, quiet=False, limit_s=asked.limit)
     rows = result.rows(asked.kinds)
     table(f"{asked.cases} cases, seed {asked.seed}, {time.monotonic() - started:.0f} s", rows)
     print(json.dumps({"campaign": rows, "seed": asked.seed, "machine": machine()}))  # noqa: T201

@@ -78,6 +78,6 @@ def test_a_failed_case_is_told_with_its_seed_and_the_next_one_goes_on(monkeypatc
 
 
 def test_ten_thousand_cases_are_about_ten_thousand() -> None:
-    parts = run.parts_of(10_000, list(KINDS))
+    parts = run.parts_of(10_000, list(KINDS), 2)
     assert abs(sum(part.stop - part.first for part in parts) - 10_000) < len(KINDS)
     assert {part.kind for part in parts} == set(KINDS)
