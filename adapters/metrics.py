@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from effects.ports import Closed
+from effects.ports import Closed, Stage
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -43,9 +43,9 @@ class Metrics:
         """From now on the prefix cache's own figures (`full_cache` of /props) are exposed too."""
         self.registry.register(CacheFigures(figures))
 
-    def stage(self, state: str, seconds: float) -> None:
-        """A request has left a state."""
-        self._stages.labels(state).observe(seconds)
+    def stage(self, stage: Stage, seconds: float) -> None:
+        """A request has left a stage."""
+        self._stages.labels(stage).observe(seconds)
 
     def closed(self, closed: Closed) -> None:
         """A request has ended: once for each, by the engine."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import frozen
 
@@ -13,6 +13,22 @@ from effects.job import Job, Report
 from effects.stream import EmitTokens, Finish, ReportProgress
 
 CancelReason: TypeAlias = Literal["client_gone", "deadline", "stop_string", "shutdown"]
+Stage: TypeAlias = Literal[
+    "Waiting",
+    "LookingUp",
+    "Restoring",
+    "Compressing",
+    "Unparking",
+    "Prefilling",
+    "Speculating",
+    "Snapshotting",
+    "Parking",
+    "Draining",
+]
+"""What a request does, as clients are told: in answers, /slots, /props and metrics. Names that others build upon."""
+QUEUE_STAGES: tuple[Stage, ...] = ("Waiting",)
+PROMPT_STAGES: tuple[Stage, ...] = ("LookingUp", "Restoring", "Compressing", "Unparking", "Prefilling")
+ANSWER_STAGES: tuple[Stage, ...] = ("Speculating",)
 
 # Executors are tables, symmetrical to the transition table: effect type -> what carries it out.
 Perform: TypeAlias = Callable[[RequestId, Any], Awaitable[Outcome]]
@@ -25,13 +41,16 @@ Notify: TypeAlias = Callable[[RequestId, Any], None]
 class Closed:
     """The end of a stream: `CloseStream` with the times that the engine measured.
 
-    stages_ms: state name (`Waiting`, `Prefilling`, ...) -> milliseconds spent in it until the stream closed.
+    stages_ms: milliseconds spent in each stage until the stream closed.
     """
 
     finish: Finish
     report: Report
     detail: str
-    stages_ms: Mapping[str, float]
+    stages_ms: Mapping[Stage, float]
+
+    def spent_ms(self, stages: Collection[Stage]) -> float:
+        return sum(spent for stage, spent in self.stages_ms.items() if stage in stages)
 
 
 Message: TypeAlias = ReportProgress | EmitTokens | Closed
@@ -50,25 +69,28 @@ class Ticket(Protocol):
         ...
 
 
-class SlotStatus(TypedDict):
+@frozen
+class SlotStatus:
     """One device slot, as /slots shows it."""
 
     id: int
     is_processing: bool
     request: RequestId | None  # who holds it
-    state: str | None  # what that request does
+    state: Stage | None  # what that request does
     kept_tokens: int  # of the sequence that an idle slot still holds
 
 
-class Status(TypedDict):
-    """What every door tells; there may be more, for /props."""
+@frozen
+class Status:
+    """What every door tells."""
 
-    state: Literal["loading", "ready", "draining", "failed"]
-    slots: list[SlotStatus]
+    state: Literal["ready", "draining"]
+    slots: tuple[SlotStatus, ...]
     slots_busy: int
     queue: int  # requests that wait for a slot
     queue_full: bool  # a job that comes now is turned away
     troubles: Mapping[str, str]  # what has broken while answers go on: whose it is -> what it is
+    props: Mapping[str, Any]  # what /props shows besides, ready for JSON
 
 
 class Door(Protocol):
@@ -79,5 +101,5 @@ class Door(Protocol):
         ...
 
     def status(self) -> Status:
-        """A JSON-ready snapshot for /props, /slots and /health."""
+        """A snapshot for /props, /slots and /health."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import anyio
 from attrs import asdict, define, field
@@ -15,7 +15,7 @@ from effects.job import Job, Report
 from effects.ports import CancelReason, Closed, Message, SlotStatus, Status
 from effects.scope import parse
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from engine.meter import Meter
+from engine.meter import STAGES, Meter
 from engine.runner import Runner
 from states import residency
 from states.life import Cancelled, Submitted
@@ -98,26 +98,25 @@ class EngineDoor:
         self.closed(closed)
 
     def status(self) -> Status:
-        """What every door tells, and what /props shows besides."""
+        """As every door tells it, with everything that this engine has to tell."""
         world = self.runner.world
         live, waiting, slots = self.live(), len(world.slots.waiting), world.slots.slots
         busy = sum(slot.holder is not None for slot in slots)
-        told = Status(
+        return Status(
             state="draining" if self._shut else "ready",
-            slots=[shown(number, slot, world) for number, slot in enumerate(slots)],
+            slots=tuple(shown(number, slot, world) for number, slot in enumerate(slots)),
             slots_busy=busy,
             queue=waiting,
             queue_full=waiting >= world.settings.max_queue and busy == len(slots),
             troubles=live.get("troubles", {}),
+            props={
+                **self.facts,
+                **live,
+                "rates_ns": asdict(world.rates),
+                "runtime": {"draft_residency": residency.shown(world.models, world.settings, held(live))},
+                "requests": dict(Counter(STAGES[type(state)] for state in world.requests.values())),
+            },
         )
-        more = {
-            **self.facts,
-            **live,
-            "rates_ns": asdict(world.rates),
-            "runtime": {"draft_residency": residency.shown(world.models, world.settings, held(live))},
-            "requests": dict(Counter(type(state).__name__ for state in world.requests.values())),
-        }
-        return cast(Status, {**more, **told})
 
     async def drain(self, grace_s: float) -> bool:
         """Shut: refuse newcomers, give the others `grace_s` to end, then cancel them. True if nobody was cut short."""
@@ -136,7 +135,7 @@ class EngineDoor:
 
 
 def shown(number: int, slot: Slot, world: World) -> SlotStatus:
-    state = None if slot.holder is None else type(world.requests[slot.holder]).__name__
+    state = None if slot.holder is None else STAGES[type(world.requests[slot.holder])]
     busy = slot.holder is not None
     return SlotStatus(id=number, is_processing=busy, request=slot.holder, state=state, kept_tokens=len(slot.tokens))
 

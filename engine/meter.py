@@ -8,19 +8,33 @@ from attrs import define, field
 
 from effects.all import Ask, Launch
 from effects.ids import RequestId
+from effects.ports import Stage
 from engine.runner import Envelope
+from states import life
 from states.world import Out, World
 
-Stage = Callable[[str, float], None]  # (state, seconds)
+STAGES: Mapping[type[life.State], Stage] = {
+    life.Waiting: "Waiting",
+    life.LookingUp: "LookingUp",
+    life.Restoring: "Restoring",
+    life.Compressing: "Compressing",
+    life.Unparking: "Unparking",
+    life.Prefilling: "Prefilling",
+    life.Speculating: "Speculating",
+    life.Snapshotting: "Snapshotting",
+    life.Parking: "Parking",
+    life.Draining: "Draining",
+}
+"""What is told of each state that a request can be seen in; `New` and `Done` are left within the fold."""
 
 
 @define
 class Meter:
-    """`stages_ms(request)` is what a response shows; `stage` hears of every phase that ends."""
+    """`stages_ms(request)` is what a response shows; `stage` hears of every one that ends."""
 
-    stage: Stage | None = None
-    _since: dict[RequestId, tuple[str, int]] = field(factory=dict[RequestId, tuple[str, int]])
-    _spent: dict[RequestId, dict[str, int]] = field(factory=dict[RequestId, dict[str, int]])
+    stage: Callable[[Stage, float], None] | None = None  # hears (stage, seconds)
+    _since: dict[RequestId, tuple[Stage, int]] = field(factory=dict[RequestId, tuple[Stage, int]])
+    _spent: dict[RequestId, dict[Stage, int]] = field(factory=dict[RequestId, dict[Stage, int]])
     _told: set[RequestId] = field(factory=set[RequestId])
     _now_ns: int = 0
 
@@ -28,33 +42,33 @@ class Meter:
         self._now_ns = envelope.at_ns
         for request in dict.fromkeys((envelope.request, *touched(outs))):
             state = after.requests.get(request)
-            self.enter(request, "" if state is None else type(state).__name__)
+            self.enter(request, None if state is None else STAGES[type(state)])
 
-    def enter(self, request: RequestId, state: str) -> None:
-        was, since = self._since.get(request, ("", self._now_ns))
-        if was == state:
+    def enter(self, request: RequestId, stage: Stage | None) -> None:
+        was, since = self._since.get(request, (None, self._now_ns))
+        if was == stage:
             return
-        if was:
+        if was is not None:
             if request not in self._told:
                 spent = self._spent.setdefault(request, {})
                 spent[was] = spent.get(was, 0) + self._now_ns - since
             if self.stage is not None:
                 self.stage(was, (self._now_ns - since) / 1e9)
-        if state:
-            self._since[request] = (state, self._now_ns)
+        if stage is not None:
+            self._since[request] = (stage, self._now_ns)
         else:
             self._since.pop(request, None)
             self._told.discard(request)
 
-    def stages_ms(self, request: RequestId) -> Mapping[str, float]:
-        """Milliseconds in each state so far. Asked once, when the stream closes; what follows is not kept."""
+    def stages_ms(self, request: RequestId) -> Mapping[Stage, float]:
+        """Milliseconds in each stage so far. Asked once, when the stream closes; what follows is not kept."""
         spent = self._spent.pop(request, {})
         if request in self._since:
-            state, since = self._since[request]
+            stage, since = self._since[request]
             if self._now_ns > since:  # what follows behind the stream has only just begun
-                spent[state] = spent.get(state, 0) + self._now_ns - since
+                spent[stage] = spent.get(stage, 0) + self._now_ns - since
             self._told.add(request)
-        return {state: round(ns / 1e6, 3) for state, ns in spent.items()}
+        return {stage: round(ns / 1e6, 3) for stage, ns in spent.items()}
 
 
 def touched(outs: tuple[Out, ...]) -> list[RequestId]:

@@ -22,7 +22,7 @@ from adapters.http.connection import ABORT
 from adapters.http.controls import Planned
 from adapters.http.errors import ApiError, failure_of
 from adapters.http.options import EdgeOptions
-from adapters.http.retry import Pace
+from adapters.http.retry import Turnover
 from adapters.http.run import Ended, Event, Progress, Run, Said, running
 from adapters.http.shape import Shape
 from adapters.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class Answer:
     tokenizer: Tokenizer
     stream: bool
     progress: bool
-    pace: Pace
+    turnover: Turnover
     headers: Mapping[str, str] = field(factory=dict)  # of this answer, besides its id
     began: bool = field(default=False, init=False)  # the status line is out
     finish: str = field(default="client_gone", init=False)  # for the log
@@ -164,9 +164,9 @@ class Answer:
     def _checked(self, ended: Ended) -> Ended:
         """Raises ApiError unless the choice ended well."""
         if failure_of(ended.closed, 0) is None:
-            self.pace.served(ended.closed)
+            self.turnover.served(ended.closed)
             return ended
-        failure = failure_of(ended.closed, self.pace.retry_after(self.door.status()))
+        failure = failure_of(ended.closed, self.turnover.retry_after(self.door.status()))
         assert failure is not None
         if ended.closed.finish == "failed":
             log.error("%s failed: %s", self.shape.id, ended.closed.detail)

@@ -9,7 +9,8 @@ from html import escape
 from typing import Any
 
 import anyio
-from attrs import define, field
+from attrs import asdict, define, field
+from attrs.filters import exclude
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,6 +23,7 @@ from adapters.http.access_log import NOTE, refused
 from adapters.http.answer import Answer
 from adapters.http.body import reading
 from adapters.http.errors import (
+    SHUTTING_DOWN,
     ApiError,
     error_response,
     invalid,
@@ -36,7 +38,7 @@ from adapters.http.guard import Guard
 from adapters.http.intake import ROOM, Intake
 from adapters.http.openai_shape import ChatShape, CompletionShape
 from adapters.http.options import EdgeOptions
-from adapters.http.retry import Pace
+from adapters.http.retry import Turnover
 from adapters.http.sampling import default_settings
 from adapters.http.shape import Named, new_id
 from adapters.metrics import Metrics
@@ -88,7 +90,7 @@ class Edge:
     text: Text
     options: EdgeOptions
     metrics: Metrics
-    pace: Pace = field(factory=Pace)
+    turnover: Turnover = field(factory=Turnover)
     intake: Intake = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -140,17 +142,17 @@ class Edge:
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
         tokenizer, headers = self.text.tokenizer, headers or {}
-        how = asked.stream, asked.progress, self.pace, headers
+        how = asked.stream, asked.progress, self.turnover, headers
         return Answer(self.door, planned, shape, self.options, tokenizer, *how)
 
     @asynccontextmanager
     async def _ready(self, request: Request) -> AsyncIterator[Fields]:
         """The body, unless nothing can be generated now anyway."""
         status = self.door.status()
-        if status.get("state", "ready") != "ready":
-            raise unavailable(UNREADY.get(status["state"], UNREADY["loading"]), self.options.retry_after_s)
-        if status.get("queue_full"):
-            raise queue_full(self.pace.retry_after(status))
+        if status.state != "ready":
+            raise unavailable(SHUTTING_DOWN, self.options.retry_after_s)
+        if status.queue_full:
+            raise queue_full(self.turnover.retry_after(status))
         async with self._reading(request) as fields:
             yield fields
 
@@ -215,13 +217,12 @@ class Edge:
 
     async def health(self, _: Request) -> JSONResponse:
         status = self.door.status()
-        state, troubles = status.get("state", "ready"), status.get("troubles")
-        if state == "ready":  # answers are right all the same, so a balancer goes on sending requests
+        troubles = dict(status.troubles)
+        if status.state == "ready":  # answers are right all the same, so a balancer goes on sending requests
             return JSONResponse({"status": "degraded", "troubles": troubles} if troubles else {"status": "ok"})
-        why = UNREADY.get(state, UNREADY["loading"])
-        described = {"message": why, "type": "unavailable_error", "param": None, "code": 503}
+        described = {"message": SHUTTING_DOWN, "type": "unavailable_error", "param": None, "code": 503}
         retry = {"retry-after": str(self.options.retry_after_s)}
-        return JSONResponse({"status": state, "error": described}, 503, retry)
+        return JSONResponse({"status": status.state, "error": described}, 503, retry)
 
     async def props(self, _: Request) -> JSONResponse:
         options, status = self.options, self.door.status()
@@ -234,23 +235,24 @@ class Edge:
                 "eos_tokens": list(self.text.tokenizer.end_tokens),
                 "build_info": f"rekindle {options.version}",
                 "numerics": dict(options.numerics),
-                "total_slots": slot_count(status),
-                **status,
+                "total_slots": len(status.slots),
+                **status.props,
+                **asdict(status, filter=exclude("props")),
             }
         )
 
     async def slots(self, request: Request) -> JSONResponse:
         status = self.door.status()
-        if request.query_params.get("fail_on_no_slot") == "1" and status.get("slots_busy") == slot_count(status):
-            raise unavailable("No slot is free.", self.pace.retry_after(status))
-        return JSONResponse(status.get("slots", []))
+        if request.query_params.get("fail_on_no_slot") == "1" and status.slots_busy == len(status.slots):
+            raise unavailable("No slot is free.", self.turnover.retry_after(status))
+        return JSONResponse(list(map(asdict, status.slots)))
 
     async def render_metrics(self, _: Request) -> Response:
         body, kind = self.metrics.render()
         return Response(body, headers={"content-type": kind})
 
     async def root(self, request: Request) -> Response:
-        state = self.door.status().get("state", "ready")
+        state = self.door.status().state
         about: dict[str, Any] = {"status": "ok" if state == "ready" else state, "model": self.options.model_id}
         about |= {"version": self.options.version, "endpoints": sorted(route.path for route in self.routes())}
         lines = about | {"endpoints": ", ".join(about["endpoints"])}
@@ -259,18 +261,6 @@ class Edge:
         rows = "".join(f"<dt>{escape(name)}<dd>{escape(str(value))}" for name, value in lines.items())
         policy = {"content-security-policy": "default-src 'none'"}
         return HTMLResponse(f"<!doctype html><title>Rekindle</title><h1>Rekindle</h1><dl>{rows}</dl>", headers=policy)
-
-
-UNREADY = {
-    "loading": "Loading model",
-    "draining": "The server is shutting down.",
-    "failed": "The engine has stopped. The server's log says why.",
-}
-
-
-def slot_count(status: Mapping[str, Any]) -> int:
-    slots = status.get("slots", ())
-    return slots if isinstance(slots, int) else len(slots)
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:

@@ -31,6 +31,7 @@ def openai_error(error: ApiError) -> dict[str, Any]:
     return {"error": {**described, **error.extra}}
 
 
+SHUTTING_DOWN = "The server is shutting down."
 ANTHROPIC_TYPES = {  # by status; 4xx that are not here are invalid requests, 5xx failures of the API
     401: "authentication_error",
     403: "permission_error",
@@ -124,7 +125,7 @@ def failure_of(closed: Closed, retry_after_s: int) -> ApiError | None:
             message = "The request took longer than this server allows (--request-timeout)."
             return ApiError(504, message, "timeout_error", code="deadline_exceeded", headers=no_retry)
         case "shutdown":
-            return unavailable("The server is shutting down.", retry_after_s)
+            return unavailable(SHUTTING_DOWN, retry_after_s)
         case "cancelled":
             return ApiError(499, "The request was cancelled.", "cancelled", code="cancelled")
         case "failed":

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended
-from effects.ports import Closed
-
-PROMPT_STATES = ("LookingUp", "Restoring", "Compressing", "Unparking", "Prefilling")
-ANSWER_STATES = ("Speculating",)
+from effects.ports import ANSWER_STAGES, PROMPT_STAGES
 
 
 def usage(ended: Sequence[Ended]) -> dict[str, Any]:
@@ -31,8 +28,8 @@ def timings(ended: Ended) -> dict[str, Any]:
     """llama.cpp's figures: what was restored, computed and generated, and how fast."""
     report = ended.closed.report
     computed = max(0, len(ended.planned.job.prompt) - report.restored_tokens)
-    prompt_ms = spent(ended.closed, PROMPT_STATES)
-    answer_ms = spent(ended.closed, ANSWER_STATES)
+    prompt_ms = round(ended.closed.spent_ms(PROMPT_STAGES), 3)
+    answer_ms = round(ended.closed.spent_ms(ANSWER_STAGES), 3)
     return {
         "cache_n": report.restored_tokens,
         "prompt_n": computed,
@@ -70,7 +67,7 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
             "why": report.speculation or None,
         },
         "numerics": options.numerics.get("mode", "exact"),
-        "stages_ms": {state: round(spent_ms, 3) for state, spent_ms in ended.closed.stages_ms.items()},
+        "stages_ms": {stage: round(spent_ms, 3) for stage, spent_ms in ended.closed.stages_ms.items()},
     }
 
 
@@ -78,11 +75,6 @@ def rekindle_all(ended: Sequence[Ended], options: EdgeOptions) -> dict[str, Any]
     """The first job's figures; with several, `jobs` lists those of each in the order of the choices."""
     told = [rekindle(one, options) for one in ended]
     return told[0] if len(told) == 1 else {**told[0], "jobs": told}
-
-
-def spent(closed: Closed, states: Sequence[str]) -> float:
-    stages: Mapping[str, float] = closed.stages_ms
-    return round(sum(stages.get(state, 0.0) for state in states), 3)
 
 
 def ratio(amount: float, parts: float) -> float:

@@ -6,7 +6,7 @@ import math
 
 from attrs import define
 
-from effects.ports import Closed, Status
+from effects.ports import QUEUE_STAGES, Closed, Status
 
 MOST_S = 60  # OpenAI's clients do not believe more, and come again after half a second
 SHARE = 0.2  # of the newest request in the mean
@@ -18,14 +18,14 @@ def retry_after(waiting: int, slots: int, seconds: float) -> int:
 
 
 @define
-class Pace:
+class Turnover:
     """How long requests hold a slot, on average; the later ones count more."""
 
     seconds: float | None = None
 
     def served(self, closed: Closed) -> None:
-        spent = sum(ms for state, ms in closed.stages_ms.items() if state != "Waiting") / 1000
+        spent = (sum(closed.stages_ms.values()) - closed.spent_ms(QUEUE_STAGES)) / 1000
         self.seconds = spent if self.seconds is None else (1 - SHARE) * self.seconds + SHARE * spent
 
     def retry_after(self, status: Status) -> int:
-        return retry_after(status["queue"], len(status["slots"]), self.seconds or 0)
+        return retry_after(status.queue, len(status.slots), self.seconds or 0)

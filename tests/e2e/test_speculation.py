@@ -257,7 +257,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     async with engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
 
         def shown() -> dict:
-            return running.door.status()["runtime"]["draft_residency"]
+            return running.door.status().props["runtime"]["draft_residency"]
 
         async def asked() -> Told:
             heard = await told(running, jobs[0])

@@ -25,6 +25,8 @@ NOT_SPOKEN = {
     "Sampling",
     "Report",
     "Closed",
+    "Status",
+    "SlotStatus",
     "Scope",
     "Selection",
 }  # neither asked nor answered

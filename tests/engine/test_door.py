@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TypeAlias, get_type_hints
+from typing import TypeAlias, get_args
 
 import anyio
 import pytest
 from attrs import evolve
+from cattrs import Converter
 
 from effects.all import Launch
 from effects.job import Job
-from effects.ports import Closed, Door, Message, SlotStatus, Status, Ticket
+from effects.ports import ANSWER_STAGES, PROMPT_STAGES, QUEUE_STAGES, Closed, Door, Message, Stage, Status, Ticket
 from effects.stream import EmitTokens, ReportProgress
+from engine.meter import STAGES
+from states.life import Done, New, State
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
 from tests.http.fake_door import FakeDoor, digest_script
 
+STRICT = Converter(forbid_extra_keys=True)
 JOB = Job(prompt=tuple(range(100)), max_tokens=5)
+Shut: TypeAlias = Callable[[], Awaitable[object]]  # what shutting down does to a door
 # a door of one slot and one place in its queue, which works only while the event is set
-Open: TypeAlias = Callable[[anyio.Event], AbstractAsyncContextManager[Door]]
+Open: TypeAlias = Callable[[anyio.Event], AbstractAsyncContextManager[tuple[Door, Shut]]]
 
 
 @asynccontextmanager
-async def real(go: anyio.Event) -> AsyncIterator[Door]:
+async def real(go: anyio.Event) -> AsyncIterator[tuple[Door, Shut]]:
     async def before(_: Launch) -> None:
         await go.wait()
 
     async with engine(evolve(SETTINGS, slots=1, max_queue=1), ScriptedDevice(before=before)) as running:
-        yield running.door
+        yield running.door, lambda: running.door.drain(0)
         go.set()
 
 
 @asynccontextmanager
-async def fake(go: anyio.Event) -> AsyncIterator[Door]:
+async def fake(go: anyio.Event) -> AsyncIterator[tuple[Door, Shut]]:
     async with FakeDoor.opened(digest_script(20, 300), slots=1, max_queue=1, go=go) as door:
-        yield door
+
+        async def shut() -> None:
+            door.state = "draining"
+
+        yield door, shut
 
 
 @pytest.fixture(params=[real, fake])
@@ -59,38 +69,40 @@ async def until(door: Door, condition: Callable[[Status], object]) -> Status:
 async def test_a_stream_begins_with_accepted_and_ends_once(opened: Open) -> None:
     go = anyio.Event()
     go.set()
-    async with opened(go) as door:
+    async with opened(go) as (door, _):
         first, *middle, last = await heard(door.submit(JOB))
     assert first == ReportProgress(0, 100, 0)
     assert isinstance(last, Closed)
     assert (last.finish, last.report.prompt_tokens, last.report.completion_tokens) == ("length", 100, 5)
     assert set(last.stages_ms) == {"Prefilling", "Speculating"}
+    assert last.spent_ms(PROMPT_STAGES) + last.spent_ms(ANSWER_STAGES) == sum(last.stages_ms.values())
     assert sum(len(message.tokens) for message in middle if isinstance(message, EmitTokens)) == 5
     done = [message.done for message in middle if isinstance(message, ReportProgress)]
     assert done == sorted(done)
 
 
-async def test_status_has_the_same_keys_and_kinds_whatever_goes_on(opened: Open) -> None:
+async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: Open) -> None:
     go = anyio.Event()
-    kinds = {"state": str, "slots": list, "slots_busy": int, "queue": int, "queue_full": bool, "troubles": dict}
-    assert kinds.keys() == get_type_hints(Status).keys()
-    async with opened(go) as door:
+    async with opened(go) as (door, _):
         states = [door.status()]
         one = door.submit(JOB)
-        states.append(await until(door, lambda status: status["slots_busy"] == 1))
+        states.append(await until(door, lambda status: status.slots_busy == 1))
         two = door.submit(JOB)
-        states.append(await until(door, lambda status: status["queue"] == 1))
+        states.append(await until(door, lambda status: status.queue == 1))
         turned_away = await heard(door.submit(JOB))
         go.set()
         await heard(one)
         await heard(two)
-        states.append(await until(door, lambda status: status["slots_busy"] == 0))
+        states.append(await until(door, lambda status: status.slots_busy == 0))
     assert [isinstance(message, Closed) and message.finish for message in turned_away] == ["queue_full"]
     for status in states:
-        assert {name: type(status[name]) for name in kinds} == kinds  # type: ignore[literal-required]
-        assert all(slot.keys() == get_type_hints(SlotStatus).keys() for slot in status["slots"])
-        assert status["slots_busy"] == sum(slot["is_processing"] for slot in status["slots"])
-    assert [(status["slots_busy"], status["queue"], status["queue_full"]) for status in states] == [
+        told = json.loads(json.dumps(STRICT.unstructure(status)))
+        assert evolve(STRICT.structure(told, Status), props=status.props) == status
+        assert status.slots_busy == sum(slot.is_processing for slot in status.slots)
+        for number, slot in enumerate(status.slots):
+            assert slot.id == number
+            assert slot.is_processing == (slot.request is not None) == (slot.state is not None)
+    assert [(status.slots_busy, status.queue, status.queue_full) for status in states] == [
         (0, 0, False),
         (1, 0, False),
         (1, 1, True),
@@ -100,9 +112,9 @@ async def test_status_has_the_same_keys_and_kinds_whatever_goes_on(opened: Open)
 
 async def test_cancelling_ends_a_stream_once_however_often_and_late_it_is_asked(opened: Open) -> None:
     go = anyio.Event()
-    async with opened(go) as door:
+    async with opened(go) as (door, _):
         running, waiting = door.submit(JOB), door.submit(JOB)
-        await until(door, lambda status: status["queue"] == 1)
+        await until(door, lambda status: status.queue == 1)
         waiting.cancel("client_gone")
         waiting.cancel("deadline")
         running.cancel("stop_string")
@@ -110,3 +122,24 @@ async def test_cancelling_ends_a_stream_once_however_often_and_late_it_is_asked(
         ends = [(await heard(ticket))[-1] for ticket in (waiting, running)]
         running.cancel("client_gone")
     assert [isinstance(end, Closed) and end.finish for end in ends] == ["cancelled", "stop"]
+    assert isinstance(ends[0], Closed)
+    assert set(ends[0].stages_ms) == {"Waiting"}
+
+
+async def test_a_door_that_shuts_ends_what_waits_and_takes_no_more(opened: Open) -> None:
+    go = anyio.Event()
+    go.set()
+    async with opened(go) as (door, shut):
+        await heard(door.submit(JOB))
+        assert door.status().state == "ready"
+        await shut()
+        assert door.status().state == "draining"
+        (closed,) = await heard(door.submit(JOB))
+    assert isinstance(closed, Closed)
+    assert (closed.finish, closed.report.prompt_tokens, closed.stages_ms) == ("shutdown", 100, {})
+
+
+def test_every_state_that_a_request_can_be_seen_in_has_its_own_stage() -> None:
+    assert STAGES.keys() == {*get_args(State)} - {New, Done}
+    assert sorted(STAGES.values()) == sorted(get_args(Stage))
+    assert {*QUEUE_STAGES, *PROMPT_STAGES, *ANSWER_STAGES} < {*get_args(Stage)}

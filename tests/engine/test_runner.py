@@ -205,10 +205,12 @@ async def test_stages_add_up_to_the_time_the_request_took() -> None:
 
 async def test_where_the_draft_is_can_be_seen() -> None:
     async with engine() as plain:
-        assert plain.door.status()["runtime"] == {"draft_residency": {"policy": "auto", "draft": None, "drafter": None}}
+        assert plain.door.status().props["runtime"] == {
+            "draft_residency": {"policy": "auto", "draft": None, "drafter": None}
+        }
     async with engine(evolve(SETTINGS, block=3, residency=Resolved("request-scoped", "park"))) as running:
         running.door.live = lambda: {"memory": {"models": {"draft": {"device": 0, "host": 7}}}}
-        told = running.door.status()["runtime"]["draft_residency"]
+        told = running.door.status().props["runtime"]["draft_residency"]
         assert told["policy"] == "request-scoped"
         assert (told["draft"]["state"], told["draft"]["device_bytes"], told["draft"]["host_bytes"]) == ("parked", 0, 7)
 

@@ -21,7 +21,7 @@ from attrs import define, evolve, field
 from effects.decode import Logprob
 from effects.ids import RequestId, Tokens
 from effects.job import Job, Report
-from effects.ports import CancelReason, Closed, Message, SlotStatus, Status
+from effects.ports import CancelReason, Closed, Message, SlotStatus, Stage, Status
 from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
 
@@ -41,6 +41,8 @@ class FakeTicket:
     news: anyio.Event = field(factory=anyio.Event)
     reason: CancelReason | None = None
     started: float = field(factory=time.monotonic)
+    accepted: bool = False
+    working: bool = False
     closed: Closed | None = None
     closed_at: float = 0.0
     report: Report = field(factory=lambda: Report(0))
@@ -69,10 +71,16 @@ class FakeTicket:
 
     def close(self, finish: Finish, detail: str = "") -> None:
         assert self.closed is None
-        spent = 1000 * (time.monotonic() - self.started)
-        self.closed = Closed(finish, self.report, detail, {"Prefilling": spent / 2, "Speculating": spent / 2})
+        self.closed = Closed(finish, self.report, detail, self.stages_ms())
         self.closed_at = time.monotonic()
         self.tell(self.closed)
+
+    def stages_ms(self) -> dict[Stage, float]:
+        """Half and half, once it is worked at; a job that is turned away spends no time in any."""
+        spent = 1000 * (time.monotonic() - self.started)
+        if self.working:
+            return {"Prefilling": spent / 2, "Speculating": spent / 2}
+        return {"Waiting": spent} if self.accepted else {}
 
     async def pause(self, seconds: float) -> bool:
         """Work for so long; False if the job was cancelled meanwhile: work is cut at the next chunk or decode step."""
@@ -98,7 +106,7 @@ class FakeDoor:
     per_step: int = 1
     fail_after: int | None = None  # tokens
     hang_after: int | None = None  # tokens; the engine never says anything again
-    state: Literal["loading", "ready", "draining", "failed"] = "ready"
+    state: Literal["ready", "draining"] = "ready"
     troubles: Mapping[str, str] = field(factory=dict)
     tickets: list[FakeTicket] = field(factory=list)
     waiting: int = 0
@@ -128,6 +136,7 @@ class FakeDoor:
         elif self.busy >= self.slots and self.waiting >= self.max_queue:
             ticket.close("queue_full")
         else:
+            ticket.accepted = True
             ticket.tell(ReportProgress(0, len(job.prompt), 0))
             if self.busy < self.slots:
                 self.busy += 1
@@ -140,15 +149,17 @@ class FakeDoor:
     def status(self) -> Status:
         return Status(
             state=self.state,
-            slots=[
-                SlotStatus(id=number, is_processing=number < self.busy, request=None, state=None, kept_tokens=0)
-                for number in range(self.slots)
-            ],
+            slots=tuple(map(self._slot, range(self.slots))),
             slots_busy=self.busy,
             queue=self.waiting,
             queue_full=self.busy >= self.slots and self.waiting >= self.max_queue,
             troubles=self.troubles,
+            props={"model": "fake"},
         )
+
+    def _slot(self, number: int) -> SlotStatus:
+        busy = number < self.busy
+        return SlotStatus(number, busy, RequestId(number) if busy else None, "Prefilling" if busy else None, 0)
 
     async def _queue(self, ticket: FakeTicket) -> None:
         while self.busy >= self.slots and ticket.reason is None:  # noqa: ASYNC110 - a fake need not be clever
@@ -168,6 +179,7 @@ class FakeDoor:
             self.kept.append(ticket.job.prompt)
 
     async def _work(self, ticket: FakeTicket) -> None:
+        ticket.working = True
         if self.go is not None:
             await self.go.wait()
         job, total = ticket.job, len(ticket.job.prompt)

@@ -15,6 +15,7 @@ import anyio
 import anyio.abc
 import httpx
 import pytest
+from attrs import evolve
 
 from adapters.http.run import ENGINE_GRACE_S
 from tests.http.conftest import Site, chat, served
@@ -103,7 +104,7 @@ async def test_a_client_that_does_not_read_is_given_up_and_others_go_on(folder: 
 async def test_a_full_queue_is_a_429_with_retry_after_streamed_or_not(folder: Path) -> None:
     async with served(folder, door={"slots": 0, "max_queue": 0}) as site:
         told = site.door.status()
-        site.door.status = lambda: {**told, "queue_full": False}  # the edge learns it from the ticket
+        site.door.status = lambda: evolve(told, queue_full=False)  # the edge learns it from the ticket
         for streamed in (True, False):
             response = await site.post(PATH, chat(stream=streamed))
             assert response.status_code == 429

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adapters.http.paths import canonical, speaks_anthropic
-from adapters.http.retry import Pace, retry_after
+from adapters.http.retry import Turnover, retry_after
 from effects.job import Report
 from effects.ports import Closed
 from tests.http.conftest import Site, chat, served
@@ -169,7 +169,7 @@ def test_when_to_come_again_follows_the_queue(waiting: int, slots: int, seconds:
 
 
 def test_how_long_requests_take_is_a_mean_that_forgets_and_waiting_does_not_count() -> None:
-    pace = Pace()
+    pace = Turnover()
     pace.served(Closed("stop", Report(1), "", {"Waiting": 60_000, "Prefilling": 1000, "Speculating": 3000}))
     assert pace.seconds == 4
     for _ in range(30):
