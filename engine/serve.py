@@ -49,7 +49,7 @@ WRITING_S = 0.2  # what has been answered is still being written: let it, for a 
 def run(options: Options, steps: Steps) -> NoReturn:
     """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
     raise_file_limit()
-    heap.settle()
+    heap.share()
     try:
         status = anyio.run(serve_until_signal, options, steps)
     except BaseExceptionGroup as group:
