@@ -20,7 +20,7 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
-from states.life import Submitted
+from states.events import Submitted
 from states.settings import Settings
 from states.world import Out, World, advance, begin
 

@@ -18,7 +18,7 @@ from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.meter import STAGES, Meter
 from engine.runner import Runner
 from states import residency
-from states.life import Cancelled, Submitted
+from states.events import Cancelled, Submitted
 from states.slots import Slot
 from states.world import World
 

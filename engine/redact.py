@@ -17,8 +17,8 @@ from effects.ids import RequestId, Tokens
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed
 from engine.runner import Envelope
-from states.life import Event, Submitted
-from states.slots import hold_of
+from states.events import Event, Submitted
+from states.life import Held, remains
 from states.world import Out, World, advance
 
 
@@ -46,8 +46,8 @@ class Redactor:
             case PrefixFound(served=tuple() as served) | PrefixMissed(served=tuple() as served):
                 return evolve(event, served=self.prompt(request, served))
             case Decoded(tokens):
-                hold = hold_of(self.world.requests.get(request))
-                stops = () if hold is None else hold.job.stop_tokens
+                state = self.world.requests.get(request)
+                stops = remains(state).prompt.job.stop_tokens if isinstance(state, Held) else ()
                 return evolve(event, tokens=self.chain(request, tokens, stops), logprobs=())
             case _:
                 return event

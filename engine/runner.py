@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from effects.all import Ask, Launch, Outcome
 from effects.ids import DeviceFailed, FailureKind, RequestId, StoreFailed
 from effects.ports import Notify, Perform, Submit
-from states.life import Event
+from states.events import Event
 from states.world import Out, World, advance
 
 T = TypeVar("T")

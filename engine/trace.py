@@ -29,7 +29,7 @@ from adapters.watched import Watched
 from effects.all import Ask, Effect, Launch
 from engine.redact import Redactor
 from engine.runner import Envelope
-from states.life import Event
+from states.events import Event
 from states.settings import Settings
 from states.world import Out, World, begin
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import Decoded
-from effects.draft import DraftParked, DraftUnparked, ParkDraft
+from effects.draft import DraftParked, DraftUnparked
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import PromptCompressed
@@ -15,102 +15,105 @@ from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, CloseStream
+from states.events import Cancelled
 from states.life import (
     FINISH,
-    Cancelled,
     Compressing,
     Done,
     Draining,
-    Hold,
     LookingUp,
     Parking,
     Prefilling,
+    Remains,
     Restoring,
+    Seat,
     Snapshotting,
     Speculating,
     Unparking,
+    remains,
 )
 from states.machine import Then
-from states.onward import Leave, LeaveEarly, leave, leave_early, let_go, park, trusted
-from states.scope import report
+from states.onward import GiveBack, Leave, LeaveEarly, leave, leave_early, let_go, park, report, trusted
+from states.settings import Known
 
 Settled: TypeAlias = Then[Draining] | Leave
 SettledEarly: TypeAlias = Then[Draining] | LeaveEarly  # no draft yet
 
 
 def drain(
-    state: LookingUp | Compressing | Unparking | Prefilling | Speculating, event: Cancelled
+    state: LookingUp | Compressing | Unparking | Prefilling | Speculating, event: Cancelled, known: Known
 ) -> Then[Draining, CloseStream, Abandon]:
-    return Then(Draining(state.hold, 1), CloseStream(FINISH[event.reason], report(state.hold), event.reason), Abandon())
+    closing = CloseStream(FINISH[event.reason], report(known, state), event.reason)
+    return Then(Draining(remains(state), 1), closing, Abandon())
 
 
-def drain_both(state: Restoring, event: Cancelled) -> Then[Draining, CloseStream, Abandon]:
-    closing = CloseStream(FINISH[event.reason], report(state.hold), event.reason)
-    return Then(Draining(state.hold, state.loading + state.computing), closing, Abandon())
+def drain_both(state: Restoring, event: Cancelled, known: Known) -> Then[Draining, CloseStream, Abandon]:
+    closing = CloseStream(FINISH[event.reason], report(known, state), event.reason)
+    return Then(Draining(remains(state), state.loading + state.computing), closing, Abandon())
 
 
-def settle(state: Draining, _: PrefixMissed | PromptCompressed) -> LeaveEarly:
+def settle(state: Draining, _: PrefixMissed | PromptCompressed, known: Known) -> LeaveEarly:
     """It was all that was in flight, and nothing came of it that would be worth keeping."""
-    return leave_early(state.hold)
+    return leave_early(known.settings, state.remains)
 
 
-def settle_loss(state: Draining, _: StoreFailed) -> SettledEarly:
-    hold = evolve(state.hold, stored=0)
-    return still(state, hold) if state.flying > 1 else leave_early(hold)
+def settle_loss(state: Draining, _: StoreFailed, known: Known) -> SettledEarly:
+    left = evolve(state.remains, prompt=evolve(state.remains.prompt, stored=0))
+    return still(state, left) if state.flying > 1 else leave_early(known.settings, left)
 
 
-def settle_failure(state: Draining, event: DeviceFailed) -> Settled:
-    hold = trusted(state.hold, event)
-    return still(state, hold) if state.flying > 1 else leave(hold)
+def settle_failure(state: Draining, event: DeviceFailed, known: Known) -> Settled:
+    left = trusted(state.remains, event)
+    return still(state, left) if state.flying > 1 else leave(known.settings, left)
 
 
-def settle_found(state: Draining, event: PrefixFound) -> Then[Done, ReleasePrefix]:
+def settle_found(state: Draining, event: PrefixFound, _: Known) -> Then[Done, ReleasePrefix]:
     """The lookup was all that was in flight."""
-    return Then(Done(state.hold), ReleasePrefix(event.lease))
+    return Then(Done(state.remains), ReleasePrefix(event.lease))
 
 
-def settle_draft(state: Draining, _: DraftUnparked) -> Then[Parking, ParkDraft]:
+def settle_draft(state: Draining, _: DraftUnparked, known: Known) -> GiveBack:
     """The draft came after all: give it back."""
-    return Then(Parking(evolve(state.hold, draft=True)), park(state.hold))
+    return Then(Parking(evolve(state.remains, leased=True)), park(known.settings))
 
 
-def settle_rows(state: Draining, event: PrefillAdvanced) -> Settled:
-    hold = evolve(state.hold, valid=event.stop)
-    return still(state, hold) if state.flying > 1 else leave(hold)
+def settle_rows(state: Draining, event: PrefillAdvanced, known: Known) -> Settled:
+    left = evolve(state.remains, seat=evolve(state.remains.seat, valid=event.stop))
+    return still(state, left) if state.flying > 1 else leave(known.settings, left)
 
 
-def settle_restored(state: Draining, event: BlocksRestored) -> Then[Draining] | Then[Done]:
+def settle_restored(state: Draining, event: BlocksRestored, _: Known) -> Then[Draining] | Then[Done]:
     """Loaded rows stay in the slot if none is missing before them; the store has them all."""
-    hold = state.hold
-    if event.start <= hold.valid < event.stop:
-        hold = evolve(hold, valid=event.stop, restored=hold.restored + event.stop - hold.valid)
-    return still(state, hold) if state.flying > 1 else Then(Done(hold))
+    left, seat = state.remains, state.remains.seat
+    if event.start <= seat.valid < event.stop:
+        left = evolve(left, seat=Seat(seat.slot, event.stop, seat.restored + event.stop - seat.valid, seat.tier))
+    return still(state, left) if state.flying > 1 else Then(Done(left))
 
 
-def settle_decode(state: Draining, event: Decoded) -> Leave:
+def settle_decode(state: Draining, event: Decoded, known: Known) -> Leave:
     """The decode step fed one more token that the client has seen: its row is valid. What it picked, nobody saw.
 
     Positional state has gone past that, and takes the slot's sequence with it.
     """
-    hold = state.hold
-    if hold.settings.stateful:
-        return leave(evolve(hold, valid=hold.valid + len(event.tokens), answer=hold.answer + event.tokens))
-    return leave(evolve(hold, valid=hold.valid + 1))
+    left, valid = state.remains, state.remains.seat.valid
+    if known.settings.stateful:
+        left, valid = evolve(left, answer=left.answer + event.tokens), valid + len(event.tokens) - 1
+    return leave(known.settings, evolve(left, seat=evolve(left.seat, valid=valid + 1)))
 
 
-def still(state: Draining, hold: Hold) -> Then[Draining]:
+def still(state: Draining, left: Remains) -> Then[Draining]:
     """Something else has not answered yet."""
-    return Then(Draining(hold, state.flying - 1))
+    return Then(Draining(left, state.flying - 1))
 
 
-def snapshotted(state: Snapshotting, _: SnapshotSaved) -> Then[Parking, ParkDraft] | Then[Done]:
-    return let_go(state.hold)
+def snapshotted(state: Snapshotting, _: SnapshotSaved, known: Known) -> GiveBack | Then[Done]:
+    return let_go(known.settings, state.remains)
 
 
-def unsaved(state: Snapshotting, event: DeviceFailed) -> Then[Parking, ParkDraft] | Then[Done]:
+def unsaved(state: Snapshotting, event: DeviceFailed, known: Known) -> GiveBack | Then[Done]:
     """A failed snapshot loses time, nothing else."""
-    return let_go(trusted(state.hold, event))
+    return let_go(known.settings, trusted(state.remains, event))
 
 
-def parked(state: Parking, _: DraftParked | DeviceFailed) -> Then[Done]:
-    return Then(Done(state.hold))
+def parked(state: Parking, _: DraftParked | DeviceFailed, __: Known) -> Then[Done]:
+    return Then(Done(state.remains))

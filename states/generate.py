@@ -10,57 +10,58 @@ from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.stream import EmitTokens, ReportProgress
 from states import pace
-from states.life import Prefilling, Speculating, Unparking
+from states.life import Drafted, Generated, Prefilling, Seat, Speculating, Undrafted, Unparking
 from states.machine import Then
-from states.onward import Failing, Finished, Work, chunk, fail, finish, next_decode, work
+from states.onward import NOTHING, Failing, Finished, Work, chunk, fail, finish, next_decode, work
 from states.restore import progress
+from states.settings import Known
 
 
-def unparked(state: Unparking, _: DraftUnparked) -> Work:
-    hold = state.hold
-    return work(evolve(hold, draft=True, pace=pace.fresh(hold.settings, hold.rates)))
+def unparked(state: Unparking, _: DraftUnparked, known: Known) -> Work:
+    fresh = pace.fresh(known.settings, known.rates)
+    return work(known.settings, state.seat, state.prompt, Drafted(fresh))
 
 
-def plain(state: Unparking, event: DeviceFailed) -> Work:
+def plain(state: Unparking, event: DeviceFailed, known: Known) -> Work:
     """A failed unpark decodes without a draft: the same answer, token by token."""
-    return work(evolve(state.hold, speculation=f"unpark_{event.kind}"))
+    return work(known.settings, state.seat, state.prompt, Undrafted(f"unpark_{event.kind}"))
 
 
 def prefilled(
-    state: Prefilling, event: PrefillAdvanced
+    state: Prefilling, event: PrefillAdvanced, known: Known
 ) -> Then[Prefilling, ReportProgress, RunPrefill] | Then[Speculating, ReportProgress, RunDecode]:
-    hold = evolve(state.hold, valid=event.stop)
-    if event.stop < hold.target:
-        return Then(Prefilling(hold), progress(hold), chunk(hold, hold.target))
-    hold, one = next_decode(hold)
-    return Then(Speculating(hold), progress(hold), one)
+    seat, prompt = evolve(state.seat, valid=event.stop), state.prompt
+    if event.stop < prompt.target:
+        following = chunk(known.settings, seat, prompt, prompt.target)
+        return Then(Prefilling(seat, prompt, state.speculation), progress(seat, prompt), following)
+    speculation, one = next_decode(seat, prompt, state.speculation, NOTHING)
+    return Then(Speculating(seat, prompt, speculation, NOTHING), progress(seat, prompt), one)
 
 
-def accept(state: Speculating, event: Decoded) -> Then[Speculating, EmitTokens, RunDecode] | Finished:
+def accept(state: Speculating, event: Decoded, known: Known) -> Then[Speculating, EmitTokens, RunDecode] | Finished:
     """Take what the target agreed to, up to a stop token or the limit.
 
     The executor is told of both and keeps nothing past them; here it is made sure, for what a client gets.
     """
-    hold, job = state.hold, state.hold.job
-    tokens = event.tokens[: job.max_tokens - len(hold.answer)]
+    seat, prompt, speculation, before = state.seat, state.prompt, state.speculation, state.answer
+    job, said = prompt.job, before.tokens
+    tokens = event.tokens[: job.max_tokens - len(said)]
     stops = [at for at, token in enumerate(tokens) if token in job.stop_tokens]
     if stops:
         tokens = tokens[: stops[0] + 1]
-    hold = evolve(
-        hold,
-        valid=hold.valid + len(tokens),
-        answer=hold.answer + tokens,
-        decode_steps=hold.decode_steps + 1,
-        proposed=hold.proposed + event.proposed,
-        accepted=hold.accepted + min(event.accepted, len(tokens)),
-        pace=hold.pace and pace.after(hold.pace, event.proposed, event.accepted, len(tokens), event.ns),
-    )
+    seat = Seat(seat.slot, seat.valid + len(tokens), seat.restored, seat.tier)
+    accepted = before.accepted + min(event.accepted, len(tokens))
+    answer = Generated(said + tokens, before.decode_steps + 1, before.proposed + event.proposed, accepted)
+    if isinstance(speculation, Drafted):
+        learnt = pace.after(speculation.pace, event.proposed, event.accepted, len(tokens), event.ns)
+        speculation = Drafted(learnt, speculation.reason)
     emit = EmitTokens(tokens, event.logprobs[: len(tokens)])
-    if stops or len(hold.answer) == job.max_tokens:
-        return finish(hold, emit, "stop" if stops else "length")
-    hold, one = next_decode(hold)
-    return Then(Speculating(hold), emit, one)
+    if stops or len(answer.tokens) == job.max_tokens:
+        ended = Speculating(seat, prompt, speculation, answer)
+        return finish(known, ended, emit, "stop" if stops else "length")
+    speculation, one = next_decode(seat, prompt, speculation, answer)
+    return Then(Speculating(seat, prompt, speculation, answer), emit, one)
 
 
-def broken(state: Prefilling | Speculating, event: DeviceFailed) -> Failing:
-    return fail(state.hold, event)
+def broken(state: Prefilling | Speculating, event: DeviceFailed, known: Known) -> Failing:
+    return fail(known, state, event)

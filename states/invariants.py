@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from states.life import Done, Hold, New, Restoring, Snapshotting, State, Waiting
+from states.life import Done, Held, New, Restoring, Snapshotting, State, Waiting, remains
 from states.scope import select
-from states.slots import hold_of
+from states.settings import Settings
 from states.world import World
 
 
@@ -12,14 +12,15 @@ def check(world: World) -> None:
     """Raises AssertionError naming what does not hold."""
     holders = [slot.holder for slot in world.slots.slots if slot.holder is not None]
     assert len(set(holders)) == len(holders), "a request holds two slots"
-    held = {request: hold for request, state in world.requests.items() if (hold := hold_of(state))}
+    held = {request: remains(state) for request, state in world.requests.items() if isinstance(state, Held)}
     assert held.keys() == set(holders), "slots and requests disagree about who holds what"
-    for request, hold in held.items():
-        assert world.slots.slots[hold.slot].holder == request, "a request works in a slot that is not its own"
-        assert 0 <= hold.restored <= hold.valid <= len(hold.prompt) + len(hold.answer), hold
-        assert len(hold.answer) <= hold.job.max_tokens, "more tokens than asked for"
-        assert hold.shared <= len(hold.job.prompt), "more is shared than there is"
-        check_cache(world.requests[request], hold)
+    for request, left in held.items():
+        seat, prompt, answer = left.seat, left.prompt, left.answer
+        assert world.slots.slots[seat.slot].holder == request, "a request works in a slot that is not its own"
+        assert 0 <= seat.restored <= seat.valid <= len(prompt.tokens) + len(answer), left
+        assert len(answer) <= prompt.job.max_tokens, "more tokens than asked for"
+        assert prompt.shared <= len(prompt.job.prompt), "more is shared than there is"
+        check_cache(world.requests[request], world.settings)
     waiting = [request for request, state in world.requests.items() if isinstance(state, Waiting)]
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
     assert not waiting or len(holders) == len(world.slots.slots), "somebody waits although a slot is free"
@@ -32,16 +33,18 @@ def check(world: World) -> None:
     leases = draft.leases
     assert len(set(leases)) == len(leases), "a request leases the draft twice"
     assert not leases or draft.place == "loaded", "the draft is leased and not loaded"
-    leasing = {request for request, hold in held.items() if hold.draft}
-    assert set(leases) == leasing, "leases and holds disagree"
+    leasing = {request for request, left in held.items() if left.leased}
+    assert set(leases) == leasing, "leases and states disagree"
 
 
-def check_cache(state: State, hold: Hold) -> None:
+def check_cache(state: State, settings: Settings) -> None:
     """What is loaded fits what is computed, and nothing is kept that the scope does not allow."""
     if isinstance(state, Restoring):
-        assert hold.valid <= state.front <= state.stop <= hold.target, "rows are loaded where they do not belong"
+        inside = state.seat.valid <= state.front <= state.stop <= state.prompt.target
+        assert inside, "rows are loaded where they do not belong"
     if isinstance(state, Snapshotting):
-        rows, scope = select(hold).rows, hold.job.scope
-        most = {"full": hold.valid, "auto": hold.shared, "fixed": scope.count, "off": 0}[scope.kind]
-        assert 0 < rows <= min(most, hold.valid), "more is kept than the scope allows"
-        assert scope.kind == "full" or hold.rows[:rows] == hold.job.prompt[:rows], "an answer is kept as a prompt"
+        left, prompt, scope = state.remains, state.remains.prompt, state.remains.prompt.job.scope
+        rows = select(settings, left).rows
+        most = {"full": left.seat.valid, "auto": prompt.shared, "fixed": scope.count, "off": 0}[scope.kind]
+        assert 0 < rows <= min(most, left.seat.valid), "more is kept than the scope allows"
+        assert scope.kind == "full" or left.rows[:rows] == prompt.job.prompt[:rows], "an answer is kept as a prompt"

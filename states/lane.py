@@ -11,12 +11,11 @@ from effects.all import Ask, Launch, Outcome
 from effects.decode import RunDecode
 from effects.ids import RequestId
 from states import pace, residency
-from states.life import Speculating, State
+from states.life import Drafted, Speculating, State
 from states.pace import Shape
 from states.rates import Rates, span_of
 from states.residency import Residency
 from states.settings import Settings
-from states.slots import hold_of
 
 
 @frozen
@@ -107,9 +106,16 @@ def effects_of(decode_steps: Sequence[Ask]) -> list[RunDecode]:
     return [ask.effect for ask in decode_steps if isinstance(ask.effect, RunDecode)]
 
 
+def drafted(requests: Mapping[RequestId, State], ask: Ask) -> Drafted | None:
+    state = requests.get(ask.request)
+    if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
+        return state.speculation
+    return None
+
+
 def pace_of(requests: Mapping[RequestId, State], ask: Ask) -> pace.Pace | None:
-    hold = hold_of(requests.get(ask.request))
-    return hold.pace if hold else None
+    speculation = drafted(requests, ask)
+    return None if speculation is None else speculation.pace
 
 
 def told(launch: Launch, requests: Mapping[RequestId, State], rates: Rates, limit: int) -> dict[RequestId, State]:
@@ -119,9 +125,9 @@ def told(launch: Launch, requests: Mapping[RequestId, State], rates: Rates, limi
     offer, rows, knowing = offered(launch.asks, rates, limit), shape(launch.asks).rows, dict[RequestId, State]()
     for ask in launch.asks:
         state = requests[ask.request]
-        if isinstance(state, Speculating) and state.hold.pace is not None:
-            hold = evolve(state.hold, pace=pace.launched(state.hold.pace, offer, rows))
-            knowing[ask.request] = evolve(state, hold=hold)
+        if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
+            speculation = evolve(state.speculation, pace=pace.launched(state.speculation.pace, offer, rows))
+            knowing[ask.request] = evolve(state, speculation=speculation)
     return knowing
 
 

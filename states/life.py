@@ -1,111 +1,93 @@
-"""The states of a request, in the order of its life, and what they carry.
+"""The states of a request, in the order of its life, and what they are made of.
 
     New -> Waiting -> LookingUp -> Restoring -> Compressing -> Unparking -> Prefilling -> Speculating
         -> Snapshotting -> Parking -> Done;     cancelled or failed with work in flight: Draining
 
-A state has exactly the data that is valid in its phase. `Hold` is what a request holds from admission to its end.
+A state has exactly the data that is valid in its phase.
 """
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
-from effects.all import Outcome
 from effects.ids import SlotId, Tier, Tokens
-from effects.job import Job, Report
+from effects.job import Job
 from effects.ports import CancelReason
 from effects.stream import Finish
 from states.pace import Pace
-from states.rates import Rates
 from states.settings import Settings
 
 
 @frozen
-class Submitted:
-    job: Job
-
-
-@frozen
-class Cancelled:
-    """The client left, the deadline passed, a stop string was seen, the server stops: all the same here."""
-
-    reason: CancelReason
-
-
-@frozen
-class Admitted:
-    """Derived by the world: a slot is free, and these rows of it, or of `source`, can be kept."""
+class Seat:
+    """A slot, and how far its rows can be believed."""
 
     slot: SlotId
-    source: SlotId
-    keep: int
-    settings: Settings
-    rates: Rates = field(factory=Rates)
+    valid: int = 0  # rows [0, valid) are acknowledged
+    restored: int = 0  # prompt rows that were kept or loaded, not computed
+    tier: Tier = "none"  # where most of these came from
 
 
 @frozen
-class Refused:
-    """Derived by the world: the queue is full."""
-
-    waiting: int
-
-
-External: TypeAlias = Submitted | Cancelled
-Derived: TypeAlias = Admitted | Refused
-Event: TypeAlias = External | Derived | Outcome
-
-
-@frozen
-class Hold:
-    """A slot, and how far the request has come in it."""
+class Prompt:
+    """What is served, where it came from, and what is known of it elsewhere."""
 
     job: Job
-    settings: Settings
-    slot: SlotId
-    prompt: Tokens  # what is served: the job's prompt, or what compression made of it
-    valid: int  # rows [0, valid) of the slot are acknowledged
-    restored: int  # prompt rows that were kept or loaded, not computed
-    tier: Tier
-    miss: str = ""
+    tokens: Tokens  # the job's prompt, or what compression made of it
     compressed: bool = False  # compression was tried, or remembered; once is enough
-    draft: bool = False  # the draft is leased
-    pace: Pace | None = None  # what is known of it, while it is
-    answer: Tokens = ()
-    decode_steps: int = 0
-    proposed: int = 0
-    accepted: int = 0  # proposals that became tokens of the answer
-    speculation: str = ""  # why nothing (more) is proposed; empty while something is
     shared: int = 0  # tokens that the job's prompt begins with as the likest of the recent prompts does
     stored: int = 0  # rows that host memory or disk have, by what is known; 0 after one could not be restored
-    rates: Rates = field(factory=Rates)  # as they were at admission
+    miss: str = ""  # why no (more) rows were restored
 
     @property
     def target(self) -> int:
         """Rows that prefill computes: all but the last token, which the first decode step feeds."""
-        return len(self.prompt) - 1
+        return len(self.tokens) - 1
+
+
+@frozen
+class Drafted:
+    """The draft is leased."""
+
+    pace: Pace  # what is known of it
+    reason: str = ""  # why nothing is proposed now; empty while something is
+
+
+@frozen
+class Undrafted:
+    """Nothing is proposed."""
+
+    reason: str
+
+
+Speculation: TypeAlias = Drafted | Undrafted
+
+
+@frozen
+class Generated:
+    """The answer so far, and what it took."""
+
+    tokens: Tokens = ()
+    decode_steps: int = 0
+    proposed: int = 0
+    accepted: int = 0  # proposals that became tokens of the answer
+
+
+@frozen
+class Remains:
+    """What a request leaves behind once its stream is closed: the rows of a slot, and perhaps a lease of the draft."""
+
+    seat: Seat
+    prompt: Prompt
+    answer: Tokens = ()
+    leased: bool = False
 
     @property
     def rows(self) -> Tokens:
         """What the slot's valid rows stand for."""
-        return (self.prompt + self.answer)[: self.valid]
-
-    @property
-    def report(self) -> Report:
-        raw = len(self.job.prompt)
-        return Report(
-            prompt_tokens=len(self.prompt),
-            restored_tokens=self.restored,
-            tier=self.tier,
-            miss=self.miss,
-            completion_tokens=len(self.answer),
-            decode_steps=self.decode_steps,
-            proposed=self.proposed,
-            accepted=self.accepted,
-            speculation=self.speculation,
-            compressed_from=raw if raw != len(self.prompt) else 0,
-        )
+        return (self.prompt.tokens + self.answer)[: self.seat.valid]
 
 
 @frozen
@@ -123,14 +105,16 @@ class Waiting:
 class LookingUp:
     """For more of the prompt than the slot has already, in host memory and on disk."""
 
-    hold: Hold
+    seat: Seat
+    prompt: Prompt
 
 
 @frozen
 class Restoring:
     """Rows `[front, stop)` are loaded while `[valid, front)` is computed."""
 
-    hold: Hold
+    seat: Seat
+    prompt: Prompt
     front: int
     stop: int
     tier: Tier  # where they are loaded from
@@ -141,55 +125,62 @@ class Restoring:
 
 @frozen
 class Compressing:
-    hold: Hold
+    seat: Seat
+    prompt: Prompt
 
 
 @frozen
 class Unparking:
-    hold: Hold
+    seat: Seat
+    prompt: Prompt
 
 
 @frozen
 class Prefilling:
     """Chunk after chunk; one is in flight."""
 
-    hold: Hold
+    seat: Seat
+    prompt: Prompt
+    speculation: Speculation
 
 
 @frozen
 class Speculating:
     """Step after step, with proposals or without; one is in flight."""
 
-    hold: Hold
+    seat: Seat
+    prompt: Prompt
+    speculation: Speculation
+    answer: Generated
 
 
 @frozen
 class Snapshotting:
     """The stream is closed. The slot's new rows are copied out to be kept."""
 
-    hold: Hold
+    remains: Remains
 
 
 @frozen
 class Parking:
     """The draft is given back."""
 
-    hold: Hold
+    remains: Remains
 
 
 @frozen
 class Draining:
     """The stream is closed. What is in flight answers first."""
 
-    hold: Hold
+    remains: Remains
     flying: int  # effects that have not answered
 
 
 @frozen
 class Done:
-    """Leaves the world at once. `hold` tells the slots what rows stay; None: it never had a slot."""
+    """Leaves the world at once. None: it never had a slot."""
 
-    hold: Hold | None = None
+    remains: Remains | None = None
 
 
 State: TypeAlias = (
@@ -206,9 +197,10 @@ State: TypeAlias = (
     | Draining
     | Done
 )
-Held: TypeAlias = (
-    LookingUp | Restoring | Compressing | Unparking | Prefilling | Speculating | Snapshotting | Parking | Draining
-)
+Early: TypeAlias = LookingUp | Restoring | Compressing | Unparking  # nothing is generated, no draft is there
+Open: TypeAlias = Early | Prefilling | Speculating  # the client waits, the slot is held
+Leaving: TypeAlias = Snapshotting | Parking | Draining
+Held: TypeAlias = Open | Leaving
 
 FINISH: dict[CancelReason, Finish] = {
     "client_gone": "cancelled",
@@ -223,27 +215,42 @@ def whole_blocks(settings: Settings, tokens: int) -> int:
     return tokens // settings.block_size * settings.block_size
 
 
-def kept(hold: Hold) -> int:
+def remains(state: Held) -> Remains:
+    """If it ended now."""
+    match state:
+        case Speculating(seat, prompt, speculation, answer):
+            return Remains(seat, prompt, answer.tokens, isinstance(speculation, Drafted))
+        case Prefilling(seat, prompt, speculation):
+            return Remains(seat, prompt, leased=isinstance(speculation, Drafted))
+        case Snapshotting() | Parking() | Draining():
+            return state.remains
+        case _:
+            return Remains(state.seat, state.prompt)
+
+
+def kept(settings: Settings, left: Remains) -> int:
     """Rows that may be continued from later: decoded ones only where they equal prefilled ones."""
-    return hold.valid if hold.settings.keep_decoded else min(hold.valid, hold.target)
+    return left.seat.valid if settings.keep_decoded else min(left.seat.valid, left.prompt.target)
 
 
-def left(hold: Hold) -> Tokens:
-    """What a slot keeps of a sequence. Positional state that went past its end takes all of it along."""
-    rows = kept(hold)
-    return () if hold.settings.stateful and rows < hold.valid else hold.rows[:rows]
+def sequence(settings: Settings, left: Remains) -> Tokens:
+    """What a slot keeps. Positional state that went past the end of it takes all of it along."""
+    rows = kept(settings, left)
+    return () if settings.stateful and rows < left.seat.valid else left.rows[:rows]
 
 
-def usable(hold: Hold, length: int) -> int:
+def usable(settings: Settings, prompt: Prompt, length: int) -> int:
     """How many of `length` restorable tokens are worth having: the last prompt token is always computed."""
-    return whole_blocks(hold.settings, min(length, hold.target))
+    return whole_blocks(settings, min(length, prompt.target))
 
 
-def serve(hold: Hold, prompt: Tokens) -> Hold:
-    """From now on `prompt` is what is served; only rows that it shares with the old one stay valid."""
-    valid = continued(hold.settings, hold.rows, prompt)
-    hold = evolve(hold, prompt=prompt, compressed=True, stored=0)
-    return evolve(hold, valid=valid, restored=min(hold.restored, valid), tier=hold.tier if valid else "none")
+def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tuple[Seat, Prompt]:
+    """From now on these are what is served; only rows that they share with what was stay valid."""
+    valid = continued(settings, prompt.tokens[: seat.valid], tokens)
+    tier = seat.tier if valid else "none"
+    return Seat(seat.slot, valid, min(seat.restored, valid), tier), evolve(
+        prompt, tokens=tokens, compressed=True, stored=0
+    )
 
 
 def continued(settings: Settings, rows: Tokens, prompt: Tokens) -> int:

@@ -10,63 +10,65 @@ from effects.decode import RunDecode
 from effects.draft import UnparkDraft
 from effects.ids import DeviceFailed, StoreFailed, Tokens
 from effects.job import Report
-from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, RunPrefill
 from effects.restore import RestoreBlocks
 from effects.stream import CloseStream, ReportProgress
-from states import policy
+from states import onward, policy
+from states.events import Admitted, Cancelled, Rejected, Submitted
 from states.life import (
     FINISH,
-    Admitted,
-    Cancelled,
     Compressing,
     Done,
-    Hold,
     LookingUp,
     New,
     Prefilling,
-    Refused,
+    Prompt,
     Restoring,
+    Seat,
     Speculating,
-    Submitted,
     Unparking,
     Waiting,
     serve,
     usable,
 )
 from states.machine import Then, first
-from states.onward import Look, Onward, Opened, chunk, find, onward, opening, settled
-from states.onward import verbatim as missing_rows
+from states.onward import Onward, chunk, find, opening, settled
+from states.settings import Known, Settings
+
+Verbatim: TypeAlias = (
+    Then[LookingUp, OpenSlot, FindPrefix]
+    | Then[Unparking, OpenSlot, UnparkDraft]
+    | Then[Prefilling, OpenSlot, RunPrefill]
+)
+Served: TypeAlias = Verbatim | Then[Speculating, OpenSlot, RunDecode]
+Opened: TypeAlias = Served | Then[Compressing, OpenSlot, CompressPrompt]
 
 
-def submit(_: New, event: Submitted) -> Then[Waiting, ReportProgress]:
+def submit(_: New, event: Submitted, __: Known) -> Then[Waiting, ReportProgress]:
     return Then(Waiting(event.job), ReportProgress(0, len(event.job.prompt), 0))
 
 
-def refuse(_: New, event: Refused) -> Then[Done, CloseStream]:
+def refuse(_: New, event: Rejected, __: Known) -> Then[Done, CloseStream]:
     return Then(Done(), CloseStream("queue_full", Report(0), f"{event.waiting} requests are waiting already"))
 
 
-def leave_queue(state: Waiting, event: Cancelled) -> Then[Done, CloseStream]:
+def leave_queue(state: Waiting, event: Cancelled, _: Known) -> Then[Done, CloseStream]:
     return Then(Done(), CloseStream(FINISH[event.reason], Report(len(state.job.prompt)), event.reason))
 
 
-def admit(state: Waiting, event: Admitted) -> Opened:
-    hold = Hold(
-        job=state.job,
-        settings=event.settings,
-        slot=event.slot,
-        prompt=state.job.prompt,
-        valid=event.keep,
-        restored=event.keep,
-        tier="device" if event.keep else "none",
-        miss="" if event.keep else "nothing_shared_on_device",
-        rates=event.rates,
-    )
-    wanted = policy.speculate(hold)
-    hold = hold if wanted.go else evolve(hold, speculation=wanted.reason)
-    return first(opening(hold, event.source), find(hold) if policy.lookup(hold).go else onward(hold))
+def admit(state: Waiting, event: Admitted, known: Known) -> Opened:
+    seat = Seat(event.slot, event.keep, event.keep, "device" if event.keep else "none")
+    prompt = Prompt(state.job, state.job.prompt, miss="" if event.keep else "nothing_shared_on_device")
+    return first(opening(seat, prompt, event.source), look(known, seat, prompt))
+
+
+def look(known: Known, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix] | Onward:
+    """For more of it elsewhere, where that is worth asking."""
+    if policy.lookup(known.settings, seat, prompt).go:
+        return find(known.settings, seat, prompt)
+    return onward.onward(known, seat, prompt)
 
 
 Found: TypeAlias = (
@@ -79,71 +81,70 @@ Found: TypeAlias = (
 )
 
 
-def found(state: LookingUp, event: PrefixFound) -> Found:
+def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
     """Load what is there, computing its front meanwhile; or let go of it, where computing is better."""
-    hold = remembered(state.hold, event.served)
-    hold = evolve(hold, shared=hold.shared or event.shared, stored=event.length)
-    stop = max(usable(hold, event.length), hold.valid)
-    front = policy.front(hold.settings, hold.rates, hold.valid, stop, event.tier)
-    compress = policy.compress(hold, hold.target - stop).go
+    settings = known.settings
+    seat, prompt = remembered(settings, state.seat, state.prompt, event.served)
+    prompt = evolve(prompt, shared=prompt.shared or event.shared, stored=event.length)
+    stop = max(usable(settings, prompt, event.length), seat.valid)
+    front = policy.front(settings, known.rates, seat.valid, stop, event.tier)
+    compress = policy.compress(settings, prompt, prompt.target - stop).go
+    opened = opening(seat, prompt, seat.slot)
     if compress or front == stop:
-        if hold.valid < stop:
-            hold = evolve(hold, miss="compression_is_quicker" if compress else "recompute_is_quicker")
-        return first(ReleasePrefix(event.lease), first(opening(hold, hold.slot), onward(hold)))
-    restore = RestoreBlocks(event.lease, hold.slot, front, stop)
-    if front == hold.valid:
-        return Then(Restoring(hold, front, stop, event.tier), opening(hold, hold.slot), restore)
-    restoring = Restoring(hold, front, stop, event.tier, computing=True)
-    return Then(restoring, opening(hold, hold.slot), restore, chunk(hold, front))
+        if seat.valid < stop:
+            prompt = evolve(prompt, miss="compression_is_quicker" if compress else "recompute_is_quicker")
+        return first(ReleasePrefix(event.lease), first(opened, onward.onward(known, seat, prompt)))
+    restore = RestoreBlocks(event.lease, seat.slot, front, stop)
+    if front == seat.valid:
+        return Then(Restoring(seat, prompt, front, stop, event.tier), opened, restore)
+    restoring = Restoring(seat, prompt, front, stop, event.tier, computing=True)
+    return Then(restoring, opened, restore, chunk(settings, seat, prompt, front))
 
 
-Served: TypeAlias = (
-    Look
-    | Then[Unparking, OpenSlot, UnparkDraft]
-    | Then[Prefilling, OpenSlot, RunPrefill]
-    | Then[Speculating, OpenSlot, RunDecode]
-)
+def missed(state: LookingUp, event: PrefixMissed, known: Known) -> Onward | Served:
+    prompt = without(known.settings, state.seat, state.prompt, event.reason)
+    prompt = evolve(prompt, shared=prompt.shared or event.shared, stored=event.length)
+    if event.served is None:
+        return onward.onward(known, state.seat, prompt)
+    seat, other = remembered(known.settings, state.seat, prompt, event.served)
+    return served(known, seat, evolve(other, stored=event.length))
 
 
-def missed(state: LookingUp, event: PrefixMissed) -> Onward | Served:
-    hold = remembered(without(state.hold, event.reason), event.served)
-    hold = evolve(hold, shared=hold.shared or event.shared, stored=event.length)
-    if hold.prompt == state.hold.prompt:
-        return onward(hold)
-    return served(hold)
-
-
-def served(hold: Hold) -> Served:
+def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
     """Another prompt than before, which stays: look for it once more, from the rows that both share."""
-    return first(opening(hold, hold.slot), find(hold) if policy.lookup(hold).go else settled(hold))
+    opened = opening(seat, prompt, seat.slot)
+    if policy.lookup(known.settings, seat, prompt).go:
+        return first(opened, find(known.settings, seat, prompt))
+    return first(opened, settled(known, seat, prompt))
 
 
-def unanswered(state: LookingUp, event: StoreFailed) -> Onward:
+def unanswered(state: LookingUp, event: StoreFailed, known: Known) -> Onward:
     """A failed lookup is a miss."""
-    return onward(without(state.hold, f"lookup_{event.kind}"))
+    prompt = without(known.settings, state.seat, state.prompt, f"lookup_{event.kind}")
+    return onward.onward(known, state.seat, prompt)
 
 
-def without(hold: Hold, reason: str) -> Hold:
+def without(settings: Settings, seat: Seat, prompt: Prompt, reason: str) -> Prompt:
     """Nothing came of the lookup; nothing is missed where all was on the device."""
-    return evolve(hold, miss=reason) if policy.missing(hold) else hold
+    return evolve(prompt, miss=reason) if policy.missing(settings, seat, prompt) else prompt
 
 
-def compressed(state: Compressing, event: PromptCompressed) -> Served:
-    return served(serve(state.hold, event.prompt))
+def compressed(state: Compressing, event: PromptCompressed, known: Known) -> Served:
+    return served(known, *serve(known.settings, state.seat, state.prompt, event.prompt))
 
 
-Verbatim: TypeAlias = Look | Then[Unparking, OpenSlot, UnparkDraft] | Then[Prefilling, OpenSlot, RunPrefill]
-
-
-def verbatim(state: Compressing, _: DeviceFailed) -> Verbatim:
+def verbatim(state: Compressing, _: DeviceFailed, known: Known) -> Verbatim:
     """A failed compression serves the prompt as it is; what is kept of it is looked for again."""
-    hold = evolve(state.hold, compressed=True)
-    return first(opening(hold, hold.slot), find(hold) if policy.lookup(hold).go else missing_rows(hold))
+    seat, prompt = state.seat, evolve(state.prompt, compressed=True)
+    opened = opening(seat, prompt, seat.slot)
+    if policy.lookup(known.settings, seat, prompt).go:
+        return first(opened, find(known.settings, seat, prompt))
+    return first(opened, onward.verbatim(known, seat, prompt))
 
 
-def remembered(hold: Hold, served: Tokens | None) -> Hold:
+def remembered(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens | None) -> tuple[Seat, Prompt]:
     """What an earlier compression made of this prompt is served again."""
-    if served is None:
-        return hold
-    assert policy.shorten(hold).go, "a memo was used that nobody asked for"
-    return serve(hold, served)
+    if tokens is None:
+        return seat, prompt
+    assert policy.shorten(settings, prompt).go, "a memo was used that nobody asked for"
+    return serve(settings, seat, prompt, tokens)

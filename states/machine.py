@@ -1,6 +1,7 @@
 """A transition table whose rows are ordinary typed functions: the return annotation is the edge.
 
-An arrow is `(state, event) -> Then[NextState, Effect, ...]`, or a union of such. Type checkers hold arrows to their
+An arrow is `(state, event, known) -> Then[NextState, Effect, ...]`, or a union of such; `known` is what decisions rest
+on that is no request's own. Type checkers hold arrows to their
 annotation, `step` asserts it on every transition in production, and the table, the diagram and the exhaustiveness test
 read it. Nothing is declared twice.
 """
@@ -26,6 +27,7 @@ from attrs import define, frozen
 
 S = TypeVar("S")
 E = TypeVar("E")
+K = TypeVar("K")
 T = TypeVar("T")
 One = TypeVar("One")
 Another = TypeVar("Another")
@@ -62,7 +64,7 @@ def first(effect: Any, then: AnyThen) -> AnyThen:
 class Row:
     state: type
     event: type
-    arrow: Callable[[Any, Any], AnyThen]
+    arrow: Callable[[Any, Any, Any], AnyThen]
     arms: tuple[tuple[Any, ...], ...]  # each: where it may lead, then what it asks on the way
 
 
@@ -77,13 +79,13 @@ def arms_of(annotation: Any) -> Iterator[tuple[Any, ...]]:
         yield get_args(annotation)
 
 
-def on(state: type[S], event: type[E], arrow: Callable[[S, E], AnyThen]) -> Row:
+def on(state: type[S], event: type[E], arrow: Callable[[S, E, K], AnyThen]) -> Row:
     """Tie `arrow` to a (state, event) pair. Its return annotation is read as its arms."""
     return Row(state, event, arrow, tuple(dict.fromkeys(arms_of(get_type_hints(arrow)["return"]))))
 
 
 def ignored(state: type, event: type) -> Row:
-    return Row(state, event, lambda same, _: Then(same), ((state,),))
+    return Row(state, event, lambda same, _, __: Then(same), ((state,),))
 
 
 def table(*rows: Row) -> Table:
@@ -96,10 +98,10 @@ class IllegalEvent(Exception):
     """A bug: an event reached a state that can never see it."""
 
 
-def step(rows: Table, state: object, event: object) -> AnyThen:
+def step(rows: Table, state: object, event: object, known: object) -> AnyThen:
     row = rows.get((type(state), type(event)))
     if row is None:
         raise IllegalEvent(f"{type(state).__name__} cannot see {type(event).__name__}")
-    then = row.arrow(state, event)
+    then = row.arrow(state, event, known)
     assert (type(then.state), *map(type, then.effects)) in row.arms, then
     return then

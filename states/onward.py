@@ -9,6 +9,7 @@ from attrs import evolve
 from effects.decode import RunDecode
 from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, SlotId
+from effects.job import Report
 from effects.lookup import FindPrefix
 from effects.pflash import CompressPrompt
 from effects.prefill import OpenSlot, RunPrefill
@@ -18,33 +19,35 @@ from states import pace, policy, scope
 from states.life import (
     Compressing,
     Done,
-    Hold,
+    Drafted,
+    Generated,
     LookingUp,
+    Open,
     Parking,
     Prefilling,
+    Prompt,
+    Remains,
+    Seat,
     Snapshotting,
     Speculating,
+    Speculation,
+    Undrafted,
     Unparking,
+    remains,
 )
 from states.machine import Then, first
+from states.settings import Known, Settings
 
 Decoding: TypeAlias = Then[Speculating, RunDecode]
 Work: TypeAlias = Then[Prefilling, RunPrefill] | Decoding
 Compress: TypeAlias = Then[Compressing, CompressPrompt]
 Verbatim: TypeAlias = Then[Unparking, UnparkDraft] | Then[Prefilling, RunPrefill]  # rows are missing
 Fill: TypeAlias = Compress | Verbatim
-Settled: TypeAlias = Verbatim | Decoding
+Settled: TypeAlias = Then[Unparking, UnparkDraft] | Work
 Onward: TypeAlias = Compress | Settled
-Look: TypeAlias = Then[LookingUp, OpenSlot, FindPrefix]
-Opened: TypeAlias = (
-    Look
-    | Then[Unparking, OpenSlot, UnparkDraft]
-    | Then[Prefilling, OpenSlot, RunPrefill]
-    | Then[Speculating, OpenSlot, RunDecode]
-    | Then[Compressing, OpenSlot, CompressPrompt]
-)
 LeaveEarly: TypeAlias = Then[Snapshotting, SaveSnapshot] | Then[Done]
-Leave: TypeAlias = LeaveEarly | Then[Parking, ParkDraft]
+GiveBack: TypeAlias = Then[Parking, ParkDraft]
+Leave: TypeAlias = LeaveEarly | GiveBack
 Finished: TypeAlias = (
     Then[Snapshotting, EmitTokens, CloseStream, SaveSnapshot]
     | Then[Parking, EmitTokens, CloseStream, ParkDraft]
@@ -53,118 +56,150 @@ Finished: TypeAlias = (
 FailEarly: TypeAlias = Then[Snapshotting, CloseStream, SaveSnapshot] | Then[Done, CloseStream]
 Failing: TypeAlias = FailEarly | Then[Parking, CloseStream, ParkDraft]
 
+NOTHING = Generated()
 
-def opening(hold: Hold, source: SlotId) -> OpenSlot:
+
+def opening(seat: Seat, prompt: Prompt, source: SlotId) -> OpenSlot:
     """The slot serves this prompt from now on."""
-    return OpenSlot(hold.slot, source, hold.valid, hold.prompt, hold.job.sampling, hold.job.stop_tokens)
+    return OpenSlot(seat.slot, source, seat.valid, prompt.tokens, prompt.job.sampling, prompt.job.stop_tokens)
 
 
-def find(hold: Hold) -> Then[LookingUp, FindPrefix]:
-    return Then(LookingUp(hold), FindPrefix(hold.prompt, hold.valid, policy.shorten(hold).go, policy.window(hold)))
+def find(settings: Settings, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix]:
+    memo = policy.shorten(settings, prompt).go
+    return Then(LookingUp(seat, prompt), FindPrefix(prompt.tokens, seat.valid, memo, policy.window(prompt)))
 
 
-def onward(hold: Hold) -> Onward:
+def onward(known: Known, seat: Seat, prompt: Prompt) -> Onward:
     """All that could be restored has been."""
-    if policy.compress(hold, hold.target - hold.valid).go:
-        return compress(hold)
-    return settled(hold)
+    if policy.compress(known.settings, prompt, prompt.target - seat.valid).go:
+        return compress(known.settings, seat, prompt)
+    return settled(known, seat, prompt)
 
 
-def settled(hold: Hold) -> Settled:
+def settled(known: Known, seat: Seat, prompt: Prompt) -> Settled:
     """What is served is certain."""
-    return verbatim(hold) if hold.valid < hold.target or policy.speculate(hold).go else decode(hold)
+    wanted = policy.speculate(known, prompt.job)
+    if wanted.go:
+        return Then(Unparking(seat, prompt), UnparkDraft())
+    return work(known.settings, seat, prompt, Undrafted(wanted.reason))
 
 
-def fill(hold: Hold) -> Fill:
+def fill(known: Known, seat: Seat, prompt: Prompt) -> Fill:
     """Rows are missing: shorten the prompt, or compute them."""
-    if policy.compress(hold, hold.target - hold.valid).go:
-        return compress(hold)
-    return verbatim(hold)
+    if policy.compress(known.settings, prompt, prompt.target - seat.valid).go:
+        return compress(known.settings, seat, prompt)
+    return verbatim(known, seat, prompt)
 
 
-def compress(hold: Hold) -> Compress:
-    return Then(Compressing(hold), CompressPrompt(hold.prompt, hold.settings.keep_permille))
+def compress(settings: Settings, seat: Seat, prompt: Prompt) -> Compress:
+    return Then(Compressing(seat, prompt), CompressPrompt(prompt.tokens, settings.keep_permille))
 
 
-def verbatim(hold: Hold) -> Verbatim:
-    """There is something to do before the first decode step: bring a draft in, or compute rows."""
-    if policy.speculate(hold).go:
-        return Then(Unparking(hold), UnparkDraft())
-    return Then(Prefilling(hold), chunk(hold, hold.target))
+def verbatim(known: Known, seat: Seat, prompt: Prompt) -> Verbatim:
+    """Rows are missing, and what is served is certain."""
+    wanted = policy.speculate(known, prompt.job)
+    if wanted.go:
+        return Then(Unparking(seat, prompt), UnparkDraft())
+    return Then(Prefilling(seat, prompt, Undrafted(wanted.reason)), chunk(known.settings, seat, prompt, prompt.target))
 
 
-def work(hold: Hold) -> Work:
-    if hold.valid < hold.target:
-        return Then(Prefilling(hold), chunk(hold, hold.target))
-    return decode(hold)
+def work(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculation) -> Work:
+    if seat.valid < prompt.target:
+        return Then(Prefilling(seat, prompt, speculation), chunk(settings, seat, prompt, prompt.target))
+    speculation, one = next_decode(seat, prompt, speculation, NOTHING)
+    return Then(Speculating(seat, prompt, speculation, NOTHING), one)
 
 
-def decode(hold: Hold) -> Decoding:
-    hold, one = next_decode(hold)
-    return Then(Speculating(hold), one)
-
-
-def chunk(hold: Hold, target: int) -> RunPrefill:
+def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPrefill:
     """The next rows of `[valid, target)`: C of them, or up to where the positional state is kept."""
-    stop, mark = min(hold.valid + hold.settings.chunk, target), scope.checkpoint(hold)
+    stop, mark = min(seat.valid + settings.chunk, target), scope.checkpoint(settings, seat, prompt)
     if mark is None or mark > stop:
-        return RunPrefill(hold.slot, hold.valid, stop)
-    return RunPrefill(hold.slot, hold.valid, mark, checkpoint=True)
+        return RunPrefill(seat.slot, seat.valid, stop)
+    return RunPrefill(seat.slot, seat.valid, mark, checkpoint=True)
 
 
-def next_decode(hold: Hold) -> tuple[Hold, RunDecode]:
+def next_decode(
+    seat: Seat, prompt: Prompt, speculation: Speculation, answer: Generated
+) -> tuple[Speculation, RunDecode]:
     """And why it proposes nothing, if so; the last token there is room for says nothing about that."""
-    last = hold.answer[-1] if hold.answer else hold.prompt[-1]
-    room = hold.job.max_tokens - len(hold.answer) - 1
-    if hold.pace is None or room == 0:
-        return hold, RunDecode(hold.slot, hold.valid, last)
-    choice = pace.choose(hold.pace, room)
-    if choice.reason != hold.speculation:
-        hold = evolve(hold, speculation=choice.reason)
-    return hold, RunDecode(hold.slot, hold.valid, last, choice.propose)
+    last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
+    room = prompt.job.max_tokens - len(answer.tokens) - 1
+    if isinstance(speculation, Undrafted) or room == 0:
+        return speculation, RunDecode(seat.slot, seat.valid, last)
+    choice = pace.choose(speculation.pace, room)
+    if choice.reason != speculation.reason:
+        speculation = Drafted(speculation.pace, choice.reason)
+    return speculation, RunDecode(seat.slot, seat.valid, last, choice.propose)
 
 
-def park(hold: Hold) -> ParkDraft:
-    return ParkDraft(release=hold.settings.residency.draft == "release")
+def park(settings: Settings) -> ParkDraft:
+    return ParkDraft(release=settings.residency.draft == "release")
 
 
-def leave(hold: Hold) -> Leave:
+def leave(settings: Settings, left: Remains) -> Leave:
     """The stream is closed: keep what is worth keeping, then give back what is held."""
-    if hold.draft and not policy.snapshot(hold).go:
-        return Then(Parking(hold), park(hold))
-    return leave_early(hold)
+    if left.leased and not policy.snapshot(settings, left).go:
+        return Then(Parking(left), park(settings))
+    return leave_early(settings, left)
 
 
-def leave_early(hold: Hold) -> LeaveEarly:
+def leave_early(settings: Settings, left: Remains) -> LeaveEarly:
     """The same, where the draft has not been asked for yet, or comes later."""
-    if policy.snapshot(hold).go:
-        return Then(Snapshotting(hold), SaveSnapshot(hold.slot, hold.rows[: scope.select(hold).rows]))
-    return Then(Done(hold))
+    if policy.snapshot(settings, left).go:
+        rows = left.rows[: scope.select(settings, left).rows]
+        return Then(Snapshotting(left), SaveSnapshot(left.seat.slot, rows))
+    return Then(Done(left))
 
 
-def let_go(hold: Hold) -> Then[Parking, ParkDraft] | Then[Done]:
-    if hold.draft:
-        return Then(Parking(hold), park(hold))
-    return Then(Done(hold))
+def let_go(settings: Settings, left: Remains) -> GiveBack | Then[Done]:
+    return Then(Parking(left), park(settings)) if left.leased else Then(Done(left))
 
 
-def finish(hold: Hold, emit: EmitTokens, why: Finish) -> Finished:
-    return first(emit, first(CloseStream(why, scope.report(hold)), leave(hold)))
+def finish(known: Known, state: Speculating, emit: EmitTokens, why: Finish) -> Finished:
+    return first(emit, first(CloseStream(why, report(known, state)), leave(known.settings, remains(state))))
 
 
-def fail(hold: Hold, event: DeviceFailed) -> Failing:
-    return first(failed(hold, event), leave(trusted(hold, event)))
+def fail(known: Known, state: Open, event: DeviceFailed) -> Failing:
+    return first(failed(known, state, event), leave(known.settings, trusted(remains(state), event)))
 
 
-def fail_early(hold: Hold, event: DeviceFailed) -> FailEarly:
-    return first(failed(hold, event), leave_early(trusted(hold, event)))
+def fail_early(known: Known, state: Open, event: DeviceFailed) -> FailEarly:
+    return first(failed(known, state, event), leave_early(known.settings, trusted(remains(state), event)))
 
 
-def failed(hold: Hold, event: DeviceFailed) -> CloseStream:
+def failed(known: Known, state: Open, event: DeviceFailed) -> CloseStream:
     """The report is of what was done, the cache's part of it of what is believed now."""
-    return CloseStream("failed", evolve(hold.report, cache=scope.select(trusted(hold, event))), event.detail)
+    believed = scope.select(known.settings, trusted(remains(state), event))
+    return CloseStream("failed", evolve(report(known, state), cache=believed), event.detail)
 
 
-def trusted(hold: Hold, event: DeviceFailed) -> Hold:
+def trusted(left: Remains, event: DeviceFailed) -> Remains:
     """A slot that broke keeps no rows, so nobody is sent to it again; any other failure costs only its own work."""
-    return evolve(hold, valid=0, restored=0) if event.kind == "broken" else hold
+    return evolve(left, seat=Seat(left.seat.slot)) if event.kind == "broken" else left
+
+
+def report(known: Known, state: Open) -> Report:
+    """What the client is told at the end, if that is now."""
+    seat, prompt, sent = state.seat, state.prompt, len(state.prompt.job.prompt)
+    answer = state.answer if isinstance(state, Speculating) else NOTHING
+    return Report(
+        prompt_tokens=len(prompt.tokens),
+        restored_tokens=seat.restored,
+        tier=seat.tier,
+        miss=prompt.miss,
+        completion_tokens=len(answer.tokens),
+        decode_steps=answer.decode_steps,
+        proposed=answer.proposed,
+        accepted=answer.accepted,
+        speculation=undrafted(known, state),
+        compressed_from=sent if sent != len(prompt.tokens) else 0,
+        cache=scope.select(known.settings, remains(state)),
+    )
+
+
+def undrafted(known: Known, state: Open) -> str:
+    """Why nothing (more) is proposed; empty while something is, or is yet to be."""
+    if isinstance(state, Prefilling | Speculating):
+        return state.speculation.reason
+    wanted = policy.speculate(known, state.prompt.job)
+    return "" if wanted.go else wanted.reason

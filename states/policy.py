@@ -7,10 +7,11 @@ from bisect import bisect_left
 from attrs import frozen
 
 from effects.ids import Tier
+from effects.job import Job
 from states import pace, scope
-from states.life import Hold, whole_blocks
+from states.life import Prompt, Remains, Seat, whole_blocks
 from states.rates import ALONE, Rates, load_time, prefill_time
-from states.settings import Settings
+from states.settings import Known, Settings
 
 
 @frozen
@@ -19,70 +20,70 @@ class Decision:
     reason: str  # machine-readable
 
 
-def shorten(hold: Hold) -> Decision:
+def shorten(settings: Settings, prompt: Prompt) -> Decision:
     """May anything but the prompt as it came be served: a new compression, or a remembered one?"""
-    if hold.settings.compress_threshold == 0:
+    if settings.compress_threshold == 0:
         return Decision(False, "off")
-    if not hold.job.compress:
+    if not prompt.job.compress:
         return Decision(False, "declined")
-    if hold.compressed:
+    if prompt.compressed:
         return Decision(False, "already_tried")
     return Decision(True, "allowed")
 
 
-def compress(hold: Hold, missing: int) -> Decision:
+def compress(settings: Settings, prompt: Prompt, missing: int) -> Decision:
     """The PFlash gate: looks at the tokens that are still missing, so a continuation is never compressed."""
-    allowed = shorten(hold)
+    allowed = shorten(settings, prompt)
     if not allowed.go:
         return allowed
-    if missing < hold.settings.compress_threshold:
+    if missing < settings.compress_threshold:
         return Decision(False, "below_threshold")
     return Decision(True, "long")
 
 
-def lookup(hold: Hold) -> Decision:
+def lookup(settings: Settings, seat: Seat, prompt: Prompt) -> Decision:
     """Is there anything to gain from asking the stores?"""
-    if not hold.settings.store:
+    if not settings.store:
         return Decision(False, "no_store")
-    if hold.job.scope.kind == "off":
+    if prompt.job.scope.kind == "off":
         return Decision(False, "scope_off")
-    if missing(hold):
+    if missing(settings, seat, prompt):
         return Decision(True, "ask")
-    if window(hold):
+    if window(prompt):
         return Decision(True, "compare")
     return Decision(False, "on_device")
 
 
-def missing(hold: Hold) -> bool:
+def missing(settings: Settings, seat: Seat, prompt: Prompt) -> bool:
     """Are there rows that could be restored?"""
-    return hold.valid < whole_blocks(hold.settings, hold.target)
+    return seat.valid < whole_blocks(settings, prompt.target)
 
 
-def window(hold: Hold) -> int:
+def window(prompt: Prompt) -> int:
     """How many recent prompts the job's own is compared with, once, before anything else may be served instead."""
-    asked = hold.job.scope
-    return asked.count if asked.kind == "auto" and not hold.compressed else 0
+    asked = prompt.job.scope
+    return asked.count if asked.kind == "auto" and not prompt.compressed else 0
 
 
-def speculate(hold: Hold) -> Decision:
+def speculate(known: Known, job: Job) -> Decision:
     """Is the draft worth being brought in for this request?"""
-    if hold.settings.block == 0:
+    if known.settings.block == 0:
         return Decision(False, "no_draft")
-    if not hold.job.speculate:
+    if not job.speculate:
         return Decision(False, "declined")
-    if hold.job.max_tokens == 1:
+    if job.max_tokens == 1:
         return Decision(False, "one_token")
-    if not pace.could_pay(pace.fresh(hold.settings, hold.rates)):
+    if not pace.could_pay(pace.fresh(known.settings, known.rates)):
         return Decision(False, "never_pays")
     return Decision(True, "draft")
 
 
-def snapshot(hold: Hold) -> Decision:
+def snapshot(settings: Settings, left: Remains) -> Decision:
     """Are there rows that the stores do not have?"""
-    picked = scope.select(hold)
+    picked = scope.select(settings, left)
     if picked.rows == 0:
         return Decision(False, picked.reason)
-    if picked.rows <= hold.stored:
+    if picked.rows <= left.prompt.stored:
         return Decision(False, "nothing_new")
     return Decision(True, "new_rows")
 

@@ -10,68 +10,64 @@ from effects.ids import DeviceFailed, StoreFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream, ReportProgress
-from states.life import Draining, Hold, Restoring, whole_blocks
+from states.life import Draining, Prompt, Restoring, Seat, remains, whole_blocks
 from states.machine import Then
-from states.onward import FailEarly, Fill, Onward, chunk, fail_early, fill, onward, trusted
-from states.scope import select
+from states.onward import FailEarly, Fill, Onward, chunk, fail_early, failed, fill, onward, trusted
+from states.settings import Known
 
 Restored: TypeAlias = Then[Restoring] | Onward
 Computed: TypeAlias = Then[Restoring, ReportProgress, RunPrefill] | Then[Restoring, ReportProgress] | Onward
 
 
-def loaded(state: Restoring, event: BlocksRestored) -> Restored:
+def loaded(state: Restoring, event: BlocksRestored, known: Known) -> Restored:
     """Trust the rows that were acknowledged, not the ones that were asked for.
 
     Rows without the positional state at their end are none.
     """
     if event.stop < state.stop:
-        state = evolve(state, hold=evolve(state.hold, stored=0))
-        if state.hold.settings.stateful:
-            return fill(evolve(state.hold, miss="restore_incomplete"))
-    front, stop = max(state.front, event.start), whole_blocks(state.hold.settings, min(state.stop, event.stop))
-    return settled(evolve(state, front=front, stop=stop, loading=False, loaded=True))
+        state = evolve(state, prompt=evolve(state.prompt, stored=0))
+        if known.settings.stateful:
+            return fill(known, state.seat, evolve(state.prompt, miss="restore_incomplete"))
+    front, stop = max(state.front, event.start), whole_blocks(known.settings, min(state.stop, event.stop))
+    state = evolve(state, front=front, stop=stop, loading=False, loaded=True)
+    return Then(state) if state.computing else joined(known, state)
 
 
-def lost(state: Restoring, event: StoreFailed) -> Then[Restoring] | Fill:
+def lost(state: Restoring, event: StoreFailed, known: Known) -> Then[Restoring] | Fill:
     """A failed restore is a miss: what was computed stays, the rest is prefilled."""
-    hold = evolve(state.hold, miss=f"restore_{event.kind}", stored=0)
-    return Then(evolve(state, hold=hold, loading=False)) if state.computing else fill(hold)
+    prompt = evolve(state.prompt, miss=f"restore_{event.kind}", stored=0)
+    if state.computing:
+        return Then(evolve(state, prompt=prompt, loading=False))
+    return fill(known, state.seat, prompt)
 
 
-def advanced(state: Restoring, event: PrefillAdvanced) -> Computed:
-    hold = evolve(state.hold, valid=event.stop)
+def advanced(state: Restoring, event: PrefillAdvanced, known: Known) -> Computed:
+    seat = evolve(state.seat, valid=event.stop)
     if event.stop < state.front and (state.loading or state.loaded):
-        return Then(evolve(state, hold=hold), progress(hold), chunk(hold, state.front))
-    state = evolve(state, hold=hold, computing=False)
+        following = chunk(known.settings, seat, state.prompt, state.front)
+        return Then(evolve(state, seat=seat), progress(seat, state.prompt), following)
+    state = evolve(state, seat=seat, computing=False)
     if state.loading:
-        return Then(state, progress(hold))
-    return onward(joined(state))
+        return Then(state, progress(seat, state.prompt))
+    return joined(known, state)
 
 
-def failed(state: Restoring, event: DeviceFailed) -> Then[Draining, CloseStream, Abandon] | FailEarly:
+def broken(state: Restoring, event: DeviceFailed, known: Known) -> Then[Draining, CloseStream, Abandon] | FailEarly:
     """The front could not be computed. The load, if it still runs, answers first."""
     if state.loading:
-        hold = trusted(state.hold, event)
-        closing = CloseStream("failed", evolve(state.hold.report, cache=select(hold)), event.detail)
-        return Then(Draining(hold, 1), closing, Abandon())
-    return fail_early(state.hold, event)
+        return Then(Draining(trusted(remains(state), event), 1), failed(known, state, event), Abandon())
+    return fail_early(known, state, event)
 
 
-def settled(state: Restoring) -> Restored:
-    return Then(state) if state.computing else onward(joined(state))
-
-
-def joined(state: Restoring) -> Hold:
+def joined(known: Known, state: Restoring) -> Onward:
     """Both sides are done: the rows that are valid without a gap."""
-    hold = state.hold
-    if not state.loaded:
-        return hold
-    if not state.front <= hold.valid < state.stop:
-        return evolve(hold, miss="restore_incomplete")
-    loaded = state.stop - state.front
-    tier = state.tier if loaded > hold.restored else hold.tier
-    return evolve(hold, valid=state.stop, restored=hold.restored + loaded, tier=tier, miss="")
+    seat, prompt = state.seat, state.prompt
+    if state.loaded and state.front <= seat.valid < state.stop:
+        loaded = state.stop - state.front
+        tier = state.tier if loaded > seat.restored else seat.tier
+        return onward(known, Seat(seat.slot, state.stop, seat.restored + loaded, tier), evolve(prompt, miss=""))
+    return onward(known, seat, evolve(prompt, miss="restore_incomplete") if state.loaded else prompt)
 
 
-def progress(hold: Hold) -> ReportProgress:
-    return ReportProgress(hold.valid, len(hold.prompt), hold.restored)
+def progress(seat: Seat, prompt: Prompt) -> ReportProgress:
+    return ReportProgress(seat.valid, len(prompt.tokens), seat.restored)

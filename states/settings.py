@@ -40,3 +40,11 @@ class Settings:
         )
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or self.slots > MOST_SLOTS:
             raise ValueError(f"settings that cannot be: {self}")
+
+
+@frozen
+class Known:
+    """What decisions rest on that is no request's own: an argument of every arrow."""
+
+    settings: Settings = field(factory=Settings)
+    rates: Rates = field(factory=Rates)  # as they are now

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from attrs import evolve, frozen
 
 from effects.ids import RequestId, SlotId, Tokens
-from states.life import Admitted, Held, Hold, State, Waiting, continued, left, whole_blocks
-from states.rates import Rates
+from states.events import Admitted
+from states.life import Held, Remains, State, Waiting, continued, remains, sequence, whole_blocks
 from states.settings import Settings
 
 
@@ -37,7 +37,7 @@ def leave_queue(slots: Slots, request: RequestId) -> Slots:
 
 
 def admit(
-    slots: Slots, requests: Mapping[RequestId, State], settings: Settings, rates: Rates
+    slots: Slots, requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Slots, RequestId, Admitted] | None:
     """The next in the queue and the slot it gets: the longest shared prefix decides what can be kept."""
     free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
@@ -47,7 +47,7 @@ def admit(
     state = requests[request]
     assert isinstance(state, Waiting)
     prompt = state.job.prompt
-    rows = [resident(slot, requests) for slot in slots.slots]
+    rows = [resident(slot, requests, settings) for slot in slots.slots]
     shared = [continued(settings, row, prompt) for row in rows]
     spare = [number for number in free if not loses(settings, rows[number], shared[number])]
     source = max(range(len(rows)), key=lambda number: (shared[number], number in spare, number in free, -number))
@@ -55,7 +55,7 @@ def admit(
     target = source if keep and source in spare else oldest(slots, free, source if keep else None)
     taken = evolve(slots.slots[target], tokens=(), holder=request)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
-    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, settings, rates)
+    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep)
     return evolve(slots, slots=after, waiting=tuple(rest)), request, admitted
 
 
@@ -69,25 +69,22 @@ def oldest(slots: Slots, free: list[int], source: int | None) -> int:
     return min(free, key=lambda number: (number == source, slots.slots[number].used, number))
 
 
-def resident(slot: Slot, requests: Mapping[RequestId, State]) -> Tokens:
+def resident(slot: Slot, requests: Mapping[RequestId, State], settings: Settings) -> Tokens:
     """The sequence whose rows are on the device in this slot, and may be continued or copied.
 
     A busy slot's positional state moves on, so there is nothing to be copied where the model has any.
     """
     if slot.holder is None:
         return slot.tokens
-    hold = hold_of(requests.get(slot.holder))
-    return () if hold is None or hold.settings.stateful else left(hold)
+    state = requests.get(slot.holder)
+    return sequence(settings, remains(state)) if isinstance(state, Held) and not settings.stateful else ()
 
 
-def hold_of(state: State | None) -> Hold | None:
-    return state.hold if isinstance(state, Held) else None
-
-
-def release(slots: Slots, request: RequestId, hold: Hold) -> Slots:
+def release(slots: Slots, request: RequestId, left: Remains, settings: Settings) -> Slots:
     """The request leaves; its slot keeps the sequence."""
-    slot = slots.slots[hold.slot]
+    number = left.seat.slot
+    slot = slots.slots[number]
     assert slot.holder == request, (slot, request)
-    idle = Slot(left(hold), None, slots.turn + 1)
-    after = (*slots.slots[: hold.slot], idle, *slots.slots[hold.slot + 1 :])
+    idle = Slot(sequence(settings, left), None, slots.turn + 1)
+    after = (*slots.slots[:number], idle, *slots.slots[number + 1 :])
     return evolve(slots, slots=after, turn=slots.turn + 1)

@@ -11,20 +11,17 @@ from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from states import ending, generate, lookup, restore
+from states.events import Admitted, Cancelled, Rejected, Submitted
 from states.life import (
-    Admitted,
-    Cancelled,
     Compressing,
     Draining,
     LookingUp,
     New,
     Parking,
     Prefilling,
-    Refused,
     Restoring,
     Snapshotting,
     Speculating,
-    Submitted,
     Unparking,
     Waiting,
 )
@@ -32,7 +29,7 @@ from states.machine import ignored, on, table
 
 TABLE = table(
     on(New, Submitted, lookup.submit),
-    on(New, Refused, lookup.refuse),
+    on(New, Rejected, lookup.refuse),
     on(Waiting, Admitted, lookup.admit),
     on(Waiting, Cancelled, lookup.leave_queue),
     on(LookingUp, PrefixFound, lookup.found),
@@ -42,7 +39,7 @@ TABLE = table(
     on(Restoring, BlocksRestored, restore.loaded),
     on(Restoring, StoreFailed, restore.lost),
     on(Restoring, PrefillAdvanced, restore.advanced),
-    on(Restoring, DeviceFailed, restore.failed),
+    on(Restoring, DeviceFailed, restore.broken),
     on(Restoring, Cancelled, ending.drain_both),
     on(Compressing, PromptCompressed, lookup.compressed),
     on(Compressing, DeviceFailed, lookup.verbatim),

@@ -19,24 +19,13 @@ from effects.stream import Abandon
 from states import lane as lanes
 from states import pace, rates, residency
 from states import slots as seats
+from states.events import Cancelled, Derived, Event, External, Rejected, Submitted
 from states.lane import Answer, Lane
-from states.life import (
-    Cancelled,
-    Derived,
-    Done,
-    Event,
-    External,
-    New,
-    Refused,
-    Restoring,
-    Speculating,
-    State,
-    Submitted,
-)
-from states.machine import IllegalEvent, step
+from states.life import Done, Drafted, New, Restoring, Speculating, State
+from states.machine import AnyThen, IllegalEvent, step
 from states.rates import Rates
 from states.residency import Residency
-from states.settings import Settings
+from states.settings import Known, Settings
 from states.slots import Slot, Slots
 from states.table import TABLE
 
@@ -68,7 +57,7 @@ def advance(world: World, request: RequestId, event: Event) -> tuple[World, tupl
         return world, ()
     fold = Fold(world)
     if isinstance(event, Submitted) and fold.full():
-        event = Refused(len(fold.slots.waiting))
+        event = Rejected(len(fold.slots.waiting))
     if not isinstance(event, External | Derived):
         fold.acknowledge(Answer(request, event))
     fold.play(request, event)
@@ -113,7 +102,7 @@ class Fold:
                 # of a shorter load most of the time is waiting, which says nothing about a longer one
                 ns and stop - start >= self.settings.chunk and isinstance(state, Restoring)
             ):
-                beside = state.front > state.hold.restored
+                beside = state.front > state.seat.restored
                 self.rates = rates.restored(self.rates, state.tier, stop - start, ns, beside=beside)
             case RunDecode(propose=propose), Decoded(proposed=proposed, ns=ns) if (
                 # a launch is timed once, by the first of its members to answer
@@ -136,9 +125,9 @@ class Fold:
 
     def react(self, request: RequestId, event: Event) -> None:
         before = self.requests.get(request, New())
-        then = step(TABLE, before, event)
+        then = step(TABLE, before, event, Known(self.settings, self.rates))
         if isinstance(before, Speculating) and not isinstance(then.state, Speculating):
-            self.rates = pace.remembered(self.rates, then.state.hold.pace)
+            self.remember(before, event, then)
         if isinstance(event, PrefixFound) and not getattr(then.state, "computing", False):
             self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
         if isinstance(before, New) and isinstance(event, Submitted):
@@ -146,12 +135,22 @@ class Fold:
         if isinstance(then.state, Done):
             self.requests.pop(request, None)
             self.slots = seats.leave_queue(self.slots, request)
-            if then.state.hold is not None:
-                self.slots = seats.release(self.slots, request, then.state.hold)
+            if then.state.remains is not None:
+                self.slots = seats.release(self.slots, request, then.state.remains, self.settings)
         else:
             self.requests[request] = then.state
         for effect in then.effects:
             self.route(Ask(request, effect))
+
+    def remember(self, before: Speculating, event: Event, then: AnyThen) -> None:
+        """What the draft has taught in this answer."""
+        if not isinstance(before.speculation, Drafted):
+            return
+        last = before.speculation.pace
+        if isinstance(event, Decoded):
+            tokens = len(then.effects[0].tokens)
+            last = pace.after(last, event.proposed, event.accepted, tokens, event.ns)
+        self.rates = pace.remembered(self.rates, last)
 
     def route(self, ask: Ask) -> None:
         """Queue it for the lane, or hand it on; a place in the queue is given up on the spot."""
@@ -180,7 +179,7 @@ class Fold:
                     return
 
     def admit(self) -> None:
-        seated = seats.admit(self.slots, self.requests, self.settings, self.rates)
+        seated = seats.admit(self.slots, self.requests, self.settings)
         if seated is not None:
             self.slots, request, admitted = seated
             self.todo.append((request, admitted))

@@ -20,7 +20,8 @@ from engine.simulation.clock import Clock, Queue
 from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping
 from engine.simulation.tally import Count
-from states.life import Event, Submitted, whole_blocks
+from states.events import Event, Submitted
+from states.life import whole_blocks
 from states.settings import Settings
 from states.world import Out, World, advance, begin
 

@@ -19,7 +19,7 @@ from engine.runner import Envelope
 from engine.simulation.costs import Measured
 from engine.simulation.logs.requests import MOST_REQUESTS, Agent, BadLog, Request, Session
 from engine.trace import BadTrace, Record, read
-from states.life import Submitted
+from states.events import Submitted
 from states.settings import Settings
 
 

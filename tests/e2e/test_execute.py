@@ -29,7 +29,7 @@ from engine.replay import Diverged
 from engine.runner import Envelope
 from engine.target import Target, load_target
 from engine.trace import VERSION, Header, Recorder, converter, encode
-from states.life import Event, Submitted
+from states.events import Event, Submitted
 from states.rates import Rates
 from states.world import advance, begin
 

@@ -21,7 +21,7 @@ from effects.scope import Scope
 from effects.snapshot import SnapshotSaved
 from engine.runner import Envelope
 from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
-from states.life import Cancelled, Event, Submitted
+from states.events import Cancelled, Event, Submitted
 from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Settings

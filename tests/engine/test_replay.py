@@ -20,7 +20,7 @@ from engine.redact import Redactor
 from engine.replay import Diverged, replay_file, world_json
 from engine.runner import Envelope
 from engine.trace import BadTrace, Digest, Recorder, converter, digest, encode, read
-from states.life import Cancelled, Submitted
+from states.events import Cancelled, Submitted
 from states.settings import Settings
 from states.world import advance, begin
 from tests.engine.play import collect, engine, header

@@ -18,7 +18,7 @@ from engine.refusal import Refusal
 from engine.runner import Envelope
 from engine.serve import stopped
 from engine.trace import DIGEST_EVERY, Recorder
-from states.life import Event, Submitted
+from states.events import Event, Submitted
 from states.settings import Settings
 from states.world import advance, begin
 from tests.engine.play import header

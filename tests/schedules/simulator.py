@@ -15,8 +15,8 @@ from effects.lookup import FindPrefix, ReleasePrefix
 from effects.prefill import OpenSlot
 from effects.scope import Scope
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from states.events import Cancelled, Event, Submitted
 from states.invariants import check
-from states.life import Cancelled, Event, Submitted
 from states.rates import Rates
 from states.residency import IDLE, Resolved
 from states.settings import Settings

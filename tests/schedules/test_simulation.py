@@ -17,11 +17,12 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import EmitTokens
 from states import residency
-from states.life import Draining, Restoring, Submitted
+from states.events import Submitted
+from states.life import Draining, Held, Restoring, remains
 from states.machine import Table, Then
 from states.policy import Decision
 from states.residency import Resolved
-from states.settings import Settings
+from states.settings import Known, Settings
 from states.table import TABLE
 from states.world import advance, begin
 from tests.schedules.device import Device
@@ -54,8 +55,8 @@ def test_the_schedules_go_nearly_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     taken = set()
     real = states.world.step
 
-    def noted(rows: Table, state: object, event: object) -> Any:
-        then = real(rows, state, event)
+    def noted(rows: Table, state: object, event: object, known: object) -> Any:
+        then = real(rows, state, event, known)
         taken.add((type(state), type(event), (type(then.state), *map(type, then.effects))))
         return then
 
@@ -126,22 +127,23 @@ def changed(pair: tuple[type, type], arrow: Any) -> Table:
     return {**TABLE, pair: evolve(TABLE[pair], arrow=arrow, arms=tuple(arms))}
 
 
-def trusting(state: Restoring, event: BlocksRestored) -> Any:
+def trusting(state: Restoring, event: BlocksRestored, known: Known) -> Any:
     """Believes that all rows came which were asked for."""
-    return TABLE[Restoring, BlocksRestored].arrow(state, evolve(event, start=state.front, stop=state.stop))
+    return TABLE[Restoring, BlocksRestored].arrow(state, evolve(event, start=state.front, stop=state.stop), known)
 
 
-def generous(state: Draining, event: Decoded) -> Any:
+def generous(state: Draining, event: Decoded, known: Known) -> Any:
     """Counts a row for every token that a cancelled decode step picked, though the client saw none of them."""
-    then = TABLE[Draining, Decoded].arrow(state, event)
-    hold = evolve(then.state.hold, valid=then.state.hold.valid + 1)
-    return Then(type(then.state)(hold), *then.effects)
+    then = TABLE[Draining, Decoded].arrow(state, event, known)
+    left = then.state.remains
+    more = evolve(left, seat=evolve(left.seat, valid=left.seat.valid + 1))
+    return Then(type(then.state)(more), *then.effects)
 
 
-def early(slot: Any, requests: Any) -> Any:
+def early(slot: Any, requests: Any, _: Settings) -> Any:
     """Offers the rows of a busy slot before they are acknowledged."""
-    hold = states.slots.hold_of(requests.get(slot.holder))
-    return slot.tokens if hold is None else hold.prompt
+    state = requests.get(slot.holder)
+    return remains(state).prompt.tokens if isinstance(state, Held) else slot.tokens
 
 
 def alone(models: Any, ask: Ask, settings: Settings) -> Any:
@@ -185,22 +187,22 @@ def test_a_draft_parked_under_somebody_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_compression_that_the_client_declined_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.policy.shorten", lambda hold: Decision(not hold.compressed, "mutant"))
+    monkeypatch.setattr("states.policy.shorten", lambda _, prompt: Decision(not prompt.compressed, "mutant"))
     assert caught()
 
 
 def test_keeping_more_than_the_scope_allows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.scope.reach", lambda hold: (len(hold.prompt), "mutant"))
+    monkeypatch.setattr("states.scope.reach", lambda prompt, _: (len(prompt.tokens), "mutant"))
     assert "kept" in caught()
 
 
 def test_a_checkpoint_beyond_the_scope_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.scope.positions", lambda hold: iter((hold.target,)))
+    monkeypatch.setattr("states.scope.positions", lambda _, __, prompt: iter((prompt.target,)))
     assert caught()
 
 
 def test_state_that_is_believed_to_be_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.slots.left", lambda hold: hold.rows[: hold.valid // 2])
+    monkeypatch.setattr("states.slots.sequence", lambda _, left: left.rows[: left.seat.valid // 2])
     assert "state" in caught()
 
 

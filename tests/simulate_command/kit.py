@@ -13,8 +13,8 @@ from engine.simulation.keeping import Keeping
 from engine.simulation.logs.requests import Agent, Request, Session, made_up
 from engine.simulation.process import Process
 from engine.simulation.run import Run, Setup, fitted
+from states.events import Event
 from states.invariants import check
-from states.life import Event
 from states.settings import Settings
 
 SECOND = 1_000_000_000

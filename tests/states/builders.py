@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from effects.all import Ask, Effect
-from effects.ids import RequestId, SlotId
-from effects.job import Job
-from states.life import Draining, Hold, Restoring, State, Waiting
+from effects.ids import RequestId, SlotId, Tier, Tokens
+from effects.job import Job, Report
+from states import pace
+from states.life import (
+    Done,
+    Drafted,
+    Draining,
+    Generated,
+    Parking,
+    Prefilling,
+    Prompt,
+    Remains,
+    Restoring,
+    Seat,
+    Snapshotting,
+    Speculating,
+    Speculation,
+    State,
+    Undrafted,
+    Waiting,
+)
+from states.onward import report
+from states.rates import Rates
 from states.residency import Resolved
-from states.settings import Settings
+from states.settings import Known, Settings
 from states.slots import Slot, Slots
 
 HERE = SlotId(0)
@@ -30,29 +51,91 @@ def a_job(**changes: Any) -> Job:
     return evolve(Job(PROMPT, max_tokens=6, stop_tokens=(0,)), **changes)
 
 
-def a_hold(settings: Settings = PLAIN, **changes: Any) -> Hold:
+@frozen
+class Flat:
+    """All that any state may be made of, side by side, so that a test names what matters to it."""
+
+    job: Job
+    prompt: Tokens
+    slot: SlotId = HERE
+    valid: int = 0
+    restored: int = 0
+    tier: Tier = "none"
+    miss: str = "nothing_shared_on_device"
+    compressed: bool = False
+    shared: int = 0
+    stored: int = 0
+    speculation: str = ""
+    pace: pace.Pace | None = None  # of a draft that is leased
+    answer: Tokens = ()
+    decode_steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    @property
+    def early(self) -> tuple[Seat, Prompt]:
+        seat = Seat(self.slot, self.valid, self.restored, self.tier)
+        return seat, Prompt(self.job, self.prompt, self.compressed, self.shared, self.stored, self.miss)
+
+    @property
+    def drafted(self) -> Speculation:
+        return Undrafted(self.speculation) if self.pace is None else Drafted(self.pace, self.speculation)
+
+    @property
+    def generated(self) -> Generated:
+        return Generated(self.answer, self.decode_steps, self.proposed, self.accepted)
+
+    @property
+    def remains(self) -> Remains:
+        return Remains(*self.early, self.answer, self.pace is not None)
+
+
+def a(state: type, flat: Flat, *more: Any, **named: Any) -> Any:
+    """A state that is made of this."""
+    parts: Iterator[Any] = iter(flat.early)
+    if issubclass(state, Prefilling):
+        parts = iter((*flat.early, flat.drafted))
+    elif issubclass(state, Speculating):
+        parts = iter((*flat.early, flat.drafted, flat.generated))
+    elif issubclass(state, Snapshotting | Parking | Draining | Done):
+        parts = iter((flat.remains,))
+    return state(*parts, *more, **named)
+
+
+def knowing(settings: Settings = PLAIN, **rates: Any) -> Known:
+    return Known(settings, Rates(**rates))
+
+
+def leased(settings: Settings = DRAFT, **changes: Any) -> pace.Pace:
+    """What is known of a draft that has proposed nothing yet."""
+    return evolve(pace.fresh(settings, Rates()), **changes)
+
+
+def some(settings: Settings = PLAIN, **changes: Any) -> Flat:
     """Just admitted, with nothing on the device."""
-    told = {"miss": "nothing_shared_on_device", "speculation": "" if settings.block else "no_draft"}
-    return evolve(Hold(a_job(), settings, HERE, PROMPT, valid=0, restored=0, tier="none", **told), **changes)
+    speculation = "" if settings.block else "no_draft"
+    return evolve(Flat(a_job(), PROMPT, speculation=speculation), **changes)
 
 
-def a_prefilled(settings: Settings = PLAIN, **changes: Any) -> Hold:
+def prefilled(settings: Settings = PLAIN, **changes: Any) -> Flat:
     """All rows but the last prompt token's."""
-    return a_hold(settings, **{"valid": 20, **changes})
+    return some(settings, **{"valid": 20, **changes})
 
 
-def an_answering(settings: Settings = PLAIN, **changes: Any) -> Hold:
+def answering(settings: Settings = PLAIN, **changes: Any) -> Flat:
     """Two decode steps in: two tokens out."""
-    return a_prefilled(settings, **{"valid": 22, "answer": (7, 8), "decode_steps": 2, **changes})
+    return prefilled(settings, **{"valid": 22, "answer": (7, 8), "decode_steps": 2, **changes})
 
 
-def a_restoring(settings: Settings = STORE, **changes: Any) -> Restoring:
+def a_report(flat: Flat, settings: Settings = PLAIN) -> Report:
+    """Of a request that has decoded."""
+    return report(knowing(settings), a(Speculating, flat))
+
+
+def a_restoring(flat: Flat | None = None, **changes: Any) -> Restoring:
     """Rows [8, 20) are loaded while [0, 8) is computed."""
-    return evolve(Restoring(a_hold(settings), 8, 20, "disk", loading=True, computing=True), **changes)
-
-
-def a_draining(hold: Hold, flying: int = 1) -> Draining:
-    return Draining(hold, flying)
+    loading: Restoring = a(Restoring, flat or some(STORE), 8, 20, "disk", loading=True, computing=True)
+    return evolve(loading, **changes)
 
 
 def a_house(*slots: Slot, waiting: tuple[RequestId, ...] = (), turn: int = 9) -> Slots:

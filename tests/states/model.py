@@ -25,11 +25,12 @@ from effects.restore import BlocksRestored, RestoreBlocks
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from states.life import Admitted, Cancelled, Done, Draining, New, Parking, Refused, Snapshotting, Submitted, Waiting
+from states.events import Admitted, Cancelled, Rejected, Submitted
+from states.life import Done, Draining, New, Parking, Snapshotting, Waiting
 from states.machine import IllegalEvent, Table, step
 from states.rates import Rates
 from states.residency import Resolved
-from states.settings import Settings
+from states.settings import Known, Settings
 
 STOP = 0
 JOB = Job(prompt=(1, 2, 3, 4), max_tokens=2, stop_tokens=(STOP,))
@@ -66,6 +67,7 @@ Arm: TypeAlias = tuple[type, ...]
 
 @frozen
 class Node:
+    known: Known
     state: Any
     flying: frozenset[Effect] = frozenset()
     lease: bool = False  # a hit in the store is held, and nothing in flight will let go of it
@@ -111,18 +113,18 @@ def outcomes(effect: Effect) -> Iterator[Any]:
         yield from DEVICE_FAILURES
 
 
-def heard(node: Node, settings: Settings) -> Iterator[tuple[Any, Effect | None]]:
+def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
     """All that can happen here, and what it answers."""
+    settings = node.known.settings
     match node.state:
         case New():
             scoped = settings.store and settings.block_size == 1 and not settings.block and settings.keep_decoded
             yield from ((Submitted(job), None) for job in (JOBS if scoped else JOBS[:1]))
-            yield Refused(3), None
+            yield Rejected(3), None
             return
         case Waiting():
-            rates = RATES if settings.block_size == 1 else Rates()
             for keep, source in product(range(0, len(JOB.prompt), settings.block_size), (0, 1)):
-                yield Admitted(SlotId(0), SlotId(source), keep, settings, rates), None
+                yield Admitted(SlotId(0), SlotId(source), keep), None
     yield Cancelled("client_gone"), None
     for effect in node.flying:
         yield from ((outcome, effect) for outcome in outcomes(effect))
@@ -131,11 +133,12 @@ def heard(node: Node, settings: Settings) -> Iterator[tuple[Any, Effect | None]]
 def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS) -> Walk:
     walk = Walk()
     for settings in all_settings:
-        todo, seen = deque([Node(New())]), {Node(New())}
+        start = Node(Known(settings, RATES if settings.block_size == 1 else Rates()), New())
+        todo, seen = deque([start]), {start}
         while todo:
             node = todo.popleft()
             reached = walk.edges.setdefault(node, set())
-            for event, answered in () if isinstance(node.state, Done) else heard(node, settings):
+            for event, answered in () if isinstance(node.state, Done) else heard(node):
                 target = follow(rows, walk, node, event, answered)
                 if target is None or (target == node and answered is None):
                     continue  # nothing to follow, or an ignored cancellation
@@ -149,7 +152,7 @@ def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS) -> Walk:
 def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | None) -> Node | None:
     where = f"{type(node.state).__name__}, {type(event).__name__}"
     try:
-        then = step(rows, node.state, event)
+        then = step(rows, node.state, event, node.known)
     except IllegalEvent:
         walk.faults.add(f"{where}: no row")
         return None
@@ -183,7 +186,7 @@ def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
             node = evolve(node, lease=False)
         case ParkDraft(release):
             fault = fault if node.draft else "gives back a draft that it does not have"
-            if release != (node.state.hold.settings.residency.draft == "release"):
+            if release != (node.known.settings.residency.draft == "release"):
                 fault = "sends the draft where the policy does not"
             node = evolve(node, draft=False)
         case RunDecode(propose=propose) if propose and not node.draft:

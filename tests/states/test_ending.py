@@ -17,21 +17,22 @@ from effects.restore import BlocksRestored
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream
 from states import ending
+from states.events import Cancelled, Event
 from states.life import (
-    Cancelled,
     Compressing,
     Done,
     Draining,
-    Event,
     LookingUp,
     Parking,
     Prefilling,
     Snapshotting,
     Speculating,
     Unparking,
+    remains,
 )
 from states.machine import Then, step
-from states.scope import report
+from states.onward import report
+from states.settings import Known
 from states.table import TABLE
 from tests.states.builders import (
     DRAFT,
@@ -40,136 +41,152 @@ from tests.states.builders import (
     PROMPT,
     SHORT,
     STORE,
-    a_draining,
-    a_hold,
-    a_prefilled,
+    a,
     a_restoring,
-    an_answering,
+    answering,
+    knowing,
+    leased,
+    prefilled,
+    some,
 )
 
 GONE = Cancelled("client_gone")
 ABANDONED = DeviceFailed("abandoned", "")
+KNOWN = knowing(STORE)
 
 
-def settle(hold: Any, event: Event, flying: int = 1) -> Any:
-    return step(TABLE, a_draining(hold, flying), event)
+def settle(hold: Any, event: Event, known: Known = KNOWN, flying: int = 1) -> Any:
+    return step(TABLE, a(Draining, hold, flying), event, known)
 
 
 @pytest.mark.parametrize("state", [LookingUp, Compressing, Unparking, Prefilling, Speculating])
 def test_a_cancellation_closes_the_stream_at_once_and_drains(state: Any) -> None:
-    hold = an_answering()
-    then = ending.drain(state(hold), GONE)
-    assert then == Then(Draining(hold, 1), CloseStream("cancelled", report(hold), "client_gone"), Abandon())
+    hold = answering()
+    before = a(state, hold)
+    then = ending.drain(before, GONE, knowing())
+    closing = CloseStream("cancelled", report(knowing(), before), "client_gone")
+    assert then == Then(Draining(remains(before), 1), closing, Abandon())
 
 
 def test_a_stop_string_is_a_stop() -> None:
-    hold = an_answering()
-    then = ending.drain(Speculating(hold), Cancelled("stop_string"))
-    assert then == Then(Draining(hold, 1), CloseStream("stop", report(hold), "stop_string"), Abandon())
+    before = a(Speculating, answering())
+    then = ending.drain(before, Cancelled("stop_string"), knowing())
+    closing = CloseStream("stop", report(knowing(), before), "stop_string")
+    assert then == Then(a(Draining, answering(), 1), closing, Abandon())
 
 
 @pytest.mark.parametrize(("loading", "computing", "flying"), [(True, True, 2), (True, False, 1), (False, True, 1)])
 def test_draining_waits_for_both_lanes(loading: bool, computing: bool, flying: int) -> None:
-    then = ending.drain_both(a_restoring(loading=loading, computing=computing), GONE)
-    hold = a_hold(STORE)
-    assert then == Then(Draining(hold, flying), CloseStream("cancelled", report(hold), "client_gone"), Abandon())
+    then = ending.drain_both(a_restoring(loading=loading, computing=computing), GONE, knowing(STORE))
+    closing = CloseStream("cancelled", report(knowing(STORE), a_restoring()), "client_gone")
+    assert then == Then(a(Draining, some(STORE), flying), closing, Abandon())
 
 
 def test_a_lease_that_arrives_too_late_is_released() -> None:
-    then = settle(a_hold(STORE), PrefixFound(LeaseId(5), 20, "disk"))
-    assert then == Then(Done(a_hold(STORE)), ReleasePrefix(LeaseId(5)))
+    then = settle(some(STORE), PrefixFound(LeaseId(5), 20, "disk"))
+    assert then == Then(a(Done, some(STORE)), ReleasePrefix(LeaseId(5)))
 
 
 @pytest.mark.parametrize("event", [PrefixMissed("empty_store"), StoreFailed("io", ""), PromptCompressed(SHORT, ())])
 def test_an_answer_that_changes_nothing_ends_the_drain(event: Event) -> None:
-    assert settle(a_hold(STORE), event) == Then(Done(a_hold(STORE)))
+    assert settle(some(STORE), event) == Then(a(Done, some(STORE)))
 
 
 def test_rows_that_were_computed_before_the_lookup_are_kept() -> None:
-    hold = a_hold(STORE, valid=8, restored=4)
-    assert settle(hold, PrefixMissed("empty_store")) == Then(Snapshotting(hold), SaveSnapshot(HERE, PROMPT[:8]))
+    hold = some(STORE, valid=8, restored=4)
+    assert settle(hold, PrefixMissed("empty_store")) == Then(a(Snapshotting, hold), SaveSnapshot(HERE, PROMPT[:8]))
 
 
 def test_a_draft_that_arrives_too_late_is_given_back() -> None:
-    assert settle(a_hold(DRAFT), DraftUnparked()) == Then(Parking(a_hold(DRAFT, draft=True)), ParkDraft())
+    assert settle(some(DRAFT), DraftUnparked(), knowing(DRAFT)) == Then(
+        a(Parking, some(DRAFT, pace=leased())), ParkDraft()
+    )
 
 
 def test_a_chunk_that_was_running_is_kept() -> None:
-    hold = a_hold(STORE, valid=16)
-    assert settle(a_hold(STORE, valid=8), PrefillAdvanced(16)) == Then(
-        Snapshotting(hold), SaveSnapshot(HERE, PROMPT[:16])
+    hold = some(STORE, valid=16)
+    assert settle(some(STORE, valid=8), PrefillAdvanced(16)) == Then(
+        a(Snapshotting, hold), SaveSnapshot(HERE, PROMPT[:16])
     )
 
 
 def test_of_a_decode_step_that_was_running_the_row_of_the_token_it_fed_is_kept() -> None:
-    before = an_answering(DRAFT, draft=True)
-    assert settle(before, Decoded((9, 10))) == Then(Parking(evolve(before, valid=23)), ParkDraft())
-    assert evolve(before, valid=23).rows == (*PROMPT, 7, 8)
+    before = answering(DRAFT, pace=leased())
+    assert settle(before, Decoded((9, 10)), knowing(DRAFT)) == Then(a(Parking, evolve(before, valid=23)), ParkDraft())
+    assert evolve(before, valid=23).remains.rows == (*PROMPT, 7, 8)
 
 
 def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() -> None:
-    before = an_answering(evolve(DRAFT, stateful=True), draft=True)
-    hold = settle(before, Decoded((9, 10))).state.hold
-    assert (hold.valid, hold.rows) == (24, (*PROMPT, 7, 8, 9))
+    before = answering(evolve(DRAFT, stateful=True), pace=leased())
+    left = settle(before, Decoded((9, 10)), knowing(evolve(DRAFT, stateful=True))).state.remains
+    assert (left.seat.valid, left.rows) == (24, (*PROMPT, 7, 8, 9))
 
 
 def test_both_sides_answer_in_any_order_and_what_joins_is_kept() -> None:
-    first = settle(a_hold(STORE), PrefillAdvanced(8), flying=2)
-    assert first == Then(a_draining(a_hold(STORE, valid=8)))
-    hold = a_hold(STORE, valid=20, restored=12)
-    assert step(TABLE, first.state, BlocksRestored(8, 20, 99)) == Then(Done(hold))
+    first = settle(some(STORE), PrefillAdvanced(8), flying=2)
+    assert first == Then(a(Draining, some(STORE, valid=8), 1))
+    hold = some(STORE, valid=20, restored=12)
+    assert step(TABLE, first.state, BlocksRestored(8, 20, 99), KNOWN) == Then(a(Done, hold))
 
 
 def test_restored_rows_behind_a_gap_are_not_kept() -> None:
-    first = settle(a_hold(STORE), BlocksRestored(8, 20, 99), flying=2)
-    assert first == Then(a_draining(a_hold(STORE)))
-    hold = a_hold(STORE, valid=8)
-    assert step(TABLE, first.state, PrefillAdvanced(8)) == Then(Snapshotting(hold), SaveSnapshot(HERE, PROMPT[:8]))
-    assert step(TABLE, first.state, ABANDONED) == Then(Done(a_hold(STORE)))
+    first = settle(some(STORE), BlocksRestored(8, 20, 99), flying=2)
+    assert first == Then(a(Draining, some(STORE), 1))
+    hold = some(STORE, valid=8)
+    assert step(TABLE, first.state, PrefillAdvanced(8), KNOWN) == Then(
+        a(Snapshotting, hold), SaveSnapshot(HERE, PROMPT[:8])
+    )
+    assert step(TABLE, first.state, ABANDONED, KNOWN) == Then(a(Done, some(STORE)))
 
 
 def test_restored_rows_are_not_snapshotted_again() -> None:
-    hold = a_hold(STORE, valid=20, restored=20)
-    assert settle(a_hold(STORE), BlocksRestored(0, 20, 99)) == Then(Done(hold))
+    hold = some(STORE, valid=20, restored=20)
+    assert settle(some(STORE), BlocksRestored(0, 20, 99)) == Then(a(Done, hold))
 
 
 def test_a_failed_load_leaves_the_computed_front() -> None:
-    first = settle(a_hold(STORE), StoreFailed("abandoned", ""), flying=2)
-    assert first == Then(a_draining(a_hold(STORE)))
+    first = settle(some(STORE), StoreFailed("abandoned", ""), flying=2)
+    assert first == Then(a(Draining, some(STORE), 1))
 
 
 def test_an_abandoned_effect_leaves_what_was_acknowledged_and_a_broken_slot_nothing() -> None:
-    hold = a_prefilled(STORE)
-    assert settle(hold, ABANDONED) == Then(Snapshotting(hold), SaveSnapshot(HERE, PROMPT[:20]))
-    assert settle(hold, DeviceFailed("broken", "")) == Then(Done(evolve(hold, valid=0)))
-    assert settle(hold, DeviceFailed("broken", ""), flying=2) == Then(a_draining(evolve(hold, valid=0)))
+    hold = prefilled(STORE)
+    assert settle(hold, ABANDONED) == Then(a(Snapshotting, hold), SaveSnapshot(HERE, PROMPT[:20]))
+    assert settle(hold, DeviceFailed("broken", "")) == Then(a(Done, evolve(hold, valid=0)))
+    assert settle(hold, DeviceFailed("broken", ""), flying=2) == Then(a(Draining, evolve(hold, valid=0), 1))
 
 
 def test_after_the_snapshot_the_draft_is_given_back_or_nothing_is_left_to_do() -> None:
     saved = SnapshotSaved(20, 99)
-    drafted = a_prefilled(EVERYTHING, draft=True)
-    assert ending.snapshotted(Snapshotting(drafted), saved) == Then(Parking(drafted), ParkDraft())
-    assert ending.snapshotted(Snapshotting(a_prefilled()), saved) == Then(Done(a_prefilled()))
+    drafted = prefilled(EVERYTHING, pace=leased())
+    assert ending.snapshotted(a(Snapshotting, drafted), saved, knowing(EVERYTHING)) == Then(
+        a(Parking, drafted), ParkDraft()
+    )
+    assert ending.snapshotted(a(Snapshotting, prefilled()), saved, knowing(EVERYTHING)) == Then(a(Done, prefilled()))
 
 
 def test_a_failed_snapshot_loses_time_and_nothing_else() -> None:
-    hold = a_prefilled(STORE)
-    assert ending.unsaved(Snapshotting(hold), DeviceFailed("out_of_memory", "")) == Then(Done(hold))
-    assert ending.unsaved(Snapshotting(hold), DeviceFailed("broken", "")) == Then(Done(evolve(hold, valid=0)))
-    drafted = a_prefilled(EVERYTHING, draft=True)
-    then = ending.unsaved(Snapshotting(drafted), DeviceFailed("io", ""))
-    assert then == Then(Parking(drafted), ParkDraft())
+    hold = prefilled(STORE)
+    assert ending.unsaved(a(Snapshotting, hold), DeviceFailed("out_of_memory", ""), knowing(STORE)) == Then(
+        a(Done, hold)
+    )
+    assert ending.unsaved(a(Snapshotting, hold), DeviceFailed("broken", ""), knowing(STORE)) == Then(
+        a(Done, evolve(hold, valid=0))
+    )
+    drafted = prefilled(EVERYTHING, pace=leased())
+    then = ending.unsaved(a(Snapshotting, drafted), DeviceFailed("io", ""), knowing(EVERYTHING))
+    assert then == Then(a(Parking, drafted), ParkDraft())
 
 
 @pytest.mark.parametrize("event", [DraftParked(), DeviceFailed("io", "")])
 def test_parking_is_the_last_thing_whatever_comes_of_it(event: Any) -> None:
-    assert ending.parked(Parking(a_prefilled(DRAFT)), event) == Then(Done(a_prefilled(DRAFT)))
+    assert ending.parked(a(Parking, prefilled(DRAFT)), event, knowing(DRAFT)) == Then(a(Done, prefilled(DRAFT)))
 
 
 @pytest.mark.parametrize(
     "state",
-    [a_draining(a_hold(), 2), Snapshotting(a_hold()), Parking(a_hold())],
+    [a(Draining, some(), 2), a(Snapshotting, some()), a(Parking, some())],
     ids=lambda state: type(state).__name__,
 )
 def test_a_cancellation_behind_the_clients_back_changes_nothing(state: Any) -> None:
-    assert step(TABLE, state, GONE) == Then(state)
+    assert step(TABLE, state, GONE, KNOWN) == Then(state)

@@ -16,8 +16,8 @@ from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import generate, pace
 from states.life import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
 from states.machine import Then
-from states.rates import Rates
-from states.scope import report, select
+from states.onward import report
+from states.scope import select
 from tests.states.builders import (
     DRAFT,
     EVERYTHING,
@@ -25,87 +25,91 @@ from tests.states.builders import (
     PLAIN,
     PROMPT,
     STORE,
-    a_hold,
+    a,
     a_job,
-    a_prefilled,
-    an_answering,
+    a_report,
+    answering,
+    knowing,
+    leased,
+    prefilled,
+    some,
 )
 
-LEASED: dict[str, Any] = {"draft": True, "pace": pace.fresh(DRAFT, Rates())}
+LEASED: dict[str, Any] = {"pace": leased()}
+EARLIER = evolve(STORE, keep_decoded=False)
 BROKEN = DeviceFailed("broken", "CUDA error")
 OUT_OF_MEMORY = DeviceFailed("out_of_memory", "no room for a chunk")
 
 
 def test_an_unparked_draft_is_leased_and_the_work_begins() -> None:
-    then = generate.unparked(Unparking(a_hold(DRAFT)), DraftUnparked())
-    assert then == Then(Prefilling(a_hold(DRAFT, **LEASED)), RunPrefill(HERE, 0, 8))
-    then = generate.unparked(Unparking(a_prefilled(DRAFT)), DraftUnparked())
-    assert then == Then(Speculating(a_prefilled(DRAFT, **LEASED)), RunDecode(HERE, 20, 120, propose=3))
+    then = generate.unparked(a(Unparking, some(DRAFT)), DraftUnparked(), knowing(DRAFT))
+    assert then == Then(a(Prefilling, some(DRAFT, **LEASED)), RunPrefill(HERE, 0, 8))
+    then = generate.unparked(a(Unparking, prefilled(DRAFT)), DraftUnparked(), knowing(DRAFT))
+    assert then == Then(a(Speculating, prefilled(DRAFT, **LEASED)), RunDecode(HERE, 20, 120, propose=3))
 
 
 def test_a_failed_unpark_goes_on_without_a_draft() -> None:
-    then = generate.plain(Unparking(a_hold(DRAFT)), OUT_OF_MEMORY)
-    hold = a_hold(DRAFT, speculation="unpark_out_of_memory")
-    assert then == Then(Prefilling(hold), RunPrefill(HERE, 0, 8))
-    then = generate.plain(Unparking(a_prefilled(DRAFT)), OUT_OF_MEMORY)
-    hold = a_prefilled(DRAFT, speculation="unpark_out_of_memory")
-    assert then == Then(Speculating(hold), RunDecode(HERE, 20, 120, propose=0))
-    assert hold.report.speculation == "unpark_out_of_memory"
+    then = generate.plain(a(Unparking, some(DRAFT)), OUT_OF_MEMORY, knowing(DRAFT))
+    hold = some(DRAFT, speculation="unpark_out_of_memory")
+    assert then == Then(a(Prefilling, hold), RunPrefill(HERE, 0, 8))
+    then = generate.plain(a(Unparking, prefilled(DRAFT)), OUT_OF_MEMORY, knowing(DRAFT))
+    hold = prefilled(DRAFT, speculation="unpark_out_of_memory")
+    assert then == Then(a(Speculating, hold), RunDecode(HERE, 20, 120, propose=0))
+    assert report(knowing(DRAFT), then.state).speculation == "unpark_out_of_memory"
 
 
 def test_prefill_goes_on_chunk_by_chunk_and_stops_before_the_last_token() -> None:
-    then = generate.prefilled(Prefilling(a_hold()), PrefillAdvanced(8))
-    assert then == Then(Prefilling(a_hold(valid=8)), ReportProgress(8, 21, 0), RunPrefill(HERE, 8, 16))
-    then = generate.prefilled(Prefilling(a_hold(valid=8)), PrefillAdvanced(16))
-    assert then == Then(Prefilling(a_hold(valid=16)), ReportProgress(16, 21, 0), RunPrefill(HERE, 16, 20))
+    then = generate.prefilled(a(Prefilling, some()), PrefillAdvanced(8), knowing())
+    assert then == Then(a(Prefilling, some(valid=8)), ReportProgress(8, 21, 0), RunPrefill(HERE, 8, 16))
+    then = generate.prefilled(a(Prefilling, some(valid=8)), PrefillAdvanced(16), knowing())
+    assert then == Then(a(Prefilling, some(valid=16)), ReportProgress(16, 21, 0), RunPrefill(HERE, 16, 20))
 
 
 def test_the_last_prompt_token_is_fed_by_the_first_round() -> None:
-    then = generate.prefilled(Prefilling(a_hold(valid=16)), PrefillAdvanced(20))
-    assert then == Then(Speculating(a_prefilled()), ReportProgress(20, 21, 0), RunDecode(HERE, 20, 120))
+    then = generate.prefilled(a(Prefilling, some(valid=16)), PrefillAdvanced(20), knowing())
+    assert then == Then(a(Speculating, prefilled()), ReportProgress(20, 21, 0), RunDecode(HERE, 20, 120))
 
 
 def test_a_chunk_may_acknowledge_less_than_was_asked_for() -> None:
-    then = generate.prefilled(Prefilling(a_hold()), PrefillAdvanced(4))
-    assert then == Then(Prefilling(a_hold(valid=4)), ReportProgress(4, 21, 0), RunPrefill(HERE, 4, 12))
+    then = generate.prefilled(a(Prefilling, some()), PrefillAdvanced(4), knowing())
+    assert then == Then(a(Prefilling, some(valid=4)), ReportProgress(4, 21, 0), RunPrefill(HERE, 4, 12))
 
 
 def test_a_decode_step_emits_its_token_and_feeds_it_to_the_next() -> None:
-    then = generate.accept(Speculating(a_prefilled()), Decoded((7,)))
-    hold = a_prefilled(valid=21, answer=(7,), decode_steps=1)
-    assert then == Then(Speculating(hold), EmitTokens((7,)), RunDecode(HERE, 21, 7))
+    then = generate.accept(a(Speculating, prefilled()), Decoded((7,)), knowing())
+    hold = prefilled(valid=21, answer=(7,), decode_steps=1)
+    assert then == Then(a(Speculating, hold), EmitTokens((7,)), RunDecode(HERE, 21, 7))
 
 
 def test_accepted_proposals_count_and_the_next_decode_step_proposes_no_further_than_the_limit() -> None:
-    then = generate.accept(Speculating(a_prefilled(DRAFT, **LEASED)), Decoded((7, 8, 9), proposed=3))
+    then = generate.accept(a(Speculating, prefilled(DRAFT, **LEASED)), Decoded((7, 8, 9), proposed=3), knowing(DRAFT))
     learnt = pace.after(LEASED["pace"], 3, 2, 3)
-    hold = a_prefilled(
-        DRAFT, draft=True, pace=learnt, valid=23, answer=(7, 8, 9), decode_steps=1, proposed=3, accepted=2
-    )
-    assert then == Then(Speculating(hold), EmitTokens((7, 8, 9)), RunDecode(HERE, 23, 9, propose=2))
-    assert (hold.report.decode_steps, hold.report.proposed, hold.report.accepted) == (1, 3, 2)
+    hold = prefilled(DRAFT, pace=learnt, valid=23, answer=(7, 8, 9), decode_steps=1, proposed=3, accepted=2)
+    assert then == Then(a(Speculating, hold), EmitTokens((7, 8, 9)), RunDecode(HERE, 23, 9, propose=2))
+    told = report(knowing(DRAFT), then.state)
+    assert (told.decode_steps, told.proposed, told.accepted) == (1, 3, 2)
 
 
 def test_logprobs_go_with_their_tokens() -> None:
     one, two = (-0.5, ((7, -0.5),)), (-1.5, ((8, -1.5),))
-    then = generate.accept(Speculating(an_answering(answer=(7,) * 5)), Decoded((7, 8), logprobs=(one, two)))
+    then = generate.accept(a(Speculating, answering(answer=(7,) * 5)), Decoded((7, 8), logprobs=(one, two)), knowing())
     assert then.effects[0] == EmitTokens((7,), (one,))
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4])
 def test_the_limit_cuts_a_decode_step_at_any_offset(room: int) -> None:
-    before = a_prefilled(answer=(5,) * (6 - room), valid=26 - room, decode_steps=6 - room)
-    then = generate.accept(Speculating(before), Decoded((7, 8, 9, 10)))
+    before = prefilled(answer=(5,) * (6 - room), valid=26 - room, decode_steps=6 - room)
+    then = generate.accept(a(Speculating, before), Decoded((7, 8, 9, 10)), knowing())
     after = evolve(before, valid=26, answer=before.answer + (7, 8, 9, 10)[:room], decode_steps=7 - room)
-    assert then == Then(Done(after), EmitTokens((7, 8, 9, 10)[:room]), CloseStream("length", report(after)))
+    assert then == Then(a(Done, after), EmitTokens((7, 8, 9, 10)[:room]), CloseStream("length", a_report(after)))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_a_stop_token_cuts_a_decode_step_at_any_offset(at: int) -> None:
     tokens = (*(7, 8, 9)[:at], 0, *(7, 8, 9)[at:])
-    then = generate.accept(Speculating(a_prefilled()), Decoded(tokens))
-    after = a_prefilled(valid=21 + at, answer=tokens[: at + 1], decode_steps=1)
-    assert then == Then(Done(after), EmitTokens(tokens[: at + 1]), CloseStream("stop", report(after)))
+    then = generate.accept(a(Speculating, prefilled()), Decoded(tokens), knowing())
+    after = prefilled(valid=21 + at, answer=tokens[: at + 1], decode_steps=1)
+    assert then == Then(a(Done, after), EmitTokens(tokens[: at + 1]), CloseStream("stop", a_report(after)))
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["cut_by_the_executor", "cut_here"])
@@ -119,84 +123,83 @@ def test_the_report_is_exact_wherever_a_decode_step_of_proposals_is_cut(
     said = tuple(0 if at == stop else 7 + at for at in range(right + 1))
     ends = min(stop + 1, len(said))
     done = Decoded(said[:ends] if told else said, 4, accepted=min(right, ends) if told else right)
-    before = a_prefilled(DRAFT, **LEASED, answer=(5,) * (6 - room), valid=26 - room, decode_steps=6 - room)
-    then = generate.accept(Speculating(before), done)
+    before = prefilled(DRAFT, **LEASED, answer=(5,) * (6 - room), valid=26 - room, decode_steps=6 - room)
+    then = generate.accept(a(Speculating, before), done, knowing(DRAFT))
     kept = said[: min(ends, room)]
     assert then.effects[0] == EmitTokens(kept)
-    figures = report(then.state.hold) if 0 in kept else then.state.hold.report
+    ended = next((one for one in then.effects if isinstance(one, CloseStream)), None)
+    figures = ended.report if ended else report(knowing(DRAFT), then.state)
     assert (figures.completion_tokens, figures.decode_steps, figures.proposed) == (6 - room + len(kept), 7 - room, 4)
     assert figures.accepted == min(right, len(kept)), "proposals that became tokens of the answer, and no others"
-    ended = next((one for one in then.effects if isinstance(one, CloseStream)), None)
-    if 0 in kept:
-        assert ended == CloseStream("stop", figures)
-    else:
-        assert (ended is None) == (len(kept) < room)
+    assert (ended and ended.finish) == ("stop" if 0 in kept else "length" if len(kept) == room else None)
 
 
 def test_why_nothing_more_is_proposed_is_told() -> None:
     resting = evolve(LEASED["pace"], rest=2)
-    before = a_prefilled(DRAFT, draft=True, pace=resting, answer=(5,), valid=21, decode_steps=1)
-    then = generate.accept(Speculating(before), Decoded((7,)))
+    before = prefilled(DRAFT, pace=resting, answer=(5,), valid=21, decode_steps=1)
+    then = generate.accept(a(Speculating, before), Decoded((7,)), knowing(DRAFT))
     assert then.effects[-1] == RunDecode(HERE, 22, 7, propose=0)
-    assert then.state.hold.report.speculation == "does_not_pay"
-    then = generate.accept(then.state, Decoded((8,)))
+    assert then.state.speculation.reason == "does_not_pay"
+    then = generate.accept(then.state, Decoded((8,)), knowing(DRAFT))
     assert then.effects[-1] == RunDecode(HERE, 23, 8, propose=2)
-    assert then.state.hold.report.speculation == ""
+    assert then.state.speculation.reason == ""
 
 
 def test_a_stop_token_that_is_the_last_one_allowed_is_a_stop() -> None:
-    before = a_prefilled(valid=25, answer=(7,) * 5, decode_steps=5)
-    after = a_prefilled(valid=26, answer=(7, 7, 7, 7, 7, 0), decode_steps=6)
-    then = generate.accept(Speculating(before), Decoded((0,)))
-    assert then == Then(Done(after), EmitTokens((0,)), CloseStream("stop", report(after)))
+    before = prefilled(valid=25, answer=(7,) * 5, decode_steps=5)
+    after = prefilled(valid=26, answer=(7, 7, 7, 7, 7, 0), decode_steps=6)
+    then = generate.accept(a(Speculating, before), Decoded((0,)), knowing())
+    assert then == Then(a(Done, after), EmitTokens((0,)), CloseStream("stop", a_report(after)))
 
 
 def test_a_stop_token_behind_the_limit_is_never_seen() -> None:
-    before = a_prefilled(valid=25, answer=(7,) * 5, decode_steps=5)
-    after = a_prefilled(valid=26, answer=(7,) * 6, decode_steps=6)
-    then = generate.accept(Speculating(before), Decoded((7, 0)))
-    assert then == Then(Done(after), EmitTokens((7,)), CloseStream("length", report(after)))
+    before = prefilled(valid=25, answer=(7,) * 5, decode_steps=5)
+    after = prefilled(valid=26, answer=(7,) * 6, decode_steps=6)
+    then = generate.accept(a(Speculating, before), Decoded((7, 0)), knowing())
+    assert then == Then(a(Done, after), EmitTokens((7,)), CloseStream("length", a_report(after)))
 
 
 def test_one_token_may_be_all_that_is_wanted() -> None:
     job = a_job(max_tokens=1)
-    after = a_prefilled(DRAFT, job=job, draft=True, valid=21, answer=(7,), decode_steps=1)
-    then = generate.unparked(Unparking(a_prefilled(DRAFT, job=job)), DraftUnparked())
+    after = prefilled(DRAFT, job=job, pace=leased(), valid=21, answer=(7,), decode_steps=1)
+    then = generate.unparked(a(Unparking, prefilled(DRAFT, job=job)), DraftUnparked(), knowing(DRAFT))
     assert then.effects == (RunDecode(HERE, 20, 120, propose=0),)
-    then = generate.accept(Speculating(a_prefilled(DRAFT, job=job, draft=True)), Decoded((7,)))
-    assert then == Then(Parking(after), EmitTokens((7,)), CloseStream("length", report(after)), ParkDraft())
+    then = generate.accept(a(Speculating, prefilled(DRAFT, job=job, pace=leased())), Decoded((7,)), knowing(DRAFT))
+    assert then == Then(a(Parking, after), EmitTokens((7,)), CloseStream("length", a_report(after, DRAFT)), ParkDraft())
 
 
 def test_the_stream_closes_before_the_snapshot_and_the_parking() -> None:
-    before = a_prefilled(EVERYTHING, draft=True)
+    before = prefilled(EVERYTHING, pace=leased())
     after = evolve(before, valid=24, answer=(7, 8, 9, 0), decode_steps=1, proposed=3, accepted=3)
-    then = generate.accept(Speculating(before), Decoded((7, 8, 9, 0), proposed=3))
+    then = generate.accept(a(Speculating, before), Decoded((7, 8, 9, 0), proposed=3), knowing(EVERYTHING))
     saving = SaveSnapshot(HERE, (*PROMPT, 7, 8, 9))
-    closing = CloseStream("stop", report(after))
-    assert then == Then(Snapshotting(after), EmitTokens((7, 8, 9, 0)), closing, saving)
+    closing = CloseStream("stop", a_report(after, EVERYTHING))
+    assert then == Then(a(Snapshotting, after), EmitTokens((7, 8, 9, 0)), closing, saving)
 
 
 def test_where_decoding_differs_from_prefill_only_the_prompt_is_kept() -> None:
-    before = a_prefilled(evolve(STORE, keep_decoded=False))
-    then = generate.accept(Speculating(before), Decoded((7, 8, 9, 0)))
+    before = prefilled(EARLIER)
+    then = generate.accept(a(Speculating, before), Decoded((7, 8, 9, 0)), knowing(EARLIER))
     assert then.effects[-1] == SaveSnapshot(HERE, PROMPT[:20])
     known = evolve(before, stored=20)
-    assert isinstance(generate.accept(Speculating(known), Decoded((7, 8, 9, 0))).state, Done)
+    assert isinstance(generate.accept(a(Speculating, known), Decoded((7, 8, 9, 0)), knowing(EARLIER)).state, Done)
 
 
 def test_a_failure_closes_the_stream_and_keeps_what_was_acknowledged() -> None:
-    before = an_answering(STORE)
-    then = generate.broken(Speculating(before), OUT_OF_MEMORY)
-    closing = CloseStream("failed", report(before), "no room for a chunk")
-    assert then == Then(Snapshotting(before), closing, SaveSnapshot(HERE, PROMPT[:20]))
+    before = answering(STORE)
+    then = generate.broken(a(Speculating, before), OUT_OF_MEMORY, knowing(STORE))
+    closing = CloseStream("failed", a_report(before, STORE), "no room for a chunk")
+    assert then == Then(a(Snapshotting, before), closing, SaveSnapshot(HERE, PROMPT[:20]))
 
 
 def test_a_slot_that_broke_keeps_nothing() -> None:
-    before = an_answering(EVERYTHING, draft=True)
+    before = answering(EVERYTHING, pace=leased())
     forgotten = evolve(before, valid=0, restored=0)
-    then = generate.broken(Speculating(before), BROKEN)
-    closing = CloseStream("failed", evolve(before.report, cache=select(forgotten)), "CUDA error")
-    assert then == Then(Parking(forgotten), closing, ParkDraft())
-    then = generate.broken(Prefilling(a_hold(PLAIN, valid=8, restored=8)), BROKEN)
-    closing = CloseStream("failed", evolve(a_hold(valid=8, restored=8).report, cache=select(a_hold())), "CUDA error")
-    assert then == Then(Done(a_hold(PLAIN)), closing)
+    then = generate.broken(a(Speculating, before), BROKEN, knowing(EVERYTHING))
+    closing = CloseStream(
+        "failed", evolve(a_report(before, EVERYTHING), cache=select(EVERYTHING, forgotten.remains)), "CUDA error"
+    )
+    assert then == Then(a(Parking, forgotten), closing, ParkDraft())
+    then = generate.broken(a(Prefilling, some(PLAIN, valid=8, restored=8)), BROKEN, knowing())
+    closing = CloseStream("failed", a_report(some(valid=8, restored=8)), "CUDA error")
+    assert then == Then(a(Done, some(PLAIN)), closing)

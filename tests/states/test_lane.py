@@ -17,7 +17,7 @@ from states.lane import Answer, Lane
 from states.life import Speculating, State
 from states.rates import Rates
 from states.residency import Model, Residency
-from tests.states.builders import DRAFT, ONE, SCOPED, TWO, a_prefilled
+from tests.states.builders import DRAFT, ONE, SCOPED, TWO, a, prefilled
 
 NOBODY = Residency()
 
@@ -87,7 +87,7 @@ DEAR = ((0, 1, 0, 1000), (0, 1, 4, 1200), (0, 1, 8, 2000), (0, 1, 16, 4000))
 
 def decoding(*requests: int, decode_steps: pace.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
     known = evolve(pace.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates(decode=decode_steps)), **changes)
-    return {RequestId(n): Speculating(a_prefilled(DRAFT, draft=True, pace=known)) for n in requests}
+    return {RequestId(n): a(Speculating, prefilled(DRAFT, pace=known)) for n in requests}
 
 
 def proposed(
@@ -132,12 +132,12 @@ def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
 
 def test_who_has_a_draft_is_told_what_the_launch_costs() -> None:
     requests, rates = decoding(1, **SURE), Rates(decode=(*CHEAP, (0, 2, 0, 1000)))
-    requests[TWO] = Speculating(a_prefilled(DRAFT))
+    requests[TWO] = a(Speculating, prefilled(DRAFT))
     told = lane.told(Launch((a_decode(1, 15), a_decode(2))), requests, rates, 64)
     assert told.keys() == {ONE}
-    assert told[ONE].hold.pace.price == 1200, "17 rows go through 32"  # type: ignore[union-attr]
-    assert told[ONE].hold.pace.terms == pace.terms(rates.decode, 0, 2, 64)  # type: ignore[union-attr]
-    assert lane.told(Launch((a_decode(1),)), requests, rates, 64)[ONE].hold.pace.price == 0  # type: ignore[union-attr]
+    assert told[ONE].speculation.pace.price == 1200, "17 rows go through 32"  # type: ignore[union-attr]
+    assert told[ONE].speculation.pace.terms == pace.terms(rates.decode, 0, 2, 64)  # type: ignore[union-attr]
+    assert lane.told(Launch((a_decode(1),)), requests, rates, 64)[ONE].speculation.pace.price == 0  # type: ignore[union-attr]
     assert lane.told(Launch((chunk(1),)), requests, rates, 64) == {}
 
 

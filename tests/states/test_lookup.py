@@ -16,34 +16,21 @@ from effects.restore import RestoreBlocks
 from effects.scope import Scope
 from effects.stream import CloseStream, ReportProgress
 from states import lookup
-from states.life import (
-    Admitted,
-    Cancelled,
-    Compressing,
-    Done,
-    LookingUp,
-    New,
-    Prefilling,
-    Refused,
-    Restoring,
-    Speculating,
-    Submitted,
-    Unparking,
-    Waiting,
-)
+from states.events import Admitted, Cancelled, Rejected, Submitted
+from states.life import Compressing, Done, LookingUp, New, Prefilling, Restoring, Speculating, Unparking, Waiting
 from states.machine import Then
-from states.rates import Rates
 from tests.states.builders import (
     DRAFT,
     EVERYTHING,
     HERE,
     PFLASH,
-    PLAIN,
     PROMPT,
     SHORT,
     STORE,
-    a_hold,
+    a,
     a_job,
+    knowing,
+    some,
 )
 
 LEASE = LeaseId(5)
@@ -59,12 +46,12 @@ def found(length: int, **changes: object) -> PrefixFound:
 
 
 def test_a_submitted_job_waits_and_the_client_hears_that_it_was_accepted() -> None:
-    assert lookup.submit(New(), Submitted(a_job())) == Then(Waiting(a_job()), ReportProgress(0, 21, 0))
+    assert lookup.submit(New(), Submitted(a_job()), knowing()) == Then(Waiting(a_job()), ReportProgress(0, 21, 0))
 
 
 def test_a_full_queue_closes_the_stream_at_once() -> None:
     closing = CloseStream("queue_full", Report(0), "3 requests are waiting already")
-    assert lookup.refuse(New(), Refused(3)) == Then(Done(), closing)
+    assert lookup.refuse(New(), Rejected(3), knowing()) == Then(Done(), closing)
 
 
 @pytest.mark.parametrize(
@@ -72,200 +59,203 @@ def test_a_full_queue_closes_the_stream_at_once() -> None:
     [("client_gone", "cancelled"), ("deadline", "deadline"), ("stop_string", "stop"), ("shutdown", "shutdown")],
 )
 def test_a_cancelled_request_leaves_the_queue_with_its_reason(reason: str, finish: str) -> None:
-    then = lookup.leave_queue(Waiting(a_job()), Cancelled(reason))
+    then = lookup.leave_queue(Waiting(a_job()), Cancelled(reason), knowing())
     assert then == Then(Done(), CloseStream(finish, Report(21), reason))
 
 
 def test_an_admitted_request_with_nothing_on_the_device_prefills_from_the_start() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0, PLAIN))
-    assert then == Then(Prefilling(a_hold()), opening(), RunPrefill(HERE, 0, 8))
+    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0), knowing())
+    assert then == Then(a(Prefilling, some()), opening(), RunPrefill(HERE, 0, 8))
 
 
 def test_an_admitted_request_continues_from_the_rows_of_another_slot() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, THERE, 16, PLAIN))
-    hold = a_hold(valid=16, restored=16, tier="device", miss="")
-    assert then == Then(Prefilling(hold), opening(16, source=THERE), RunPrefill(HERE, 16, 20))
+    then = lookup.admit(Waiting(a_job()), Admitted(HERE, THERE, 16), knowing())
+    hold = some(valid=16, restored=16, tier="device", miss="")
+    assert then == Then(a(Prefilling, hold), opening(16, source=THERE), RunPrefill(HERE, 16, 20))
 
 
 def test_a_prompt_that_is_all_there_goes_straight_to_its_first_round() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 20, PLAIN))
-    hold = a_hold(valid=20, restored=20, tier="device", miss="")
-    assert then == Then(Speculating(hold), opening(20), RunDecode(HERE, 20, 120))
+    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 20), knowing())
+    hold = some(valid=20, restored=20, tier="device", miss="")
+    assert then == Then(a(Speculating, hold), opening(20), RunDecode(HERE, 20, 120))
 
 
 def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
     job = a_job(prompt=(7,))
-    then = lookup.admit(Waiting(job), Admitted(HERE, HERE, 0, EVERYTHING))
-    hold = a_hold(EVERYTHING, job=job, prompt=(7,))
-    assert then == Then(Unparking(hold), opening(prompt=(7,)), UnparkDraft())
-    then = lookup.admit(Waiting(job), Admitted(HERE, HERE, 0, PLAIN))
+    then = lookup.admit(Waiting(job), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
+    hold = some(EVERYTHING, job=job, prompt=(7,))
+    assert then == Then(a(Unparking, hold), opening(prompt=(7,)), UnparkDraft())
+    then = lookup.admit(Waiting(job), Admitted(HERE, HERE, 0), knowing())
     assert then == Then(
-        Speculating(evolve(hold, settings=PLAIN, speculation="no_draft")), opening(prompt=(7,)), RunDecode(HERE, 0, 7)
+        a(Speculating, evolve(hold, speculation="no_draft")),
+        opening(prompt=(7,)),
+        RunDecode(HERE, 0, 7),
     )
 
 
 def test_the_stores_are_asked_for_more_than_the_device_has() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 8, STORE))
-    hold = a_hold(STORE, valid=8, restored=8, tier="device", miss="")
-    assert then == Then(LookingUp(hold), opening(8), FindPrefix(PROMPT, 8))
+    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 8), knowing(STORE))
+    hold = some(STORE, valid=8, restored=8, tier="device", miss="")
+    assert then == Then(a(LookingUp, hold), opening(8), FindPrefix(PROMPT, 8))
 
 
 def test_where_prompts_may_be_compressed_the_memo_is_asked_too() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0, EVERYTHING))
-    assert then == Then(LookingUp(a_hold(EVERYTHING)), opening(), FindPrefix(PROMPT, 0, memo=True))
+    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
+    assert then == Then(a(LookingUp, some(EVERYTHING)), opening(), FindPrefix(PROMPT, 0, memo=True))
     verbatim = a_job(compress=False)
-    then = lookup.admit(Waiting(verbatim), Admitted(HERE, HERE, 0, EVERYTHING))
-    assert then == Then(LookingUp(a_hold(EVERYTHING, job=verbatim)), opening(), FindPrefix(PROMPT, 0))
+    then = lookup.admit(Waiting(verbatim), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
+    assert then == Then(a(LookingUp, some(EVERYTHING, job=verbatim)), opening(), FindPrefix(PROMPT, 0))
 
 
 def test_a_long_prompt_is_compressed_and_a_draft_is_fetched_before_prefill() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0, PFLASH))
-    assert then == Then(Compressing(a_hold(PFLASH)), opening(), CompressPrompt(PROMPT, 250))
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0, DRAFT))
-    assert then == Then(Unparking(a_hold(DRAFT)), opening(), UnparkDraft())
+    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0), knowing(PFLASH))
+    assert then == Then(a(Compressing, some(PFLASH)), opening(), CompressPrompt(PROMPT, 250))
+    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0), knowing(DRAFT))
+    assert then == Then(a(Unparking, some(DRAFT)), opening(), UnparkDraft())
 
 
 def test_a_hit_is_restored_up_to_the_last_grain_before_the_last_token() -> None:
-    then = lookup.found(LookingUp(a_hold(STORE)), found(21))
-    hold = a_hold(STORE, stored=21)
-    assert then == Then(Restoring(hold, 0, 20, "disk"), opening(), RestoreBlocks(LEASE, HERE, 0, 20))
+    then = lookup.found(a(LookingUp, some(STORE)), found(21), knowing(STORE))
+    hold = some(STORE, stored=21)
+    assert then == Then(a(Restoring, hold, 0, 20, "disk"), opening(), RestoreBlocks(LEASE, HERE, 0, 20))
 
 
 def test_a_hit_is_restored_behind_what_the_device_has() -> None:
-    hold = a_hold(STORE, valid=8, restored=8, tier="device", miss="")
-    then = lookup.found(LookingUp(hold), found(16))
-    restoring = Restoring(evolve(hold, stored=16), 8, 16, "disk")
+    hold = some(STORE, valid=8, restored=8, tier="device", miss="")
+    then = lookup.found(a(LookingUp, hold), found(16), knowing(STORE))
+    restoring = a(Restoring, evolve(hold, stored=16), 8, 16, "disk")
     assert then == Then(restoring, opening(8), RestoreBlocks(LEASE, HERE, 8, 16))
 
 
 def test_the_front_is_computed_while_the_rest_is_loaded() -> None:
-    hold = a_hold(STORE, rates=Rates(prefill=(100,), disk=100))
-    then = lookup.found(LookingUp(hold), found(20))
-    restoring = Restoring(evolve(hold, stored=20), 8, 20, "disk", computing=True)
+    hold = some(STORE)
+    then = lookup.found(a(LookingUp, hold), found(20), knowing(STORE, prefill=(100,), disk=100))
+    restoring = a(Restoring, evolve(hold, stored=20), 8, 20, "disk", computing=True)
     assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 8, 20), RunPrefill(HERE, 0, 8))
 
 
 def test_the_front_is_computed_chunk_by_chunk() -> None:
-    hold = a_hold(STORE, rates=Rates(prefill=(100,), disk=250))
-    then = lookup.found(LookingUp(hold), found(20))
-    restoring = Restoring(evolve(hold, stored=20), 16, 20, "disk", computing=True)
+    hold = some(STORE)
+    then = lookup.found(a(LookingUp, hold), found(20), knowing(STORE, prefill=(100,), disk=250))
+    restoring = a(Restoring, evolve(hold, stored=20), 16, 20, "disk", computing=True)
     assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 16, 20), RunPrefill(HERE, 0, 8))
 
 
 def test_a_store_that_is_slower_than_computing_is_let_go() -> None:
-    hold = a_hold(STORE, rates=Rates(prefill=(1,), disk=1000))
-    then = lookup.found(LookingUp(hold), found(20))
-    prefilling = Prefilling(evolve(hold, miss="recompute_is_quicker", stored=20))
+    hold = some(STORE)
+    then = lookup.found(a(LookingUp, hold), found(20), knowing(STORE, prefill=(1,), disk=1000))
+    prefilling = a(Prefilling, evolve(hold, miss="recompute_is_quicker", stored=20))
     assert then == Then(prefilling, ReleasePrefix(LEASE), opening(), RunPrefill(HERE, 0, 8))
 
 
 def test_a_hit_that_adds_nothing_is_let_go() -> None:
-    hold = a_hold(evolve(STORE, block=3), valid=16, restored=16, tier="device", miss="")
-    then = lookup.found(LookingUp(hold), found(16))
-    assert then == Then(Unparking(evolve(hold, stored=16)), ReleasePrefix(LEASE), opening(16), UnparkDraft())
+    hold = some(DRAFT, valid=16, restored=16, tier="device", miss="")
+    then = lookup.found(a(LookingUp, hold), found(16), knowing(evolve(STORE, block=3)))
+    assert then == Then(a(Unparking, evolve(hold, stored=16)), ReleasePrefix(LEASE), opening(16), UnparkDraft())
 
 
 def test_a_hit_that_leaves_too_much_missing_is_let_go_and_the_prompt_compressed() -> None:
-    then = lookup.found(LookingUp(a_hold(EVERYTHING)), found(8))
-    compressing = Compressing(a_hold(EVERYTHING, miss="compression_is_quicker", stored=8))
+    then = lookup.found(a(LookingUp, some(EVERYTHING)), found(8), knowing(EVERYTHING))
+    compressing = a(Compressing, some(EVERYTHING, miss="compression_is_quicker", stored=8))
     assert then == Then(compressing, ReleasePrefix(LEASE), opening(), CompressPrompt(PROMPT, 250))
 
 
 def test_a_continuation_is_not_compressed() -> None:
-    then = lookup.found(LookingUp(a_hold(EVERYTHING)), found(12))
-    restoring = Restoring(a_hold(EVERYTHING, stored=12), 0, 12, "disk")
+    then = lookup.found(a(LookingUp, some(EVERYTHING)), found(12), knowing(EVERYTHING))
+    restoring = a(Restoring, some(EVERYTHING, stored=12), 0, 12, "disk")
     assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 0, 12))
 
 
 def test_what_was_compressed_before_is_served_and_found_again() -> None:
-    then = lookup.found(LookingUp(a_hold(EVERYTHING)), found(4, served=SHORT))
-    hold = a_hold(EVERYTHING, prompt=SHORT, compressed=True, stored=4)
-    assert then == Then(Restoring(hold, 0, 4, "disk"), opening(0, SHORT), RestoreBlocks(LEASE, HERE, 0, 4))
+    then = lookup.found(a(LookingUp, some(EVERYTHING)), found(4, served=SHORT), knowing(EVERYTHING))
+    hold = some(EVERYTHING, prompt=SHORT, compressed=True, stored=4)
+    assert then == Then(a(Restoring, hold, 0, 4, "disk"), opening(0, SHORT), RestoreBlocks(LEASE, HERE, 0, 4))
 
 
 def test_of_a_remembered_compression_the_device_may_have_all() -> None:
-    hold = a_hold(evolve(EVERYTHING, block=0), valid=12, restored=12, tier="device", miss="")
-    then = lookup.found(LookingUp(hold), found(4, served=SHORT))
+    hold = some(valid=12, restored=12, tier="device", miss="")
+    then = lookup.found(a(LookingUp, hold), found(4, served=SHORT), knowing(evolve(EVERYTHING, block=0)))
     served = evolve(hold, prompt=SHORT, compressed=True, valid=4, restored=4, stored=4)
-    assert then == Then(Prefilling(served), ReleasePrefix(LEASE), opening(4, SHORT), RunPrefill(HERE, 4, 5))
+    assert then == Then(a(Prefilling, served), ReleasePrefix(LEASE), opening(4, SHORT), RunPrefill(HERE, 4, 5))
 
 
 def test_a_remembered_compression_that_is_nowhere_kept_is_looked_for_as_itself() -> None:
-    then = lookup.missed(LookingUp(a_hold(EVERYTHING)), PrefixMissed("diverged_at:0", SHORT))
-    hold = a_hold(EVERYTHING, prompt=SHORT, compressed=True, miss="diverged_at:0")
-    assert then == Then(LookingUp(hold), opening(0, SHORT), FindPrefix(SHORT, 0))
+    then = lookup.missed(a(LookingUp, some(EVERYTHING)), PrefixMissed("diverged_at:0", SHORT), knowing(EVERYTHING))
+    hold = some(EVERYTHING, prompt=SHORT, compressed=True, miss="diverged_at:0")
+    assert then == Then(a(LookingUp, hold), opening(0, SHORT), FindPrefix(SHORT, 0))
 
 
 def test_a_memo_that_nobody_asked_for_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="nobody asked for"):
-        lookup.missed(LookingUp(a_hold(STORE)), PrefixMissed("diverged_at:0", SHORT))
+        lookup.missed(a(LookingUp, some(STORE)), PrefixMissed("diverged_at:0", SHORT), knowing(STORE))
 
 
 def test_a_miss_keeps_its_reason_and_goes_on() -> None:
-    then = lookup.missed(LookingUp(a_hold(STORE)), PrefixMissed("empty_store"))
-    assert then == Then(Prefilling(a_hold(STORE, miss="empty_store")), RunPrefill(HERE, 0, 8))
+    then = lookup.missed(a(LookingUp, some(STORE)), PrefixMissed("empty_store"), knowing(STORE))
+    assert then == Then(a(Prefilling, some(STORE, miss="empty_store")), RunPrefill(HERE, 0, 8))
 
 
 AUTO = a_job(scope=Scope("auto", 30), boundaries=(1, 9))
 
 
 def test_auto_asks_what_is_shared_even_where_all_is_on_the_device() -> None:
-    then = lookup.admit(Waiting(AUTO), Admitted(HERE, HERE, 20, STORE))
-    hold = a_hold(STORE, job=AUTO, valid=20, restored=20, tier="device", miss="")
-    assert then == Then(LookingUp(hold), opening(20), FindPrefix(PROMPT, 20, window=30))
-    then = lookup.missed(LookingUp(hold), PrefixMissed("diverged_at:8", shared=14, length=8))
+    then = lookup.admit(Waiting(AUTO), Admitted(HERE, HERE, 20), knowing(STORE))
+    hold = some(STORE, job=AUTO, valid=20, restored=20, tier="device", miss="")
+    assert then == Then(a(LookingUp, hold), opening(20), FindPrefix(PROMPT, 20, window=30))
+    then = lookup.missed(a(LookingUp, hold), PrefixMissed("diverged_at:8", shared=14, length=8), knowing(STORE))
     known = evolve(hold, shared=14, stored=8)
-    assert then == Then(Speculating(known), RunDecode(HERE, 20, 120))
-    assert lookup.unanswered(LookingUp(hold), StoreFailed("io", "")) == Then(
-        Speculating(hold), RunDecode(HERE, 20, 120)
+    assert then == Then(a(Speculating, known), RunDecode(HERE, 20, 120))
+    assert lookup.unanswered(a(LookingUp, hold), StoreFailed("io", ""), knowing(STORE)) == Then(
+        a(Speculating, hold), RunDecode(HERE, 20, 120)
     )
 
 
 def test_a_compressed_prompt_is_not_compared_again_and_what_was_shared_is_remembered() -> None:
-    before = a_hold(EVERYTHING, job=AUTO, shared=14, stored=8)
-    then = lookup.compressed(Compressing(before), PromptCompressed(SHORT, ((0, 4),)))
-    hold = a_hold(EVERYTHING, job=AUTO, prompt=SHORT, compressed=True, shared=14)
-    assert then == Then(LookingUp(hold), opening(0, SHORT), FindPrefix(SHORT, 0))
-    then = lookup.missed(LookingUp(hold), PrefixMissed("diverged_at:0"))
-    assert then.state == Unparking(evolve(hold, miss="diverged_at:0"))
+    before = some(EVERYTHING, job=AUTO, shared=14, stored=8)
+    then = lookup.compressed(a(Compressing, before), PromptCompressed(SHORT, ((0, 4),)), knowing(EVERYTHING))
+    hold = some(EVERYTHING, job=AUTO, prompt=SHORT, compressed=True, shared=14)
+    assert then == Then(a(LookingUp, hold), opening(0, SHORT), FindPrefix(SHORT, 0))
+    then = lookup.missed(a(LookingUp, hold), PrefixMissed("diverged_at:0"), knowing(EVERYTHING))
+    assert then.state == a(Unparking, evolve(hold, miss="diverged_at:0"))
 
 
 def test_positional_state_is_loaded_whole_or_not_at_all() -> None:
-    hold = a_hold(evolve(STORE, stateful=True), rates=Rates(prefill=(100,), disk=90))
-    then = lookup.found(LookingUp(hold), found(20))
-    restoring = Restoring(evolve(hold, stored=20), 0, 20, "disk")
+    hold = some(STORE)
+    stateful = evolve(STORE, stateful=True)
+    then = lookup.found(a(LookingUp, hold), found(20), knowing(stateful, prefill=(100,), disk=90))
+    restoring = a(Restoring, evolve(hold, stored=20), 0, 20, "disk")
     assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 0, 20))
-    slow = evolve(hold, rates=Rates(prefill=(100,), disk=110))
-    assert isinstance(lookup.found(LookingUp(slow), found(20)).state, Prefilling)
+    slow = lookup.found(a(LookingUp, hold), found(20), knowing(stateful, prefill=(100,), disk=110))
+    assert isinstance(slow.state, Prefilling)
 
 
 def test_a_failed_lookup_is_a_miss() -> None:
-    then = lookup.unanswered(LookingUp(a_hold(STORE)), StoreFailed("timed_out", "slow disk"))
-    assert then == Then(Prefilling(a_hold(STORE, miss="lookup_timed_out")), RunPrefill(HERE, 0, 8))
+    then = lookup.unanswered(a(LookingUp, some(STORE)), StoreFailed("timed_out", "slow disk"), knowing(STORE))
+    assert then == Then(a(Prefilling, some(STORE, miss="lookup_timed_out")), RunPrefill(HERE, 0, 8))
 
 
 def test_a_compressed_prompt_is_looked_for_once_more() -> None:
-    then = lookup.compressed(Compressing(a_hold(EVERYTHING)), PromptCompressed(SHORT, ((0, 4),)))
-    hold = a_hold(EVERYTHING, prompt=SHORT, compressed=True)
-    assert then == Then(LookingUp(hold), opening(0, SHORT), FindPrefix(SHORT, 0))
+    then = lookup.compressed(a(Compressing, some(EVERYTHING)), PromptCompressed(SHORT, ((0, 4),)), knowing(EVERYTHING))
+    hold = some(EVERYTHING, prompt=SHORT, compressed=True)
+    assert then == Then(a(LookingUp, hold), opening(0, SHORT), FindPrefix(SHORT, 0))
 
 
 def test_only_rows_that_the_compressed_prompt_shares_stay_valid() -> None:
-    before = a_hold(PFLASH, valid=8, restored=8, tier="device", miss="")
-    then = lookup.compressed(Compressing(before), PromptCompressed(SHORT, ((0, 4),)))
+    before = some(PFLASH, valid=8, restored=8, tier="device", miss="")
+    then = lookup.compressed(a(Compressing, before), PromptCompressed(SHORT, ((0, 4),)), knowing(PFLASH))
     hold = evolve(before, prompt=SHORT, compressed=True, valid=4, restored=4)
-    assert then == Then(Prefilling(hold), opening(4, SHORT), RunPrefill(HERE, 4, 5))
+    assert then == Then(a(Prefilling, hold), opening(4, SHORT), RunPrefill(HERE, 4, 5))
 
 
 def test_a_prompt_is_compressed_once() -> None:
     longer = tuple(range(200, 220))
-    then = lookup.compressed(Compressing(a_hold(PFLASH)), PromptCompressed(longer, ()))
-    hold = a_hold(PFLASH, prompt=longer, compressed=True)
-    assert then == Then(Prefilling(hold), opening(0, longer), RunPrefill(HERE, 0, 8))
+    then = lookup.compressed(a(Compressing, some(PFLASH)), PromptCompressed(longer, ()), knowing(PFLASH))
+    hold = some(PFLASH, prompt=longer, compressed=True)
+    assert then == Then(a(Prefilling, hold), opening(0, longer), RunPrefill(HERE, 0, 8))
 
 
 def test_a_failed_compression_serves_the_prompt_verbatim() -> None:
-    then = lookup.verbatim(Compressing(a_hold(PFLASH)), DeviceFailed("out_of_memory", ""))
-    assert then == Then(Prefilling(a_hold(PFLASH, compressed=True)), opening(), RunPrefill(HERE, 0, 8))
-    then = lookup.verbatim(Compressing(a_hold(EVERYTHING)), DeviceFailed("out_of_memory", ""))
-    assert then == Then(LookingUp(a_hold(EVERYTHING, compressed=True)), opening(), FindPrefix(PROMPT, 0))
+    then = lookup.verbatim(a(Compressing, some(PFLASH)), DeviceFailed("out_of_memory", ""), knowing(PFLASH))
+    assert then == Then(a(Prefilling, some(PFLASH, compressed=True)), opening(), RunPrefill(HERE, 0, 8))
+    then = lookup.verbatim(a(Compressing, some(EVERYTHING)), DeviceFailed("out_of_memory", ""), knowing(EVERYTHING))
+    assert then == Then(a(LookingUp, some(EVERYTHING, compressed=True)), opening(), FindPrefix(PROMPT, 0))

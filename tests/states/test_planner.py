@@ -14,11 +14,16 @@ from effects.lookup import PrefixFound
 from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
 from states import policy, rates
-from states.life import Restoring, Submitted
+from states.events import Submitted
+from states.life import Prefilling, Restoring
 from states.rates import Rates, filled, load_time, prefill_time, span_of
 from states.settings import Settings
 from states.world import advance, begin
-from tests.states.builders import ONE, STORE, a_job
+from tests.states.builders import (
+    ONE,
+    STORE,
+    a_job,
+)
 
 STATEFUL = evolve(STORE, stateful=True)
 
@@ -193,7 +198,7 @@ def test_what_is_not_tried_is_held_against_nobody_for_ever() -> None:
         tries = number
         if isinstance(world.requests[request], Restoring):
             break
-        assert world.requests[request].hold.miss == "recompute_is_quicker"  # type: ignore[union-attr]
+        assert world.requests[request].prompt.miss == "recompute_is_quicker"  # type: ignore[union-attr]
         world = evolve(begin(world.settings), rates=world.rates)
     assert 20 < tries < 400
     assert world.rates.load_beside < known.load_beside
@@ -207,6 +212,8 @@ def test_a_factor_fades_to_none_while_nothing_is_split() -> None:
 
 
 def test_what_was_measured_reaches_the_next_request() -> None:
-    world = begin(evolve(STORE, rates=Rates(host=7)))
-    world, _ = advance(world, ONE, Submitted(a_job()))
-    assert world.requests[ONE].hold.rates == Rates(host=7)  # type: ignore[union-attr]
+    known = Rates(prefill=(1,), disk=1000)
+    for rates_now, then in ((Rates(), Restoring), (known, Prefilling)):
+        world, _ = advance(begin(STORE), ONE, Submitted(a_job()))
+        world, _ = advance(evolve(world, rates=rates_now), ONE, PrefixFound(LeaseId(1), 20, "disk"))
+        assert isinstance(world.requests[ONE], then)

@@ -12,7 +12,18 @@ from states import policy
 from states.life import common, serve, usable, whole_blocks
 from states.policy import Decision
 from states.settings import Settings
-from tests.states.builders import DRAFT, EVERYTHING, PFLASH, PLAIN, PROMPT, SHORT, STORE, a_hold, a_job
+from tests.states.builders import (
+    DRAFT,
+    EVERYTHING,
+    PFLASH,
+    PLAIN,
+    PROMPT,
+    SHORT,
+    STORE,
+    a_job,
+    knowing,
+    some,
+)
 
 NO, YES = False, True
 AUTO = a_job(scope=Scope("auto", 30))
@@ -29,7 +40,7 @@ AUTO = a_job(scope=Scope("auto", 30))
     ],
 )
 def test_compress(settings: Settings, changes: dict[str, Any], missing: int, decision: Decision) -> None:
-    assert policy.compress(a_hold(settings, **changes), missing) == decision
+    assert policy.compress(settings, some(settings, **changes).early[1], missing) == decision
 
 
 @pytest.mark.parametrize(
@@ -42,7 +53,7 @@ def test_compress(settings: Settings, changes: dict[str, Any], missing: int, dec
     ],
 )
 def test_shorten(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
-    assert policy.shorten(a_hold(settings, **changes)) == decision
+    assert policy.shorten(settings, some(settings, **changes).early[1]) == decision
 
 
 @pytest.mark.parametrize(
@@ -61,12 +72,12 @@ def test_shorten(settings: Settings, changes: dict[str, Any], decision: Decision
     ],
 )
 def test_lookup(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
-    assert policy.lookup(a_hold(settings, **changes)) == decision
+    assert policy.lookup(settings, *some(settings, **changes).early) == decision
 
 
 @pytest.mark.parametrize(("changes", "window"), [({}, 0), ({"job": AUTO}, 30), ({"job": AUTO, "compressed": True}, 0)])
 def test_the_prompt_as_it_came_is_compared_with_the_recent_ones(changes: dict[str, Any], window: int) -> None:
-    assert policy.window(a_hold(STORE, **changes)) == window
+    assert policy.window(some(STORE, **changes).early[1]) == window
 
 
 @pytest.mark.parametrize(
@@ -78,7 +89,7 @@ def test_the_prompt_as_it_came_is_compared_with_the_recent_ones(changes: dict[st
     ],
 )
 def test_speculate(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
-    assert policy.speculate(a_hold(settings, **changes)) == decision
+    assert policy.speculate(knowing(settings), some(settings, **changes).job) == decision
 
 
 ANSWERED = {"valid": 24, "answer": (1, 2, 3, 4)}
@@ -105,7 +116,7 @@ SHARED = a_job(scope=Scope("auto", 30), boundaries=(1, 9))
     ],
 )
 def test_snapshot(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
-    assert policy.snapshot(a_hold(settings, **changes)) == decision
+    assert policy.snapshot(settings, some(settings, **changes).remains) == decision
 
 
 @pytest.mark.parametrize(("tokens", "position"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8)])
@@ -115,7 +126,7 @@ def test_cache_positions_are_multiples_of_the_grain(tokens: int, position: int) 
 
 @pytest.mark.parametrize(("prompt", "kept", "worth"), [(21, 21, 20), (21, 19, 16), (20, 20, 16), (5, 9, 4), (4, 9, 0)])
 def test_the_last_prompt_token_is_always_computed(prompt: int, kept: int, worth: int) -> None:
-    assert usable(a_hold(prompt=PROMPT[:prompt]), kept) == worth
+    assert usable(PLAIN, some(prompt=PROMPT[:prompt]).early[1], kept) == worth
 
 
 @pytest.mark.parametrize(
@@ -135,5 +146,6 @@ def test_a_common_prefix_is_counted_in_whole_grains(one: tuple[int, ...], other:
 
 
 def test_another_prompt_keeps_the_rows_that_both_share() -> None:
-    before = a_hold(EVERYTHING, valid=12, restored=8)
-    assert serve(before, SHORT) == evolve(before, prompt=SHORT, compressed=True, valid=4, restored=4)
+    before = some(EVERYTHING, valid=12, restored=8, tier="device")
+    after = evolve(before, prompt=SHORT, compressed=True, valid=4, restored=4)
+    assert serve(EVERYTHING, *before.early, SHORT) == after.early

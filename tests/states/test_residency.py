@@ -15,9 +15,9 @@ from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
 from states import lane, residency
+from states.events import Cancelled, Event, Submitted
 from states.invariants import check
 from states.lane import Answer, Lane
-from states.life import Cancelled, Event, Submitted
 from states.rates import Rates
 from states.residency import IDLE, Model, Policy, Residency, Resolved, Use, boot, resolve, resolved, shown
 from states.settings import Settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from attrs import evolve
@@ -13,11 +13,11 @@ from effects.ids import SlotId
 from effects.job import Job
 from effects.prefill import RunPrefill
 from effects.scope import Scope, Selection
-from states.life import Hold, alike, continued, kept
+from states.life import alike, continued, kept
 from states.onward import chunk
-from states.scope import checkpoint, report, select
+from states.scope import checkpoint, select
 from states.settings import Settings
-from tests.states.builders import HERE, PROMPT, SHORT, STORE, a_hold, a_job, an_answering
+from tests.states.builders import PROMPT, SHORT, STORE, Flat, a_job, a_report, answering, some
 
 FULL, AUTO = Scope("full"), Scope("auto", 30)
 LONG = evolve(STORE, min_tokens=9)
@@ -26,7 +26,7 @@ STATEFUL = evolve(STORE, stateful=True, chunk=64, max_context=256)
 
 def kept_of(settings: Settings, scope: Scope, **changes: Any) -> tuple[str, int, int]:
     job = a_job(scope=scope, boundaries=changes.pop("boundaries", ()))
-    picked = select(a_hold(settings, **{"job": job, "valid": 20, **changes}))
+    picked = select(settings, some(settings, **{"job": job, "valid": 20, **changes}).remains)
     assert picked.scope == str(scope)
     return picked.reason, picked.boundary, picked.rows
 
@@ -91,10 +91,10 @@ def test_nothing_is_kept_beyond_what_the_scope_allows(
     job: Job, prompt: tuple[int, ...], shared: int, valid: int, least: int
 ) -> None:
     scope, rewritten, settings = job.scope, prompt != PROMPT, evolve(STORE, min_tokens=least)
-    hold = a_hold(settings, job=job, prompt=prompt, valid=min(valid, len(prompt) - 1), shared=shared)
-    rows = select(hold).rows
+    hold = some(settings, job=job, prompt=prompt, valid=min(valid, len(prompt) - 1), shared=shared)
+    rows = select(settings, hold.remains).rows
     assert rows % 4 == 0
-    assert rows <= kept(hold)
+    assert rows <= kept(settings, hold.remains)
     assert rows == 0 or rows + 4 > least
     if scope.kind == "off":
         assert rows == 0
@@ -107,35 +107,39 @@ def test_nothing_is_kept_beyond_what_the_scope_allows(
 
 
 def test_the_client_is_told_what_was_decided() -> None:
-    hold = an_answering(STORE, job=a_job(scope=AUTO, boundaries=(1, 9)), shared=14)
-    assert report(hold).cache == Selection("auto:30", "boundary", 14, 9, 8)
-    assert str(report(hold).cache) == "auto:30 shared=14 boundary=9 kept=8 (boundary)"
+    hold = answering(STORE, job=a_job(scope=AUTO, boundaries=(1, 9)), shared=14)
+    cache = a_report(hold, STORE).cache
+    assert cache == Selection("auto:30", "boundary", 14, 9, 8)
+    assert str(cache) == "auto:30 shared=14 boundary=9 kept=8 (boundary)"
 
 
 # Checkpoints.
 
+Case: TypeAlias = tuple[Settings, Flat]
 
-def stateful(scope: Scope = FULL, length: int = 100, boundaries: tuple[int, ...] = (), **changes: Any) -> Hold:
+
+def stateful(scope: Scope = FULL, length: int = 100, boundaries: tuple[int, ...] = (), **changes: Any) -> Case:
     settings = evolve(STATEFUL, **{name: changes.pop(name) for name in tuple(changes) if hasattr(STATEFUL, name)})
     prompt = tuple(range(length))
     job = Job(prompt, 9, scope=scope, boundaries=boundaries)
-    return Hold(job, settings, HERE, prompt, **{"valid": 0, "restored": 0, "tier": "none", **changes})
+    return settings, Flat(job, prompt, **changes)
 
 
-def marks(hold: Hold) -> list[int]:
+def marks(settings: Settings, flat: Flat) -> list[int]:
     """All positions at which prefill stops to keep the state, if every chunk succeeds."""
     found = []
-    while hold.valid < hold.target:
-        part = chunk(hold, hold.target)
-        assert hold.valid == part.start < part.stop <= hold.target
-        assert part.stop - part.start <= hold.settings.chunk
+    target = len(flat.prompt) - 1
+    while flat.valid < target:
+        part = chunk(settings, *flat.early, target)
+        assert flat.valid == part.start < part.stop <= target
+        assert part.stop - part.start <= settings.chunk
         found += [part.stop] if part.checkpoint else []
-        hold = evolve(hold, valid=part.stop)
+        flat = evolve(flat, valid=part.stop)
     return found
 
 
 @pytest.mark.parametrize(
-    ("hold", "expected"),
+    ("case", "expected"),
     [
         (stateful(stateful=False, interval=10, cold_max=50, boundaries=(1, 30, 90)), []),
         (stateful(store=False), []),
@@ -168,22 +172,23 @@ def marks(hold: Hold) -> list[int]:
         (stateful(AUTO, shared=70), [68]),
     ],
 )
-def test_where_the_positional_state_is_kept(hold: Hold, expected: list[int]) -> None:
-    assert marks(hold) == expected
+def test_where_the_positional_state_is_kept(case: Case, expected: list[int]) -> None:
+    assert marks(*case) == expected
 
 
 def test_prefill_stops_where_the_state_is_kept() -> None:
-    hold = stateful(interval=32)
-    assert chunk(hold, hold.target) == RunPrefill(SlotId(0), 0, 32, checkpoint=True)
-    assert chunk(evolve(hold, valid=96), hold.target) == RunPrefill(SlotId(0), 96, 99)
-    assert chunk(stateful(length=200), 199) == RunPrefill(SlotId(0), 0, 64)
+    settings, flat = stateful(interval=32)
+    assert chunk(settings, *flat.early, 99) == RunPrefill(SlotId(0), 0, 32, checkpoint=True)
+    assert chunk(settings, *evolve(flat, valid=96).early, 99) == RunPrefill(SlotId(0), 96, 99)
+    settings, flat = stateful(length=200)
+    assert chunk(settings, *flat.early, 199) == RunPrefill(SlotId(0), 0, 64)
 
 
 def test_of_a_rewritten_prompt_only_messages_that_stayed_are_cold_boundaries() -> None:
-    hold = stateful(cold_max=80, boundaries=(1, 30, 60, 90))
-    served = evolve(hold, prompt=(*hold.prompt[:40], *hold.prompt[70:]))
-    assert marks(served) == [28, 68]
-    assert checkpoint(served) == 28
+    settings, flat = stateful(cold_max=80, boundaries=(1, 30, 60, 90))
+    served = evolve(flat, prompt=(*flat.prompt[:40], *flat.prompt[70:]))
+    assert marks(settings, served) == [28, 68]
+    assert checkpoint(settings, *served.early) == 28
 
 
 # What a slot's rows are good for.

@@ -7,18 +7,36 @@ from attrs import evolve
 
 from effects.ids import RequestId, SlotId, Tokens
 from states import slots
-from states.life import Admitted, LookingUp, Prefilling, Speculating, State, Waiting
-from states.rates import Rates
+from states.events import Admitted
+from states.life import LookingUp, Prefilling, Speculating, State, Waiting
+from states.settings import Settings
 from states.slots import Slot, Slots
-from tests.states.builders import ONE, PLAIN, PROMPT, THREE, TWO, a_hold, a_house, a_job, an_answering, waiting_for
+from tests.states.builders import (
+    ONE,
+    PLAIN,
+    PROMPT,
+    THREE,
+    TWO,
+    a,
+    a_house,
+    a_job,
+    answering,
+    some,
+    waiting_for,
+)
 
 OTHER: Tokens = tuple(range(500, 530))
 
 
-def admitted(house: Slots, requests: dict[RequestId, State] | None = None, prompt: Tokens = PROMPT) -> Admitted:
+def admitted(
+    house: Slots,
+    requests: dict[RequestId, State] | None = None,
+    prompt: Tokens = PROMPT,
+    settings: Settings = PLAIN,
+) -> Admitted:
     """How request 1 is admitted to this house."""
     job = a_job(prompt=prompt)
-    seated = slots.admit(evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, PLAIN, Rates())
+    seated = slots.admit(evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, settings)
     assert seated is not None
     after, request, event = seated
     assert request == ONE
@@ -30,17 +48,17 @@ def admitted(house: Slots, requests: dict[RequestId, State] | None = None, promp
 
 
 def seat(slot: int, source: int, keep: int) -> Admitted:
-    return Admitted(SlotId(slot), SlotId(source), keep, PLAIN)
+    return Admitted(SlotId(slot), SlotId(source), keep)
 
 
 def test_nobody_is_admitted_without_a_free_slot_or_without_a_queue() -> None:
-    assert slots.admit(a_house(Slot(holder=TWO), waiting=(ONE,)), waiting_for(a_job()), PLAIN, Rates()) is None
-    assert slots.admit(a_house(Slot()), {}, PLAIN, Rates()) is None
+    assert slots.admit(a_house(Slot(holder=TWO), waiting=(ONE,)), waiting_for(a_job()), PLAIN) is None
+    assert slots.admit(a_house(Slot()), {}, PLAIN) is None
 
 
 def test_first_come_first_served() -> None:
     requests: dict[RequestId, State] = {TWO: Waiting(a_job()), ONE: Waiting(a_job())}
-    seated = slots.admit(a_house(Slot(), waiting=(TWO, ONE)), requests, PLAIN, Rates())
+    seated = slots.admit(a_house(Slot(), waiting=(TWO, ONE)), requests, PLAIN)
     assert seated is not None
     assert (seated[0].waiting, seated[1]) == ((ONE,), TWO)
 
@@ -76,7 +94,7 @@ def test_a_tail_of_one_grain_is_overwritten_and_a_longer_one_is_copied_away_from
 
 def test_a_long_tail_is_overwritten_when_no_other_slot_is_free() -> None:
     house = a_house(Slot((*PROMPT[:8], *OTHER)), Slot(holder=TWO))
-    assert admitted(house, {TWO: LookingUp(a_hold(slot=SlotId(1)))}) == seat(0, 0, 8)
+    assert admitted(house, {TWO: a(LookingUp, some(slot=SlotId(1)))}) == seat(0, 0, 8)
 
 
 def test_of_equal_prefixes_one_that_loses_nothing_is_continued() -> None:
@@ -84,42 +102,42 @@ def test_of_equal_prefixes_one_that_loses_nothing_is_continued() -> None:
 
 
 def test_of_equal_prefixes_a_free_slot_comes_before_a_busy_one() -> None:
-    busy = an_answering(slot=SlotId(0), prompt=PROMPT[:9], valid=8, answer=())
+    busy = answering(slot=SlotId(0), prompt=PROMPT[:9], valid=8, answer=())
     house = a_house(Slot(holder=TWO), Slot(PROMPT[:8]))
-    assert admitted(house, {TWO: Prefilling(busy)}) == seat(1, 1, 8)
+    assert admitted(house, {TWO: a(Prefilling, busy)}) == seat(1, 1, 8)
 
 
 def test_a_busy_slot_is_copied_as_far_as_its_rows_are_acknowledged() -> None:
     house = a_house(Slot(holder=TWO), Slot(OTHER, None, 2), Slot(OTHER, None, 1))
-    running = a_hold(valid=8)
-    assert admitted(house, {TWO: Prefilling(running)}) == seat(2, 0, 8)
-    assert admitted(house, {TWO: Speculating(an_answering())}) == seat(2, 0, 20)
+    running = some(valid=8)
+    assert admitted(house, {TWO: a(Prefilling, running)}) == seat(2, 0, 8)
+    assert admitted(house, {TWO: a(Speculating, answering())}) == seat(2, 0, 20)
 
 
 def test_a_decoded_answer_is_part_of_what_can_be_continued() -> None:
     turn = (*PROMPT, 7, 8, 9, 10)
-    hold = an_answering(answer=(7, 8, 9, 10), valid=24)
+    hold = answering(answer=(7, 8, 9, 10), valid=24)
     house = a_house(Slot(holder=TWO), Slot())
-    assert admitted(house, {TWO: Speculating(hold)}, prompt=turn) == seat(1, 0, 24)
-    plain = evolve(hold, settings=evolve(PLAIN, keep_decoded=False))
-    assert admitted(house, {TWO: Speculating(plain)}, prompt=turn) == seat(1, 0, 20)
+    assert admitted(house, {TWO: a(Speculating, hold)}, prompt=turn) == seat(1, 0, 24)
+    only_prompts = evolve(PLAIN, keep_decoded=False)
+    assert admitted(house, {TWO: a(Speculating, hold)}, turn, only_prompts) == seat(1, 0, 20)
 
 
 def test_a_released_slot_keeps_its_sequence_and_its_turn() -> None:
     house = a_house(Slot(), Slot((), ONE, 3), waiting=(THREE,), turn=9)
-    hold = an_answering(slot=SlotId(1))
-    after = slots.release(house, ONE, hold)
+    hold = answering(slot=SlotId(1))
+    after = slots.release(house, ONE, hold.remains, PLAIN)
     assert after == Slots((Slot(), Slot((*PROMPT, 7), None, 10)), (THREE,), 10)
 
 
 def test_where_decoding_differs_from_prefill_a_slot_keeps_the_prompt_only() -> None:
-    hold = an_answering(evolve(PLAIN, keep_decoded=False))
-    assert slots.release(a_house(Slot((), ONE)), ONE, hold).slots[0].tokens == PROMPT[:20]
+    only_prompts = evolve(PLAIN, keep_decoded=False)
+    assert slots.release(a_house(Slot((), ONE)), ONE, answering().remains, only_prompts).slots[0].tokens == PROMPT[:20]
 
 
 def test_a_slot_is_released_by_its_holder_only() -> None:
     with pytest.raises(AssertionError):
-        slots.release(a_house(Slot((), TWO)), ONE, a_hold())
+        slots.release(a_house(Slot((), TWO)), ONE, some().remains, PLAIN)
 
 
 def test_leaving_the_queue_keeps_the_others_in_order() -> None:

@@ -16,8 +16,8 @@ from effects.lookup import PrefixFound, ReleasePrefix
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import CloseStream, EmitTokens, ReportProgress
+from states.events import Cancelled
 from states.life import (
-    Cancelled,
     Compressing,
     Done,
     Draining,
@@ -33,6 +33,7 @@ from states.life import (
     Waiting,
 )
 from states.machine import IllegalEvent, Row, Table, Then, arms_of, on, step, table
+from states.settings import Known
 from states.table import TABLE
 from tests.states.model import BEHIND_THE_CLIENT, SETTINGS, Walk, endless, explore
 
@@ -95,15 +96,15 @@ def arms_of_union(union: Any) -> list[tuple[type]]:
 
 def test_a_pair_without_a_row_is_a_bug_that_names_both() -> None:
     with pytest.raises(IllegalEvent, match="Parking cannot see Decoded"):
-        step(TABLE, Parking(None), Decoded((1,)))  # type: ignore[arg-type]
+        step(TABLE, Parking(None), Decoded((1,)), None)  # type: ignore[arg-type]
 
 
 def test_an_arrow_that_does_not_do_what_its_annotation_says_is_caught() -> None:
-    def wrong(_: New, __: Cancelled) -> Then[Done, CloseStream]:
+    def wrong(_: New, __: Cancelled, ___: Known) -> Then[Done, CloseStream]:
         return Then(Done())  # type: ignore[return-value]
 
     with pytest.raises(AssertionError):
-        step(table(on(New, Cancelled, wrong)), New(), Cancelled("deadline"))
+        step(table(on(New, Cancelled, wrong)), New(), Cancelled("deadline"), Known())
 
 
 def test_a_pair_cannot_appear_twice() -> None:
@@ -120,12 +121,12 @@ def test_an_annotation_is_read_as_its_arms() -> None:
 # Mutants: what would go wrong, and that the checker says so.
 
 
-def changed(state: type, event: type, arrow: Callable[[Any, Any], Then[Any, *tuple[Any, ...]]]) -> Table:
+def changed(state: type, event: type, arrow: Callable[[Any, Any, Any], Then[Any, *tuple[Any, ...]]]) -> Table:
     """The table with one arrow replaced, whatever its annotation says."""
     row = TABLE[state, event]
 
-    def anything(before: object, seen: object) -> Any:
-        then = arrow(before, seen)
+    def anything(before: object, seen: object, known: object) -> Any:
+        then = arrow(before, seen, known)
         arms.append((type(then.state), *map(type, then.effects)))
         return then
 
@@ -149,18 +150,20 @@ LIVE = (LookingUp, Restoring, Compressing, Unparking, Prefilling, Speculating)
 @pytest.mark.parametrize("state", LIVE)
 def test_a_cancellation_straight_to_the_end_is_noticed(state: type) -> None:
     cancelled = f"{state.__name__}, Cancelled: "
-    rows = changed(state, Cancelled, lambda before, _: TABLE[Waiting, Cancelled].arrow(Waiting(before.hold.job), _))
+    rows = changed(
+        state, Cancelled, lambda before, *seen: TABLE[Waiting, Cancelled].arrow(Waiting(before.prompt.job), *seen)
+    )
     assert cancelled + "ends with something in flight" in faults(rows)
 
 
 def test_a_forgotten_release_is_noticed() -> None:
-    rows = changed(Draining, PrefixFound, lambda before, _: Then(Done(before.hold)))
+    rows = changed(Draining, PrefixFound, lambda before, *_: Then(Done(before.remains)))
     assert faults(rows) == {"Draining, PrefixFound: forgets a lease"}
 
 
 def test_a_lease_released_twice_is_noticed() -> None:
-    def twice(before: Restoring, seen: BlocksRestored) -> Any:
-        then = TABLE[Restoring, BlocksRestored].arrow(before, seen)
+    def twice(before: Restoring, seen: BlocksRestored, known: Known) -> Any:
+        then = TABLE[Restoring, BlocksRestored].arrow(before, seen, known)
         return Then(then.state, *then.effects, ReleasePrefix(1))  # type: ignore[arg-type]
 
     found = faults(changed(Restoring, BlocksRestored, twice))
@@ -168,21 +171,21 @@ def test_a_lease_released_twice_is_noticed() -> None:
 
 
 def test_a_draft_that_comes_too_late_and_is_forgotten_is_noticed() -> None:
-    rows = changed(Draining, DraftUnparked, lambda before, _: Then(Done(before.hold)))
+    rows = changed(Draining, DraftUnparked, lambda before, *_: Then(Done(before.remains)))
     assert faults(rows) == {"Draining, DraftUnparked: ends with the draft"}
 
 
 def test_a_second_chunk_while_one_runs_is_noticed() -> None:
-    def eager(before: Restoring, seen: BlocksRestored) -> Any:
-        return TABLE[Restoring, BlocksRestored].arrow(evolve(before, computing=False), seen)
+    def eager(before: Restoring, seen: BlocksRestored, known: Known) -> Any:
+        return TABLE[Restoring, BlocksRestored].arrow(evolve(before, computing=False), seen, known)
 
     found = faults(changed(Restoring, BlocksRestored, eager))
     assert "Restoring, BlocksRestored: two effects in flight on one lane" in found
 
 
 def test_a_stream_that_closes_behind_the_snapshot_is_noticed() -> None:
-    def late(before: Speculating, seen: Decoded) -> Any:
-        then = TABLE[Speculating, Decoded].arrow(before, seen)
+    def late(before: Speculating, seen: Decoded, known: Known) -> Any:
+        then = TABLE[Speculating, Decoded].arrow(before, seen, known)
         return Then(then.state, *(effect for effect in then.effects if not isinstance(effect, CloseStream)))
 
     found = faults(changed(Speculating, Decoded, late))
@@ -190,8 +193,8 @@ def test_a_stream_that_closes_behind_the_snapshot_is_noticed() -> None:
 
 
 def test_tokens_behind_the_close_are_noticed() -> None:
-    def swapped(before: Speculating, seen: Decoded) -> Any:
-        then = TABLE[Speculating, Decoded].arrow(before, seen)
+    def swapped(before: Speculating, seen: Decoded, known: Known) -> Any:
+        then = TABLE[Speculating, Decoded].arrow(before, seen, known)
         return Then(then.state, *sorted(then.effects, key=lambda effect: not isinstance(effect, CloseStream)))
 
     found = faults(changed(Speculating, Decoded, swapped))
@@ -199,20 +202,20 @@ def test_tokens_behind_the_close_are_noticed() -> None:
 
 
 def test_waiting_for_an_answer_that_was_never_asked_for_is_noticed() -> None:
-    rows = changed(Prefilling, PrefillAdvanced, lambda before, _: Then(before))
+    rows = changed(Prefilling, PrefillAdvanced, lambda before, *_: Then(before))
     assert "Prefilling, PrefillAdvanced: waits for nothing" in faults(rows)
 
 
 def test_a_life_without_an_end_is_noticed() -> None:
-    def again(before: Prefilling, seen: PrefillAdvanced) -> Any:
-        return Then(before, ReportProgress(0, 0, 0), RunPrefill(before.hold.slot, before.hold.valid, seen.stop))
+    def again(before: Prefilling, seen: PrefillAdvanced, known: Known) -> Any:
+        return Then(before, ReportProgress(0, 0, 0), RunPrefill(before.seat.slot, before.seat.valid, seen.stop))
 
     stuck = explore(changed(Prefilling, PrefillAdvanced, again), EVERYTHING)
     assert any(isinstance(node.state, Prefilling) for node in endless(stuck))
 
 
 def test_a_cancellation_that_cuts_a_snapshot_short_is_noticed() -> None:
-    rows = changed(Snapshotting, Cancelled, lambda before, _: Then(Done(before.hold)))
+    rows = changed(Snapshotting, Cancelled, lambda before, *_: Then(Done(before.remains)))
     assert "Snapshotting, Cancelled: ends with something in flight" in faults(rows)
 
 

@@ -16,16 +16,30 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states import lane, pace
+from states.events import Cancelled, Event, Submitted
 from states.invariants import check
-from states.life import Cancelled, Draining, Event, Prefilling, Submitted, Waiting
+from states.life import Draining, Prefilling, Waiting
 from states.machine import IllegalEvent
+from states.onward import report
 from states.rates import Rates
 from states.residency import Model, Residency
-from states.scope import report
 from states.settings import Settings
 from states.slots import Slot
 from states.world import Out, World, advance, begin
-from tests.states.builders import DRAFT, HERE, ONE, PLAIN, PROMPT, SCOPED, THREE, TWO, a_hold, a_job
+from tests.states.builders import (
+    DRAFT,
+    HERE,
+    ONE,
+    PLAIN,
+    PROMPT,
+    SCOPED,
+    THREE,
+    TWO,
+    a,
+    a_job,
+    knowing,
+    some,
+)
 
 SMALL = evolve(PLAIN, slots=1, max_queue=1)
 GONE = Cancelled("client_gone")
@@ -55,7 +69,7 @@ def test_a_request_is_admitted_and_launched_in_the_event_that_submits_it() -> No
         Ask(ONE, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
         alone(ONE, RunPrefill(HERE, 0, 8)),
     )
-    assert world.requests == {ONE: Prefilling(a_hold())}
+    assert world.requests == {ONE: a(Prefilling, some())}
     assert world.slots.slots == (Slot(holder=ONE), Slot())
 
 
@@ -111,14 +125,14 @@ def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> 
 
 def test_a_cancelled_request_that_only_waits_for_the_device_is_gone_at_once() -> None:
     world, outs = after(PLAIN, submitted(ONE), submitted(TWO), (TWO, GONE))
-    closing = CloseStream("cancelled", report(a_hold()), "client_gone")
+    closing = CloseStream("cancelled", report(knowing(), a(Prefilling, some())), "client_gone")
     assert outs == (Ask(TWO, closing), Ask(TWO, Abandon()))
     assert list(world.requests) == [ONE]
 
 
 def test_a_cancelled_request_whose_work_runs_drains_until_it_answers() -> None:
     world, _ = after(PLAIN, submitted(ONE), (ONE, GONE))
-    assert world.requests == {ONE: Draining(a_hold(), 1)}
+    assert world.requests == {ONE: a(Draining, some(), 1)}
     again, outs = advance(world, ONE, GONE)
     assert (again, outs) == (world, ())
     world, outs = advance(world, ONE, PrefillAdvanced(8))
@@ -214,11 +228,11 @@ def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None
     assert world.rates.spent == 200 - 2 * pace.REFILL
 
 
-def test_a_request_decides_by_the_rates_of_its_admission() -> None:
+def test_a_request_decides_by_the_rates_as_they_are() -> None:
     slow = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800), (0, 1, 4, 3200))))
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1)), "four tokens in the time of four decode steps"
-    assert world.requests[ONE].hold.speculation == "never_pays"  # type: ignore[union-attr]
+    assert world.requests[ONE].speculation.reason == "never_pays"  # type: ignore[union-attr]
     assert world.models.draft.leases == ()
 
 
