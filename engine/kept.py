@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import TypeVar
 
 from engine.folders import user_folder
 
 T = TypeVar("T")
 LARGEST = 1 << 20  # bytes of a file: an outcome takes a few thousand
+MOST_TIMES = 1 << 12  # bytes of a file of times
+MOST_AGE_S = 7 * 86400  # then times are measured again
+ALIKE = 2  # times: more apart, and it is not the disk, or not the machine, that was measured then
 
 
 def kept(key: str, make: Callable[[], T], write: Callable[[T], str], read: Callable[[str], T]) -> T:
@@ -47,3 +52,32 @@ def found_in(path: Path, read: Callable[[str], T]) -> T:
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} is larger than anything that is kept")
     return read(path.read_text(encoding="utf-8"))
+
+
+# --- times, which are believed for a while, and only where what is quickly measured agrees with them ---
+
+
+def recalled(file: Path, read: Callable[[str], T]) -> T | None:
+    """What an earlier start left there; None for whatever is not that, too."""
+    with suppress(OSError, ValueError, RecursionError):
+        about = file.stat()
+        if S_ISREG(about.st_mode) and about.st_size <= MOST_TIMES and 0 <= time.time() - about.st_mtime <= MOST_AGE_S:
+            with file.open("rb") as opened:
+                return read(opened.read(MOST_TIMES).decode())
+    return None
+
+
+def remember(file: Path, text: str) -> None:
+    """Whole or not at all; in a home that cannot be written it is measured at every start."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(text, encoding="utf-8")
+        new.replace(file)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+
+
+def alike(now: int, before: int) -> bool:
+    return now <= ALIKE * before <= ALIKE**2 * now

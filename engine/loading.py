@@ -7,11 +7,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from stat import S_ISREG
 
 import torch
 from attrs import asdict, evolve, fields, frozen
@@ -21,17 +20,15 @@ from adapters.store.codec import Fixed, quicker
 from adapters.store.disk import Disk
 from adapters.store.store import Store
 from adapters.transfer.rehearsal import Load, Rehearsal
+from engine.kept import alike, recalled, remember
 from engine.measure import quickest, run_chunk
 from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
 
 log = logging.getLogger("rekindle")
 
 VERSION = 1
-MOST_BYTES = 1 << 12  # of a file that keeps it
 MOST_NS = 10**9  # a second for one token's rows
-MOST_AGE_S = 7 * 86400  # then it is measured again
 PASSES = 2  # over each codec's samples, in turn: the quicker one counts, as whatever else goes on makes it slower
-ALIKE = 2  # times: more apart, and it is not the disk, or not the machine, that was measured then
 SLOW_NS = 50_000_000  # of a chunk: where computing takes so long, nobody waits to see what loading does to it
 
 
@@ -71,28 +68,6 @@ class Loading:
         return cls(**value)
 
 
-def kept(file: Path) -> Loading | None:
-    """What an earlier start left there; None for whatever is not that, too."""
-    with suppress(OSError, ValueError, RecursionError):
-        about = file.stat()
-        if S_ISREG(about.st_mode) and about.st_size <= MOST_BYTES and 0 <= time.time() - about.st_mtime <= MOST_AGE_S:
-            with file.open("rb") as opened:
-                return Loading.from_json(opened.read(MOST_BYTES).decode())
-    return None
-
-
-def keep(file: Path, loading: Loading) -> None:
-    """Whole or not at all; in a home that cannot be written it is measured at every start."""
-    new = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(loading.to_json(), encoding="utf-8")
-        new.replace(file)
-    except OSError:
-        with suppress(OSError):
-            new.unlink()
-
-
 def key(store: Store, shard: Shard, chunk: int) -> str:
     """Under which it may be kept: 32 hex digits over what it depends on, the model's numerics and the disk included."""
     disk = None if store.disk is None else (store.disk.folder.path, store.disk.folder.path.stat().st_dev)
@@ -120,12 +95,12 @@ def with_loading(rates: Rates, store: Store, shard: Shard, *, chunk: int, folder
 
 def known(file: Path, rehearsal: Rehearsal, compute: Callable[[], None] | None) -> Loading:
     """Its own files are read in any case, so that what was kept is believed only where they take as long today."""
-    before, disk = kept(file), rehearsal.store.disk
+    before, disk = recalled(file, Loading.from_json), rehearsal.store.disk
     host = rehearsal.alone(rehearsal.copies())
     with ExitStack() as stack:
         own = [] if disk is None else stack.enter_context(rehearsal.files(disk))
         now = rehearsal.alone(own) if own else 0
-        if before is not None and (not now or now <= ALIKE * before.disk <= ALIKE**2 * now):
+        if before is not None and (not now or alike(now, before.disk)):
             return before
         loads = dict[Fixed, list[Load]]()
         if disk is not None:
@@ -139,7 +114,7 @@ def known(file: Path, rehearsal: Rehearsal, compute: Callable[[], None] | None) 
             load_ns, compute_ns = rehearsal.beside(own or loads.get(codec) or rehearsal.copies(), compute)
             prefill, load = factor(compute_ns, alone), factor(load_ns, found.disk or found.host)
             found = evolve(found, prefill_beside=prefill, load_beside=load)
-    keep(file, found)
+    remember(file, found.to_json())
     return found
 
 

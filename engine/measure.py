@@ -1,9 +1,14 @@
-"""How long things take here, measured at start: what policies decide by until they have seen better."""
+"""How long things take here, measured at start or kept from an earlier one: what policies decide by until they have
+seen better."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
 
 import torch
 
@@ -14,6 +19,7 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
+from engine.kept import alike, recalled, remember
 from states import pace
 from states.rates import FIRST, Rates
 
@@ -21,7 +27,55 @@ BUDGET_NS = 400_000_000  # for all decode steps: a slow model is measured less o
 PASSES = 4
 STRIDE = 7919  # between the tokens that are tried
 CONTEXT = 64  # rows before a measured decode step
+VERSION = 1  # of what is kept
+MOST_NS = 10**11
 FAR = {"cpu": 4096, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
+
+
+def kept_or_measured(
+    file: Path, executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]
+) -> Rates:
+    """As `measured`; what an earlier start left in the file is believed where a chunk and the plainest and the widest
+    decode step still take about as long.
+    """
+    before, rows = recalled(file, from_json), min(chunk, context)
+    if before is not None:
+        near = quickest(lambda: run_chunk(shard, 0, rows, chunk)) // rows
+        if agree(before, Rates((near,), decode=decode(executor, shard, context, (widths[0], widths[-1]), passes=2))):
+            return before
+    found = measured(executor, shard, chunk=chunk, context=context, widths=widths)
+    remember(file, to_json(found))
+    return found
+
+
+def key(*facts: object) -> str:
+    """Under which times may be kept: 32 hex digits over what they depend on. facts: the identity among them."""
+    parts = (VERSION, torch.get_num_threads(), os.cpu_count(), *facts)
+    return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def agree(before: Rates, now: Rates) -> bool:
+    """now: a few of the times, measured again."""
+    steps = {tuple(key): ns for *key, ns in before.decode}
+    near = alike(now.prefill[0], before.prefill[0]) if before.prefill else False
+    return near and all(alike(ns, steps.get(tuple(key), 0)) for *key, ns in now.decode)
+
+
+def to_json(rates: Rates) -> str:
+    return json.dumps({"version": VERSION, "prefill": rates.prefill, "decode": rates.decode})
+
+
+def from_json(text: str) -> Rates:
+    """What `to_json` wrote; ValueError for anything else."""
+    value = json.loads(text)
+    match value:
+        case {"version": number, "prefill": [*prefill], "decode": [*decode], **more} if number == VERSION and not more:
+            lists = [prefill, *decode]
+        case _:
+            raise ValueError("not what this version keeps of times")
+    if not all(isinstance(each, list) and all(type(ns) is int and 0 <= ns <= MOST_NS for ns in each) for each in lists):
+        raise ValueError("a time that cannot be")
+    return Rates(prefill=tuple(prefill), decode=tuple((span, members, rows, ns) for span, members, rows, ns in decode))
 
 
 def measured(executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
@@ -64,13 +118,15 @@ def quickest(work: Callable[[], None]) -> int:
     return min(found)
 
 
-def decode(executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int]) -> pace.DecodeTimes:
+def decode(
+    executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int], passes: int = PASSES
+) -> pace.DecodeTimes:
     """As `Rates.decode` wants it: of one request's launches, its draft included.
 
     Each width comes twice in a row, and the quicker one counts: the first may warm up, and lets the draft catch up.
     """
     slot, known, started = SlotId(0), min(CONTEXT, context // 2), time.perf_counter_ns()
-    tokens, wanted = some_tokens(shard, known), [width for width in widths for _ in range(2)] * (PASSES // 2)
+    tokens, wanted = some_tokens(shard, known), [width for width in widths for _ in range(2)] * (passes // 2)
 
     def following(outcomes: Sequence[Outcome]) -> Ask | None:
         if not outcomes:

@@ -39,7 +39,7 @@ from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory
 from engine.folders import cache_folder, user_folder
 from engine.loading import with_loading
 from engine.machine import check_memory, choose_device, context_of, identity, prove, row_bytes
-from engine.measure import measured
+from engine.measure import kept_or_measured, key
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.warm_up import warm_up
@@ -202,7 +202,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
-    settings = decide(options, executor, shard, draft, numerics)
+    settings = decide(options, executor, shard, draft, numerics=numerics, named=named)
     step(startup.CACHE)
     store = build_store(options, layout(shard, draft, named, numerics.block_size), gpu=device.type == "cuda")
     moving: Transfer | None = None
@@ -244,7 +244,13 @@ def add_draft(
 
 
 def decide(
-    options: Options, executor: DeviceExecutor, shard: Qwen3Shard, draft: DFlashDraft | None, numerics: Numerics
+    options: Options,
+    executor: DeviceExecutor,
+    shard: Qwen3Shard,
+    draft: DFlashDraft | None,
+    *,
+    numerics: Numerics,
+    named: str,
 ) -> Settings:
     """What the engine is started with, times measured here included; no store yet."""
     context, has_draft = options.max_ctx or shard.config.max_positions, draft is not None
@@ -253,6 +259,8 @@ def decide(
     residency, message = resolved(options.residency, has_draft=has_draft, has_drafter=False, low_memory=low_memory)
     if message:
         log.warning(message)
+    shape: dict[str, Any] = {"chunk": numerics.chunk, "context": context, "widths": widths(draft, tree)}
+    times = key(named, None if draft is None else draft.identity, str(shard.device), shape)
     return Settings(
         slots=options.slots,
         max_context=context,
@@ -264,7 +272,7 @@ def decide(
         block=0 if draft is None else draft.block - 1,
         tree=tree,
         residency=residency,
-        rates=measured(executor, shard, chunk=numerics.chunk, context=context, widths=widths(draft, tree)),
+        rates=kept_or_measured(user_folder() / "rates" / f"{times}.json", executor, shard, **shape),
         min_tokens=options.kv_cache_min_tokens,
         interval=options.kv_cache_interval,
         cold_max=options.kv_cache_cold_max,

@@ -23,7 +23,8 @@ from adapters.store.opening import open_store
 from adapters.store.store import Store
 from adapters.transfer.rehearsal import Rehearsal
 from engine import measure
-from engine.loading import Loading, keep, kept, key, known, with_loading
+from engine.kept import recalled, remember
+from engine.loading import Loading, key, known, with_loading
 from states import policy
 from states import rates as world_rates
 from states.rates import Rates, prefilled, restored
@@ -34,8 +35,8 @@ CHUNK = 64
 
 
 def test_what_was_kept_comes_back(tmp_path: Path) -> None:
-    keep(tmp_path / "rates" / "a.json", FOUND)
-    assert kept(tmp_path / "rates" / "a.json") == FOUND
+    remember(tmp_path / "rates" / "a.json", FOUND.to_json())
+    assert recalled(tmp_path / "rates" / "a.json", Loading.from_json) == FOUND
     assert [file.name for file in (tmp_path / "rates").iterdir()] == ["a.json"]
 
 
@@ -70,25 +71,25 @@ HOSTILE = {
 def test_what_is_no_time_is_none(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(content)
-    assert kept(file) is None
+    assert recalled(file, Loading.from_json) is None
 
 
 def test_neither_is_what_is_no_file_or_an_old_one(tmp_path: Path) -> None:
-    assert kept(tmp_path / "none.json") is None
-    assert kept(tmp_path) is None
+    assert recalled(tmp_path / "none.json", Loading.from_json) is None
+    assert recalled(tmp_path, Loading.from_json) is None
     os.mkfifo(tmp_path / "pipe")
-    assert kept(tmp_path / "pipe") is None, "and nobody waits for it"
-    keep(tmp_path / "a.json", FOUND)
+    assert recalled(tmp_path / "pipe", Loading.from_json) is None, "and nobody waits for it"
+    remember(tmp_path / "a.json", FOUND.to_json())
     for days in (-1, 8):
         then = time.time() - days * 86400
         os.utime(tmp_path / "a.json", (then, then))
-        assert kept(tmp_path / "a.json") is None
+        assert recalled(tmp_path / "a.json", Loading.from_json) is None
 
 
 def test_a_home_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "rates").write_text("a file where a folder would be")
-    keep(tmp_path / "rates" / "a.json", FOUND)
-    assert kept(tmp_path / "rates" / "a.json") is None
+    remember(tmp_path / "rates" / "a.json", FOUND.to_json())
+    assert recalled(tmp_path / "rates" / "a.json", Loading.from_json) is None
 
 
 # A small model, a real folder.
@@ -130,7 +131,7 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     assert first.prefill == (1000,)
     assert {file.name for file in (tmp_path / "kv").iterdir()} <= {"LOCK", "journal"}, "samples do not stay"
     (file,) = (tmp_path / "rates").iterdir()
-    keep(file, FOUND)
+    remember(file, FOUND.to_json())
     store = opened()
     again = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, folder=tmp_path / "rates")
     assert again == FOUND.added(Rates(prefill=(1000,)))
@@ -153,9 +154,9 @@ def test_what_its_own_files_contradict_is_measured_again(
         monkeypatch.setattr(Rehearsal, "alone", lambda *_: 1000)
         for disk, stays in ((1000, True), (500, True), (2000, True), (499, False), (2001, False), (0, False)):
             before = evolve(FOUND, disk=disk)
-            keep(file, before)
+            remember(file, before.to_json())
             assert (known(file, rehearsal, None) == before) is stays
-            after = kept(file)
+            after = recalled(file, Loading.from_json)
             assert after is not None
             assert after.disk == (disk if stays else 1000)
     assert store.close()

@@ -1,0 +1,91 @@
+"""Times that an earlier start kept: believed where a few of them are measured again and agree, and read as hostile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine import measure
+from engine.kept import remember
+from engine.measure import agree, from_json, kept_or_measured, key, to_json
+from states.rates import Rates
+
+TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000), (0, 1, 4, 8_000), (0, 1, 16, 9_000)))
+GOOD = json.loads(to_json(TIMES))
+HOSTILE = {
+    "nothing": "",
+    "a list": "[]",
+    "another version": json.dumps({**GOOD, "version": 2}),
+    "a field too many": json.dumps({**GOOD, "host": 1}),
+    "a field too few": json.dumps({"version": 1, "prefill": [1]}),
+    "no lists": json.dumps({**GOOD, "decode": 7}),
+    "words": json.dumps({**GOOD, "prefill": "123"}),
+    "negative": json.dumps({**GOOD, "prefill": [-1]}),
+    "a fraction": json.dumps({**GOOD, "prefill": [0.5]}),
+    "true": json.dumps({**GOOD, "prefill": [True]}),
+    "too much": json.dumps({**GOOD, "prefill": [10**12]}),
+    "too many": json.dumps({**GOOD, "prefill": [1] * 65}),
+    "a short step": json.dumps({**GOOD, "decode": [[0, 1, 0]]}),
+    "a step that is none": json.dumps({**GOOD, "decode": [7]}),
+}
+
+
+def test_what_was_measured_comes_back() -> None:
+    assert from_json(to_json(TIMES)) == TIMES
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever is wrong with it
+        from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("now", "believed"),
+    [
+        (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), True),
+        (Rates((1999,), decode=((0, 1, 0, 3_500), (0, 1, 16, 18_000))), True),
+        (Rates((2001,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), False),
+        (Rates((499,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), False),
+        (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 16, 18_001))), False),
+        (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 8, 9_000))), False),
+        (Rates((1000,)), True),
+    ],
+)
+def test_a_few_of_them_have_to_agree(now: Rates, believed: bool) -> None:
+    assert agree(TIMES, now) is believed
+    assert not agree(Rates(), now)
+
+
+def test_what_does_not_agree_is_measured_again_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock's part is played: what a chunk, a decode step and everything take is said here."""
+    file, asked = tmp_path / "rates" / "a.json", list[str]()
+    monkeypatch.setattr(measure, "quickest", lambda _: 64 * 1000)
+    monkeypatch.setattr(measure, "decode", lambda *_, **__: TIMES.decode[::2])
+    monkeypatch.setattr(measure, "measured", lambda *_, **__: asked.append("all") or TIMES)
+
+    def start() -> Rates:
+        return kept_or_measured(file, None, None, chunk=64, context=512, widths=[0, 3, 15])  # type: ignore[arg-type]
+
+    assert start() == TIMES
+    assert start() == TIMES
+    assert asked == ["all"]
+    for other in (to_json(Rates((10_000,), decode=TIMES.decode)), "nonsense"):
+        remember(file, other)
+        assert start() == TIMES
+    assert asked == ["all"] * 3
+    assert from_json(file.read_text(encoding="utf-8")) == TIMES
+
+
+def test_they_are_kept_under_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"chunk": 256, "context": 8192, "widths": [0, 3]}
+    keys = {
+        key("a", None, shape),
+        key("b", None, shape),
+        key("a", "draft", shape),
+        key("a", None, {**shape, "chunk": 64}),
+    }
+    monkeypatch.setattr(measure.torch, "get_num_threads", lambda: 7)
+    assert len(keys | {key("a", None, shape)}) == 5
