@@ -79,5 +79,6 @@ def remember(file: Path, text: str) -> None:
             new.unlink()
 
 
-def alike(now: int, before: int) -> bool:
-    return now <= ALIKE * before <= ALIKE**2 * now
+def alike(now: int, before: int, slower: int = ALIKE) -> bool:
+    """slower: so many times as long may it take now."""
+    return now <= slower * before and before <= ALIKE * now

@@ -46,10 +46,10 @@ def test_anything_else_is_refused(text: str) -> None:
     ("now", "believed"),
     [
         (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), True),
-        (Rates((1999,), decode=((0, 1, 0, 3_500), (0, 1, 16, 18_000))), True),
-        (Rates((2001,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), False),
+        (Rates((3999,), decode=((0, 1, 0, 3_500), (0, 1, 16, 36_000))), True),
+        (Rates((4001,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), False),
         (Rates((499,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), False),
-        (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 16, 18_001))), False),
+        (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 16, 36_001))), False),
         (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 8, 9_000))), False),
         (Rates((1000,)), True),
     ],
