@@ -153,7 +153,7 @@ def ls(
     json_
         Print JSON, and nothing else, on standard output.
     """
-    from engine.cache import ls as show  # noqa: PLC0415
+    from engine.cache.ls import ls as show  # noqa: PLC0415
     from engine.folders import cache_folder  # noqa: PLC0415
 
     return show(folder or cache_folder(), text=text, model=model, everything=all_, as_json=json_)
@@ -175,7 +175,7 @@ def verify(
     json_
         Print JSON, and nothing else, on standard output.
     """
-    from engine.cache import verify as check  # noqa: PLC0415
+    from engine.cache.verify import verify as check  # noqa: PLC0415
     from engine.folders import cache_folder  # noqa: PLC0415
 
     return check(folder or cache_folder(), as_json=json_)
@@ -206,8 +206,8 @@ def gc(
     dry_run
         Only say what would be removed.
     """
-    from engine.cache import Unwanted  # noqa: PLC0415
-    from engine.cache import gc as collect  # noqa: PLC0415
+    from engine.cache.gc import Unwanted  # noqa: PLC0415
+    from engine.cache.gc import gc as collect  # noqa: PLC0415
     from engine.folders import cache_folder  # noqa: PLC0415
 
     unwanted = Unwanted(None if budget is None else budget << 20, identity, all_)

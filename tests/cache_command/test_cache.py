@@ -14,7 +14,7 @@ from adapters.store.store import Miss
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.__main__ import main
-from engine.cache import Unwanted, gc
+from engine.cache.gc import Unwanted, gc
 from tests.store.kit import LAYOUT, OTHER, disk_store, files, save, settled
 
 HEAD = tuple(range(100, 164))

@@ -1,0 +1,1 @@
+"""`rekindle cache`: what a cache folder holds, whether it is whole, and making it smaller."""
