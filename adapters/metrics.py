@@ -43,6 +43,10 @@ class Metrics:
         """From now on the prefix cache's own figures (`full_cache` of /props) are exposed too."""
         self.registry.register(CacheFigures(figures))
 
+    def watch_damage(self, figures: Callable[[], Mapping[str, int]]) -> None:
+        """From now on files that were found damaged are exposed, by kind."""
+        self.registry.register(DamageFigures(figures))
+
     def stage(self, stage: Stage, seconds: float) -> None:
         """A request has left a stage."""
         self._stages.labels(stage).observe(seconds)
@@ -128,6 +132,20 @@ class CacheFigures(Collector):
             yield GaugeMetricFamily(
                 "rekindle_cache_queued_bytes", "Bytes that wait to be written", value=figures["queued_bytes"]
             )
+
+
+@frozen(eq=False)
+class DamageFigures(Collector):
+    """Of every kind of file that is kept from one start to the next."""
+
+    figures: Callable[[], Mapping[str, int]]
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: else registering would ask for the figures."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield labelled("rekindle_damaged_files", "Kept files that were found damaged", "what", self.figures())
 
 
 def labelled(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -56,6 +56,7 @@ async def engine(
     threads: those of the model and the store, whose troubles are told with the engine's own.
     """
     metrics = Metrics()
+    metrics.watch_damage(lambda: live().get("damaged", {}))
     meter = Meter(metrics.stage)
 
     def observe(envelope: Envelope, outs: tuple[Out, ...], before: World, after: World) -> None:

@@ -16,7 +16,7 @@ from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics, kept_under, plan_from_json, plan_to_json
 from adapters.models.qwen3 import Qwen3Shard, products
-from engine.kept import kept
+from engine.kept import Kept
 from engine.options import Options
 from engine.refusal import Refusal
 
@@ -44,7 +44,7 @@ def find_draft(options: Options, config: Qwen3Config, numerics: Numerics) -> Dra
     return found
 
 
-def draft_kernels(found: DraftCheckpoint, shard: Qwen3Shard, numerics: Numerics, *, fast: bool) -> Kernels:
+def draft_kernels(found: DraftCheckpoint, shard: Qwen3Shard, numerics: Numerics, kept: Kept, *, fast: bool) -> Kernels:
     """Of the target's kind. What the draft multiplies beyond its target's products is proven beside them, so another
     draft changes no answer.
 
@@ -58,7 +58,7 @@ def draft_kernels(found: DraftCheckpoint, shard: Qwen3Shard, numerics: Numerics,
         found.config, evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=shard.config.vocab_size
     )
     key = kept_under(listed, kernels, shard.device, (str(shard.dtype), plan))
-    proven = kept(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
+    proven = kept.made(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
     return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 

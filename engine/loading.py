@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 
 import torch
 from attrs import asdict, evolve, fields, frozen
@@ -20,7 +19,7 @@ from adapters.store.codec import Fixed, quicker
 from adapters.store.disk import Disk
 from adapters.store.store import Store
 from adapters.transfer.rehearsal import Load, Rehearsal
-from engine.kept import alike, recalled, remember
+from engine.kept import Kept, alike
 from engine.measure import quickest, run_chunk
 from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
 
@@ -76,14 +75,14 @@ def key(store: Store, shard: Shard, chunk: int) -> str:
     return blake2b(repr((*parts, disk, codec)).encode(), digest_size=16).hexdigest()
 
 
-def with_loading(rates: Rates, store: Store, shard: Shard, *, chunk: int, folder: Path) -> Rates:
-    """On the lane, while nobody is served; nothing is known of what cannot be measured. folder: for what is kept."""
+def with_loading(rates: Rates, store: Store, shard: Shard, *, chunk: int, kept: Kept) -> Rates:
+    """On the lane, while nobody is served; nothing is known of what cannot be measured."""
     started, rows = time.perf_counter(), min(chunk, shard.capacity)
     try:
-        file = folder / f"{key(store, shard, chunk)}.json"
         rehearsal = Rehearsal(store, (shard,), shard.capacity, rows)
         quick = prefill_time(rates, 0, rows) <= SLOW_NS
-        found = known(file, rehearsal, partial(run_chunk, shard, 0, rows, chunk) if quick else None)
+        compute = partial(run_chunk, shard, 0, rows, chunk) if quick else None
+        found = known(kept, key(store, shard, chunk), rehearsal, compute)
     except (OSError, MemoryError, RuntimeError) as error:
         log.warning("how fast rows can be loaded is not known: %s", error)
         return rates
@@ -93,9 +92,9 @@ def with_loading(rates: Rates, store: Store, shard: Shard, *, chunk: int, folder
     return found.added(rates)
 
 
-def known(file: Path, rehearsal: Rehearsal, compute: Callable[[], None] | None) -> Loading:
+def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None] | None) -> Loading:
     """Its own files are read in any case, so that what was kept is believed only where they take as long today."""
-    before, disk = recalled(file, Loading.from_json), rehearsal.store.disk
+    before, disk = kept.recalled(key, Loading.from_json), rehearsal.store.disk
     host = rehearsal.alone(rehearsal.copies())
     with ExitStack() as stack:
         own = [] if disk is None else stack.enter_context(rehearsal.files(disk))
@@ -114,7 +113,7 @@ def known(file: Path, rehearsal: Rehearsal, compute: Callable[[], None] | None) 
             load_ns, compute_ns = rehearsal.beside(own or loads.get(codec) or rehearsal.copies(), compute)
             prefill, load = factor(compute_ns, alone), factor(load_ns, found.disk or found.host)
             found = evolve(found, prefill_beside=prefill, load_beside=load)
-    remember(file, found.to_json())
+    kept.remember(key, found.to_json())
     return found
 
 

@@ -14,7 +14,7 @@ from adapters.models.config import Qwen3Config
 from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.kernels import Kernels
 from adapters.models.numerics import Numerics, probe, probe_key
-from engine.kept import kept
+from engine.kept import Kept
 from engine.options import Options
 from engine.refusal import Refusal
 
@@ -64,22 +64,22 @@ def host_memory() -> int:
 
 
 def prove(
-    options: Options, config: Qwen3Config, dtype: torch.dtype, device: torch.device, context: int
+    options: Options, config: Qwen3Config, dtype: torch.dtype, device: torch.device, context: int, *, kept: Kept
 ) -> tuple[Numerics, Kernels]:
     """What the probe finds or found, and kernels that keep to it."""
     chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
     kernels, how = build_kernels(device, dtype), {"device": device, "dtype": dtype, "chunk": chunk}
-    numerics = probed(config, kernels, capacity=context, memory=host_memory() // 2, **how)
+    numerics = probed(config, kernels, kept, capacity=context, memory=host_memory() // 2, **how)
     plan = numerics.plan
     if options.numerics == "fast" and plan is not None:
         plan = evolve(plan, steps=())
     return numerics, kernels.using(plan)
 
 
-def probed(config: Qwen3Config, kernels: Kernels, **how: Any) -> Numerics:
+def probed(config: Qwen3Config, kernels: Kernels, kept: Kept, **how: Any) -> Numerics:
     """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
     key = probe_key(config, kernels, **how)
-    return kept(key, lambda: probe(config, kernels, **how), Numerics.to_json, Numerics.from_json)
+    return kept.made(key, lambda: probe(config, kernels, **how), Numerics.to_json, Numerics.from_json)
 
 
 def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
-from engine.kept import alike, recalled, remember
+from engine.kept import Kept, alike
 from states import pace
 from states.rates import FIRST, Rates
 
@@ -34,18 +33,18 @@ FAR = {"cpu": 4096, "cuda": 16384}  # chunks are measured at 0 and up to here; b
 
 
 def kept_or_measured(
-    file: Path, executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]
+    kept: Kept, key: str, executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]
 ) -> Rates:
-    """As `measured`; what an earlier start left in the file is believed where a chunk and the plainest and the widest
+    """As `measured`; what an earlier start left is believed where a chunk and the plainest and the widest
     decode step still take about as long.
     """
-    before, rows = recalled(file, from_json), min(chunk, context)
+    before, rows = kept.recalled(key, from_json), min(chunk, context)
     if before is not None:
         near = quickest(lambda: run_chunk(shard, 0, rows, chunk)) // rows
         if agree(before, Rates((near,), decode=decode(executor, shard, context, (widths[0], widths[-1]), passes=2))):
             return before
     found = measured(executor, shard, chunk=chunk, context=context, widths=widths)
-    remember(file, to_json(found))
+    kept.remember(key, to_json(found))
     return found
 
 

@@ -37,6 +37,7 @@ from effects.snapshot import SaveSnapshot
 from engine import startup
 from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory
 from engine.folders import cache_folder, user_folder
+from engine.kept import Kept
 from engine.loading import with_loading
 from engine.machine import check_memory, choose_device, context_of, identity, prove, row_bytes
 from engine.measure import kept_or_measured, key
@@ -67,6 +68,7 @@ class Target:
     model_id: str
     mode: str  # exact or fast
     scope: Scope  # of requests that do not say
+    kept: Kept
     draft: DFlashDraft | None = None
     transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
 
@@ -104,11 +106,16 @@ class Target:
         return self.transfer is not None and self.transfer.store.disk is not None
 
     def live(self) -> Mapping[str, Any]:
+        damaged: Mapping[str, int] = self.kept.damaged
         if self.transfer is None:
-            return {"memory": self.memory(0), "full_cache": {"disk_policy": "off"}}
+            return {"memory": self.memory(0), "damaged": damaged, "full_cache": {"disk_policy": "off"}}
         cache = self.transfer.store.figures()
         policy = str(self.scope) if self.has_disk else "off"
-        return {"memory": self.memory(cache["host"]["bytes"]), "full_cache": {**cache, "disk_policy": policy}}
+        return {
+            "memory": self.memory(cache["host"]["bytes"]),
+            "damaged": {**damaged, **self.transfer.store.damaged},
+            "full_cache": {**cache, "disk_policy": policy},
+        }
 
     def memory(self, blocks: int) -> Mapping[str, Any]:
         """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
@@ -174,7 +181,8 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
     context = context_of(options, checkpoint.config, dtype, device)
     step(startup.PROBE)
-    numerics, kernels = prove(options, checkpoint.config, dtype, device, context)
+    kept = Kept(user_folder())
+    numerics, kernels = prove(options, checkpoint.config, dtype, device, context, kept=kept)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:
         raise Mismatched(named)
@@ -196,13 +204,13 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     drafting = None
     if found is not None:
         step(startup.DRAFT)
-        beside = draft_kernels(found, shard, numerics, fast=fast)
+        beside = draft_kernels(found, shard, numerics, kept, fast=fast)
         drafting = add_draft(found, shard, executor, beside, options.ddtree_budget)
     draft = None if drafting is None else drafting.draft
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
-    settings = decide(options, executor, shard, draft, numerics=numerics, named=named)
+    settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept)
     step(startup.CACHE)
     store = build_store(options, layout(shard, draft, named, numerics.block_size), gpu=device.type == "cuda")
     moving: Transfer | None = None
@@ -210,7 +218,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         follow = (lambda _: None) if drafting is None else drafting.catch_up
         moving = transfer(store, (shard,), lane, executor.serving, draft=draft, catch_up=follow)
         executor.handle(SaveSnapshot, moving.saver.save)
-        rates = with_loading(settings.rates, store, shard, chunk=numerics.chunk, folder=user_folder() / "rates")
+        rates = with_loading(settings.rates, store, shard, chunk=numerics.chunk, kept=kept)
         settings = evolve(settings, store=True, rates=rates)
     if drafting is not None and settings.residency.draft != "keep":
         drafting.park(RequestId(0), ParkDraft(release=settings.residency.draft == "release"))
@@ -226,6 +234,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         model_id="demo" if options.model == "demo" else folder.resolve().name,
         mode=options.numerics,
         scope=options.scope,
+        kept=kept,
         draft=draft,
         transfer=moving,
     )
@@ -251,6 +260,7 @@ def decide(
     *,
     numerics: Numerics,
     named: str,
+    kept: Kept,
 ) -> Settings:
     """What the engine is started with, times measured here included; no store yet."""
     context, has_draft = options.max_ctx or shard.config.max_positions, draft is not None
@@ -272,7 +282,7 @@ def decide(
         block=0 if draft is None else draft.block - 1,
         tree=tree,
         residency=residency,
-        rates=kept_or_measured(user_folder() / "rates" / f"{times}.json", executor, shard, **shape),
+        rates=kept_or_measured(kept, times, executor, shard, **shape),
         min_tokens=options.kv_cache_min_tokens,
         interval=options.kv_cache_interval,
         cold_max=options.kv_cache_cold_max,

@@ -32,7 +32,7 @@ from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 
 BLOCK_SIZE = 64
-_VERSION = 2
+_VERSION = 3
 _MAX_BOUNDARIES = 16
 _VOCABULARY = 256
 _NARROW = 8  # buckets up to this one mostly decode, so single rows are tried over every span

@@ -45,6 +45,7 @@ COUNTED = (
     *("quarantined", "outdated", "newer", "rebuilt", "write_errors", "read_errors"),
     *("written_bytes", "read_bytes"),
 )
+KINDS = ("run", "journal", "recent")  # of files, as they are labelled where damage is counted
 MOST_QUARANTINED = 8  # files that are kept for people to look at
 RESTARTS = 16  # of the writer's thread: what fails more often does not get better by beginning again
 MOST_QUEUED = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
@@ -96,6 +97,7 @@ class Disk:
     recents: Recents = field(factory=Recents)
     most_queued: int = MOST_QUEUED
     counts: Counter[str] = field(factory=Counter[str])
+    damaged: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))  # files that were found so
     queued: int = 0
     _queue: SimpleQueue[Write | Note | None] = field(factory=SimpleQueue)
     _readers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "store-reader"))
@@ -194,8 +196,7 @@ class Disk:
             raw, buffer = await loop.run_in_executor(workers, self._opened, entry, memory, then)
             await wrap(raw, loop=loop, executor=workers).readinto(buffer.data.numpy().data)
         except Damaged as error:
-            self._forget(entry)
-            await loop.run_in_executor(workers, self._quarantine, self.name(entry), str(error))
+            await loop.run_in_executor(workers, self.put_aside, entry, str(error))
             raise
         except OSError as error:
             self.counts["read_errors"] += 1
@@ -212,7 +213,7 @@ class Disk:
         return file, buffer
 
     def read_past_cache(self, name: str, expected: Expected, target: memoryview) -> None:
-        """A file as `read` reads it, but from the disk itself, and for nobody: whatever is found changes nothing."""
+        """A file as `read` reads it, but from the disk itself, and for nobody. Raises Damaged, OSError."""
         RunFile(self.folder, name, expected, self._readers, past_cache=True).readinto(target)
 
     def figures(self) -> dict[str, Any]:
@@ -395,12 +396,14 @@ class Disk:
             self._remove(name)
         for name in others:
             del listing[name]
-        self._recent_bytes = listing.pop(self._recent_name, 0)
+        if self._recent_name not in listing:
+            return
+        self._recent_bytes = listing.pop(self._recent_name)
         most = 2 * self.recents.most_bytes + 2 * recent.SLACK
         raw = self._read_small(self._recent_name) if 0 < self._recent_bytes <= most else b""
-        if self._recent_bytes and not recent.read(raw, self.recents):
+        if not recent.read(raw, self.recents):
             self._recent_bytes = 0  # it is written anew with the next one
-            self.counts["rebuilt"] += 1
+            self._rebuilt("recent", f"the list of recent prompts, {len(self.recents)} of which could be read")
 
     def _note(self, note: Note) -> None:
         """Should it fail half way, all of them are written anew with the next one."""
@@ -423,15 +426,21 @@ class Disk:
 
     def _read_journal(self, listing: dict[str, int]) -> journal.Kept:
         """Raises OSError for somebody else's file of that name: there is nothing of ours in the folder."""
-        size = listing.pop(journal.NAME, 0)
+        there, size = journal.NAME in listing, listing.pop(journal.NAME, 0)
         beginning = self._read_small(journal.NAME, journal.LOOK) if size else b""
         ours = not beginning or journal.may_be_ours(beginning)  # what cannot be read just now is not somebody else's
         if not ours and not any(what(name) == "run" for name in listing):
             raise OSError(errno.EEXIST, f"there is a file named {journal.NAME} that is not ours")
         readable = bool(beginning) and ours and size <= journal.MOST
         kept = journal.read(self._read_small(journal.NAME) if readable else b"")
-        self.counts["rebuilt"] += size > 0 and not kept.whole
+        if there and not kept.whole:
+            self._rebuilt("journal", f"the journal, {kept.records} records of which could be read")
         return kept
+
+    def _rebuilt(self, kind: str, which: str) -> None:
+        self.counts["rebuilt"] += 1
+        self.damaged[kind] += 1
+        log.warning("torn or damaged, and written anew: %s", which)
 
     def _read_small(self, name: str, most: int = -1) -> bytes:
         """Nothing, where reading fails. most: bytes of it."""
@@ -467,14 +476,20 @@ class Disk:
             self._wait(self.folder.write(journal.NAME, [b"".join(parts)]))
             self._records, self._stale = len(parts) - 1, False
 
-    def _forget(self, entry: Entry) -> None:
-        """Its file is no good. The journal will find out at the next start."""
+    def put_aside(self, entry: Entry, why: str) -> None:
+        """Its file was found damaged, by several readers maybe."""
+        if self._forget(entry):
+            self._quarantine(self.name(entry), why)
+
+    def _forget(self, entry: Entry) -> bool:
+        """Its file is no good. The journal will find out at the next start. False if somebody else has said so."""
         with self.lock:
-            self.index.remove(entry)
+            return self.index.remove(entry)
 
     def _quarantine(self, name: str, why: str) -> None:
         """The last few are kept for a look."""
         self.counts["quarantined"] += 1
+        self.damaged["run"] += 1
         log.warning("a damaged cache file is put aside: %s: %s", name, why)
         aside = QUARANTINE + name
         try:

@@ -356,6 +356,11 @@ class Store:
         """Whose troubles /health tells. What they do not do any more costs hits only."""
         return () if self.disk is None else (self.disk.writer,)
 
+    @property
+    def damaged(self) -> Mapping[str, int]:
+        """Files that were found damaged, by kind."""
+        return {} if self.disk is None else dict(self.disk.damaged)
+
     def close(self) -> bool:
         return self.disk is None or self.disk.close()
 

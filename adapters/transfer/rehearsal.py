@@ -129,7 +129,8 @@ class Rehearsal:
                     entry.leases -= 1
 
     def _reading(self, disk: Disk, entry: Entry, number: int) -> Load:
-        return partial(self._read, disk, disk.name(entry), Expected(entry.size, entry.run, disk.layout), number)
+        expected = Expected(entry.size, entry.run, disk.layout)
+        return partial(self._read, disk, disk.name(entry), expected, number, entry)
 
     @contextmanager
     def samples(self, disk: Disk, codec: Fixed) -> Iterator[list[Load]]:
@@ -167,12 +168,17 @@ class Rehearsal:
             mover.take(0, (0, known), there)
         return np.resize(there.numpy(), self.store.layout.size("rows", tokens)).data
 
-    def _read(self, disk: Disk, name: str, expected: Expected, number: int) -> int:
+    def _read(self, disk: Disk, name: str, expected: Expected, number: int, entry: Entry | None = None) -> int:
+        """entry: of a run that is kept, not of a sample."""
         run, layout = expected.run, disk.layout
         buffer = self.store.memory.take(layout.size("rows", run.length))
         try:
             disk.read_past_cache(name, expected, buffer.data.numpy().data)
-        except (Damaged, OSError):
+        except Damaged as error:
+            if entry is not None:
+                disk.put_aside(entry, str(error))
+            return 0
+        except OSError:
             return 0  # whoever needs it will say so
         return self._put(buffer, run.length, number)
 

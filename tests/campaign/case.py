@@ -23,6 +23,7 @@ from attrs import define, field, frozen
 Case: TypeAlias = Callable[[Random], None]
 WARMING = 4  # cases before resources are compared: pools start their threads, libraries their caches
 PATIENCE_S = 5.0  # that a thread which was told to end may take
+UNCOUNTED = "every damage found is counted"
 VERDICTS = ("wrong", "hang", "crash", "traceback", "leak")
 
 

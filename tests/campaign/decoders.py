@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,13 +21,19 @@ from adapters.store.index import Entry
 from adapters.store.recent import Recent, Recents
 from adapters.store.records import framed
 from adapters.store.seekable import Damaged
+from engine.kept import UNFIT, Kept, What, small, written
 from engine.loading import Loading
-from tests.campaign.case import Case
-from tests.campaign.damage import BYTES, spoilt
+from tests.campaign.case import UNCOUNTED, Case
+from tests.campaign.damage import BYTES, harm, spoilt
 from tests.campaign.hostile import spoilt as spoilt_value
 from tests.campaign.hostile import spoilt_bytes, text_of
 from tests.store.kit import disk_store, files, save, settled
 
+NUMERICS = Numerics("buckets", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)
+EXAMPLES: tuple[tuple[What, Any, str], ...] = (
+    ("numerics", Numerics, NUMERICS.to_json()),
+    ("rates", Loading, Loading(5, 7, 1100, 1500).to_json()),
+)
 NUMBERS = (0, 1, 2, 7, 255, 2**16, 2**31, 2**32 - 1, 2**48, 2**63, 2**64 - 1)
 
 
@@ -130,19 +137,42 @@ def seek_tables(path: Path) -> Iterator[Case]:
 
 
 @contextmanager
-def outcomes(_: Path) -> Iterator[Case]:
-    """What is kept of the numerics probe, and of loading times."""
-    numerics = Numerics("buckets", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)
-    examples = [(Numerics, numerics.to_json()), (Loading, Loading(5, 7, 1 << 16, 1 << 16).to_json())]
+def kept(path: Path) -> Iterator[Case]:
+    """What a start measured, found damaged by the next one: counted, told without a traceback, and measured again."""
 
     def case(random: Random) -> None:
-        kind, text = random.choice(examples)
+        what, kind, text = random.choice(EXAMPLES)
+        mine, stranger = Kept(path / "rekindle"), path / "stranger"
+        for key in ("a", "b"):
+            written(mine.file(what, key), text, lambda new: new.replace(mine.file(what, key)))  # noqa: B023 - at once
+        stranger.write_text("{}")
+        file = mine.file(what, "a")
+        harm(file, [mine.file(what, "b"), stranger], random)
+        there, whole = os.path.lexists(file), None
+        with suppress(*UNFIT):
+            whole = kind.from_json(small(file))
+        if what == "numerics":
+            assert mine.made("a", lambda: NUMERICS, Numerics.to_json, Numerics.from_json) == (whole or NUMERICS)
+        else:
+            assert mine.recalled("a", kind.from_json) == whole
+        assert mine.damaged[what] == (there and whole is None), UNCOUNTED
+        shutil.rmtree(mine.folder)
+
+    yield case
+
+
+@contextmanager
+def outcomes(_: Path) -> Iterator[Case]:
+    """What is kept of the numerics probe, and of loading times."""
+
+    def case(random: Random) -> None:
+        _, kind, text = random.choice(EXAMPLES)
         changed = text_of(spoilt_value(json.loads(text), random)).encode()
         raw = harmed(changed, random)
         found: Any = None
         with suppress(ValueError, RecursionError):
-            found = kind.from_json(raw.decode())  # type: ignore[attr-defined]
+            found = kind.from_json(raw.decode())
         if found is not None:
-            assert asdict(kind.from_json(found.to_json())) == asdict(found)  # type: ignore[attr-defined]
+            assert asdict(kind.from_json(found.to_json())) == asdict(found)
 
     yield case

@@ -16,14 +16,16 @@ from random import Random
 from typing import Any
 
 from adapters.metrics import Metrics
+from adapters.store import journal, recent
 from adapters.store.folder import FolderUnusable
 from adapters.store.format import Layout, parse_name
 from adapters.store.names import QUARANTINE, what
+from adapters.store.recent import Recents
 from adapters.store.seekable import Damaged
 from adapters.store.store import Store
 from effects.ids import Tokens
 from engine.__main__ import main
-from tests.campaign.case import Case, quiet
+from tests.campaign.case import UNCOUNTED, Case, quiet
 from tests.campaign.damage import harm
 from tests.campaign.faults import Unreliable, short_reads
 from tests.store.kit import EVERYTHING, FULL, LAYOUT, OTHER, checkpoint, disk_store, kept, save, settled
@@ -64,8 +66,27 @@ def counted(store: Store) -> dict[str, float]:
     """What /metrics says of the cache."""
     metrics = Metrics()
     metrics.watch_cache(store.figures)
+    metrics.watch_damage(lambda: store.damaged)
     lines = metrics.render()[0].decode().splitlines()
-    return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("rekindle_cache")}
+    named = ("rekindle_cache", "rekindle_damaged")
+    return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith(named)}
+
+
+def damaged(store: Store, kind: str) -> float:
+    """How often /metrics says that a file of this kind was."""
+    return counted(store)[f'rekindle_damaged_files_total{{what="{kind}"}}']
+
+
+def unfit(file: Path, layout: Layout) -> str | None:
+    """What a start with this layout will find damaged, of the files that it reads whole. Other things are no files."""
+    if not file.is_file() or file.is_symlink():
+        return None
+    readable = file.stat().st_size < recent.MOST_FILE
+    if file.name == journal.NAME:
+        return None if readable and journal.read(file.read_bytes()).whole else "journal"
+    if file.name == recent.PREFIX + layout.root("rows").hex():
+        return None if readable and recent.read(file.read_bytes(), Recents()) else "recent"
+    return None
 
 
 def sound(store: Store) -> None:
@@ -243,6 +264,7 @@ def damage(path: Path) -> Iterator[Case]:
         if random.random() < 0.3:
             assert told("cache", "ls", str(kv)) in (0, 2)
             assert told("cache", "verify", str(kv)) in (0, 1, 2)
+        expected = {kind for file in harmed if early and (kind := unfit(file, layout))}
         store = store or reopened_if_it_may(kv, layout)
         if store is not None:
             settled(store)
@@ -250,7 +272,9 @@ def damage(path: Path) -> Iterator[Case]:
                 found(store, tokens)
             aside = len(list(kv.glob(QUARANTINE + "*")))
             figures = counted(store)
-            assert figures["rekindle_cache_quarantined_total"] >= aside, "every damage found is counted"
+            assert figures["rekindle_cache_quarantined_total"] == damaged(store, "run") >= aside, UNCOUNTED
+            uncounted = [kind for kind in expected if not damaged(store, kind)]
+            assert not uncounted, UNCOUNTED
             works(store, random)
             assert store.close()
             if random.random() < 0.2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -77,6 +78,45 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
         assert damaged == cold
         assert (how["restored_tokens"], how["miss"]) == (0, "restore_broken")
         assert cache(server)["quarantined"] == 1
+
+
+@pytest.mark.timeout(180)
+def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a home of its own. Of the proofs the draft's: another outcome of the target's has other files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("--kv-cache-dir", str(tmp_path / "kv"))
+    with serving(*words) as server:
+        ask(server)
+        server.complete(PROMPT[::-1], **ASKED, prefix_cache={"scope": "auto"})  # recent prompts are compared, so kept
+        assert set(damaged(server).values()) == {0}
+        file = first_rows(tmp_path / "kv")
+        assert server.stop() == 0
+    harmed = {
+        "numerics": [file for file in tmp_path.glob("rekindle/numerics/*") if "numerics_class" not in file.read_text()],
+        "rates": list(tmp_path.glob("rekindle/rates/*.json")),
+        "journal": [tmp_path / "kv" / "journal"],
+        "recent": list(tmp_path.glob("kv/recent-*")),
+        "run": [file],
+    }
+    for files in harmed.values():
+        assert files
+        for one in files:
+            one.write_bytes(one.read_bytes()[:-9])
+    with serving(*words) as server:
+        end = time.monotonic() + 20  # the writer's thread looks at what the journal does not know
+        while damaged(server)["run"] < 1 and time.monotonic() < end:
+            time.sleep(0.1)
+        assert damaged(server) == {kind: len(files) for kind, files in harmed.items()}
+        assert server.client.get("/props").json()["damaged"] == damaged(server)
+        assert server.stop() == 0
+    assert "Traceback" not in "".join(server.errors)
+
+
+def damaged(server: Running) -> dict[str, int]:
+    """Files, by kind, as /metrics tells."""
+    text = server.client.get("/metrics").text
+    found = re.findall(r'^rekindle_damaged_files_total\{what="(\w+)"\} (\d+)', text, re.MULTILINE)
+    return {kind: int(count) for kind, count in found}
 
 
 @pytest.mark.timeout(120)

@@ -1,7 +1,13 @@
-"""What is measured at a start and kept: found by the next one, and one and the same for all that start at once."""
+"""What a start measures and keeps: found by the next one, and one and the same for all that start at once.
+
+What is damaged is counted, told once and measured again.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,53 +15,107 @@ from threading import Barrier
 
 import pytest
 
-from engine.folders import user_folder
-from engine.kept import LARGEST, kept
+from adapters.metrics import Metrics
+from adapters.models.numerics import Numerics
+from engine.kept import LARGEST, Kept
 
 KEY = "0123"
+FOUND = Numerics("buckets", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return user_folder() / "numerics"
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    return Kept(tmp_path / "rekindle")
 
 
-def start(make: Callable[[], int]) -> int:
-    return kept(KEY, make, str, int)
+def start(kept: Kept, make: Callable[[], int]) -> int:
+    return Kept(kept.folder).made(KEY, make, str, int)
 
 
 def never() -> int:
     raise AssertionError("it was kept")
 
 
-def test_made_once(home: Path) -> None:
-    assert start(lambda: 7) == 7
-    assert start(never) == 7
-    assert [file.name for file in home.iterdir()] == [f"{KEY}.json"]
+def left(kept: Kept) -> list[str]:
+    return [file.name for file in (kept.folder / "numerics").iterdir()]
 
 
-@pytest.mark.parametrize("content", ["", "nonsense", "9" * (LARGEST + 1)])
-def test_what_nobody_can_read_is_made_again(home: Path, content: str) -> None:
-    home.mkdir(parents=True)
-    (home / f"{KEY}.json").write_text(content)
-    assert start(lambda: 7) == 7
-    assert start(never) == 7
-    assert len(list(home.iterdir())) == 1
+def test_made_once(kept: Kept) -> None:
+    assert start(kept, lambda: 7) == 7
+    assert start(kept, never) == 7
+    assert left(kept) == [f"{KEY}.json"]
 
 
-def test_the_start_that_is_done_first_decides_for_those_beside_it() -> None:
+def in_place(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def replaced(file: Path) -> object:
+        file.unlink()
+        return make(file)
+
+    return replaced
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "zeros": lambda file: file.write_bytes(bytes(300)),
+    "no text": lambda file: file.write_bytes(b"\xff\xfe\x00"),
+    "deep": lambda file: file.write_bytes(b"[" * 100_000),
+    "large": lambda file: file.write_bytes(file.read_bytes() + b" " * LARGEST),
+    "of another version": lambda file: file.write_text(json.dumps({**json.loads(FOUND.to_json()), "version": 1})),
+    "a folder": in_place(Path.mkdir),
+    "a pipe": in_place(os.mkfifo),
+    "a link to itself": in_place(lambda file: file.symlink_to(file)),
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_counted_told_once_and_made_up_for(
+    kept: Kept, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = list[int]()
+
+    def begun() -> Kept:
+        mine = Kept(kept.folder)
+
+        def probe() -> Numerics:
+            made.append(1)
+            return FOUND
+
+        assert mine.made(KEY, probe, Numerics.to_json, Numerics.from_json) == FOUND
+        return mine
+
+    assert begun().damaged == {"numerics": 0, "rates": 0}
+    file = kept.file("numerics", KEY)
+    harm(file)
+    with caplog.at_level(logging.WARNING):
+        mine = begun()
+    assert len(made) == 2
+    (record,) = caplog.records
+    assert "damaged" in record.getMessage()
+    assert record.exc_info is None
+    metrics = Metrics()
+    metrics.watch_damage(lambda: mine.damaged)
+    lines = metrics.render()[0].decode().splitlines()
+    assert 'rekindle_damaged_files_total{what="numerics"} 1.0' in lines
+    assert 'rekindle_damaged_files_total{what="rates"} 0.0' in lines
+    if not file.is_dir():  # whoever put a folder there may take it away
+        assert begun().damaged["numerics"] == 0
+        assert len(made) == 2
+    assert len(left(kept)) == 1
+
+
+def test_the_start_that_is_done_first_decides_for_those_beside_it(kept: Kept) -> None:
     """Processes that started at once served one set of products each; the next start knew only the last one's."""
 
     def slow() -> int:
-        assert start(lambda: 1) == 1
+        assert start(kept, lambda: 1) == 1
         return 2
 
-    assert start(slow) == 1
-    assert start(never) == 1
+    assert start(kept, slow) == 1
+    assert start(kept, never) == 1
 
 
-def test_many_at_once_agree(home: Path) -> None:
+def test_many_at_once_agree(kept: Kept) -> None:
     count = 8
     made = Barrier(count)
 
@@ -64,17 +124,17 @@ def test_many_at_once_agree(home: Path) -> None:
             made.wait(30)
             return number
 
-        return start(make)
+        return start(kept, make)
 
     with ThreadPoolExecutor(count) as pool:
         found = set(pool.map(one, range(count)))
     assert len(found) == 1
-    assert start(never) in found
-    assert len(list(home.iterdir())) == 1
+    assert start(kept, never) in found
+    assert len(left(kept)) == 1
 
 
-def test_a_home_that_cannot_be_written(home: Path) -> None:
-    home.parent.mkdir(parents=True)
-    home.write_text("a file where the folder should be")
-    assert start(lambda: 1) == 1
-    assert start(lambda: 2) == 2
+def test_a_home_that_cannot_be_written(kept: Kept) -> None:
+    kept.folder.parent.mkdir(parents=True, exist_ok=True)
+    kept.folder.write_text("a file where the folder should be")
+    assert start(kept, lambda: 1) == 1
+    assert start(kept, lambda: 2) == 2

@@ -23,7 +23,7 @@ from adapters.store.opening import open_store
 from adapters.store.store import Store
 from adapters.transfer.rehearsal import Rehearsal
 from engine import measure
-from engine.kept import recalled, remember
+from engine.kept import LARGEST, Kept
 from engine.loading import Loading, key, known, with_loading
 from states import policy
 from states import rates as world_rates
@@ -34,10 +34,17 @@ FOUND = Loading(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, cod
 CHUNK = 64
 
 
+def kept(folder: Path) -> Loading | None:
+    return Kept(folder).recalled("a", Loading.from_json)
+
+
+def keep(folder: Path, loading: Loading) -> None:
+    Kept(folder).remember("a", loading.to_json())
+
+
 def test_what_was_kept_comes_back(tmp_path: Path) -> None:
-    remember(tmp_path / "rates" / "a.json", FOUND.to_json())
-    assert recalled(tmp_path / "rates" / "a.json", Loading.from_json) == FOUND
-    assert [file.name for file in (tmp_path / "rates").iterdir()] == ["a.json"]
+    keep(tmp_path, FOUND)
+    assert kept(tmp_path) == FOUND
 
 
 GOOD = json.loads(FOUND.to_json())
@@ -63,33 +70,26 @@ HOSTILE = {
     "quicker beside than alone": json.dumps({**GOOD, "load_beside": 999}).encode(),
     "endlessly slow beside": json.dumps({**GOOD, "prefill_beside": 10**9}).encode(),
     "many digits": FOUND.to_json().replace("2000", "2" * 3900).encode(),
-    "large": FOUND.to_json().encode() + b" " * 4096,
+    "large": FOUND.to_json().encode() + b" " * LARGEST,
 }
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_what_is_no_time_is_none(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "a.json"
-    file.write_bytes(content)
-    assert recalled(file, Loading.from_json) is None
+def test_what_is_no_time_is_none_and_counted(tmp_path: Path, content: bytes) -> None:
+    keep(tmp_path, FOUND)
+    mine = Kept(tmp_path)
+    mine.file("rates", "a").write_bytes(content)
+    assert mine.recalled("a", Loading.from_json) is None
+    assert mine.damaged["rates"] == 1
 
 
-def test_neither_is_what_is_no_file_or_an_old_one(tmp_path: Path) -> None:
-    assert recalled(tmp_path / "none.json", Loading.from_json) is None
-    assert recalled(tmp_path, Loading.from_json) is None
-    os.mkfifo(tmp_path / "pipe")
-    assert recalled(tmp_path / "pipe", Loading.from_json) is None, "and nobody waits for it"
-    remember(tmp_path / "a.json", FOUND.to_json())
-    for days in (-1, 8):
-        then = time.time() - days * 86400
-        os.utime(tmp_path / "a.json", (then, then))
-        assert recalled(tmp_path / "a.json", Loading.from_json) is None
-
-
-def test_a_home_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "rates").write_text("a file where a folder would be")
-    remember(tmp_path / "rates" / "a.json", FOUND.to_json())
-    assert recalled(tmp_path / "rates" / "a.json", Loading.from_json) is None
+@pytest.mark.parametrize("days", [-1, 8])
+def test_an_old_one_is_none_and_no_damage(tmp_path: Path, days: int) -> None:
+    keep(tmp_path, FOUND)
+    mine, then = Kept(tmp_path), time.time() - days * 86400
+    os.utime(mine.file("rates", "a"), (then, then))
+    assert mine.recalled("a", Loading.from_json) is None
+    assert mine.damaged["rates"] == 0
 
 
 # A small model, a real folder.
@@ -124,16 +124,16 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     tmp_path: Path, shard: Qwen3Shard, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened()
-    first = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, folder=tmp_path / "rates")
+    first = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=Kept(tmp_path))
     assert store.close()
     assert min(first.host, first.disk) > 0
     assert min(first.prefill_beside, first.load_beside) >= 1000
     assert first.prefill == (1000,)
     assert {file.name for file in (tmp_path / "kv").iterdir()} <= {"LOCK", "journal"}, "samples do not stay"
     (file,) = (tmp_path / "rates").iterdir()
-    remember(file, FOUND.to_json())
+    file.write_text(FOUND.to_json())
     store = opened()
-    again = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, folder=tmp_path / "rates")
+    again = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=Kept(tmp_path))
     assert again == FOUND.added(Rates(prefill=(1000,)))
     assert store.disk is not None
     assert store.disk.chooser.chosen == "zstd"
@@ -146,7 +146,7 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
 def test_what_its_own_files_contradict_is_measured_again(
     tmp_path: Path, shard: Qwen3Shard, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, file = opened(codec="store"), tmp_path / "a.json"
+    store, mine = opened(codec="store"), Kept(tmp_path)
     rehearsal = Rehearsal(store, (shard,), shard.capacity, CHUNK)
     assert store.disk is not None
     with rehearsal.samples(store.disk, "store") as loads:
@@ -154,9 +154,9 @@ def test_what_its_own_files_contradict_is_measured_again(
         monkeypatch.setattr(Rehearsal, "alone", lambda *_: 1000)
         for disk, stays in ((1000, True), (500, True), (2000, True), (499, False), (2001, False), (0, False)):
             before = evolve(FOUND, disk=disk)
-            remember(file, before.to_json())
-            assert (known(file, rehearsal, None) == before) is stays
-            after = recalled(file, Loading.from_json)
+            keep(tmp_path, before)
+            assert (known(mine, "a", rehearsal, None) == before) is stays
+            after = kept(tmp_path)
             assert after is not None
             assert after.disk == (disk if stays else 1000)
     assert store.close()
@@ -184,7 +184,7 @@ def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
     store, rates = opened(), Rates(prefill=(1000,))
     assert store.disk is not None
     monkeypatch.setattr(store.disk.folder, "create", full)
-    assert with_loading(rates, store, shard, chunk=CHUNK, folder=tmp_path / "rates") == rates
+    assert with_loading(rates, store, shard, chunk=CHUNK, kept=Kept(tmp_path)) == rates
     assert store.close()
 
 

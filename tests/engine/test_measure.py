@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import measure
-from engine.kept import remember
+from engine.kept import Kept
 from engine.measure import agree, from_json, kept_or_measured, key, to_json
 from states.rates import Rates
 
@@ -61,22 +61,23 @@ def test_a_few_of_them_have_to_agree(now: Rates, believed: bool) -> None:
 
 def test_what_does_not_agree_is_measured_again_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock's part is played: what a chunk, a decode step and everything take is said here."""
-    file, asked = tmp_path / "rates" / "a.json", list[str]()
+    kept, asked = Kept(tmp_path), list[str]()
     monkeypatch.setattr(measure, "quickest", lambda _: 64 * 1000)
     monkeypatch.setattr(measure, "decode", lambda *_, **__: TIMES.decode[::2])
     monkeypatch.setattr(measure, "measured", lambda *_, **__: asked.append("all") or TIMES)
 
     def start() -> Rates:
-        return kept_or_measured(file, None, None, chunk=64, context=512, widths=[0, 3, 15])  # type: ignore[arg-type]
+        return kept_or_measured(kept, "a", None, None, chunk=64, context=512, widths=[0, 3, 15])  # type: ignore[arg-type]
 
     assert start() == TIMES
     assert start() == TIMES
     assert asked == ["all"]
     for other in (to_json(Rates((10_000,), decode=TIMES.decode)), "nonsense"):
-        remember(file, other)
+        kept.remember("a", other)
         assert start() == TIMES
     assert asked == ["all"] * 3
-    assert from_json(file.read_text(encoding="utf-8")) == TIMES
+    assert kept.damaged["rates"] == 1
+    assert from_json(kept.file("rates", "a").read_text(encoding="utf-8")) == TIMES
 
 
 def test_they_are_kept_under_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adapters.layout import torch_dtype
+from adapters.store.names import QUARANTINE
 from adapters.store.store import Store
 from adapters.transfer import rehearsal as rehearsing
 from adapters.transfer.copy import Mover
@@ -81,9 +82,7 @@ def test_too_few_of_its_own_tell_nothing(path: Path) -> None:
     store.close()
 
 
-def test_a_damaged_file_brings_nothing_and_stays_for_whoever_needs_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_brings_nothing_and_is_put_aside_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsing, "LEAST", 1)
     store = filled(path)
     assert store.disk is not None
@@ -92,8 +91,10 @@ def test_a_damaged_file_brings_nothing_and_stays_for_whoever_needs_it(
     rehearsal = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE)
     with rehearsal.files(store.disk) as loads:
         assert rehearsal.alone(loads) == 0
-    assert store.figures()["quarantined"] == 0
-    assert len(store.disk.index) == 3
+        assert rehearsal.alone(loads) == 0
+    assert (store.figures()["quarantined"], store.damaged["run"]) == (3, 3)
+    assert len(store.disk.index) == 0
+    assert all(name.startswith(QUARANTINE) for name in listed(path) if name.endswith(".zst"))
     store.close()
 
 
