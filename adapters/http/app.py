@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -18,10 +19,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from adapters.http import chat, completions, controls, models
+from adapters.http import chat, controls, models
 from adapters.http.access_log import NOTE, refused
-from adapters.http.answer import Answer
+from adapters.http.api import Api
 from adapters.http.body import reading
+from adapters.http.completions import COMPLETIONS
 from adapters.http.errors import (
     SHUTTING_DOWN,
     ApiError,
@@ -36,11 +38,11 @@ from adapters.http.errors import (
 from adapters.http.fields import Fields
 from adapters.http.guard import Guard
 from adapters.http.intake import ROOM, Intake
-from adapters.http.openai_shape import ChatShape, CompletionShape
 from adapters.http.options import EdgeOptions
+from adapters.http.reply import Reply
 from adapters.http.retry import Turnover
 from adapters.http.sampling import default_settings
-from adapters.http.shape import Named, new_id
+from adapters.http.shape import new_id
 from adapters.metrics import Metrics
 from adapters.text.template import TemplateFailed, TemplateRefused, text_of
 from adapters.text.text import Text
@@ -48,6 +50,7 @@ from adapters.text.tokenizer import GaveUp, TooLong
 from effects.ports import Door
 
 log = logging.getLogger("rekindle.http")
+APIS = (chat.CHAT, COMPLETIONS)
 MOST_TOKENIZED = 1 << 20  # tokens that /tokenize gives: 0.5 s of work, 8 MB of answer
 
 
@@ -99,8 +102,7 @@ class Edge:
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
         return [
-            Route("/v1/chat/completions", self.chat, methods=post),
-            Route("/v1/completions", self.completions, methods=post),
+            *(Route(api.path, partial(self.generate, api), methods=post) for api in APIS),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route("/apply-template", self.apply_template, methods=post),
@@ -115,35 +117,14 @@ class Edge:
 
     # -- generating text
 
-    async def chat(self, request: Request) -> Answer:
+    async def generate(self, api: Api, request: Request) -> Reply:
         async with self._ready(request) as fields:
-            asked = chat.read_chat_controls(fields, self.options, self.text)
-            conversation = await anyio.to_thread.run_sync(chat.read_chat, fields, self.text)  # may be tens of thousands
-            prompt = await chat.encode_chat(conversation, self.text, self.options, request.is_disconnected)
-        planned = controls.plan([prompt], ["$.messages"], asked, self.options, self.text.openings)
-        named = Named(new_id("chatcmpl-"), asked.model)
-        shape = ChatShape(named, asked, self.options, self.text.tokenizer)
-        return self._answer(planned, shape, asked, conversation.headers)
-
-    async def completions(self, request: Request) -> Answer:
-        async with self._ready(request) as fields:
-            asked = completions.read_completion_controls(fields, self.options, self.text)
-            gone = request.is_disconnected
-            prompts, paths = await completions.read_prompts(fields, self.options, self.text, gone)
-        planned = controls.plan(prompts, paths, asked, self.options, self.text.openings)
-        named = Named(new_id("cmpl-"), asked.model)
-        return self._answer(planned, CompletionShape(named, asked, self.options, self.text.tokenizer), asked)
-
-    def _answer(
-        self,
-        planned: tuple[controls.Planned, ...],
-        shape: ChatShape | CompletionShape,
-        asked: controls.Controls,
-        headers: Mapping[str, str] | None = None,
-    ) -> Answer:
-        tokenizer, headers = self.text.tokenizer, headers or {}
-        how = asked.stream, asked.progress, self.turnover, headers
-        return Answer(self.door, planned, shape, self.options, tokenizer, *how)
+            asked = await api.read(fields, self.options, self.text, request.is_disconnected)
+        how, tokenizer = asked.controls, self.text.tokenizer
+        planned = controls.plan(asked.prompts, asked.paths, how, self.options, self.text.openings)
+        shape = api.shape(new_id(api.prefix), how, self.options, tokenizer)
+        told = how.stream, how.progress, self.turnover, asked.headers
+        return Reply(self.door, planned, shape, self.options, tokenizer, *told)
 
     @asynccontextmanager
     async def _ready(self, request: Request) -> AsyncIterator[Fields]:

@@ -7,12 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import anyio
 from attrs import frozen
 
-from adapters.http.controls import Controls, read_controls
+from adapters.http.api import Api, Asked
+from adapters.http.controls import Controls, Words, read_controls
 from adapters.http.errors import ApiError, far_too_long, invalid, left
 from adapters.http.fields import Fields, shown
+from adapters.http.openai_shape import ChatShape
 from adapters.http.options import EdgeOptions
+from adapters.http.unsupported import MISSING_IN_CHAT
 from adapters.text.pieces import size_of
 from adapters.text.template import TemplateFailed, TemplateRefused
 from adapters.text.text import Text
@@ -29,6 +33,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 TEMPLATE_FLAGS = ("enable_thinking", "thinking", "preserve_thinking")
 NOT_TEXT = ("image_url", "input_image", "image", "input_audio", "audio", "file", "input_file", "video_url", "video")
 UNPARSED = {"x-rekindle-tools": "unparsed; a call comes back as text, with finish_reason stop"}
+WORDS = Words(MISSING_IN_CHAT)
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -45,26 +50,25 @@ class Chat:
         return UNPARSED if "tools" in self.variables else {}
 
 
+async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
+    controls = read_chat_controls(fields, options, text)
+    chat = await anyio.to_thread.run_sync(read_chat, fields, text)  # there may be tens of thousands of messages
+    return Asked(controls, [await encode_chat(chat, text, options, gone)], [fields.at("messages")], chat.headers)
+
+
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
-    refuse_unsupported(fields)
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
         raise invalid(fields.at("top_logprobs"), "needs `logprobs: true`")
-    return read_controls(fields, options, text.tokenizer.end_tokens, (top or 0) if wanted else -1)
-
-
-def refuse_unsupported(fields: Fields) -> None:
-    fields.refuse("functions", "is not supported; use `tools`")
-    fields.refuse("function_call", "is not supported; use `tool_choice`")
-    fields.refuse("audio", "is not supported: this server answers with text only")
-    fields.refuse("chat_template", "may not come with a request; the checkpoint's own is used")
+    controls = read_controls(fields, WORDS, options, text.tokenizer.end_tokens, (top or 0) if wanted else -1)
     modalities = fields.items("modalities", 8)
     if modalities is not None and modalities != ["text"]:
         raise fields.wrong("modalities", '["text"]; this server answers with text only')
     choice = fields.data.get("tool_choice")
     if choice is not None and choice not in ("none", "auto"):
         raise fields.wrong("tool_choice", '"none" or "auto" (this server does not force tool calls yet)')
+    return controls
 
 
 def read_chat(fields: Fields, text: Text) -> Chat:
@@ -244,3 +248,6 @@ def template_error(error: TemplateRefused | TemplateFailed) -> ApiError:
     no_retry = {"x-should-retry": "false"}
     message = f"The checkpoint's chat template failed: {error}"[:500]
     return ApiError(500, message, "template_error", code="template_error", headers=no_retry)
+
+
+CHAT = Api("/v1/chat/completions", "chatcmpl-", read, ChatShape)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from adapters.http.api import Api, Asked
 from adapters.http.chat import COUNTED
-from adapters.http.controls import Controls, check_tokens, read_controls
+from adapters.http.controls import Controls, Words, check_tokens, read_controls
 from adapters.http.errors import context_exceeded, far_too_long, invalid, left
 from adapters.http.fields import Fields, shown
+from adapters.http.openai_shape import CompletionShape
 from adapters.http.options import EdgeOptions
+from adapters.http.unsupported import MISSING
 from adapters.text.text import Text
 from adapters.text.tokenizer import GaveUp, Gone, TooLong
 from effects.ids import Tokens
 
 MAX_LOGPROBS = 20
-MAX_TOKENS = 16  # of an answer whose request does not say: OpenAI's
+WORDS = Words(MISSING, most=16)  # OpenAI's
 KINDS = "a string, an array of strings, an array of token ids, or an array of arrays of token ids"
+
+
+async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
+    return Asked(read_completion_controls(fields, options, text), *await read_prompts(fields, options, text, gone))
 
 
 def read_completion_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
@@ -24,7 +31,7 @@ def read_completion_controls(fields: Fields, options: EdgeOptions, text: Text) -
         raise invalid(fields.at("best_of"), "above 1 is not supported; use `n`", "unsupported_parameter")
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     ends = text.tokenizer.end_tokens
-    return read_controls(fields, options, ends, -1 if logprobs is None else logprobs, MAX_TOKENS)
+    return read_controls(fields, WORDS, options, ends, -1 if logprobs is None else logprobs)
 
 
 async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> tuple[list[Tokens], list[str]]:
@@ -61,3 +68,6 @@ async def encode(prompt: str, path: str, how: dict[str, Any], text: Text, contex
     except GaveUp:
         raise left() from None
     return tokens
+
+
+COMPLETIONS = Api("/v1/completions", "cmpl-", read, CompletionShape)

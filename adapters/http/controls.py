@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, frozen
@@ -11,7 +12,7 @@ from adapters.http.fields import Fields, shown
 from adapters.http.models import check_name
 from adapters.http.options import EdgeOptions
 from adapters.http.sampling import read_sampling
-from adapters.http.unsupported import refuse_missing
+from adapters.http.unsupported import Missing, refuse_missing
 from adapters.text.boundaries import Openings
 from effects.ids import Tokens
 from effects.job import Job, Sampling
@@ -52,24 +53,36 @@ class Planned:
     asked_scope: bool = False
 
 
+@frozen
+class Words:
+    """What an API calls the things that all of them have, and what it means by saying nothing.
+
+    missing: the fields that it refuses, since they would change the answer.
+    """
+
+    missing: Mapping[str, Missing]
+    max_tokens: tuple[str, ...] = ("max_completion_tokens", "max_tokens", "n_predict")
+    stops: str = "stop"
+    most: int | None = None  # tokens of an answer; None: until the context is full
+
+
 def read_controls(
-    fields: Fields, options: EdgeOptions, end_tokens: Tokens, logprobs: int = -1, max_tokens: int | None = None
+    fields: Fields, words: Words, options: EdgeOptions, end_tokens: Tokens, logprobs: int = -1
 ) -> Controls:
-    """max_tokens: of a request that does not say. Raises ApiError for the first field that is wrong."""
+    """Raises ApiError for the first field that is wrong."""
     model = read_model(fields, options)
-    refuse_missing(fields)
+    refuse_missing(fields, words.missing)
     stream_options = fields.within("stream_options")
     extra_ends = () if fields.flag("ignore_eos") else end_tokens
-    fields.refuse("cache_salt", "is not supported; the cache is shared by all requests of this server")
     return Controls(
         model=model,
         sampling=evolve(read_sampling(fields, options), logprobs=logprobs),
         choices=fields.integer("n", 1, options.max_choices) or 1,
-        stops=read_stops(fields),
+        stops=read_stops(fields, words.stops),
         stop_tokens=tuple(
             dict.fromkeys((*extra_ends, *read_tokens(fields, "stop_token_ids", MAX_STOP_TOKENS, options)))
         ),
-        max_tokens=read_max_tokens(fields, max_tokens),
+        max_tokens=read_max_tokens(fields, words),
         scope=read_scope(fields, options.scope) if fields.flag("cache_prompt", True) else Scope("off"),
         speculate=fields.choice("speculation", ("auto", "off")) != "off",
         stream=fields.flag("stream"),
@@ -79,13 +92,13 @@ def read_controls(
     )
 
 
-def read_max_tokens(fields: Fields, default: int | None) -> int | None:
+def read_max_tokens(fields: Fields, words: Words) -> int | None:
     """-1, as llama.cpp has it: until the context is full."""
-    name = fields.given("max_completion_tokens", "max_tokens", "n_predict")
+    name = fields.given(*words.max_tokens)
     count = fields.integer(name, -1)
     if count == 0:
         raise fields.wrong(name, "an integer >= 1, or -1 (until the context is full)")
-    return default if count is None else None if count == -1 else count
+    return words.most if count is None else None if count == -1 else count
 
 
 def read_model(fields: Fields, options: EdgeOptions) -> str:
@@ -93,12 +106,12 @@ def read_model(fields: Fields, options: EdgeOptions) -> str:
     return options.model_id if asked is None else check_name(asked, options)
 
 
-def read_stops(fields: Fields) -> tuple[str, ...]:
+def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
     """A string or a list of them. Empty ones are an error: they would end every answer at once."""
-    stop = fields.data.get("stop")
-    stops = [stop] if isinstance(stop, str) else fields.items("stop", MAX_STOPS) or []
+    stop = fields.data.get(name)
+    stops = [stop] if isinstance(stop, str) else fields.items(name, MAX_STOPS) or []
     for place, text in enumerate(stops):
-        where = fields.at("stop") if isinstance(stop, str) else f"{fields.at('stop')}[{place}]"
+        where = fields.at(name) if isinstance(stop, str) else f"{fields.at(name)}[{place}]"
         if not isinstance(text, str) or not text:
             raise invalid(where, f"must be a non-empty string, not {shown(text)}")
         if len(text.encode()) > MAX_STOP_BYTES:
@@ -146,7 +159,7 @@ def read_scope(fields: Fields, default: Scope) -> Scope:
 
 
 def plan(
-    prompts: list[Tokens], paths: list[str], controls: Controls, options: EdgeOptions, openings: Openings
+    prompts: Sequence[Tokens], paths: Sequence[str], controls: Controls, options: EdgeOptions, openings: Openings
 ) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 

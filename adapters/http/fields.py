@@ -7,7 +7,7 @@ OpenAI's API. Fields that nobody asks for are ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from attrs import frozen
@@ -41,65 +41,48 @@ class Fields:
     def wrong(self, name: str, accepted: str) -> ApiError:
         return invalid(self.at(name), f"must be {accepted}, not {shown(self.data.get(name))}")
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def read(self, name: str, accepts: Callable[[Any], bool], accepted: str) -> Any:
+        """The value, or None where there is none."""
         value = self.data.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
+        if value is not None and not accepts(value):
+            raise self.wrong(name, accepted)
         return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value: bool | None = self.read(name, lambda value: isinstance(value, bool), "true or false")
+        return default if value is None else value
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        value = self.data.get(name)
-        if value is None:
-            return None
-        if type(value) is not int or value < low or (high is not None and value > high):
-            raise self.wrong(name, f"an integer from {low} to {high}" if high is not None else f"an integer >= {low}")
-        return value
+        def accepts(value: Any) -> bool:
+            return type(value) is int and low <= value and (high is None or value <= high)
 
-    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
-        """In [low, high], or (low, high] with `above`."""
-        value = self.data.get(name)
-        if value is None:
-            return None
-        inside = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-        if not inside or (above and value == low):
-            raise self.wrong(name, f"a number in {'(' if above else '['}{low:g}, {high:g}]")
-        return float(value)
+        return self.read(name, accepts, f"an integer >= {low}" if high is None else f"an integer from {low} to {high}")
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        def accepts(value: Any) -> bool:
+            return type(value) in (int, float) and low <= value <= high
+
+        value = self.read(name, accepts, f"a number in [{low:g}, {high:g}]")
+        return None if value is None else float(value)
 
     def text(self, name: str, most: int | None = None) -> str | None:
-        value = self.data.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise self.wrong(name, "a string")
-        if most is not None and len(value) > most:
+        value: str | None = self.read(name, lambda value: isinstance(value, str), "a string")
+        if value is not None and most is not None and len(value) > most:
             raise invalid(self.at(name), f"must have at most {most} characters, not {len(value)}")
         return value
 
     def choice(self, name: str, accepted: Collection[str]) -> str | None:
-        value = self.data.get(name)
-        if value is not None and (not isinstance(value, str) or value not in accepted):
-            raise self.wrong(name, "one of " + ", ".join(map(repr, accepted)))
-        return value
+        said = "one of " + ", ".join(map(repr, accepted))
+        return self.read(name, lambda value: isinstance(value, str) and value in accepted, said)
 
     def items(self, name: str, most: int) -> list[Any] | None:
-        value = self.data.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list):
-            raise self.wrong(name, "an array")
-        if len(value) > most:
+        value: list[Any] | None = self.read(name, lambda value: isinstance(value, list), "an array")
+        if value is not None and len(value) > most:
             raise invalid(self.at(name), f"must have at most {most} entries, not {len(value)}")
         return value
 
     def within(self, name: str) -> Fields | None:
         return Fields.of(self.data[name], self.at(name)) if self.has(name) else None
-
-    def refuse(self, name: str, why: str) -> None:
-        """Say no to a known field that asks for something we do not do."""
-        if self.has(name):
-            raise invalid(self.at(name), why, "unsupported_parameter")
 
 
 def shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from adapters.http.controls import Controls
 from adapters.http.errors import ApiError, openai_error
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended, Pick, Progress, Said
-from adapters.http.shape import COMMENT, DONE, Named, event
+from adapters.http.shape import COMMENT, DONE, event
 from adapters.text.tokenizer import Tokenizer
 
 
@@ -21,20 +22,22 @@ from adapters.text.tokenizer import Tokenizer
 class OpenAiShape(ABC):
     """What both have in common. Subclasses say how a choice looks, in a chunk and in a whole answer."""
 
-    named: Named
+    id: str
     controls: Controls
     options: EdgeOptions
     tokenizer: Tokenizer
+    created: int = field(factory=lambda: int(time.time()), init=False)
     chunk_kind = ""
     whole_kind = ""
 
-    @property
-    def id(self) -> str:
-        return self.named.id
+    def head(self, kind: str) -> dict[str, Any]:
+        """What every OpenAI object carries."""
+        named = {"id": self.id, "object": kind, "created": self.created, "model": self.controls.model}
+        return {**named, "system_fingerprint": "fp_rekindle"}
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage = {"usage": None} if self.controls.include_usage else {}
-        return event({**self.named.head(self.chunk_kind), "choices": choices, **usage, **more})
+        return event({**self.head(self.chunk_kind), "choices": choices, **usage, **more})
 
     def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
         told = {"total": progress.total, "cache": progress.cached, "processed": progress.done}
@@ -60,7 +63,7 @@ class OpenAiShape(ABC):
 
     def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
         return {
-            **self.named.head(self.whole_kind),
+            **self.head(self.whole_kind),
             "choices": [self.choice(said.get(one.index, Said(one.index, "")), one) for one in ended],
             "usage": figures.usage(ended),
             "timings": figures.timings(ended[0]),

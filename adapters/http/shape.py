@@ -1,24 +1,17 @@
-"""What tells one API from another once a request is understood: how its answer looks.
-
-Every API for generating text is a reader (body -> plan) and a Shape; running the jobs, streaming, keep-alives,
-disconnects and deadlines are the same for all of them (`answer.py`).
-"""
+"""What tells one API from another once a request is understood: how its answer looks."""
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
-
-from attrs import define, field
 
 from adapters.http.errors import ApiError
 from adapters.http.run import Ended, Progress, Said
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """One answer in one API. Streams are made of server-sent events, already written out."""
 
     @property
@@ -53,20 +46,6 @@ class Shape(Protocol):
     def error(self, error: ApiError) -> dict[str, Any]:
         """The body of an answer that never began."""
         ...
-
-
-@define(eq=False)
-class Named:
-    """What every OpenAI object carries."""
-
-    id: str
-    model: str
-    created: int = field(factory=lambda: int(time.time()))
-    fingerprint: str = "fp_rekindle"
-
-    def head(self, kind: str) -> dict[str, Any]:
-        named = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return {**named, "system_fingerprint": self.fingerprint}
 
 
 def new_id(prefix: str) -> str:

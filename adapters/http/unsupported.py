@@ -71,15 +71,25 @@ MISSING: Mapping[str, Missing] = {
     "documents": Missing("is not supported; put them into a message"),
     "image_data": ONLY_TEXT,
     "multimodal_data": ONLY_TEXT,
+    "cache_salt": Missing("is not supported; the cache is shared by all requests of this server", ()),
     "web_search_options": Missing("is not supported: this server looks nothing up"),
 }
 
 
-def refuse_missing(fields: Fields) -> None:
+MISSING_IN_CHAT: Mapping[str, Missing] = {
+    **MISSING,
+    "functions": Missing("is not supported; use `tools`", ()),
+    "function_call": Missing("is not supported; use `tool_choice`", ()),
+    "audio": Missing("is not supported: this server answers with text only", ()),
+    "chat_template": Missing("may not come with a request; the checkpoint's own is used", ()),
+}
+
+
+def refuse_missing(fields: Fields, missing: Mapping[str, Missing]) -> None:
     """Raises ApiError for the first field that asks for something that is not there."""
-    for name, missing in MISSING.items():
-        if fields.has(name) and fields.data[name] not in missing.harmless:
-            raise invalid(fields.at(name), missing.why, "unsupported_parameter")
+    for name, one in missing.items():
+        if fields.has(name) and fields.data[name] not in one.harmless:
+            raise invalid(fields.at(name), one.why, "unsupported_parameter")
     answer = fields.within("response_format")
     if answer is not None and answer.data.get("type") != "text":
         kind = answer.choice("type", ("text", "json_object", "json_schema"))

@@ -24,7 +24,7 @@ from adapters.http.errors import ApiError, failure_of
 from adapters.http.options import EdgeOptions
 from adapters.http.retry import Turnover
 from adapters.http.run import Ended, Event, Progress, Run, Said, running
-from adapters.http.shape import Shape
+from adapters.http.shape import AnswerShape
 from adapters.text.tokenizer import Tokenizer
 from effects.ports import Door
 
@@ -41,12 +41,12 @@ class ClientStalled(Exception):
 
 
 @define(eq=False)
-class Answer:
+class Reply:
     """An ASGI application for one request."""
 
     door: Door
     planned: Sequence[Planned]
-    shape: Shape
+    shape: AnswerShape
     options: EdgeOptions
     tokenizer: Tokenizer
     stream: bool

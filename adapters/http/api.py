@@ -1,0 +1,46 @@
+"""An API for generating text, as data: where it is, how its requests are read, and how its answers look.
+
+Running the jobs, streaming, keep-alives, disconnects and deadlines are the same for all of them (`reply.py`). A further
+API is one more of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from attrs import field, frozen
+
+from adapters.http.controls import Controls
+from adapters.http.fields import Fields
+from adapters.http.options import EdgeOptions
+from adapters.http.shape import AnswerShape
+from adapters.text.text import Text
+from adapters.text.tokenizer import Gone, Tokenizer
+from effects.ids import Tokens
+
+
+@frozen
+class Asked:
+    """A request that is understood. `paths`: where each prompt stands in the body."""
+
+    controls: Controls
+    prompts: Sequence[Tokens]
+    paths: Sequence[str]
+    headers: Mapping[str, str] = field(factory=dict)  # that the answer is to carry, whatever it will be
+
+
+Read: TypeAlias = Callable[[Fields, EdgeOptions, Text, Gone], Awaitable[Asked]]
+Draw: TypeAlias = Callable[
+    [str, Controls, EdgeOptions, Tokenizer], AnswerShape
+]  # its first argument is the answer's id
+
+
+@frozen
+class Api:
+    """`read` raises ApiError with the path of the first thing that is wrong."""
+
+    path: str
+    prefix: str  # of its answers' ids
+    read: Read
+    shape: Draw
