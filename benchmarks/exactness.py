@@ -134,7 +134,7 @@ async def together(
         found[number] = await answered(running, jobs[number])
 
     changed = evolve(target.settings, **settings)
-    async with engine(changed, target.executor, store=target.store, facts={}, recorder=recorder) as running:
+    async with engine(changed, target.executor, transfer=target.transfer, facts={}, recorder=recorder) as running:
         for start in range(0, len(jobs), at_once):
             async with anyio.create_task_group() as tasks:
                 for number in range(start, min(start + at_once, len(jobs))):

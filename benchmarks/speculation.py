@@ -252,7 +252,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
                 target.executor.proposed_to(watched)
                 flat = Rates(decode=((0, 1, 0, 1000), (0, 1, pace.filled(1 + target.settings.block), 1001)))
                 settings = evolve(target.settings, rates=flat)
-                async with engine(settings, target.executor, store=target.store, facts={}) as running:
+                async with engine(settings, target.executor, transfer=target.transfer, facts={}) as running:
                     answers = [await answer(running, job) for job in jobs]
                 seen[name] = watched.seen
                 rows.append({"tier": name, **compared(seen["cold"], watched.seen, answers)})

@@ -218,6 +218,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         follow = (lambda _: None) if drafting is None else drafting.catch_up
         moving = transfer(store, (shard,), lane, executor.serving, draft=draft, catch_up=follow)
         executor.handle(SaveSnapshot, moving.saver.save)
+        executor.checkpointed_by(moving.saver.checkpoint)
         rates = with_loading(settings.rates, store, shard, chunk=numerics.chunk, kept=kept)
         settings = evolve(settings, store=True, rates=rates)
     if drafting is not None and settings.residency.draft != "keep":
@@ -264,6 +265,9 @@ def decide(
 ) -> Settings:
     """What the engine is started with, times measured here included; no store yet."""
     context, has_draft = options.max_ctx or shard.config.max_positions, draft is not None
+    stateful = bool(shard.state_specs)
+    if stateful and options.ddtree:
+        raise Refusal("--ddtree: each node of a tree would need a state of its own in this model's recurrent layers")
     tree = options.ddtree_budget if options.ddtree and has_draft else 0
     low_memory = short_of_memory(shard.device)
     residency, message = resolved(options.residency, has_draft=has_draft, has_drafter=False, low_memory=low_memory)
@@ -284,6 +288,7 @@ def decide(
         residency=residency,
         rates=kept_or_measured(kept, times, executor, shard, **shape),
         min_tokens=options.kv_cache_min_tokens,
+        stateful=stateful,
         interval=options.kv_cache_interval,
         cold_max=options.kv_cache_cold_max,
     )

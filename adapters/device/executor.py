@@ -19,19 +19,19 @@ from typing import Any, TypeAlias
 
 import anyio
 import torch
-from attrs import frozen
 from torch import Tensor
 
+from adapters.device.agreement import Agreed, Member, agree, commit
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.proposer import DraftRequest, Proposer
-from adapters.device.sampling import NotFinite, Pick, Picked, Row, Sampler, pick
+from adapters.device.sampling import Picked, Row, Sampler, pick
 from adapters.device.slots import SlotState, clipped
-from adapters.device.tree import Tree, chain
-from adapters.models.shard import Kept, Segment, Shard, Step
+from adapters.device.tree import chain
+from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
-from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, RequestId
+from effects.decode import RunDecode
+from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 
@@ -41,31 +41,8 @@ REAL_ROWS = 16  # up to here `fast` runs real row counts: padding costs most the
 
 # Carries out one effect on the lane; raises torch.OutOfMemoryError where that is what happened.
 Handler: TypeAlias = Callable[[RequestId, Any], Outcome]
-
-
-@frozen(eq=False)
-class Member:
-    """One request's part in a batched decode step: its last token and what may follow."""
-
-    index: int  # in the launch
-    slot: int
-    state: SlotState
-    tree: Tree
-
-    @property
-    def rows(self) -> list[Row]:
-        """Each picks the token after one that is fed, presuming the proposals up to there."""
-        first = self.state.valid + 1
-        return [Row(self.state.sampler, first + len(path), path) for path in self.tree.paths()]
-
-
-@frozen
-class Agreed:
-    """What a member's decode step comes to. path: the nodes that stay, from 0 on."""
-
-    path: tuple[int, ...]
-    picks: tuple[Pick, ...]
-    accepted: int  # how many of the picks were proposed
+# Keeps the positional state that a slot has behind so many rows; on the lane. Where it cannot, it says so in the log.
+KeepState: TypeAlias = Callable[[RequestId, SlotId, int], object]
 
 
 def row_counts(buckets: Sequence[int], *, fast: bool) -> tuple[int, ...]:
@@ -95,6 +72,7 @@ class DeviceExecutor:
         self._buckets = row_counts(buckets, fast=fast)
         self._chunk = max(buckets)
         self._proposer = proposer
+        self._keep_state: KeepState | None = None
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
         self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._flying: set[RequestId] = set()
@@ -109,6 +87,10 @@ class DeviceExecutor:
     def proposed_to(self, proposer: Proposer) -> None:
         """From now on, this proposes; before the first launch."""
         self._proposer = proposer
+
+    def checkpointed_by(self, keep: KeepState) -> None:
+        """From now on, this keeps the state where a prefill is told to; before the first launch."""
+        self._keep_state = keep
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why."""
@@ -195,6 +177,8 @@ class DeviceExecutor:
             origin = self._slots.get(source)
             if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):
                 raise ValueError(f"slot {source} does not hold the first {keep} tokens of the prompt")
+            if self._shard.state_specs and origin.valid != keep:
+                raise ValueError(f"slot {source} has its state at {origin.valid}; nothing continues from {keep}")
             if self._proposer is not None:
                 self._proposer.catch_up(source)
             state.context = clipped(origin.context, keep)
@@ -241,11 +225,13 @@ class DeviceExecutor:
         started = time.perf_counter_ns()
         step = Step((Segment(effect.slot, start, stop - start),), self._bucket(stop - start), rows_only=True)
         forward = self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
-        if self._proposer is not None:
-            self._proposer.follow(step, forward.aux_hidden_states, [stop - start], [state])
+        self._follow(step, forward, [stop - start], [state])
         self._shard.synchronize()  # or the host would run ahead of what it acknowledges
         state.advance(stop)
-        return PrefillAdvanced(stop, time.perf_counter_ns() - started)
+        took = time.perf_counter_ns() - started
+        if effect.checkpoint and self._keep_state is not None:
+            self._keep_state(request, effect.slot, stop)
+        return PrefillAdvanced(stop, took)
 
     def _decode_steps(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)
@@ -315,9 +301,19 @@ class DeviceExecutor:
             for member, one in zip(members, found, strict=True)
         ]
         self._shard.commit(step, kept)
-        if self._proposer is not None:
-            self._proposer.follow(step, forward.aux_hidden_states, kept, [member.state for member in members])
+        self._follow(step, forward, kept, [member.state for member in members])
         return found
+
+    def _follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:
+        """What the target did has happened, and moved its state, whether or not a draft finds memory to follow."""
+        if self._proposer is None:
+            return
+        try:
+            self._proposer.follow(step, forward.aux_hidden_states, kept, states)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            log.warning("the draft does not follow: %s", error)
 
     def _picked(self, logits: Tensor, rows: Sequence[Row]) -> Callable[[int], Picked]:
         """What is picked at a row. A GPU picks for all of them at once, a host where somebody asks."""
@@ -330,34 +326,6 @@ class DeviceExecutor:
             if bucket >= rows:
                 return bucket
         raise ValueError(f"{rows} rows are more than the largest bucket, {self._buckets[-1]}")
-
-
-def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agreed | DeviceFailed:
-    """Down the tree along what the target picks: the proposals that it picked too, and its first pick that differs or
-    goes beyond them. Nothing is kept past a token that ends the answer. first: the step's row of node 0.
-    """
-    children = member.tree.children()
-    path, kept = [0], list[Pick]()
-    while True:
-        picked = picked_at(first + path[-1])
-        if isinstance(picked, NotFinite):
-            if not kept:
-                return DeviceFailed("broken", f"slot {member.slot}: {picked.detail}")
-            return Agreed(tuple(path[:-1]), tuple(kept), len(kept))
-        kept.append(picked)
-        child = children.get((path[-1], picked.token))
-        if child is None or picked.token in member.state.stops:
-            return Agreed(tuple(path), tuple(kept), len(kept) - (child is None))
-        path.append(child)
-
-
-def commit(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
-    if isinstance(agreed, DeviceFailed):
-        return agreed
-    tokens = tuple(picked.token for picked in agreed.picks)
-    member.state.commit(tokens)
-    logprobs = tuple(picked.logprob for picked in agreed.picks if picked.logprob is not None)
-    return Decoded(tokens, member.tree.size, logprobs, ns, agreed.accepted)
 
 
 def abandoned(request: RequestId) -> DeviceFailed:

@@ -148,6 +148,7 @@ class Shard(Protocol):
 
         A step of `rows_only` is settled at once. Any other one is settled by `commit`; without it, none of its rows
         have happened. A shard with recurrent layers refuses trees by name: each node would need a state of its own.
+        Where a forward raises, no slot's state has moved.
         """
         ...
 

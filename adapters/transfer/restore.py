@@ -191,24 +191,29 @@ class Restorer:
         state = self.fences.serving(now.effect.slot, request)
         if isinstance(state, DeviceFailed):
             return StoreFailed(state.kind, state.detail)
+        for move in now.moves:
+            if move.kind == "state" and (failure := self._put_state(state, now, move)) is not None:
+                return failure
         for move in ready:
             if move.kind == "rows":
                 state.load(*move.span)
             else:
                 state.draft(*move.span)
-        checkpoints = [move for move in now.moves if move.kind == "state"]
-        return self._put_state(state, now, checkpoints[0]) if checkpoints else None
+        return None
 
     def _put_state(self, state: SlotState, now: Restore, move: Move) -> StoreFailed | None:
-        """Behind all rows: a front that is still computed would move it on."""
-        slot, at = now.effect.slot, now.effect.stop
+        """Before the rows count, which are of no use without it. A front that is still computed would move it on."""
+        slot, start = now.effect.slot, now.effect.start
         if move.buffer is None:
             return move.failure or GIVEN_UP
-        if state.valid != at:
-            return StoreFailed("broken", f"slot {slot} has {state.valid} rows: the state at {at} does not go with them")
+        if state.valid != start:
+            return StoreFailed(
+                "broken", f"slot {slot} has {state.valid} rows, not the {start} that a state is to replace"
+            )
         try:
             self.state.put(slot, move.buffer.data)
         except (ValueError, RuntimeError) as error:
+            state.valid = 0  # a part of it may be there: nothing goes on from what was
             return StoreFailed("broken", str(error))
         return None
 

@@ -1,34 +1,42 @@
-"""A model whose state is a recurrence: restored from rows and a checkpoint, it goes on exactly as a cold one does."""
+"""A hybrid target's state through the executor and the store: copied, kept, restored, rolled back, and always exact."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from attrs import define, evolve, field
 
+from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
+from adapters.device.proposer import DraftRequest
 from adapters.device.slots import SlotState
-from adapters.layout import RowSpec, TensorSpec, torch_dtype
+from adapters.device.tree import Tree, chain
+from adapters.layout import RowSpec, torch_dtype
+from adapters.models.shard import Kept, Segment, Step
 from adapters.store.folder import Folder
 from adapters.store.format import Layout
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
+from effects.all import Ask, Launch
+from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed, Tokens
+from effects.job import Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
+from tests.models.recurrent_shard import RecurrentShard
 from tests.store.kit import DRAFT, files, settled
 
-BLOCK_SIZE, CAPACITY, SLOTS = 8, 128, 3
-ROWS = RowSpec(("layers.0.k", "layers.0.v"), 2, 3, "F32")
-STATE = (TensorSpec("layers.1.conv", "BF16", (2, 3)), TensorSpec("layers.1.state", "F32", (4, 4)))
-LAYOUT = Layout("12" * 16, BLOCK_SIZE, ROWS, DRAFT, STATE)
+BLOCK_SIZE, CAPACITY, SLOTS, BUCKETS = 8, 128, 3, (4, 8, 16)
+LAYOUT = Layout("12" * 16, BLOCK_SIZE, RecurrentShard.row_spec, DRAFT, RecurrentShard.state_specs)
 PROMPT = tuple((5 * n + n // 3) % 61 for n in range(77))
+END = len(PROMPT) - 1
 
 
 def rows(stop: int) -> BlocksRestored:
@@ -37,19 +45,14 @@ def rows(stop: int) -> BlocksRestored:
 
 
 class Caches:
-    """Rows of a draft or a target, `[heads, capacity, width]` a slot."""
+    """A draft's rows behind names, filled as it follows the target; it proposes what it is told to."""
 
     addressed = False
-    state_specs: tuple[TensorSpec, ...] = ()
 
-    def __init__(self, rows: RowSpec) -> None:
-        self.row_spec = rows
-        shape = (SLOTS, rows.heads, CAPACITY, rows.width)
-        self.caches = {name: torch.zeros(shape, dtype=torch_dtype(rows.dtype)) for name in rows.names}
-
-    def fill(self, slot: int, position: int, token: int) -> None:
-        for number, cache in enumerate(self.caches.values()):
-            cache[slot, :, position] = (token * 7 + position + number) % 31
+    def __init__(self, spec: RowSpec) -> None:
+        self.row_spec, self.follows, self.guess = spec, True, dict[int, Sequence[int]]()
+        shape = (SLOTS, spec.heads, CAPACITY, spec.width)
+        self.caches = {name: torch.zeros(shape, dtype=torch_dtype(spec.dtype)) for name in spec.names}
 
     def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         raise AssertionError("rows go by their names")
@@ -61,131 +64,206 @@ class Caches:
         for name, tensor in rows.items():
             self.caches[name][slot, :, start : start + tensor.shape[1]] = tensor
 
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        """Of the answer that is known, from where the slot is."""
+        trees = []
+        for request in requests:
+            so_far = len(request.state.tokens)
+            coming = self.guess.get(request.slot, ())[so_far - END - 1 :]
+            trees.append(chain((request.state.tokens[-1], *coming[: min(request.most, request.depth)])))
+        return trees
 
-class Recurrence(Caches):
-    """A state that every token turns, and a sum over all rows: one wrong bit anywhere changes every later answer."""
+    def follow(self, step: Step, aux: Mapping[int, torch.Tensor], kept: Sequence[Kept], states: list[SlotState]):
+        for segment, keep, state in zip(step.segments, kept, states, strict=True):
+            stop = segment.start + (keep if isinstance(keep, int) else len(keep))
+            if self.follows and stop > segment.start:
+                for number, cache in enumerate(self.caches.values()):
+                    cache[segment.slot, :, segment.start : stop] = aux[0][0, number]
+                state.draft(segment.start, stop)
 
-    state_specs = STATE
+    def catch_up(self, slot: int) -> None:
+        """It is never late."""
 
-    def __init__(self) -> None:
-        super().__init__(ROWS)
-        self.states = {spec.name: torch.zeros(SLOTS, *spec.shape, dtype=torch_dtype(spec.dtype)) for spec in STATE}
-
-    def reset(self, slot: int) -> None:
-        for state in self.states.values():
-            state[slot] = 0
-
-    def feed(self, slot: int, position: int, token: int) -> None:
-        self.fill(slot, position, token)
-        for number, state in enumerate(self.states.values()):
-            state[slot] = (state[slot] * 3 + token + number).remainder(101)
-
-    def next(self, slot: int, length: int) -> int:
-        total = sum(float(cache[slot, :, :length].double().sum()) for cache in self.caches.values())
-        return int(total + sum(float(state[slot].double().sum()) for state in self.states.values())) % 61
-
-    def export_state(self, slot: int) -> Mapping[str, torch.Tensor]:
-        return {name: state[slot].clone() for name, state in self.states.items()}
-
-    def import_state(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            self.states[name][slot] = tensor
+    def opened(self, source: int, target: int, state: SlotState) -> None:
+        state.context = ()
 
 
 @define
 class Bench:
-    store: Store
-    lane: DeviceLane
-    shard: Recurrence = field(factory=Recurrence)
-    draft: Caches = field(factory=lambda: Caches(DRAFT.rows))
-    slots: dict[int, SlotState] = field(factory=dict[int, SlotState])
-    moving: Transfer = field(init=False)
+    executor: DeviceExecutor
+    moving: Transfer
+    shard: RecurrentShard
+    draft: Caches
+    store: Store = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.moving = transfer(self.store, (self.shard,), self.lane, self.serving, draft=self.draft)  # type: ignore[arg-type]
+        self.store = self.moving.store
 
-    def serving(self, slot: int, request: RequestId) -> SlotState | DeviceFailed:
-        state = self.slots[slot]
-        return state if state.request == request else DeviceFailed("broken", "somebody else's")
+    async def one(self, request: int, effect: object):
+        (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))
+        return evolve(outcome, ns=0) if hasattr(outcome, "ns") else outcome
 
-    def open(self, request: int, slot: int, prompt: Tokens = PROMPT) -> None:
-        self.slots[slot] = SlotState(RequestId(request), list(prompt), 0, sampler=None)  # type: ignore[arg-type]
-        self.shard.reset(slot)
+    def open(self, request: int, slot: int, prompt: Tokens = PROMPT, source: int | None = None, keep: int = 0) -> None:
+        start = SlotId(slot if source is None else source)
+        self.executor.open(RequestId(request), OpenSlot(SlotId(slot), start, keep, prompt, Sampling(logprobs=2)))
 
-    async def compute(self, slot: int, stop: int, checkpoints: tuple[int, ...] = (), drafted: bool = True) -> None:
-        """Every row up to `stop`, a checkpoint kept at each of `checkpoints`."""
-        state = self.slots[slot]
+    async def prefill(
+        self, request: int, slot: int, start: int = 0, stop: int = END, checkpoints: Sequence[int] = ()
+    ) -> None:
+        while start < stop:
+            end = min([start + max(BUCKETS), stop, *(at for at in checkpoints if at > start)])
+            effect = RunPrefill(SlotId(slot), start, end, checkpoint=end in checkpoints)
+            assert await self.one(request, effect) == PrefillAdvanced(end)
+            start = end
 
-        def work() -> None:
-            while (at := state.valid) < stop:
-                self.shard.feed(slot, at, state.tokens[at])
-                if drafted:
-                    self.draft.fill(slot, at, state.tokens[at])
-                    state.draft(at, at + 1)
-                state.advance(at + 1)
-                if at + 1 in checkpoints:
-                    assert self.moving.saver.checkpoint(state.request, SlotId(slot), at + 1)
+    async def decode(self, request: int, slot: int, tokens: Tokens, count: int = 8, propose: int = 0) -> list[Decoded]:
+        """From the last of `tokens` on, until there are `count` more."""
+        done, position, last = list[Decoded](), len(tokens) - 1, tokens[-1]
+        while sum(len(one.tokens) for one in done) < count:
+            done.append(await self.one(request, RunDecode(SlotId(slot), position, last, propose)))
+            position, last = position + len(done[-1].tokens), done[-1].tokens[-1]
+        return done
 
-        await self.lane.run(work)
+    async def cold(self, prompt: Tokens = PROMPT, count: int = 8) -> list[Decoded]:
+        """On a shard of its own, row by row: nothing is kept, shared or proposed."""
+        lane = DeviceLane()
+        alone = DeviceExecutor(RecurrentShard(1, CAPACITY, (1,)), (1,), lane=lane)
+        bench = Bench(alone, self.moving, self.shard, self.draft)
+        bench.open(1, 0, prompt)
+        for at in range(len(prompt) - 1):
+            assert await bench.one(1, RunPrefill(SlotId(0), at, at + 1)) == PrefillAdvanced(at + 1)
+        found = await bench.decode(1, 0, prompt, count)
+        assert alone.close()
+        return found
 
-    async def answer(self, slot: int, count: int = 5) -> list[int]:
-        state, answer = self.slots[slot], list[int]()
-        await self.compute(slot, len(state.tokens))
-        for _ in range(count):
-            answer.append(self.shard.next(slot, state.valid))
-            state.tokens.append(answer[-1])
-            await self.compute(slot, len(state.tokens))
-        return answer
-
-    async def kept(self, checkpoints: tuple[int, ...] = (32, 72), drafted: bool = True) -> list[int]:
-        """The prompt computed in slot 0 as request 1, and kept; its answer."""
+    async def kept(self, checkpoints: Sequence[int] = (32, 72), *, drafted: bool = True) -> None:
+        """The prompt computed in slot 0 as request 1, and kept."""
+        self.draft.follows = drafted
         self.open(1, 0)
-        await self.compute(0, 72, checkpoints, drafted)
-        effect = SaveSnapshot(SlotId(0), PROMPT[:72])
-        saved = await self.lane.run(lambda: self.moving.saver.save(RequestId(1), effect))
-        assert isinstance(saved, SnapshotSaved)
+        await self.prefill(1, 0, checkpoints=checkpoints)
+        assert isinstance(await self.one(1, SaveSnapshot(SlotId(0), PROMPT[:72])), SnapshotSaved)
         settled(self.store)
-        return await self.answer(0)
+        self.draft.follows = True
 
-    async def restored(self, request: int, slot: int, prompt: Tokens = PROMPT) -> PrefixFound | PrefixMissed | object:
+    async def restored(self, request: int, slot: int, prompt: Tokens = PROMPT) -> object:
         self.open(request, slot, prompt)
         found = await self.moving.lookup.find(RequestId(request), FindPrefix(prompt, 0))
         if isinstance(found, PrefixMissed):
             return found
         assert isinstance(found, PrefixFound)
-        outcome = await self.moving.restorer.restore(
-            RequestId(request), RestoreBlocks(found.lease, SlotId(slot), 0, found.length)
-        )
+        effect = RestoreBlocks(found.lease, SlotId(slot), 0, found.length)
+        outcome = await self.moving.restorer.restore(RequestId(request), effect)
         return evolve(outcome, ns=0, bytes=0) if isinstance(outcome, BlocksRestored) else outcome
+
+    async def goes_on(self, request: int, slot: int, start: int, prompt: Tokens = PROMPT) -> list[Decoded]:
+        await self.prefill(request, slot, start, len(prompt) - 1)
+        return await self.decode(request, slot, prompt)
+
+    def state(self, slot: int) -> SlotState | DeviceFailed:
+        (state,) = [one for number, one in self.executor._slots.items() if number == slot]  # noqa: SLF001
+        return state
+
+
+def made(folder: Path, host: int) -> Bench:
+    lane, lock, shard, draft = (
+        DeviceLane(),
+        threading.RLock(),
+        RecurrentShard(SLOTS, CAPACITY, BUCKETS),
+        Caches(DRAFT.rows),
+    )
+    disk = open_disk(LAYOUT, Folder.open(folder), lock, budget=1 << 30)
+    store = Store(LAYOUT, index(LAYOUT, host), disk, lock)
+    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=draft)
+    moving = transfer(store, (shard,), lane, executor.serving, draft=draft)
+    executor.handle(SaveSnapshot, moving.saver.save)
+    executor.checkpointed_by(moving.saver.checkpoint)
+    return Bench(executor, moving, shard, draft)
+
+
+def ended(bench: Bench) -> None:
+    assert bench.store.figures()["leases"] == 0
+    assert bench.executor.close()
+    bench.moving.close()
 
 
 @pytest.fixture(params=["host", "disk"])
 async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
-    lane, lock = DeviceLane(), threading.RLock()
-    disk = open_disk(LAYOUT, Folder.open(tmp_path / "kv"), lock, budget=1 << 30)
-    store = Store(LAYOUT, index(LAYOUT, 1 << 30 if request.param == "host" else 0), disk, lock)
-    yield Bench(store, lane)
-    assert store.figures()["leases"] == 0
-    assert lane.close()
-    assert store.close()
+    found = made(tmp_path / "kv", 1 << 30 if request.param == "host" else 0)
+    yield found
+    ended(found)
+
+
+async def test_chunks_and_rows_one_by_one_come_to_the_same(bench: Bench) -> None:
+    bench.open(1, 0)
+    assert await bench.goes_on(1, 0, 0) == await bench.cold()
 
 
 async def test_a_restored_state_goes_on_as_a_cold_one(bench: Bench) -> None:
-    cold = await bench.kept()
+    await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.slots[1].drafted == (0, 72)
+    assert bench.state(1).drafted == (0, 72)
     drafted, truth = bench.draft.export_rows(1, 0, 72), bench.draft.export_rows(0, 0, 72)
     assert all(torch.equal(drafted[name], truth[name]) for name in truth)
-    assert await bench.answer(1) == cold
+    assert await bench.goes_on(2, 1, 72) == await bench.cold()
+
+
+async def test_a_new_process_goes_on_from_what_an_earlier_one_kept(tmp_path: Path) -> None:
+    first = made(tmp_path / "kv", 0)
+    await first.kept()
+    ended(first)
+    second = made(tmp_path / "kv", 0)
+    assert await second.restored(1, 2) == rows(72)
+    assert await second.goes_on(1, 2, 72) == await second.cold()
+    ended(second)
+
+
+async def test_a_slot_is_used_again_without_the_state_of_before(bench: Bench) -> None:
+    other = PROMPT[::-1]
+    bench.open(1, 0, other)
+    await bench.goes_on(1, 0, 0, other)
+    bench.open(2, 0)
+    assert await bench.goes_on(2, 0, 0) == await bench.cold()
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+async def test_a_sequence_is_continued_in_place_or_copied_with_its_state(bench: Bench, slot: int) -> None:
+    bench.open(1, 0, PROMPT[:41])
+    await bench.prefill(1, 0, 0, 40)
+    bench.open(2, slot, PROMPT, source=0, keep=40)
+    assert await bench.goes_on(2, slot, 40) == await bench.cold()
+
+
+async def test_nothing_is_continued_from_where_the_state_is_not(bench: Bench) -> None:
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    bench.open(2, 1, PROMPT, source=0, keep=40)
+    outcome = await bench.one(2, RunPrefill(SlotId(1), 40, 48))
+    assert outcome == DeviceFailed(
+        "broken", "slot 1 could not be opened: slot 0 has its state at 76; nothing continues from 40"
+    )
+
+
+@pytest.mark.parametrize("wrong", [range(0), range(0, 20, 3), range(0, 20, 2), range(20)])
+async def test_proposals_that_are_rolled_back_leave_the_state_of_plain_decoding(bench: Bench, wrong: range) -> None:
+    cold = await bench.cold(count=20)
+    answer = [token for one in cold for token in one.tokens]
+    bench.draft.guess[0] = [token + 1 if at in wrong else token for at, token in enumerate(answer)]
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    found = await bench.decode(1, 0, PROMPT, 12, propose=5)
+    assert sum(one.proposed for one in found) > 0
+    assert [token for one in found for token in one.tokens][:12] == answer[:12]
+    tokens = (*PROMPT, *(token for one in found for token in one.tokens))
+    bench.open(2, 1, (*tokens, 7), source=0, keep=len(tokens) - 1)
+    continued = await bench.goes_on(2, 1, len(tokens) - 1, (*tokens, 7))
+    assert continued == await bench.cold((*tokens, 7)), "what stays in the slot is the state of what was kept"
 
 
 async def test_a_prompt_that_goes_another_way_continues_from_the_checkpoint_before(bench: Bench) -> None:
     await bench.kept()
     other = (*PROMPT[:60], *PROMPT[:20])
     assert await bench.restored(2, 1, other) == rows(32)
-    warm = await bench.answer(1)
-    bench.open(3, 2, other)
-    assert await bench.answer(2) == warm
+    assert await bench.goes_on(2, 1, 32, other) == await bench.cold(other)
 
 
 async def test_rows_without_a_checkpoint_are_no_hit(bench: Bench) -> None:
@@ -194,17 +272,17 @@ async def test_rows_without_a_checkpoint_are_no_hit(bench: Bench) -> None:
 
 
 async def test_rows_that_the_draft_did_not_see_stay_without(bench: Bench) -> None:
-    cold = await bench.kept(drafted=False)
+    await bench.kept(drafted=False)
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.slots[1].drafted == (72, 72)
-    assert await bench.answer(1) == cold
+    assert bench.state(1).drafted == (72, 72)
+    assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
 
 async def test_a_drafts_rows_may_be_kept_later(bench: Bench) -> None:
     await bench.kept(drafted=False)
     await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.slots[1].drafted == (0, 72)
+    assert bench.state(1).drafted == (0, 72)
 
 
 def spoil(folder: Path, store: Store, kind: str) -> None:
@@ -217,27 +295,27 @@ def spoil(folder: Path, store: Store, kind: str) -> None:
 
 
 async def test_a_damaged_checkpoint_is_a_miss_and_then_the_one_before_is_found(bench: Bench, tmp_path: Path) -> None:
-    cold = await bench.kept()
+    await bench.kept()
     bench.store.host.budget = 0
     bench.store.release(bench.store.find(PROMPT, 0)[0])  # what memory held is gone
     spoil(tmp_path / "kv", bench.store, "state")
     outcome = await bench.restored(2, 1)
     assert isinstance(outcome, StoreFailed)
     assert outcome.kind == "broken"
-    bench.open(2, 1)
-    assert await bench.answer(1) == cold
+    cold = await bench.cold()
+    assert await bench.goes_on(2, 1, 0) == cold
     assert await bench.restored(3, 2) == rows(32)
-    assert await bench.answer(2) == cold
+    assert await bench.goes_on(3, 2, 32) == cold
 
 
 async def test_damaged_draft_rows_cost_the_draft_only(bench: Bench, tmp_path: Path) -> None:
-    cold = await bench.kept()
+    await bench.kept()
     bench.store.host.budget = 0
     bench.store.release(bench.store.find(PROMPT, 0)[0])
     spoil(tmp_path / "kv", bench.store, "draft")
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.slots[1].drafted == (72, 72)
-    assert await bench.answer(1) == cold
+    assert bench.state(1).drafted == (72, 72)
+    assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
 
 async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: Bench) -> None:
@@ -253,11 +331,75 @@ async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: Bench
 
 async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: Bench) -> None:
     bench.open(1, 0)
-    await bench.compute(0, 20)
+    await bench.prefill(1, 0, 0, 20)
 
     def ask(request: int, at: int) -> bool:
         return bench.moving.saver.checkpoint(RequestId(request), SlotId(0), at)
 
     for request, at in ((1, 16), (1, 20), (1, 0), (2, 16)):
-        assert not await bench.lane.run(lambda request=request, at=at: ask(request, at))
+        assert not await bench.moving.restorer.lane.run(lambda request=request, at=at: ask(request, at))
     assert not bench.store.host.entries
+
+
+async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(size: int) -> None:
+        raise MemoryError(f"{size} bytes of host memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.store.memory.__class__, "take", lambda _, size: full(size))
+        bench.open(1, 0)
+        await bench.prefill(1, 0, checkpoints=(32,))
+    assert not bench.store.host.entries
+    assert await bench.decode(1, 0, PROMPT) == await bench.cold()
+
+
+async def test_a_state_that_cannot_be_put_back_leaves_nothing_to_go_on_from(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of it may be there already, so the state of before is gone as well."""
+    await bench.kept()
+    bench.open(2, 1)
+    await bench.prefill(2, 1, 0, 16)
+    found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 16))
+
+    def half(shard: RecurrentShard, slot: int, state: Mapping[str, torch.Tensor]) -> None:
+        shard.states[slot] = None
+        raise ValueError("only half of it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecurrentShard, "import_state", half)
+        outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 16, 72))
+    assert outcome == StoreFailed("broken", "only half of it")
+    assert (await bench.one(2, RunPrefill(SlotId(1), 16, 32))).kind == "broken"
+    bench.open(3, 1)
+    assert await bench.goes_on(3, 1, 0) == await bench.cold()
+
+
+async def test_what_is_on_the_device_goes_on_with_a_state_that_is_kept(bench: Bench) -> None:
+    await bench.kept()
+    bench.open(2, 1)
+    await bench.prefill(2, 1, 0, 16)
+    found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 16))
+    outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 16, 72))
+    assert (outcome.start, outcome.stop) == (16, 72)
+    assert await bench.goes_on(2, 1, 72) == await bench.cold()
+
+
+async def test_a_draft_without_memory_does_not_undo_what_the_target_did(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for what the draft would have to remember")
+
+    monkeypatch.setattr(bench.draft, "follow", full)
+    bench.open(1, 0)
+    assert await bench.goes_on(1, 0, 0) == await bench.cold()
+
+
+async def test_a_tree_is_refused_by_name() -> None:
+    shard = RecurrentShard(1, CAPACITY, BUCKETS)
+    tree = Step((Segment(0, 0, 2), Segment(0, 1, 1)), 4)
+    with pytest.raises(ValueError, match="a tree: each of its nodes would need a recurrent state"):
+        shard.forward(tree, torch.tensor([1, 2, 3]))

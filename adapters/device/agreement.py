@@ -1,0 +1,66 @@
+"""How far a target agrees with what was proposed: what each member of a batched decode step keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import frozen
+
+from adapters.device.sampling import NotFinite, Pick, Picked, Row
+from adapters.device.slots import SlotState
+from adapters.device.tree import Tree
+from effects.decode import Decoded
+from effects.ids import DeviceFailed
+
+
+@frozen(eq=False)
+class Member:
+    """One request's part in a batched decode step: its last token and what may follow."""
+
+    index: int  # in the launch
+    slot: int
+    state: SlotState
+    tree: Tree
+
+    @property
+    def rows(self) -> list[Row]:
+        """Each picks the token after one that is fed, presuming the proposals up to there."""
+        first = self.state.valid + 1
+        return [Row(self.state.sampler, first + len(path), path) for path in self.tree.paths()]
+
+
+@frozen
+class Agreed:
+    """What a member's decode step comes to. path: the nodes that stay, from 0 on."""
+
+    path: tuple[int, ...]
+    picks: tuple[Pick, ...]
+    accepted: int  # how many of the picks were proposed
+
+
+def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agreed | DeviceFailed:
+    """Down the tree along what the target picks: the proposals that it picked too, and its first pick that differs or
+    goes beyond them. Nothing is kept past a token that ends the answer. first: the step's row of node 0.
+    """
+    children = member.tree.children()
+    path, kept = [0], list[Pick]()
+    while True:
+        picked = picked_at(first + path[-1])
+        if isinstance(picked, NotFinite):
+            if not kept:
+                return DeviceFailed("broken", f"slot {member.slot}: {picked.detail}")
+            return Agreed(tuple(path[:-1]), tuple(kept), len(kept))
+        kept.append(picked)
+        child = children.get((path[-1], picked.token))
+        if child is None or picked.token in member.state.stops:
+            return Agreed(tuple(path), tuple(kept), len(kept) - (child is None))
+        path.append(child)
+
+
+def commit(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
+    if isinstance(agreed, DeviceFailed):
+        return agreed
+    tokens = tuple(picked.token for picked in agreed.picks)
+    member.state.commit(tokens)
+    logprobs = tuple(picked.logprob for picked in agreed.picks if picked.logprob is not None)
+    return Decoded(tokens, member.tree.size, logprobs, ns, agreed.accepted)

@@ -1,0 +1,195 @@
+"""A small hybrid target with real arithmetic: a gated delta rule behind a causal convolution, then attention.
+
+The first layer keeps positional state, of two element types, and no rows; the second one rows and no state. Every row
+is computed alone, in the same operations whatever runs beside it, so chunks, batches and proposals cannot change a bit:
+whatever differs from a cold computation is a state or a row that is not the one it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from attrs import define, frozen
+from torch import Tensor
+from torch.nn.functional import normalize, rms_norm, silu, softplus
+
+from adapters.layout import RowSpec, TensorSpec
+from adapters.models.shard import Forward, Kept, NamedTensors, Segment, Step, TargetHead
+
+VOCAB, WIDTH, HEADS, HEAD, TAPS = 97, 32, 2, 8, 4
+MIXED = 3 * HEADS * HEAD  # queries, keys and values of the recurrent layer, convolved together
+
+
+@frozen(eq=False)
+class Moved:
+    """What a row moves the recurrent layer's state by. mixed: not convolved yet, bfloat16."""
+
+    mixed: Tensor
+    beta: Tensor
+    decay: Tensor
+
+
+@frozen(eq=False)
+class State:
+    """Behind some position of a slot. conv: the last inputs of the convolution; memory: `[heads, keys, values]`."""
+
+    conv: Tensor
+    memory: Tensor
+
+
+@define(eq=False)
+class Unsettled:
+    """A step that ran, and waits to be told what stays of it."""
+
+    step: Step
+    before: list[State]
+    moved: list[list[Moved]]
+
+
+class RecurrentShard:
+    layers = range(2)
+    vocab_size = VOCAB
+    addressed = True
+    row_spec = RowSpec(("layers.1.k", "layers.1.v"), HEADS, HEAD, "F32")
+    state_specs = (
+        TensorSpec("layers.0.conv", "BF16", (TAPS - 1, MIXED)),
+        TensorSpec("layers.0.memory", "F32", (HEADS, HEAD, HEAD)),
+    )
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, slots: int = 3, capacity: int = 256, buckets: Sequence[int] = (4, 8, 16, 32)) -> None:
+        self.slots, self.capacity, self.buckets = slots, capacity, tuple(buckets)
+        draw = torch.Generator().manual_seed(11)
+
+        def weight(outputs: int, inputs: int) -> Tensor:
+            return torch.randn(outputs, inputs, generator=draw) / inputs**0.5
+
+        self.embedding, self.output = torch.randn(VOCAB, WIDTH, generator=draw), weight(VOCAB, WIDTH)
+        self.mix, self.taps = weight(MIXED, WIDTH), torch.randn(TAPS, MIXED, generator=draw) / 2
+        self.beta, self.decay, self.gate = weight(HEADS, WIDTH), weight(HEADS, WIDTH), weight(HEADS * HEAD, WIDTH)
+        self.recurrent_out, self.qkv = weight(WIDTH, HEADS * HEAD), weight(3 * HEADS * HEAD, WIDTH)
+        self.attention_out = weight(WIDTH, HEADS * HEAD)
+        self.cache = torch.full((1, 2, slots, HEADS, capacity, HEAD), torch.nan)  # whoever reads too far, sees it
+        self.states: list[State | None] = [None] * slots
+        self.unsettled: Unsettled | None = None
+        self.closed = False
+
+    @property
+    def head(self) -> TargetHead:
+        return TargetHead(self.embedding, self.output)
+
+    # --- forwards ---
+
+    def forward(self, step: Step, inputs: Tensor) -> Forward:
+        """Where it raises, no state has moved."""
+        if step.branches:
+            raise ValueError("a tree: each of its nodes would need a recurrent state of its own")
+        assert step.bucket in self.buckets
+        assert inputs.shape == (step.rows,)
+        hidden, tokens = torch.zeros(step.bucket, WIDTH), iter(inputs.tolist())
+        aux = torch.zeros(step.bucket, WIDTH)
+        now, moved, row = Unsettled(step, [], []), list[State](), 0
+        for segment in step.segments:
+            now.before.append(state := self._before(segment))
+            now.moved.append([])
+            for position in range(segment.start, segment.start + segment.count):
+                residual = self.embedding[next(tokens)]
+                one = self._moved_by(residual)
+                state, added = self._recur(state, one, residual)
+                aux[row] = residual = residual + added
+                hidden[row] = residual + self._attend(segment.slot, position, residual)
+                now.moved[-1].append(one)
+                row += 1
+            moved.append(state)
+        if step.rows_only:
+            for segment, state in zip(step.segments, moved, strict=True):
+                self.states[segment.slot] = state
+        self.unsettled = None if step.rows_only else now
+        return Forward(hidden, {0: aux, 1: hidden})
+
+    def commit(self, step: Step, kept: Sequence[Kept]) -> None:
+        """The state is moved again by the rows that stay, from what was set aside of them."""
+        now, self.unsettled = self.unsettled, None
+        assert now is not None
+        assert step == now.step
+        for segment, before, moved, keep in zip(step.segments, now.before, now.moved, kept, strict=True):
+            state = before
+            for one in moved[: keep if isinstance(keep, int) else len(keep)]:
+                state, _ = self._delta(state, one)
+            self.states[segment.slot] = state
+
+    def logits(self, step: Step, hidden: Tensor) -> Tensor:
+        found = torch.zeros(step.bucket, VOCAB)
+        for row in range(step.rows):
+            found[row] = self.output @ rms_norm(hidden[row], (WIDTH,))
+        return found
+
+    def _before(self, segment: Segment) -> State:
+        state = self.states[segment.slot]
+        if segment.start and state is not None:
+            return state
+        return State(torch.zeros(TAPS - 1, MIXED, dtype=torch.bfloat16), torch.zeros(HEADS, HEAD, HEAD))
+
+    def _moved_by(self, residual: Tensor) -> Moved:
+        x = rms_norm(residual, (WIDTH,))
+        return Moved((self.mix @ x).bfloat16(), (self.beta @ x).sigmoid(), (-softplus(self.decay @ x)).exp())
+
+    def _delta(self, state: State, one: Moved) -> tuple[State, Tensor]:
+        """The state behind the row, and what the row reads from it `[heads, values]`."""
+        window = torch.cat((state.conv, one.mixed.unsqueeze(0)))
+        q, k, v = silu((window.float() * self.taps).sum(0)).view(3, HEADS, HEAD).clone()
+        q, k = normalize(q, dim=-1), normalize(k, dim=-1)
+        memory = state.memory * one.decay.view(HEADS, 1, 1)
+        known = (memory * k.unsqueeze(-1)).sum(1)
+        memory = memory + k.unsqueeze(-1) * (one.beta.unsqueeze(-1) * (v - known)).unsqueeze(1)
+        return State(window[1:].clone(), memory), (memory * q.unsqueeze(-1)).sum(1)
+
+    def _recur(self, state: State, one: Moved, residual: Tensor) -> tuple[State, Tensor]:
+        state, read = self._delta(state, one)
+        gate = silu(self.gate @ rms_norm(residual, (WIDTH,)))
+        return state, self.recurrent_out @ (rms_norm(read, (HEAD,)).flatten() * gate)
+
+    def _attend(self, slot: int, position: int, residual: Tensor) -> Tensor:
+        q, k, v = (self.qkv @ rms_norm(residual, (WIDTH,))).view(3, HEADS, HEAD)
+        self.cache[0, 0, slot, :, position], self.cache[0, 1, slot, :, position] = k, v
+        keys, values = self.cache[0, :, slot, :, : position + 1].clone()
+        weights = ((keys * q.unsqueeze(1)).sum(-1) / HEAD**0.5).softmax(-1)
+        return self.attention_out @ (weights.unsqueeze(-1) * values).sum(1).flatten()
+
+    # --- what a slot keeps ---
+
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        self.cache[:, :, target, :, :count] = self.cache[:, :, source, :, :count]
+        self.states[target] = self.states[source]
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+        return self.cache[:, :, slot, :, start:stop]
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
+        return dict(zip(self.row_spec.names, self.rows(slot, start, stop)[0].clone(), strict=True))
+
+    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
+        for cache, name in zip(self.cache[0], self.row_spec.names, strict=True):
+            cache[slot, :, start : start + rows[name].shape[1]] = rows[name]
+
+    def export_state(self, slot: int) -> NamedTensors:
+        state = self.states[slot]
+        assert state is not None, "nothing was computed here"
+        return {"layers.0.conv": state.conv, "layers.0.memory": state.memory}
+
+    def import_state(self, slot: int, state: NamedTensors) -> None:
+        for spec in self.state_specs:
+            if state[spec.name].shape != spec.shape:
+                raise ValueError(f"{spec.name}: {list(state[spec.name].shape)}, not {list(spec.shape)}")
+        self.states[slot] = State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone())
+
+    def synchronize(self) -> None:
+        """Nothing runs ahead here."""
+
+    def memory(self) -> Mapping[str, int]:
+        kept = sum(spec.nbytes for spec in self.state_specs) * self.slots
+        return {"weights": 0, "kv": self.cache.nbytes + kept, "buffers": 0}
+
+    def close(self) -> None:
+        self.closed = True
