@@ -1,0 +1,168 @@
+"""A hybrid target served by the whole engine: every way that its state can come about gives a cold one's tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import anyio
+import torch
+from attrs import define, evolve, field
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.device.proposer import DraftRequest
+from adapters.device.slots import SlotState
+from adapters.device.tree import Tree, chain
+from adapters.models.shard import Kept, Step
+from adapters.store.format import Layout
+from adapters.store.opening import open_store
+from adapters.transfer.transfer import transfer
+from benchmarks.exactness import Answered, answered
+from effects.draft import DraftUnparked, UnparkDraft
+from effects.ids import Tokens
+from effects.job import Job, Sampling
+from effects.scope import Scope
+from effects.snapshot import SaveSnapshot
+from engine.assemble import Engine, engine
+from states.settings import Settings
+from tests.models.recurrent_shard import VOCAB, RecurrentShard
+from tests.store.kit import settled
+
+CHUNK, BUCKETS = 32, (4, 8, 16, 32)
+SETTINGS = Settings(
+    slots=2, max_context=256, chunk=CHUNK, block_size=16, batch_rows=32, store=True, stateful=True, interval=48
+)
+SAMPLED = Sampling(temperature=0.9, seed=5)
+
+
+@define(eq=False)
+class Guesses:
+    """Proposes what is known to come, one token in four of it wrong."""
+
+    known: Sequence[Tokens]
+    errors: random.Random = field(factory=partial(random.Random, 3))
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        trees = []
+        for request in requests:
+            so_far = tuple(request.state.tokens)
+            coming = next((one[len(so_far) :] for one in self.known if one[: len(so_far)] == so_far), ())
+            guess = coming[: min(request.most, request.depth)]
+            trees.append(chain((so_far[-1], *(token if self.errors.random() < 0.75 else 3 for token in guess))))
+        return trees
+
+    def follow(self, step: Step, aux: Mapping[int, torch.Tensor], kept: Sequence[Kept], states: object) -> None: ...
+
+    def catch_up(self, slot: int) -> None: ...
+
+    def opened(self, source: int, target: int, state: SlotState) -> None: ...
+
+
+@asynccontextmanager
+async def process(
+    folder: Path, host: int = 0, known: Sequence[Tokens] = (), **changes: object
+) -> AsyncIterator[Engine]:
+    """From its start to its end; what it kept is in the folder."""
+    lane, shard = DeviceLane(), RecurrentShard(SETTINGS.slots, SETTINGS.max_context, BUCKETS)
+    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Guesses(known) if known else None)
+    executor.handle(UnparkDraft, lambda *_: DraftUnparked())
+    store = open_store(
+        Layout("34" * 16, SETTINGS.block_size, shard.row_spec, state=shard.state_specs),
+        folder,
+        host_bytes=host,
+        disk_bytes=1 << 30,
+    )
+    assert store is not None
+    moving = transfer(store, (shard,), lane, executor.serving)
+    executor.handle(SaveSnapshot, moving.saver.save)
+    executor.checkpointed_by(moving.saver.checkpoint)
+    settings = evolve(SETTINGS, block=7 if known else 0, **changes)
+    async with engine(settings, executor, transfer=moving, facts={}, paranoid=True) as running:
+        yield running
+        await anyio.to_thread.run_sync(settled, store)
+    assert store.figures()["leases"] == 0
+    assert executor.close()
+    moving.close()
+
+
+async def cold(tmp_path: Path, job: Job) -> Tokens:
+    """Alone in a process that keeps nothing, row by row."""
+    async with process(tmp_path / "none", chunk=1, block_size=1, store=False) as running:
+        return (await answered(running, evolve(job, scope=Scope("off")))).tokens
+
+
+async def told(running: Engine, job: Job) -> tuple[Tokens, tuple[str, int]]:
+    """And gone: while a slot is busy, nobody continues from a state that may move on."""
+    found = await answered(running, job)
+    while running.runner.world.requests:  # noqa: ASYNC110 - nobody else is told
+        await anyio.sleep(0.001)
+    assert found.report is not None
+    return found.tokens, (found.report.tier, found.report.restored_tokens)
+
+
+def prompt(seed: int, length: int) -> Tokens:
+    return tuple(random.Random(seed).choices(range(4, VOCAB), k=length))
+
+
+async def test_every_way_to_a_state_gives_the_tokens_of_a_cold_one(tmp_path: Path) -> None:
+    first = Job(prompt(1, 100), 9, sampling=SAMPLED)
+    others = [Job(prompt(seed, 40), 4) for seed in (2, 3)]
+    answers = {id(job): await cold(tmp_path, job) for job in (first, *others)}
+    turn = Job((*first.prompt, *answers[id(first)], *prompt(4, 30)), 9)
+    answers[id(turn)] = await cold(tmp_path, turn)
+    branch = Job((*first.prompt[:60], *prompt(5, 30)), 9)
+    answers[id(branch)] = await cold(tmp_path, branch)
+    for host, tier in ((1 << 30, "host"), (0, "disk")):
+        folder = tmp_path / tier
+        async with process(folder, host) as running:
+
+            async def asked(job: Job, running: Engine = running) -> tuple[str, int]:
+                tokens, restored = await told(running, job)
+                assert tokens == answers[id(job)]
+                return restored
+
+            assert await asked(first) == ("none", 0)
+            assert await asked(turn) == ("device", 108), "the slot goes on where the answer ended"
+            for other in others:
+                await asked(other)
+            place, rows = await asked(turn)
+            assert (place, rows) == (tier, 128), "both slots serve others now"
+            assert await asked(branch) == (tier, 48), "from the last checkpoint that both share"
+        async with process(folder, host) as running:
+            assert await asked(turn, running) == ("disk", 128), "a new process"
+            assert (await asked(branch, running))[1] == 80, "its own checkpoint"
+
+
+async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path) -> None:
+    job = Job(prompt(1, 70), 60)
+    plain = await cold(tmp_path, job)
+    known = (*job.prompt, *plain)
+    async with process(tmp_path / "kv", known=[known]) as running:
+        found = await answered(running, job)
+        await told(running, Job(prompt(9, 5), 1))
+        assert found.tokens == plain
+        assert found.report is not None
+        assert found.report.proposed > found.report.accepted > 10, "some were taken back"
+        turn = Job((*known, *prompt(2, 20)), 8)
+        tokens, restored = await told(running, turn)
+        assert restored == ("device", len(known) - 1)
+        assert tokens == await cold(tmp_path, turn)
+
+
+async def test_streams_side_by_side_each_have_their_own_state(tmp_path: Path) -> None:
+    jobs = [Job(prompt(seed, 30 + 7 * seed), 12) for seed in range(6)]
+    alone = [await cold(tmp_path, job) for job in jobs]
+    found = [Answered()] * len(jobs)
+    async with process(tmp_path / "kv") as running:
+
+        async def one(number: int) -> None:
+            found[number] = await answered(running, jobs[number])
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(len(jobs)):
+                tasks.start_soon(one, number)
+    assert [one.tokens for one in found] == alone
