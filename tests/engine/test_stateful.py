@@ -20,6 +20,7 @@ from adapters.device.tree import Tree, chain
 from adapters.models.shard import Kept, Step
 from adapters.store.format import Layout
 from adapters.store.opening import open_store
+from adapters.store.store import Store
 from adapters.transfer.transfer import transfer
 from benchmarks.exactness import Answered, answered
 from effects.draft import DraftUnparked, UnparkDraft
@@ -62,10 +63,25 @@ class Guesses:
     def opened(self, source: int, target: int, state: SlotState) -> None: ...
 
 
+@define
+class Process:
+    engine: Engine
+    store: Store
+
+    async def told(self, job: Job) -> tuple[Tokens, tuple[str, int]]:
+        """And gone, and written: while a slot is busy, nobody continues from a state that may move on."""
+        found = await answered(self.engine, job)
+        while self.engine.runner.world.requests:  # noqa: ASYNC110 - nobody else is told
+            await anyio.sleep(0.001)
+        await anyio.to_thread.run_sync(settled, self.store)
+        assert found.report is not None
+        return found.tokens, (found.report.tier, found.report.restored_tokens)
+
+
 @asynccontextmanager
 async def process(
     folder: Path, host: int = 0, known: Sequence[Tokens] = (), **changes: object
-) -> AsyncIterator[Engine]:
+) -> AsyncIterator[Process]:
     """From its start to its end; what it kept is in the folder."""
     lane, shard = DeviceLane(), RecurrentShard(SETTINGS.slots, SETTINGS.max_context, BUCKETS)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Guesses(known) if known else None)
@@ -82,7 +98,7 @@ async def process(
     executor.checkpointed_by(moving.saver.checkpoint)
     settings = evolve(SETTINGS, block=7 if known else 0, **changes)
     async with engine(settings, executor, transfer=moving, facts={}, paranoid=True) as running:
-        yield running
+        yield Process(running, store)
         await anyio.to_thread.run_sync(settled, store)
     assert store.figures()["leases"] == 0
     assert executor.close()
@@ -92,16 +108,7 @@ async def process(
 async def cold(tmp_path: Path, job: Job) -> Tokens:
     """Alone in a process that keeps nothing, row by row."""
     async with process(tmp_path / "none", chunk=1, block_size=1, store=False) as running:
-        return (await answered(running, evolve(job, scope=Scope("off")))).tokens
-
-
-async def told(running: Engine, job: Job) -> tuple[Tokens, tuple[str, int]]:
-    """And gone: while a slot is busy, nobody continues from a state that may move on."""
-    found = await answered(running, job)
-    while running.runner.world.requests:  # noqa: ASYNC110 - nobody else is told
-        await anyio.sleep(0.001)
-    assert found.report is not None
-    return found.tokens, (found.report.tier, found.report.restored_tokens)
+        return (await running.told(evolve(job, scope=Scope("off"))))[0]
 
 
 def prompt(seed: int, length: int) -> Tokens:
@@ -120,8 +127,8 @@ async def test_every_way_to_a_state_gives_the_tokens_of_a_cold_one(tmp_path: Pat
         folder = tmp_path / tier
         async with process(folder, host) as running:
 
-            async def asked(job: Job, running: Engine = running) -> tuple[str, int]:
-                tokens, restored = await told(running, job)
+            async def asked(job: Job, running: Process = running) -> tuple[str, int]:
+                tokens, restored = await running.told(job)
                 assert tokens == answers[id(job)]
                 return restored
 
@@ -142,13 +149,13 @@ async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path) -
     plain = await cold(tmp_path, job)
     known = (*job.prompt, *plain)
     async with process(tmp_path / "kv", known=[known]) as running:
-        found = await answered(running, job)
-        await told(running, Job(prompt(9, 5), 1))
+        found = await answered(running.engine, job)
+        await running.told(Job(prompt(9, 5), 1))  # both are done
         assert found.tokens == plain
         assert found.report is not None
         assert found.report.proposed > found.report.accepted > 10, "some were taken back"
         turn = Job((*known, *prompt(2, 20)), 8)
-        tokens, restored = await told(running, turn)
+        tokens, restored = await running.told(turn)
         assert restored == ("device", len(known) - 1)
         assert tokens == await cold(tmp_path, turn)
 
@@ -160,7 +167,7 @@ async def test_streams_side_by_side_each_have_their_own_state(tmp_path: Path) ->
     async with process(tmp_path / "kv") as running:
 
         async def one(number: int) -> None:
-            found[number] = await answered(running, jobs[number])
+            found[number] = await answered(running.engine, jobs[number])
 
         async with anyio.create_task_group() as tasks:
             for number in range(len(jobs)):
