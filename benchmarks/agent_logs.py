@@ -21,7 +21,7 @@ from effects.scope import Scope, parse
 from engine.simulation.costs import Costs
 from engine.simulation.logs.read import read_logs
 from engine.simulation.logs.requests import Session
-from engine.simulation.run import Run, Setup, fitted
+from engine.simulation.run import Setup, Simulation, fitted
 from states.settings import Settings
 
 TIMELESS = Costs(
@@ -38,7 +38,7 @@ ENDLESS = 1 << 50  # bytes
 
 def one(setup: Setup, sessions: Sequence[Session], scope: Scope, server: str, budget: str) -> dict[str, Any]:
     started = time.perf_counter()
-    run = Run(setup, sessions, scope)
+    run = Simulation(setup, sessions, scope)
     run.run()
     found = run.figures()
     return {

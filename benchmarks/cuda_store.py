@@ -72,7 +72,7 @@ def config_of(given: argparse.Namespace) -> Qwen3Config:
 
 
 @define
-class Bench:
+class StoreBench:
     """One slot, its executors, and what the planner knows."""
 
     shard: Qwen3Shard
@@ -196,7 +196,7 @@ def raw_copy(device: torch.device) -> float:
     return source.nbytes / median(times[1:])
 
 
-async def compared(bench: Bench, prompt: Tokens, tier: Tier, runs: int, files: Sequence[Path]) -> dict[str, Any]:
+async def compared(bench: StoreBench, prompt: Tokens, tier: Tier, runs: int, files: Sequence[Path]) -> dict[str, Any]:
     """All modes in turn, again and again; the first decode step teaches the planner and is not counted."""
     found: dict[str, list[dict[str, Any]]] = {"recompute": [], "restore": [], "planner": []}
     reads, truth = list[float](), None
@@ -231,7 +231,7 @@ async def compared(bench: Bench, prompt: Tokens, tier: Tier, runs: int, files: S
     }
 
 
-def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> Bench:
+def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBench:
     """On the lane."""
     config, device = config_of(given), lane.device
     dtype = torch.float32 if given.tiny else torch.bfloat16
@@ -260,7 +260,7 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> Bench:
     for _ in range(3):
         measure.run_chunk(shard, 0, given.chunk, given.chunk)
     known = Rates(prefill=measure.prefill(shard, given.chunk, config.max_positions))
-    return Bench(shard, lane, executor, store, moving, settings, known)
+    return StoreBench(shard, lane, executor, store, moving, settings, known)
 
 
 async def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from benchmarks.report import machine, raw
 from effects.scope import Scope
 from engine.simulation.costs import Costs
 from engine.simulation.logs.requests import Agent, Request, Session, made_up
-from engine.simulation.run import Run, Setup, fitted
+from engine.simulation.run import Setup, Simulation, fitted
 from states.settings import Settings
 
 WINDOWS = (2, 8, 30)
@@ -29,7 +29,7 @@ SECOND = 1_000_000_000
 
 
 @frozen
-class Shape:
+class Traffic:
     """head: tokens that all prompts of an agent begin with. standing: of an agent's head and what it is at for long."""
 
     name: str
@@ -57,22 +57,22 @@ class Shape:
 
 
 SHAPES = (
-    Shape("one agent, stable", "a" * 30, 1432, {}, ((1432, "28/30"),) * 3),
-    Shape(
+    Traffic("one agent, stable", "a" * 30, 1432, {}, ((1432, "28/30"),) * 3),
+    Traffic(
         "twelve agents in turn, one often, one three times in a row",
         "xyabcdefghij xyabcdefghij | aXYYYXbcdXefgXhijXabcXdefXghiX",
         1310,
         {"X": 1724, "Y": 1988},
         ((1988, "1/30"), (1783, "7/30"), (1452, "28/30")),
     ),
-    Shape(
+    Traffic(
         "one busy agent, eight others now and then",
         "vwabcdefyyy vwabcdefYYY | YVYWYVYWYVYWYaYbcdef",
         539,
         {"Y": 1776, "V": 615, "W": 615},
         ((1776, "8/20"), (1389, "10/20"), (1049, "18/20")),
     ),
-    Shape(
+    Traffic(
         "the same, the busy one with more at hand",
         "vwabcdefyyy vwabcdefYYY | YVYWYVYWYVYWYVabcdef",
         520,
@@ -82,11 +82,11 @@ SHAPES = (
 )
 
 
-def counted(shape: Shape, window: int) -> tuple[float, int, int]:
+def counted(shape: Traffic, window: int) -> tuple[float, int, int]:
     """(selected, hits, requests), less those before the bar."""
     session, costs = shape.session(), Costs()
     settings = fitted(Settings(slots=1, store=True, min_tokens=512, rates=costs.rates()), [session])
-    run = Run(Setup(settings, costs, 1 << 40, 0, restart_every=1), [session], Scope("auto", window))
+    run = Simulation(Setup(settings, costs, 1 << 40, 0, restart_every=1), [session], Scope("auto", window))
     run.run()
     counts = list(run.tally.counts.values())[shape.warm :]
     selected = [count.selected for count in counts if count.selected]

@@ -53,7 +53,7 @@ TREE = 22
 
 
 @define
-class Answer:
+class TimedAnswer:
     """What an answer took. seconds: of decoding alone."""
 
     tokens: Tokens = ()
@@ -61,8 +61,8 @@ class Answer:
     report: Report | None = None
 
 
-async def answer(running: Engine, job: Job) -> Answer:
-    found = Answer()
+async def answer(running: Engine, job: Job) -> TimedAnswer:
+    found = TimedAnswer()
     async for message in running.door.submit(job):
         match message:
             case EmitTokens(tokens):
@@ -82,7 +82,7 @@ async def speed(targets: Mapping[str, Target], ends: Tokens, count: int, most: i
     rows = list[dict[str, Any]]()
     for subject, asked in prompts(list(NAMES), count, LONGEST).items():
         for name, sampling in (("greedy", Sampling()), ("sampled", SAMPLED)):
-            took: dict[str, list[Answer]] = {way: [] for way in targets}
+            took: dict[str, list[TimedAnswer]] = {way: [] for way in targets}
             for number, prompt in enumerate(asked):
                 job = Job(prompt, most, evolve(sampling, seed=number), ends, Scope("off"))
                 for way, target in targets.items():
@@ -98,7 +98,7 @@ async def speed(targets: Mapping[str, Target], ends: Tokens, count: int, most: i
     return rows
 
 
-def rates(took: Mapping[str, list[Answer]]) -> dict[str, Any]:
+def rates(took: Mapping[str, list[TimedAnswer]]) -> dict[str, Any]:
     """Tokens a second, after the first token of each answer; and against plain decoding."""
     found: dict[str, Any] = {"tokens": sum(len(one.tokens) for one in took["plain"])}
     spent = {way: sum(one.seconds for one in answers) for way, answers in took.items()}
@@ -128,7 +128,7 @@ async def limit(target: Target, count: int) -> list[dict[str, Any]]:
         proposer = target.executor._proposer  # noqa: SLF001 - to speak in its place
         assert proposer is not None
         target.executor.proposed_to(Wrong(proposer, {}) if name == "never right" else proposer)
-        took: dict[str, list[Answer]] = {"plain": [], "chain": []}
+        took: dict[str, list[TimedAnswer]] = {"plain": [], "chain": []}
         for number, prompt in enumerate(asked):
             job = Job(prompt, 512, Sampling(temperature=temperature, seed=number), (), Scope("off"))
             for way in ("plain", "chain") if number % 2 else ("chain", "plain"):
@@ -196,7 +196,7 @@ def forced(target: Target, job: Job, width: int) -> list[Decoded]:
 
 
 @define(eq=False)
-class Watched:
+class WatchedProposer:
     """What is proposed, and after which tokens."""
 
     proposer: Proposer
@@ -224,7 +224,7 @@ class Watched:
         self.proposer.opened(source, target, state)
 
 
-class Wrong(Watched):
+class Wrong(WatchedProposer):
     """The draft does its work, and is never right."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
@@ -248,7 +248,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             proposer = target.executor._proposer  # noqa: SLF001 - to look over its shoulder
             assert proposer is not None
             for name in names:
-                watched = Watched(proposer, {})
+                watched = WatchedProposer(proposer, {})
                 target.executor.proposed_to(watched)
                 flat = Rates(decode=((0, 1, 0, 1000), (0, 1, pace.filled(1 + target.settings.block), 1001)))
                 settings = evolve(target.settings, rates=flat)
@@ -261,7 +261,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
 
 
 def compared(
-    cold: Mapping[tuple[Tokens, int], Tokens], now: Mapping[tuple[Tokens, int], Tokens], answers: Sequence[Answer]
+    cold: Mapping[tuple[Tokens, int], Tokens], now: Mapping[tuple[Tokens, int], Tokens], answers: Sequence[TimedAnswer]
 ) -> dict[str, Any]:
     common = cold.keys() & now.keys()
     reports = [one.report for one in answers if one.report is not None]

@@ -57,7 +57,7 @@ POLICIES: tuple[Policy, ...] = ("persistent", "auto", "request-scoped")
 
 
 @define
-class RandomDraft:
+class DeviceDraft:
     """Weights of any draft, made on the device."""
 
     config: DFlashConfig
@@ -131,7 +131,7 @@ def build(lane: DeviceLane) -> Pair:
     drafts = DFlashConfig(
         4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
     )
-    draft = DFlashDraft(drafts, RandomDraft(drafts), shard.kernels.fresh(), shard.head, **shape)
+    draft = DFlashDraft(drafts, DeviceDraft(drafts), shard.kernels.fresh(), shard.head, **shape)
     executor, drafting = DeviceExecutor(shard, BUCKETS, lane=lane), Drafting(draft, BUCKETS)
     executor.handle(UnparkDraft, drafting.unpark)
     executor.handle(ParkDraft, drafting.park)

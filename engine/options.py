@@ -98,7 +98,7 @@ def known_origins(_: Any, value: tuple[str, ...]) -> None:
 
 
 @frozen
-class Model:
+class ModelOption:
     """The one option that needs no flag."""
 
     model: Annotated[str, flag(MODEL)] = "demo"
@@ -106,7 +106,7 @@ class Model:
 
 
 @frozen(kw_only=True)
-class Options(Model):
+class Options(ModelOption):
     """Options of `rekindle serve`. Every one can also come from `REKINDLE_<NAME>` or from the `--config` file."""
 
     alias: Annotated[tuple[str, ...], flag(MODEL, negative="", validator=known_aliases)] = ()

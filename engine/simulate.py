@@ -18,7 +18,7 @@ from engine.simulation.costs import Costs, figures, read_costs
 from engine.simulation.logs.read import Logs, read_logs
 from engine.simulation.plot import check, draw
 from engine.simulation.report import counted, show
-from engine.simulation.run import NO_CACHE, Run, Setup, fitted
+from engine.simulation.run import NO_CACHE, Setup, Simulation, fitted
 from engine.simulation.wanted import Wanted
 from states.settings import Settings
 
@@ -41,7 +41,7 @@ def run(paths: Sequence[Path], wanted: Wanted) -> int:
     return 0
 
 
-def headline(logs: Logs, run: Run) -> str:
+def headline(logs: Logs, run: Simulation) -> str:
     figures_ = run.figures()
     tokens = f"{figures_.prompt_tokens / 1e6:,.1f} million prompt tokens"
     return f"{counted(figures_.requests, 'request')} of {counted(len(logs.sessions), 'session')}, {tokens}"
@@ -79,20 +79,20 @@ def served(recorded: Settings | None) -> Settings:
     return evolve(plain, **{name: getattr(recorded, name) for name in kept})
 
 
-def simulate(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Run]:
+def simulate(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Simulation]:
     """A run for each scope, and before them one without any cache."""
     requests = sum(session.count for session in logs.sessions)
-    runs = list[Run]()
+    runs = list[Simulation]()
     with progress("simulated requests", requests * (1 + len(wanted))) as step:
         for scope in (None, *wanted):
             name = NO_CACHE if scope is None else str(scope)
-            one = Run(setup, logs.sessions, scope, lambda name=name: step(name=f"{name}: requests"))  # type: ignore[misc]
+            one = Simulation(setup, logs.sessions, scope, lambda name=name: step(name=f"{name}: requests"))  # type: ignore[misc]
             one.run()
             runs.append(one)
     return runs
 
 
-def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Run]) -> dict[str, Any]:
+def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Simulation]) -> dict[str, Any]:
     """What --json prints."""
     return {
         "logs": {

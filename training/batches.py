@@ -27,7 +27,7 @@ Mixture = Mapping[Task, float]
 
 
 @frozen
-class Shape:
+class BatchShape:
     """`rows` windows of `length` predicted tokens."""
 
     rows: int
@@ -48,7 +48,7 @@ class Batches(Dataset[Batch]):
     tokenizer: Tokenizer
     source: Source
     mixture: Mixture
-    shape: Shape
+    shape: BatchShape
     seed: int
     whole: float = 0.3
     """How many documents are given all the room that is left; the others are of every size."""

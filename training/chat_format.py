@@ -75,14 +75,14 @@ Message = Mapping[str, Any]
 
 
 @frozen
-class Piece:
+class Passage:
     """Part of a training document. `content`: text, or token ids as they are. `weight`: of its tokens in the loss."""
 
     content: str | tuple[int, ...]
     weight: float = 0.0
 
 
-Document = list[Piece]
+Document = list[Passage]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -102,7 +102,7 @@ def render(messages: Sequence[Message], tools: Sequence[Message] = (), *, prompt
 def conversation(messages: Sequence[Message], tools: Sequence[Message] = (), weight: float = 1.0) -> Document:
     """A document of which the model learns what the assistant says, up to and with the end of its turns."""
     parts = _ANSWER.split(render(messages, tools))
-    return [Piece(part, weight if place % 2 else 0.0) for place, part in enumerate(parts) if part]
+    return [Passage(part, weight if place % 2 else 0.0) for place, part in enumerate(parts) if part]
 
 
 def system(content: str) -> Message:

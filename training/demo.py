@@ -29,7 +29,7 @@ from training.model import Qwen3
 from training.packages import MORE, PACKAGES
 from training.recipe import TARGET, TOKENIZER_TASKS, Recipe, smallest
 from training.tokenizer import train_tokenizer
-from training.train import Progress, Stage, digest, train
+from training.train import Stage, TrainingProgress, digest, train
 from training.words import Source
 
 
@@ -53,7 +53,7 @@ def prepare(work: Path) -> tuple[Corpus, Tokenizer]:
 
 
 @frozen
-class Limits:
+class DemoLimits:
     """`seconds`: of training.  `first`: the stage to begin with, from what is in the checkpoint folder; the number of
     stages, to sit the exams alone."""
 
@@ -62,7 +62,7 @@ class Limits:
     first: int
 
 
-def run(recipe: Recipe, work: Path, out: Path, limits: Limits) -> dict[str, float]:
+def run(recipe: Recipe, work: Path, out: Path, limits: DemoLimits) -> dict[str, float]:
     """Train by the recipe and write the checkpoint to `out`, after every stage; then the exams and the model card."""
     corpus, tokenizer = prepare(work)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +75,7 @@ def run(recipe: Recipe, work: Path, out: Path, limits: Limits) -> dict[str, floa
     torch.manual_seed(recipe.seed)
     model = (load(out, device, torch.float32) if limits.first else Qwen3(recipe.geometry)).to(device)
 
-    def save(progress: Progress) -> None:
+    def save(progress: TrainingProgress) -> None:
         export(model, tokenizer, out)
         progress.save(notes)
 
@@ -89,7 +89,7 @@ def run(recipe: Recipe, work: Path, out: Path, limits: Limits) -> dict[str, floa
         workers=limits.workers,
         after=save,
         first=limits.first,
-        before=Progress.load(notes) if limits.first else None,
+        before=TrainingProgress.load(notes) if limits.first else None,
     )
     trained = describe(recipe, corpus, progress, load(out, "cpu", torch.float32), device)
     print(json.dumps(trained), flush=True)
@@ -101,7 +101,9 @@ def run(recipe: Recipe, work: Path, out: Path, limits: Limits) -> dict[str, floa
     return measured
 
 
-def describe(recipe: Recipe, corpus: Corpus, progress: Progress, model: Qwen3, device: torch.device) -> dict[str, Any]:
+def describe(
+    recipe: Recipe, corpus: Corpus, progress: TrainingProgress, model: Qwen3, device: torch.device
+) -> dict[str, Any]:
     """What the model card tells about a run."""
     stages = ", then ".join(
         f"{progress.steps.get(stage.name, 0)} steps of {stage.shape.rows} windows of {stage.shape.length} tokens"
@@ -154,7 +156,7 @@ def main() -> None:
     if not arguments.smoke and not torch.cuda.is_available():
         parser.error("training needs a CUDA device; --smoke works without")
     recipe = smallest(TARGET) if arguments.smoke else TARGET
-    run(recipe, arguments.work, arguments.out, Limits(arguments.seconds, arguments.workers, arguments.first))
+    run(recipe, arguments.work, arguments.out, DemoLimits(arguments.seconds, arguments.workers, arguments.first))
 
 
 if __name__ == "__main__":

@@ -19,21 +19,21 @@ from attrs import evolve, field, frozen
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
-from training.batches import Batches, Mixture, Shape
+from training.batches import Batches, BatchShape, Mixture
 from training.chat_format import MASK
 from training.corpus import HeldOut
 from training.demo import prepare
 from training.draft_card import write_draft_card
 from training.draft_evaluate import SUBJECTS, TEMPERATURE, answer_all, evaluate_draft
 from training.draft_export import export_draft, load_draft
-from training.draft_model import Draft, DraftGeometry
+from training.draft_model import DraftGeometry, DraftNetwork
 from training.draft_train import SPOKEN, DraftLoss, Pool, Speech, blocks_a_row, let_speak, mixed
 from training.export import load
 from training.model import Qwen3
 from training.recipe import LONG, SHORT
 from training.tasks import code, continue_code, copy_chat
 from training.tools import tool_chat
-from training.train import Progress, Rates, Stage, digest, train
+from training.train import LearningRates, Stage, TrainingProgress, digest, train
 from training.words import Source
 
 
@@ -49,7 +49,7 @@ class DraftRecipe:
     speeches: Mapping[int, Speech]
     stages: tuple[Stage, ...]
     geometry: DraftGeometry = field(factory=DraftGeometry)
-    rates: Rates = field(factory=lambda: Rates(matrices=4e-3, others=2e-3, falling=0.7))
+    rates: LearningRates = field(factory=lambda: LearningRates(matrices=4e-3, others=2e-3, falling=0.7))
     blocks: int = 512
     """Most blocks a row; an eighth of its tokens if that is less."""
 
@@ -75,8 +75,8 @@ DRAFT = DraftRecipe(
         8192: Speech(rows=256, rounds=4, least=1536, most=7900, answer=256),
     },
     (
-        *(Stage(f"1k {part}", Shape(64, 1024), SHORTER, steps=1000, share=0.25, whole=0.3) for part in "abc"),
-        Stage("8k", Shape(8, 8192), LONGER, steps=500, share=0.25, whole=0.6),
+        *(Stage(f"1k {part}", BatchShape(64, 1024), SHORTER, steps=1000, share=0.25, whole=0.3) for part in "abc"),
+        Stage("8k", BatchShape(8, 8192), LONGER, steps=500, share=0.25, whole=0.6),
     ),
 )
 
@@ -90,7 +90,9 @@ def smallest_draft(recipe: DraftRecipe) -> DraftRecipe:
             lengths[length]: evolve(speech, rows=3, rounds=1, least=32, most=64, answer=32)
             for length, speech in recipe.speeches.items()
         },
-        stages=tuple(evolve(stage, shape=Shape(2, lengths[stage.shape.length]), steps=2) for stage in recipe.stages),
+        stages=tuple(
+            evolve(stage, shape=BatchShape(2, lengths[stage.shape.length]), steps=2) for stage in recipe.stages
+        ),
         questions=1,
         saving=1,
     )
@@ -106,7 +108,7 @@ class Folders:
 
 
 @frozen
-class Limits:
+class DraftLimits:
     """`seconds`: of training.  `workers`: processes for batches.  `first`: the stage to begin with, from what is in the
     draft's folder; the number of stages, to sit the exams alone."""
 
@@ -115,7 +117,7 @@ class Limits:
     first: int
 
 
-def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict[str, float]]:
+def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str, dict[str, float]]:
     """Train by the recipe and write the checkpoint. Gives tokens a round by subject and way of decoding."""
     corpus, _ = prepare(folders.work)
     tokenizer = Tokenizer.from_file(str(folders.target / "tokenizer.json"))
@@ -128,13 +130,13 @@ def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict
     if limits.first:
         draft = load_draft(folders.out, device, torch.float32)
     else:
-        draft = Draft(evolve(recipe.geometry, target=target.geometry)).to(device)
+        draft = DraftNetwork(evolve(recipe.geometry, target=target.geometry)).to(device)
         draft.inherit(target)
     source, names = Source(corpus.train), [stage.name for stage in recipe.stages]
     pools = {
         length: let_speak(
             target,
-            Batches(tokenizer, source, {code: 1.0}, Shape(min(speech.rows, 128), speech.most), seed=length),
+            Batches(tokenizer, source, {code: 1.0}, BatchShape(min(speech.rows, 128), speech.most), seed=length),
             speech,
             length + 1,
             seconds=limits.seconds * recipe.speaking,
@@ -151,7 +153,7 @@ def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict
         plain = Batches(tokenizer, source, stage.mixture, stage.shape, own, stage.whole)
         return mixed(plain, pools[stage.shape.length])
 
-    def save(progress: Progress) -> None:
+    def save(progress: TrainingProgress) -> None:
         export_draft(draft, folders.out)
         progress.save(notes)
         evaluate_draft(draft, target, few, (recipe.geometry.block,))
@@ -166,7 +168,7 @@ def run(recipe: DraftRecipe, folders: Folders, limits: Limits) -> dict[str, dict
         workers=limits.workers,
         after=save,
         first=limits.first,
-        before=Progress.load(notes) if limits.first else None,
+        before=TrainingProgress.load(notes) if limits.first else None,
     )
     trained = describe(recipe, pools, progress, draft, target) | {"ended": ended(limits.seconds)}
     print(json.dumps(trained), flush=True)
@@ -185,7 +187,7 @@ def ended(seconds: float) -> str:
 
 
 def describe(
-    recipe: DraftRecipe, pools: Mapping[int, Pool], progress: Progress, draft: Draft, target: Qwen3
+    recipe: DraftRecipe, pools: Mapping[int, Pool], progress: TrainingProgress, draft: DraftNetwork, target: Qwen3
 ) -> dict[str, Any]:
     """What the model card tells about a run."""
     stages = "\n".join(
@@ -232,7 +234,7 @@ def main() -> None:
         parser.error("training needs a CUDA device; --smoke works without")
     recipe = smallest_draft(DRAFT) if arguments.smoke else DRAFT
     folders = Folders(arguments.target, arguments.out, arguments.work)
-    run(recipe, folders, Limits(arguments.seconds, arguments.workers, arguments.first))
+    run(recipe, folders, DraftLimits(arguments.seconds, arguments.workers, arguments.first))
 
 
 if __name__ == "__main__":

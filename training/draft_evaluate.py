@@ -31,7 +31,7 @@ from training.corpus import HeldOut, held_out
 from training.dialogues import chat, memory
 from training.draft_export import load_draft
 from training.draft_generate import Pick, generate, greedy
-from training.draft_model import Draft, blocks_at, head, read
+from training.draft_model import DraftNetwork, blocks_at, head, read
 from training.draft_train import LEAST_WEIGHT
 from training.evaluate import END_IDS, CopyAfter, hash_of, spans
 from training.export import load
@@ -80,7 +80,7 @@ SUBJECTS = (
 
 
 @frozen
-class Said:
+class Continuation:
     """A prompt with the target's answer, from position `start` on. `seed`: of its noise."""
 
     tokens: Sequence[int]
@@ -134,7 +134,7 @@ def cut(rng: Random, subject: Subject, tokenizer: Tokenizer, source: Source) -> 
     return ids[:start] if 0 < start <= subject.room else None
 
 
-def answers(target: Qwen3, prompts: Sequence[Sequence[int]], limit: int, temperature: float) -> list[Said]:
+def answers(target: Qwen3, prompts: Sequence[Sequence[int]], limit: int, temperature: float) -> list[Continuation]:
     """What the target says, greedily at temperature 0. Row i is sampled with seed i."""
     found = []
     limit = min(limit, target.geometry.context - max(map(len, prompts)))
@@ -148,7 +148,7 @@ def answers(target: Qwen3, prompts: Sequence[Sequence[int]], limit: int, tempera
             stop = next(
                 (at + 1 for at in range(len(prompt), len(prompt) + limit) if tokens[at] in END_IDS), len(prompt) + limit
             )
-            found.append(Said(tokens[:stop], len(prompt), seed))
+            found.append(Continuation(tokens[:stop], len(prompt), seed))
     return found
 
 
@@ -163,7 +163,9 @@ def coupled(seeds: Sequence[int], temperature: float) -> Pick:
 
 
 @torch.inference_mode()
-def proposals(draft: Draft, target: Qwen3, some: Sequence[Said], slots: int, temperature: float) -> list[Tensor]:
+def proposals(
+    draft: DraftNetwork, target: Qwen3, some: Sequence[Continuation], slots: int, temperature: float
+) -> list[Tensor]:
     """For each answer, what the draft proposes after each of its tokens but the last: [tokens - 1, slots - 1]."""
     device = target.cos.device
     longest = max(len(said.tokens) for said in some)
@@ -187,7 +189,7 @@ def proposals(draft: Draft, target: Qwen3, some: Sequence[Said], slots: int, tem
     return found
 
 
-def coupled_picks(logits: Tensor, said: Said, temperature: float) -> Tensor:
+def coupled_picks(logits: Tensor, said: Continuation, temperature: float) -> Tensor:
     """logits: [anchors, slots - 1, vocabulary]. Picked with the noise that the target's own tokens are picked with."""
     count, slots, size = logits.shape
     reach = range(said.start + 1, said.start + count + slots)
@@ -198,7 +200,7 @@ def coupled_picks(logits: Tensor, said: Said, temperature: float) -> Tensor:
     )
 
 
-def taken(said: Said, proposed: Sequence[Sequence[int]]) -> Taken:
+def taken(said: Continuation, proposed: Sequence[Sequence[int]]) -> Taken:
     """Rounds from the first token of the answer to its end."""
     answer = said.tokens[said.start :]
     at = rounds = 0
@@ -213,7 +215,9 @@ def taken(said: Said, proposed: Sequence[Sequence[int]]) -> Taken:
     return Taken(len(answer) - 1, rounds)
 
 
-def examine_draft(draft: Draft, target: Qwen3, every: Sequence[Said], slots: int, temperature: float) -> Taken:
+def examine_draft(
+    draft: DraftNetwork, target: Qwen3, every: Sequence[Continuation], slots: int, temperature: float
+) -> Taken:
     """All rounds of these answers."""
     total = Taken()
     waiting = sorted((said for said in every if len(said.tokens) > said.start + 1), key=lambda said: len(said.tokens))
@@ -225,7 +229,7 @@ def examine_draft(draft: Draft, target: Qwen3, every: Sequence[Said], slots: int
     return total
 
 
-Answered = Mapping[tuple[str, float], Sequence[Said]]
+Answered = Mapping[tuple[str, float], Sequence[Continuation]]
 
 
 def answer_all(
@@ -251,7 +255,7 @@ def answer_all(
 
 
 def evaluate_draft(
-    draft: Draft, target: Qwen3, answered: Answered, slots: Sequence[int]
+    draft: DraftNetwork, target: Qwen3, answered: Answered, slots: Sequence[int]
 ) -> dict[str, dict[str, float]]:
     """Tokens a round by subject, for blocks of each of `slots` and each temperature; printed as they come."""
     found: dict[str, dict[str, float]] = {}

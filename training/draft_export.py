@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from training.draft_model import MASK_ID, Draft, DraftGeometry
+from training.draft_model import MASK_ID, DraftGeometry, DraftNetwork
 from training.export import geometry_of, write_json
 
 LARGEST = 8_000_000
@@ -34,7 +34,7 @@ def config_of(geometry: DraftGeometry) -> dict[str, Any]:
     }
 
 
-def export_draft(draft: Draft, folder: Path) -> None:
+def export_draft(draft: DraftNetwork, folder: Path) -> None:
     """Write config.json and model.safetensors. Raises ValueError if the weights come to more than LARGEST."""
     state = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in draft.state_dict().items()
@@ -47,12 +47,12 @@ def export_draft(draft: Draft, folder: Path) -> None:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_draft(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Draft:
+def load_draft(folder: Path, device: torch.device | str, dtype: torch.dtype) -> DraftNetwork:
     """A draft that `export_draft` wrote, for evaluation."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     target = geometry_of(config, config["num_target_layers"])
     aux_layers = tuple(config["dflash_config"]["target_layer_ids"])
-    draft = Draft(DraftGeometry(target, config["num_hidden_layers"], aux_layers, config["block_size"]))
+    draft = DraftNetwork(DraftGeometry(target, config["num_hidden_layers"], aux_layers, config["block_size"]))
     draft.load_state_dict(load_file(folder / "model.safetensors"))
     cos, sin = draft.cos, draft.sin
     draft = draft.to(device=device, dtype=dtype)

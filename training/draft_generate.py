@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from training.batches import PAD_ID
 from training.draft_model import head, layers_of
-from training.model import Attention, Qwen3, rotate
+from training.model import Qwen3, SelfAttention, rotate
 
 Pick = Callable[[Tensor, Tensor], Tensor]
 """From logits float32 [rows, vocabulary] and the positions [rows] of the tokens to pick: the tokens [rows]."""
@@ -103,7 +103,7 @@ def decode(target: Qwen3, tokens: Tensor, positions: Tensor, caches: Sequence[Ca
     return x.squeeze(1)
 
 
-def project(attention: Attention, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def project(attention: SelfAttention, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [rows, heads, length, dim] of x [rows, length, hidden]."""
     rows, length, _ = x.shape
     q = attention.q_proj(x).view(rows, length, attention.heads, attention.dim)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training.chat_format import CONTROLS, MASK
-from training.model import Attention, Geometry, Layer, Norm, Qwen3, rotate
+from training.model import DecoderBlock, Geometry, Norm, Qwen3, SelfAttention, rotate
 
 MASK_ID = CONTROLS.index(MASK)
 GROUP = 32
@@ -35,7 +35,7 @@ class DraftGeometry:
     """Slots of a block in training, the anchor's included; fewer may be used later, more may not."""
 
 
-class Draft(nn.Module):
+class DraftNetwork(nn.Module):
     """`state_dict` has the names and shapes of a published DFlash checkpoint."""
 
     cos: Tensor
@@ -47,7 +47,7 @@ class Draft(nn.Module):
         self.geometry = geometry
         self.fc = nn.Linear(len(geometry.aux_layers) * target.hidden, target.hidden, bias=False)
         self.hidden_norm = Norm(target.hidden, target.eps)
-        self.layers = nn.ModuleList(Layer(target) for _ in range(geometry.layers))
+        self.layers = nn.ModuleList(DecoderBlock(target) for _ in range(geometry.layers))
         self.norm = Norm(target.hidden, target.eps)
         powers = torch.arange(0, target.head_dim, 2).double() / target.head_dim
         turns = torch.outer(torch.arange(target.context + geometry.block).double(), target.theta**-powers)
@@ -90,15 +90,17 @@ class Draft(nn.Module):
         return self.norm(x).view(rows, count, slots, -1)
 
 
-def layers_of(modules: nn.ModuleList) -> list[Layer]:
+def layers_of(modules: nn.ModuleList) -> list[DecoderBlock]:
     """A model's layers, as what they are."""
-    return [module for module in modules if isinstance(module, Layer)]
+    return [module for module in modules if isinstance(module, DecoderBlock)]
 
 
 Angles = tuple[Tensor, Tensor]
 
 
-def attend(attention: Attention, x: Tensor, context: Tensor, angles: tuple[Angles, Angles], visible: Tensor) -> Tensor:
+def attend(
+    attention: SelfAttention, x: Tensor, context: Tensor, angles: tuple[Angles, Angles], visible: Tensor
+) -> Tensor:
     """x: [rows, blocks * slots, hidden].  angles: of x and of the context.  visible: [rows * groups, 1, group's slots,
     length + group's slots], what each slot attends to: the context, then the slots of its group of blocks."""
     rows, _, _ = x.shape

@@ -17,9 +17,9 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.nn import functional
 
-from training.batches import Batch, Batches, Shape, row_random
+from training.batches import Batch, Batches, BatchShape, row_random
 from training.draft_generate import generate
-from training.draft_model import Draft, blocks_at, head, read
+from training.draft_model import DraftNetwork, blocks_at, head, read
 from training.model import Qwen3
 from training.tasks import split_room
 
@@ -41,7 +41,7 @@ SPOKEN = 0.7
 class DraftLoss(nn.Module):
     """The draft with a loss over `blocks` random blocks a row. The target is no part of its parameters."""
 
-    def __init__(self, draft: Draft, target: Qwen3, blocks: int) -> None:
+    def __init__(self, draft: DraftNetwork, target: Qwen3, blocks: int) -> None:
         super().__init__()
         self.draft = draft
         self._target = (target,)
@@ -200,7 +200,7 @@ class Mixed(Batches):
 def mixed(batches: Batches, pool: Pool) -> Mixed:
     """SPOKEN of each batch from the pool."""
     spoken = round(SPOKEN * batches.shape.rows)
-    shape = Shape(batches.shape.rows - spoken, batches.shape.length)
+    shape = BatchShape(batches.shape.rows - spoken, batches.shape.length)
     return Mixed(
         tokenizer=batches.tokenizer,
         source=batches.source,

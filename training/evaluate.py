@@ -24,7 +24,7 @@ from torch.nn import functional
 from adapters.demo import FOLDER
 from training import tasks
 from training.batches import PAD_ID, flatten, row_random
-from training.chat_format import CONTROLS, END_OF_TEXT, END_OF_TURN, Document, Piece, render, user
+from training.chat_format import CONTROLS, END_OF_TEXT, END_OF_TURN, Document, Passage, render, user
 from training.corpus import HeldOut, held_out
 from training.dialogues import chat, memory
 from training.export import load
@@ -101,7 +101,7 @@ class CopyAfter:
 
     def __call__(self, rng: Random, _source: Source, room: int) -> Document:
         span = tuple(rng.choices(range(self.first, self.stop), k=tasks.split_room(rng, room // 2, 8)))
-        return [Piece(span), Piece(rng.choice(self.separators)), Piece(span[:2]), Piece(span[2:], 1.0)]
+        return [Passage(span), Passage(rng.choice(self.separators)), Passage(span[:2]), Passage(span[2:], 1.0)]
 
 
 def exams(context: int, questions: int) -> list[Exam]:

@@ -82,7 +82,7 @@ class Norm(nn.Module):
         return wide.to(x.dtype) * self.weight.to(x.dtype)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         size, dim = geometry.hidden, geometry.head_dim
@@ -122,11 +122,11 @@ class Feed(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
+class DecoderBlock(nn.Module):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.input_layernorm = Norm(geometry.hidden, geometry.eps)
-        self.self_attn = Attention(geometry)
+        self.self_attn = SelfAttention(geometry)
         self.post_attention_layernorm = Norm(geometry.hidden, geometry.eps)
         self.mlp = Feed(geometry)
 
@@ -135,11 +135,11 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Body(nn.Module):
+class Backbone(nn.Module):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(geometry.vocabulary, geometry.hidden)
-        self.layers = nn.ModuleList(Layer(geometry) for _ in range(geometry.layers))
+        self.layers = nn.ModuleList(DecoderBlock(geometry) for _ in range(geometry.layers))
         self.norm = Norm(geometry.hidden, geometry.eps)
 
 
@@ -153,7 +153,7 @@ class Qwen3(nn.Module):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.geometry = geometry
-        self.model = Body(geometry)
+        self.model = Backbone(geometry)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve, frozen
 
-from training.batches import Mixture, Shape
+from training.batches import BatchShape, Mixture
 from training.chat_format import CONTROLS
 from training.dialogues import chat, memory
 from training.model import Geometry
@@ -25,7 +25,7 @@ from training.tasks import (
 )
 from training.tokenizer import VOCABULARY
 from training.tools import tool_chat
-from training.train import Rates, Stage
+from training.train import LearningRates, Stage
 
 copy_tokens = CopyTokens(len(CONTROLS), VOCABULARY)
 
@@ -54,7 +54,7 @@ class Recipe:
 
     geometry: Geometry
     stages: tuple[Stage, ...]
-    rates: Rates
+    rates: LearningRates
     seed: int
     questions: int = 100
     """Documents an exam in the evaluation."""
@@ -63,16 +63,16 @@ class Recipe:
 TARGET = Recipe(
     Geometry(),
     (
-        Stage("2k", Shape(128, 2048), SHORT, steps=3653, share=0.6, whole=0.3),
-        Stage("8k", Shape(32, 8192), LONG, steps=1500, share=0.4, whole=0.6),
+        Stage("2k", BatchShape(128, 2048), SHORT, steps=3653, share=0.6, whole=0.3),
+        Stage("8k", BatchShape(32, 8192), LONG, steps=1500, share=0.4, whole=0.6),
     ),
-    Rates(matrices=5e-3, others=3e-3, falling=0.6),
+    LearningRates(matrices=5e-3, others=3e-3, falling=0.6),
     seed=1,
 )
 
 
 def smallest(recipe: Recipe) -> Recipe:
     """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
-    stages = tuple(evolve(stage, shape=Shape(2, 255), steps=3) for stage in recipe.stages)
+    stages = tuple(evolve(stage, shape=BatchShape(2, 255), steps=3) for stage in recipe.stages)
     geometry = evolve(recipe.geometry, hidden=64, inner=96, heads=2, head_dim=32, context=1024)
     return evolve(recipe, geometry=geometry, stages=stages, questions=2)

@@ -15,7 +15,7 @@ from random import Random
 
 from attrs import frozen
 
-from training.chat_format import END_OF_TEXT, Document, Message, Piece, conversation, system, user
+from training.chat_format import END_OF_TEXT, Document, Message, Passage, conversation, system, user
 from training.chat_format import assistant as says
 from training.words import ADJECTIVES, NAMES, NOUNS, Source, key, noun_phrase, value
 
@@ -49,7 +49,7 @@ def split_room(rng: Random, room: int, least: int) -> int:
 
 def code(rng: Random, source: Source, room: int) -> Document:
     """Real code, from the beginning of a line."""
-    return [Piece(source.excerpt(rng, round(room * 3.6)), CODE_WEIGHT), Piece(END_OF_TEXT)]
+    return [Passage(source.excerpt(rng, round(room * 3.6)), CODE_WEIGHT), Passage(END_OF_TEXT)]
 
 
 # Tables
@@ -93,15 +93,15 @@ def table_lookup(rng: Random, source: Source, room: int) -> Document:
     table, pairs, row = _table(rng, source, round(room * TABLE_CHARS * 0.7))
     asked = rng.sample(pairs, min(len(pairs), rng.randint(4, max(4, room // 80))))
     lead, tail = rng.choice((("", ""), ("Q: ", "\nA:"), ("What is ", "?"), ("get ", " ="), ("\n[", "]")))
-    document = [Piece(rng.choice(("", "Table\n", "Data:\n\n", "# values\n")) + table + "\n\n")]
+    document = [Passage(rng.choice(("", "Table\n", "Data:\n\n", "# values\n")) + table + "\n\n")]
     for name, told in asked:
         if lead or tail:
-            document += [Piece(f"{lead}{name}{tail}"), Piece(f" {told}\n", ANSWER_WEIGHT)]
+            document += [Passage(f"{lead}{name}{tail}"), Passage(f" {told}\n", ANSWER_WEIGHT)]
         else:
             head = row(name, "\0").split("\0")[0].rstrip()
             space = row(name, told)[len(head) : row(name, told).index(told, len(head))]
-            document += [Piece(head), Piece(f"{space}{told}", ANSWER_WEIGHT), Piece("\n")]
-    return [*document, Piece(END_OF_TEXT)]
+            document += [Passage(head), Passage(f"{space}{told}", ANSWER_WEIGHT), Passage("\n")]
+    return [*document, Passage(END_OF_TEXT)]
 
 
 def table_chat(rng: Random, source: Source, room: int) -> Document:
@@ -221,10 +221,10 @@ def needle_plain(rng: Random, source: Source, room: int) -> Document:
         for what, who, told in rng.sample(needles, len(needles))
         for question, answer in [_ask(rng, (what, who, told))]
     ]
-    document = [Piece(_hide(rng, hay, needles) + "\n\n", FILLER_WEIGHT)]
+    document = [Passage(_hide(rng, hay, needles) + "\n\n", FILLER_WEIGHT)]
     for question, answer in rows:
-        document += [Piece(question), Piece(answer, ANSWER_WEIGHT)]
-    return [*document, Piece(END_OF_TEXT)]
+        document += [Passage(question), Passage(answer, ANSWER_WEIGHT)]
+    return [*document, Passage(END_OF_TEXT)]
 
 
 _DEFINES = re.compile(r"^ *(?:def|class) (\w+).*$", re.MULTILINE)
@@ -271,23 +271,23 @@ class CopyTokens:
             rng.choices(every if rng.random() < 0.7 else rng.sample(every, rng.choice((8, 32, 128))), k=length)
         )
         separator = _separator(rng, every)
-        document = [Piece(source.excerpt(rng, 200)) if rng.random() < 0.2 else Piece(""), Piece(span)]
+        document = [Passage(source.excerpt(rng, 200)) if rng.random() < 0.2 else Passage(""), Passage(span)]
         repeats = 1 if rng.random() < 0.6 else rng.randint(2, 6)
         for _ in range(min(repeats, max(1, room // length - 1))):
             start = 0 if rng.random() < 0.6 else rng.randrange(length)
             cue = start + 2
-            document += [separator, Piece(span[start:cue]), Piece(span[cue:], COPY_WEIGHT)]
-        return [*document, Piece(END_OF_TEXT)]
+            document += [separator, Passage(span[start:cue]), Passage(span[cue:], COPY_WEIGHT)]
+        return [*document, Passage(END_OF_TEXT)]
 
 
-def _separator(rng: Random, every: range) -> Piece:
+def _separator(rng: Random, every: range) -> Passage:
     match rng.randrange(3):
         case 0:
-            return Piece("")
+            return Passage("")
         case 1:
-            return Piece(tuple(rng.choices(every, k=rng.randint(1, 4))))
+            return Passage(tuple(rng.choices(every, k=rng.randint(1, 4))))
         case _:
-            return Piece(rng.choice(SEPARATORS))
+            return Passage(rng.choice(SEPARATORS))
 
 
 def _something(rng: Random, source: Source, room: int) -> str:
@@ -308,7 +308,7 @@ def copy_text(rng: Random, source: Source, room: int) -> Document:
     text = _something(rng, source, split_room(rng, max(room // 3, 17), 16))
     lead = rng.choice(("", "Text:\n", "Input: ", "Original\n"))
     cue = rng.choice((*SEPARATORS, "\n\nThe same text again:\n", "\nThe text is: "))
-    return [Piece(lead + text + cue), Piece(text + "\n", COPY_WEIGHT), Piece(END_OF_TEXT, COPY_WEIGHT)]
+    return [Passage(lead + text + cue), Passage(text + "\n", COPY_WEIGHT), Passage(END_OF_TEXT, COPY_WEIGHT)]
 
 
 _SPELLINGS = (
@@ -323,8 +323,8 @@ def spelling(rng: Random, source: Source, room: int) -> Document:
     for word in source.words(rng, max(room // 11, 1)):
         ask, answer = rng.choice(_SPELLINGS)
         spelt = _misspelt(rng, word)
-        document += [Piece(ask.format(spelt)), Piece(answer.format(spelt), COPY_WEIGHT), Piece("\n")]
-    return [*document, Piece(END_OF_TEXT)]
+        document += [Passage(ask.format(spelt)), Passage(answer.format(spelt), COPY_WEIGHT), Passage("\n")]
+    return [*document, Passage(END_OF_TEXT)]
 
 
 def _misspelt(rng: Random, word: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from attrs import asdict, frozen
 from torch import Tensor, nn
 
-from training.batches import Batch, Batches, Mixture, Shape
+from training.batches import Batch, Batches, BatchShape, Mixture
 
 WARM_UP_STEPS = 100
 CLIP = 1.0
@@ -26,7 +26,7 @@ class Stage:
     """Part of a training run. `share`: of the run's progress, 1 over all stages; the learning rate goes by it."""
 
     name: str
-    shape: Shape
+    shape: BatchShape
     mixture: Mixture
     steps: int
     share: float
@@ -34,7 +34,7 @@ class Stage:
 
 
 @frozen
-class Rates:
+class LearningRates:
     """Peak learning rates. Muon's updates are scaled to the root mean square of AdamW's, so both are of one kind."""
 
     matrices: float
@@ -46,7 +46,7 @@ class Rates:
 
 
 @frozen
-class Progress:
+class TrainingProgress:
     """What a run came to, or came to before it is gone on with. `steps`: by the stage's name."""
 
     steps: Mapping[str, int] = {}
@@ -58,11 +58,11 @@ class Progress:
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @staticmethod
-    def load(path: Path) -> Progress:
-        return Progress(**json.loads(path.read_text(encoding="utf-8")))
+    def load(path: Path) -> TrainingProgress:
+        return TrainingProgress(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def optimizers(model: nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, rates: LearningRates) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
     tables = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" in name]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -83,14 +83,14 @@ def train(
     batches: Callable[[Stage, int], Batches],
     stages: Sequence[Stage],
     *,
-    rates: Rates,
+    rates: LearningRates,
     seed: int,
     seconds: float = math.inf,
     workers: int = 0,
-    after: Callable[[Progress], None] = lambda _: None,
+    after: Callable[[TrainingProgress], None] = lambda _: None,
     first: int = 0,
-    before: Progress | None = None,
-) -> Progress:
+    before: TrainingProgress | None = None,
+) -> TrainingProgress:
     """Train in place. Each stage ends after its steps, or when its share of `seconds` is used up.
 
     batches: gives a stage's batches from the run's seed.  after: called at the end of each stage, to save.
@@ -101,7 +101,7 @@ def train(
     step_loss = torch.compile(model, dynamic=False) if device.type == "cuda" else model
     steppers = optimizers(model, rates)
     peaks = [[group["lr"] for group in stepper.param_groups] for stepper in steppers]
-    progress = Progress() if before is None else before
+    progress = TrainingProgress() if before is None else before
     done, total, tokens = sum(stage.share for stage in stages[:first]), 0, progress.tokens
     began = time.monotonic() - progress.seconds
     steps, recent = dict(progress.steps), progress.loss
@@ -129,7 +129,7 @@ def train(
         if since:
             recent = mean_loss(since, f"{stage.name}, its last steps")
         done += stage.share
-        progress = Progress(dict(steps), tokens, time.monotonic() - began, recent)
+        progress = TrainingProgress(dict(steps), tokens, time.monotonic() - began, recent)
         after(progress)
     return progress
 

@@ -22,7 +22,7 @@ def refused(error: ApiError) -> str:
 
 
 @define
-class Told:
+class AnswerFigures:
     """What the line of an answer in the log tells besides how it ended."""
 
     first: float | None = None  # when the first text came, or the end of an answer without any

@@ -13,7 +13,7 @@ from adapters.http import figures
 from adapters.http.controls import Controls
 from adapters.http.errors import ApiError, openai_error
 from adapters.http.options import EdgeOptions
-from adapters.http.run import Ended, Pick, Progress, Said
+from adapters.http.run import Ended, PickedToken, Progress, Said
 from adapters.http.shape import COMMENT, DONE, event
 from adapters.text.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ class ChatShape(OpenAiShape):
         logprobs = self.logprobs(said.picks) or {"logprobs": None}
         return {"index": ended.index, "message": message, **logprobs, "finish_reason": ended.closed.finish}
 
-    def logprobs(self, picks: Sequence[Pick]) -> dict[str, Any]:
+    def logprobs(self, picks: Sequence[PickedToken]) -> dict[str, Any]:
         if not picks:
             return {}
         content = [

@@ -17,13 +17,13 @@ from attrs import define, evolve, field
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from adapters.http.access_log import ARRIVED, NOTE, Told
+from adapters.http.access_log import ARRIVED, NOTE, AnswerFigures
 from adapters.http.connection import ABORT
 from adapters.http.controls import Planned
 from adapters.http.errors import ApiError, failure_of
 from adapters.http.options import EdgeOptions
 from adapters.http.retry import Turnover
-from adapters.http.run import Ended, Event, Progress, Run, Said, running
+from adapters.http.run import Ended, Event, Jobs, Progress, Said, running
 from adapters.http.shape import AnswerShape
 from adapters.text.tokenizer import Tokenizer
 from effects.ports import Door
@@ -55,7 +55,7 @@ class Reply:
     headers: Mapping[str, str] = field(factory=dict)  # of this answer, besides its id
     began: bool = field(default=False, init=False)  # the status line is out
     finish: str = field(default="client_gone", init=False)  # for the log
-    log: Told = field(factory=Told, init=False)
+    log: AnswerFigures = field(factory=AnswerFigures, init=False)
     _start: float = field(factory=time.monotonic, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,13 +78,13 @@ class Reply:
                         scope[ABORT]()
             tasks.cancel_scope.cancel()
 
-    async def _watch(self, receive: Receive, run: Run, scope: anyio.CancelScope) -> None:
+    async def _watch(self, receive: Receive, run: Jobs, scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         run.cancel("client_gone")
         scope.cancel()
 
-    async def _answer(self, run: Run, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, run: Jobs, scope: Scope, receive: Receive, send: Send) -> None:
         events = Events(run.events, len(self.planned), self.log)
         try:
             await events.begin()
@@ -204,7 +204,7 @@ class Events:
 
     source: MemoryObjectReceiveStream[Event]
     open: int  # choices that have not ended
-    log: Told
+    log: AnswerFigures
     waiting: list[Event] = field(factory=list)
 
     async def begin(self) -> None:

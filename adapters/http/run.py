@@ -39,11 +39,11 @@ class Said:
 
     index: int
     text: str
-    picks: tuple[Pick, ...] = ()
+    picks: tuple[PickedToken, ...] = ()
 
 
 @frozen
-class Pick:
+class PickedToken:
     """A token that was picked, with its logprob and alternatives."""
 
     token: int
@@ -68,7 +68,7 @@ Event: TypeAlias = Progress | Said | Ended
 
 
 @define(eq=False)
-class Run:
+class Jobs:
     """The jobs of one request while they run. Each of them sends events that end with its `Ended`."""
 
     events: MemoryObjectReceiveStream[Event]
@@ -82,10 +82,10 @@ class Run:
 @asynccontextmanager
 async def running(
     door: Door, planned: Sequence[Planned], tokenizer: Tokenizer, options: EdgeOptions
-) -> AsyncIterator[Run]:
+) -> AsyncIterator[Jobs]:
     """Submit all jobs at once. Whatever has not ended when the block is left is cancelled as `client_gone`."""
     send, receive = anyio.create_memory_object_stream[Event](BUFFERED_EVENTS)
-    run = Run(receive)
+    run = Jobs(receive)
     try:
         async with receive, send, anyio.create_task_group() as tasks:
             for one in planned:
@@ -100,13 +100,13 @@ async def running(
         run.cancel("client_gone")
 
 
-async def _deadline(run: Run, seconds: float) -> None:
+async def _deadline(run: Jobs, seconds: float) -> None:
     await anyio.sleep(seconds)
     run.cancel("deadline")
 
 
 async def _follow(
-    run: Run, one: Planned, tokenizer: Tokenizer, options: EdgeOptions, send: MemoryObjectSendStream[Event]
+    run: Jobs, one: Planned, tokenizer: Tokenizer, options: EdgeOptions, send: MemoryObjectSendStream[Event]
 ) -> None:
     """One ticket to the end, even if the engine never ends it."""
     follower = Follower(one, run.tickets[one.index], TextStream(tokenizer, one.stops, frozenset(one.job.stop_tokens)))
@@ -127,7 +127,7 @@ class Follower:
     ticket: Ticket
     text: TextStream
     tokens: int = 0
-    picks: list[Pick] = field(factory=list)
+    picks: list[PickedToken] = field(factory=list)
 
     async def follow(self, send: MemoryObjectSendStream[Event]) -> Ended:
         index = self.one.index
@@ -154,12 +154,12 @@ class Follower:
             self.tokens += 1
             pieces.append(self.text.push(token))
             if message.logprobs and token not in self.text.hidden:
-                self.picks.append(Pick(token, message.logprobs[place]))
+                self.picks.append(PickedToken(token, message.logprobs[place]))
             if self.text.stopped is not None:
                 self.ticket.cancel("stop_string")
         return "".join(pieces)
 
-    def taken(self) -> tuple[Pick, ...]:
+    def taken(self) -> tuple[PickedToken, ...]:
         picks, self.picks = tuple(self.picks), []
         return picks
 

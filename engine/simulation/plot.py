@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.refusal import Refusal
-from engine.simulation.run import NO_CACHE, Run
+from engine.simulation.run import NO_CACHE, Simulation
 from engine.simulation.tally import Count
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def check(path: Path) -> None:
         raise Refusal("--plot needs matplotlib: pip install 'rekindle[plot]'")
 
 
-def draw(path: Path, runs: Sequence[Run], title: str) -> None:
+def draw(path: Path, runs: Sequence[Simulation], title: str) -> None:
     """Raises OSError."""
     from matplotlib import rc_context  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -96,7 +96,7 @@ def steps(values: Sequence[int], unit: float) -> tuple[Sequence[int], list[float
     return range(len(values) + 1), [value / unit for value in accumulate(values, initial=0)]
 
 
-def written_by(run: Run, counts: Sequence[Count]) -> list[float]:
+def written_by(run: Simulation, counts: Sequence[Count]) -> list[float]:
     """GiB that were written before each request was sent, and in all."""
     times = [now for now, _ in run.tally.written]
     sizes = [0, *(size for _, size in run.tally.written)]
@@ -109,7 +109,7 @@ def draw_first(axes: Axes, counts: Sequence[Count], look: dict[str, Any]) -> Non
     axes.step(waits, [100 * (number + 1) / len(waits) for number in range(len(waits))], where="post", **look)
 
 
-def finish_hits(axes: Axes, run: Run) -> None:
+def finish_hits(axes: Axes, run: Simulation) -> None:
     counts = list(run.tally.counts.values())
     axes.plot(
         *steps([count.infinite for count in counts], 1e6),
@@ -138,7 +138,7 @@ def finish_hits(axes: Axes, run: Run) -> None:
     axes.set_ylim(bottom=0)
 
 
-def finish_written(axes: Axes, run: Run) -> None:
+def finish_written(axes: Axes, run: Simulation) -> None:
     unique = run.figures().unique_bytes / 2**30
     axes.axhline(unique, color=INK, linestyle=(0, (4, 3)), linewidth=1.2)
     axes.annotate("unique KV rows", (0, unique), xytext=(4, 4), textcoords="offset points", fontsize=8, color=INK)

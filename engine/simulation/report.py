@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.simulation.logs.read import Logs
-from engine.simulation.run import Run, Setup
+from engine.simulation.run import Setup, Simulation
 from engine.simulation.tally import Figures
 
 WIDTH = 110  # columns where there is no terminal to ask
@@ -57,7 +57,7 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def show(console: Console, logs: Logs, setup: Setup, runs: Sequence[Run]) -> None:
+def show(console: Console, logs: Logs, setup: Setup, runs: Sequence[Simulation]) -> None:
     if not console.is_terminal:
         console = Console(width=max(WIDTH, 24 + 14 * len(runs)))
     every = [one.figures() for one in runs]

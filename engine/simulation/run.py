@@ -37,7 +37,7 @@ class Setup:
 
 
 @define(eq=False)
-class Run:
+class Simulation:
     """Sends every request of `sessions` under one scope. scope None: no prompt shares anything with another."""
 
     setup: Setup

@@ -99,7 +99,7 @@ def resident(process: int | None = None) -> int:
 
 
 @define
-class Guard:
+class Watchdog:
     """Holds every case of one bench to the part of the oracle that all kinds in this process share."""
 
     most: Used = field(factory=lambda: Used(0, 0))

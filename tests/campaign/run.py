@@ -31,7 +31,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from benchmarks.report import machine, table
-from tests.campaign.case import VERDICTS, Guard, Kind, Leak, resident, seed_of, verdict
+from tests.campaign.case import VERDICTS, Kind, Leak, Watchdog, resident, seed_of, verdict
 from tests.campaign.kinds import KINDS
 
 PROCESSES = 2
@@ -40,7 +40,7 @@ MEMORY_MIB = 96  # that the cases of one bench may leave to their process: its a
 
 
 @frozen
-class Part:
+class Share:
     """Cases that share a bench."""
 
     kind: str
@@ -94,7 +94,7 @@ def bench(kind: Kind, first: int, stop: int, seed: int, told: Connection) -> int
     try:
         told.send(("starting", STARTING_S))
         with tempfile.TemporaryDirectory(prefix="campaign-") as folder, kind.bench(Path(folder)) as case:
-            guard, before = Guard(), 0
+            guard, before = Watchdog(), 0
             for number in range(first, stop):
                 name = seed_of(seed, kind.name, number)
                 faulthandler.dump_traceback_later(kind.deadline_s)
@@ -121,15 +121,15 @@ def given_back(before: int) -> None:
 
 
 @define(eq=False)
-class Worker:
+class CaseWorker:
     process: BaseProcess
     pipe: Connection
-    part: Part | None = None
+    part: Share | None = None
     case: str = ""
     until: float = 0
 
     @classmethod
-    def start(cls, seed: int) -> Worker:
+    def start(cls, seed: int) -> CaseWorker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=work, args=(theirs, seed))
@@ -137,7 +137,7 @@ class Worker:
         theirs.close()
         return cls(process, ours)
 
-    def give(self, part: Part | None) -> None:
+    def give(self, part: Share | None) -> None:
         self.part, self.case, self.until = part, "", time.monotonic() + STARTING_S
         with suppress(OSError):
             self.pipe.send(part)
@@ -164,7 +164,7 @@ def campaign(
     """limit_s: after so many seconds, what has been done is all there is."""
     result, waiting = Campaign(seed), parts_of(cases, kinds, processes)
     total = sum(part.stop - part.first for part in waiting)
-    workers = [Worker.start(seed) for _ in range(min(processes, len(waiting)))]
+    workers = [CaseWorker.start(seed) for _ in range(min(processes, len(waiting)))]
     shown = started = time.monotonic()
     try:
         for worker in workers:
@@ -177,7 +177,7 @@ def campaign(
                     lost(worker, "hang", "silent beyond its deadline", result, waiting)
                 if worker.part is None and waiting:
                     if worker.pipe.closed:
-                        workers[workers.index(worker)] = worker = Worker.start(seed)  # noqa: PLW2901
+                        workers[workers.index(worker)] = worker = CaseWorker.start(seed)  # noqa: PLW2901
                     worker.give(waiting.popleft())
             if not quiet and time.monotonic() > shown + 10:
                 shown = time.monotonic()
@@ -190,19 +190,19 @@ def campaign(
     return result
 
 
-def parts_of(cases: int, kinds: Sequence[str], processes: int) -> deque[Part]:
+def parts_of(cases: int, kinds: Sequence[str], processes: int) -> deque[Share]:
     """The longest ones first and each kind for all, so that no process is left with one at the end."""
     chosen = [KINDS[name] for name in kinds]
     shares = sum(kind.share for kind in chosen)
-    parts = deque[Part]()
+    parts = deque[Share]()
     for kind in chosen:
         count = max(1, round(cases * kind.share / shares))
         together = min(kind.together, -(-count // processes))
-        parts += [Part(kind.name, at, min(at + together, count)) for at in range(0, count, together)]
+        parts += [Share(kind.name, at, min(at + together, count)) for at in range(0, count, together)]
     return parts
 
 
-def heard(worker: Worker, result: Campaign, waiting: deque[Part]) -> None:
+def heard(worker: CaseWorker, result: Campaign, waiting: deque[Share]) -> None:
     """Everything that it has said."""
     try:
         while worker.part is not None and worker.pipe.poll():
@@ -221,7 +221,7 @@ def heard(worker: Worker, result: Campaign, waiting: deque[Part]) -> None:
         lost(worker, "crash", f"its process ended: {worker.process.exitcode}", result, waiting)
 
 
-def lost(worker: Worker, verdict: str, why: str, result: Campaign, waiting: deque[Part]) -> None:
+def lost(worker: CaseWorker, verdict: str, why: str, result: Campaign, waiting: deque[Share]) -> None:
     """A process that hangs or has ended. What it had not done yet goes to another one."""
     assert worker.part is not None
     case = worker.case or seed_of(result.seed, worker.part.kind, worker.part.first)
@@ -230,7 +230,7 @@ def lost(worker: Worker, verdict: str, why: str, result: Campaign, waiting: dequ
     result.failed.append(failed)
     following = int(case.split(":")[2]) + 1
     if following < worker.part.stop:
-        waiting.append(Part(worker.part.kind, following, worker.part.stop))
+        waiting.append(Share(worker.part.kind, following, worker.part.stop))
     worker.part = None
     worker.end()
 
@@ -244,7 +244,7 @@ def alone(name: str) -> int:
     kind = KINDS[name.split(":")[1]]
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder, kind.bench(Path(folder)) as case:
         try:
-            Guard()(case, Random(name))
+            Watchdog()(case, Random(name))
         except Exception as error:
             print(verdict(error))  # noqa: T201
             raise

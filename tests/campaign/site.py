@@ -70,7 +70,7 @@ def cold() -> tuple[dict[str, Any], ...]:
 
 
 @define
-class Site:
+class CampaignSite:
     server: Running
     descriptors: int = 0
     threads: int = 0
@@ -126,11 +126,11 @@ def told(response: httpx.Response) -> None:
 
 
 @contextmanager
-def site(*words: str) -> Iterator[Site]:
+def site(*words: str) -> Iterator[CampaignSite]:
     """A server that ends as it should: told to, with exit status 0, and nothing on its standard error but its log."""
     cold()
     with serving(*words) as server:
-        found = Site(server)
+        found = CampaignSite(server)
         found.warm()
         yield found
         found.check(1)
@@ -252,7 +252,7 @@ def attacks(_: Path) -> Iterator[Case]:
         yield case
 
 
-def attack(site: Site, endless: bytes, random: Random) -> None:
+def attack(site: CampaignSite, endless: bytes, random: Random) -> None:
     connection = site.connect()
     with connection, suppress(ConnectionError):
         match random.randrange(8):

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from tests.campaign.case import Guard, Kind, seed_of
+from tests.campaign.case import Kind, Watchdog, seed_of
 from tests.campaign.hostile import spoilt_cases
 from tests.campaign.kinds import DECODERS, KINDS
 
@@ -23,7 +23,7 @@ def named(kind: Kind) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind not in DECODERS], ids=named)
 def test_a_few(kind: Kind, tmp_path: Path) -> None:
-    guard = Guard()
+    guard = Watchdog()
     with kind.bench(tmp_path) as case:
         for number in range(kind.few):
             guard(case, Random(seed_of(SEED, kind.name, number)))
@@ -33,7 +33,7 @@ def test_a_few(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize("examples", [0, pytest.param(MANY, marks=(pytest.mark.long, pytest.mark.timeout(0)))])
 def test_decoders(kind: Kind, examples: int, tmp_path: Path) -> None:
     """With hypothesis, which makes what it finds smaller."""
-    guard = Guard()
+    guard = Watchdog()
     with kind.bench(tmp_path) as case:
         spoilt_cases(lambda random: guard(case, random), examples or kind.few)
 

@@ -14,12 +14,12 @@ import pytest
 
 from tests.campaign import case as campaign_case
 from tests.campaign import run
-from tests.campaign.case import WARMING, Case, Guard, Hang, Kind, Leak, Shown, quiet, verdict
+from tests.campaign.case import WARMING, Case, Hang, Kind, Leak, Shown, Watchdog, quiet, verdict
 from tests.campaign.kinds import KINDS
 
 
-def warm() -> Guard:
-    guard = Guard()
+def warm() -> Watchdog:
+    guard = Watchdog()
     for _ in range(WARMING):
         guard(lambda _: None, Random(0))
     return guard

@@ -50,9 +50,9 @@ class Driver:
     requests: int = 0
     launched: list[Launch] = field(factory=list)
 
-    async def open(self, prompt, sampling=GREEDY, slot=0, *, source=None, keep=0, stops=()) -> Client:
+    async def open(self, prompt, sampling=GREEDY, slot=0, *, source=None, keep=0, stops=()) -> Caller:
         self.requests += 1
-        client = Client(self, RequestId(self.requests), SlotId(slot), list(prompt), len(prompt), keep)
+        client = Caller(self, RequestId(self.requests), SlotId(slot), list(prompt), len(prompt), keep)
         opening = OpenSlot(
             client.slot, SlotId(slot if source is None else source), keep, tuple(prompt), sampling, stops
         )
@@ -65,7 +65,7 @@ class Driver:
         outcomes = await self.executor.perform(self.launched[-1])
         return tuple(evolve(outcome, ns=0) if getattr(outcome, "ns", 0) else outcome for outcome in outcomes)
 
-    async def decode(self, *clients: Client, propose: int = 0):
+    async def decode(self, *clients: Caller, propose: int = 0):
         outcomes = await self.perform(*[client.round(propose) for client in clients])
         for client, outcome in zip(clients, outcomes, strict=True):
             if isinstance(outcome, Decoded):
@@ -81,7 +81,7 @@ class Driver:
 
 
 @define
-class Client:
+class Caller:
     driver: Driver
     request: RequestId
     slot: SlotId
@@ -141,7 +141,7 @@ def straightforward(kind, prompt, sampling, count) -> list[int]:
     return tokens[len(prompt) :]
 
 
-async def ready(driver: Driver, count: int = 3) -> list[Client]:
+async def ready(driver: Driver, count: int = 3) -> list[Caller]:
     clients = [await driver.open(prompt_of(20 + slot, 10 + slot), slot=slot) for slot in range(count)]
     for client in clients:
         await client.prefill()

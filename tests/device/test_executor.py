@@ -21,7 +21,7 @@ from tests.device.driver import (
     GREEDY,
     PENALISED,
     SAMPLED,
-    Client,
+    Caller,
     drive,
     prompt_of,
     ready,
@@ -64,7 +64,7 @@ async def test_random_interleavings_of_many_requests_equal_solo_runs(driver):
     jobs = [(prompt_of(seed, chance.randint(1, 80)), chance.choice([GREEDY, SAMPLED, PENALISED])) for seed in range(12)]
     expected = [await driver.answer(prompt, sampling, 4) for prompt, sampling in jobs]
     waiting, found = list(range(len(jobs))), {}
-    live: dict[int, tuple[int, Client]] = {}
+    live: dict[int, tuple[int, Caller]] = {}
     while waiting or live:
         free = [slot for slot in range(4) if slot not in live]
         if waiting and free and chance.random() < 0.5:

@@ -79,7 +79,7 @@ class ScriptedDevice:
 
 
 @define
-class Engine:
+class PlayedEngine:
     runner: Runner
     door: EngineDoor
     device: ScriptedDevice
@@ -98,7 +98,7 @@ async def engine(
     trace: Path | None = None,
     *,
     redacted: bool = False,
-) -> AsyncIterator[Engine]:
+) -> AsyncIterator[PlayedEngine]:
     """Running inside the block; drained and closed at its end, the trace complete."""
     device = device or ScriptedDevice()
     recorder = None if trace is None else Recorder(trace, header(settings, redacted=redacted))
@@ -135,7 +135,7 @@ async def engine(
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runner.run)
-            yield Engine(runner, door, device, clock, closed)
+            yield PlayedEngine(runner, door, device, clock, closed)
             with anyio.fail_after(10):
                 await door.drain(5)
             runner.close()

@@ -72,7 +72,7 @@ def test_a_weight_whose_rows_cannot_be_copied_in_bulk_is_refused(kernels):
 
 def test_a_head_size_without_a_kernel_is_refused(kernels):
     with pytest.raises(ValueError, match="head_dim 80 is not supported on CUDA"):
-        Sequence(kernels, (4, 2, 80), torch.bfloat16, 4).in_pieces([(4, 4)])
+        CachedSequence(kernels, (4, 2, 80), torch.bfloat16, 4).in_pieces([(4, 4)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,7 +94,7 @@ def test_norms_agree_with_plain_torch_and_do_not_see_the_rung(kernels, width, dt
         )
 
 
-class Sequence:
+class CachedSequence:
     """One layer's caches of three slots and the projections of a sequence that goes to one of them."""
 
     def __init__(self, kernels, geometry: tuple[int, int, int], dtype: torch.dtype, length: int, capacity: int = 2304):
@@ -142,7 +142,7 @@ class Sequence:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_attention_has_the_same_bits_however_the_sequence_is_cut(kernels, geometry, dtype):
-    sequence = Sequence(kernels, geometry, dtype, 1300)
+    sequence = CachedSequence(kernels, geometry, dtype, 1300)
     whole = sequence.in_pieces([(2048, 1300)])
     caches = sequence.k_cache[0, :, :1300].clone(), sequence.v_cache[0, :, :1300].clone()
     sequence.clear()
@@ -164,7 +164,7 @@ def test_attention_has_the_same_bits_however_the_sequence_is_cut(kernels, geomet
 
 @pytest.mark.parametrize("bucket", [4, 8, 64, 256])
 def test_attention_does_not_see_its_neighbours(kernels, bucket):
-    sequence = Sequence(kernels, (32, 8, 128), torch.bfloat16, 1300)
+    sequence = CachedSequence(kernels, (32, 8, 128), torch.bfloat16, 1300)
     whole = sequence.in_pieces([(2048, 1300)])
     last = torch.tensor([1299], device=DEVICE)
     for slot in (1, 2):
@@ -176,7 +176,7 @@ def test_attention_does_not_see_its_neighbours(kernels, bucket):
 
 
 def test_padded_rows_write_nothing_and_stay_finite(kernels):
-    sequence = Sequence(kernels, (5, 1, 64), torch.bfloat16, 10)
+    sequence = CachedSequence(kernels, (5, 1, 64), torch.bfloat16, 10)
     batch = Batch(64, DEVICE)
     batch.load(Step((Segment(1, 0, 3),), 64), torch.zeros(3, dtype=torch.int64))
     kernels.prepare(batch)

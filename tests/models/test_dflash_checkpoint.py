@@ -33,7 +33,7 @@ from tests.models.drafts import (
 )
 from training.draft_export import export_draft
 from training.draft_export import load_draft as load_trained
-from training.draft_model import Draft, DraftGeometry
+from training.draft_model import DraftGeometry, DraftNetwork
 from training.model import Geometry
 
 TENSORS = random_tensors(config_of())
@@ -479,7 +479,7 @@ def test_published_drafts_propose_what_transformers_does_over_the_same_weights(t
 def test_a_draft_that_was_trained_here_proposes_what_it_learnt_to(tmp_path):
     geometry = DraftGeometry(Geometry(211, 64, 104, 9, 4, 2, 16, 4096, 1e4), 2, (1, 4, 6), 16)
     torch.manual_seed(1)
-    trained = Draft(geometry)
+    trained = DraftNetwork(geometry)
     export_draft(trained, tmp_path)
     trained = load_trained(tmp_path, "cpu", torch.float32)
     checkpoint = DraftCheckpoint.open(tmp_path, TARGET)

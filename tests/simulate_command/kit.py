@@ -12,7 +12,7 @@ from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping
 from engine.simulation.logs.requests import Agent, Request, Session, made_up
 from engine.simulation.process import Process
-from engine.simulation.run import Run, Setup, fitted
+from engine.simulation.run import Setup, Simulation, fitted
 from states.events import Event
 from states.invariants import check
 from states.settings import Settings
@@ -45,8 +45,8 @@ def setup(sessions: list[Session], **how: Any) -> Setup:
     return Setup(fitted(settings, sessions), COSTS, **chosen)
 
 
-def run(sessions: list[Session], scope: Scope | None = Scope(), **how: Any) -> Run:  # noqa: B008 - a frozen value
-    one = Run(setup(sessions, **how), sessions, scope)
+def run(sessions: list[Session], scope: Scope | None = Scope(), **how: Any) -> Simulation:  # noqa: B008 - a frozen value
+    one = Simulation(setup(sessions, **how), sessions, scope)
     one.run()
     return one
 

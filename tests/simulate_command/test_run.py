@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from effects.scope import parse
 from engine.simulation.logs.requests import Agent, Session, made_up
-from engine.simulation.run import Run
+from engine.simulation.run import Simulation
 from tests.simulate_command.kit import BLOCK_SIZE, COSTS, agent, request, run, session, watch
 
 FOUR = [session(name, turns) for name, turns in (("a", 6), ("b", 5), ("c", 4), ("d", 6))]
 
 
-def found(one: Run) -> list[int]:
+def found(one: Simulation) -> list[int]:
     return [count.found for count in one.tally.counts.values()]
 
 

@@ -202,7 +202,7 @@ def answers(effect: Effect, failures: tuple[DeviceFailed, ...]) -> Iterator[Any]
 
 
 @frozen
-class Node:
+class Reached:
     world: World
     come: frozenset[RequestId] = frozenset()
     cancelled: frozenset[RequestId] = frozenset()
@@ -213,11 +213,11 @@ class Node:
         for ask in self.world.lane.running:
             yield from ((ask.request, outcome) for outcome in answers(ask.effect, failures))
 
-    def after(self, request: RequestId, event: Event) -> Node:
+    def after(self, request: RequestId, event: Event) -> Reached:
         world, outs = advance(self.world, request, event)
         sound(self.world, world, outs)
         cancelled = self.cancelled | ({request} if isinstance(event, Cancelled) else set())
-        return Node(forgetful(world), self.come | {request}, cancelled & world.requests.keys())
+        return Reached(forgetful(world), self.come | {request}, cancelled & world.requests.keys())
 
 
 def forgetful(world: World) -> World:
@@ -254,7 +254,7 @@ def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
     after: Any, place: Any, failures: tuple[DeviceFailed, ...]
 ) -> None:
     start = evolve(begin(evolve(HOUSE, residency=Resolved("auto", after))), models=Residency(Model(place)))
-    todo, seen, ends = [Node(start)], {repr(Node(start))}, set[str]()
+    todo, seen, ends = [Reached(start)], {repr(Reached(start))}, set[str]()
     while todo:
         node = todo.pop()
         if not node.world.requests and len(node.come) == len(JOBS):

@@ -17,14 +17,14 @@ from adapters.models.dflash_checkpoint import DraftCheckpoint
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.shard import Segment, Step, TargetHead
 from tests.training.conftest import DEMO
-from training.batches import Batches, Shape
+from training.batches import Batches, BatchShape
 from training.dialogues import chat
 from training.draft import DRAFT, smallest_draft
 from training.draft_card import write_draft_card
 from training.draft_evaluate import (
     SUBJECTS,
     TEMPERATURE,
-    Said,
+    Continuation,
     Taken,
     answers,
     coupled,
@@ -35,12 +35,12 @@ from training.draft_evaluate import (
 )
 from training.draft_export import LARGEST, config_of, export_draft, load_draft
 from training.draft_generate import generate, greedy
-from training.draft_model import MASK_ID, Draft, DraftGeometry, blocks_at, head, read
+from training.draft_model import MASK_ID, DraftGeometry, DraftNetwork, blocks_at, head, read
 from training.draft_train import DraftLoss, Pool, Speech, block_loss, choose, let_speak, mixed
 from training.export import load
 from training.model import Geometry, Qwen3
 from training.tasks import code
-from training.train import Rates, Stage, digest, train
+from training.train import LearningRates, Stage, digest, train
 
 TINY = Geometry(hidden=64, inner=96, layers=3, heads=4, kv_heads=2, head_dim=16, context=256)
 SMALL = DraftGeometry(TINY, layers=2, aux_layers=(0, 2), block=4)
@@ -65,13 +65,13 @@ def target():
 @pytest.fixture
 def draft(target):
     torch.manual_seed(1)
-    made = Draft(SMALL)
+    made = DraftNetwork(SMALL)
     made.inherit(target)
     return made
 
 
 @torch.no_grad()
-def one_block(draft: Draft, target: Qwen3, tokens: list[int], slots: int) -> torch.Tensor:
+def one_block(draft: DraftNetwork, target: Qwen3, tokens: list[int], slots: int) -> torch.Tensor:
     """A plain reading of DFlash for one sequence: the block after `tokens`, the last of which is its anchor."""
     geometry = draft.geometry
     target_geometry = geometry.target
@@ -144,7 +144,7 @@ def test_generation_with_a_cache_is_generation_without(target):
         generate(target, [[16] * 251], 6, greedy)
 
 
-def speculate(draft: Draft, target: Qwen3, said: Said, temperature: float) -> tuple[list[int], int]:
+def speculate(draft: DraftNetwork, target: Qwen3, said: Continuation, temperature: float) -> tuple[list[int], int]:
     """Speculative decoding as it is defined: everything computed again in every round."""
     ids, rounds = list(said.tokens[: said.start + 1]), 0
     pick = coupled([said.seed], temperature) if temperature else greedy
@@ -182,7 +182,7 @@ def test_rounds_are_those_of_a_real_loop_and_answers_do_not_change(target, draft
 
 
 def test_a_round_takes_what_equals_and_one_token_more():
-    said = Said([9, 9, 1, 2, 3, 4, 5, 6, 7], 2, 0)
+    said = Continuation([9, 9, 1, 2, 3, 4, 5, 6, 7], 2, 0)
     proposed = [[2, 3, 8], [8, 8, 8], [8, 8, 8], [5, 6, 7], [8, 8, 8], [8, 8, 8]]
     assert taken(said, proposed) == Taken(6, 2)
     assert taken(said, [[8, 8, 8]] * 6) == Taken(6, 6)
@@ -222,7 +222,7 @@ def test_a_slot_behind_a_token_that_the_target_would_not_say_does_not_count():
 def test_the_loss_falls_and_only_the_draft_learns(target, draft, source, tokenizer):
     pool = let_speak(
         target,
-        Batches(tokenizer, source, {code: 1.0}, Shape(8, 40), seed=1),
+        Batches(tokenizer, source, {code: 1.0}, BatchShape(8, 40), seed=1),
         Speech(rows=8, rounds=1, least=8, most=40, answer=24),
         65,
         seconds=60,
@@ -232,13 +232,13 @@ def test_the_loss_falls_and_only_the_draft_learns(target, draft, source, tokeniz
     def batches(stage, seed):
         return mixed(Batches(tokenizer, source, stage.mixture, stage.shape, seed), pool)
 
-    stage = Stage("small", Shape(4, 64), {chat: 1.0}, steps=30, share=1.0, whole=0.3)
+    stage = Stage("small", BatchShape(4, 64), {chat: 1.0}, steps=30, share=1.0, whole=0.3)
     model = DraftLoss(draft, target, 16)
     frozen, (first,) = digest(target), batches(stage, 5).load(range(1), 0)
     assert first[0].shape == first[1].shape == (4, 65)
     torch.manual_seed(3)
     before = model(*first).item()
-    train(model, batches, [stage], rates=Rates(matrices=1e-2, others=1e-2, falling=0.5), seed=1)
+    train(model, batches, [stage], rates=LearningRates(matrices=1e-2, others=1e-2, falling=0.5), seed=1)
     torch.manual_seed(3)
     assert model(*first).item() < before - 0.5
     assert digest(target) == frozen
@@ -247,7 +247,7 @@ def test_the_loss_falls_and_only_the_draft_learns(target, draft, source, tokeniz
 
 def test_the_pool_tells_where_the_target_speaks(target, source, tokenizer):
     speech = Speech(rows=4, rounds=2, least=8, most=40, answer=8, temperatures=(0.0,))
-    windows = Batches(tokenizer, source, {code: 1.0}, Shape(4, 40), seed=1)
+    windows = Batches(tokenizer, source, {code: 1.0}, BatchShape(4, 40), seed=1)
     pool = let_speak(target, windows, speech, 65, seconds=60, workers=0)
     assert isinstance(pool, Pool)
     assert pool.tokens.shape == (8, 65)
@@ -280,10 +280,10 @@ def test_a_draft_is_exported_as_published(tmp_path, target, draft):
 
 
 def test_the_demos_draft_fits_its_size_and_another_does_not_pass(tmp_path):
-    export_draft(Draft(DRAFT.geometry), tmp_path)
+    export_draft(DraftNetwork(DRAFT.geometry), tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= LARGEST
     with pytest.raises(ValueError, match="at most 8000000"):
-        export_draft(Draft(evolve(DRAFT.geometry, layers=4)), tmp_path)
+        export_draft(DraftNetwork(evolve(DRAFT.geometry, layers=4)), tmp_path)
     assert config_of(DRAFT.geometry)["num_hidden_layers"] == DRAFT.geometry.layers
 
 

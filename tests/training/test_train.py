@@ -10,10 +10,10 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from training import draft, evaluate
-from training.batches import Batches, Shape
+from training.batches import Batches, BatchShape
 from training.chat_format import CONTROLS
 from training.corpus import Corpus, assemble
-from training.demo import Limits, run
+from training.demo import DemoLimits, run
 from training.dialogues import chat
 from training.draft import Folders, smallest_draft
 from training.evaluate import Exam, examine, talk
@@ -21,12 +21,12 @@ from training.export import export, load
 from training.model import UNUSED_IDS, Geometry, Qwen3
 from training.recipe import TARGET, smallest
 from training.tasks import code, continue_code
-from training.train import Progress, Rates, Stage, digest, schedule, train
+from training.train import LearningRates, Stage, TrainingProgress, digest, schedule, train
 from training.words import Source
 
 TINY = Geometry(hidden=64, inner=96, layers=2, heads=2, head_dim=32, context=256)
 VERSIONS = {"python": "3.11", "packages": ["cattrs 26"], "packages_apart": ["attrs 26"]}
-RATES = Rates(matrices=1e-2, others=1e-2, falling=0.5)
+RATES = LearningRates(matrices=1e-2, others=1e-2, falling=0.5)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def small_run(source, tokenizer):
     def run():
         torch.manual_seed(0)
         model = Qwen3(TINY)
-        stage = Stage("small", Shape(4, 127), {chat: 1.0}, steps=40, share=1.0, whole=0.3)
+        stage = Stage("small", BatchShape(4, 127), {chat: 1.0}, steps=40, share=1.0, whole=0.3)
         before = model(*batches(stage, 1)[1000]).item()
         progress = train(model, batches, [stage], rates=RATES, seed=1)
         after = model(*batches(stage, 1)[1000]).item()
@@ -131,7 +131,7 @@ def test_code_that_spells_control_tokens_trains_with_finite_losses_and_anything_
     spelling = Source(tuple(f"{text}\nSPELT = {CONTROLS!r}\n" for text in source.texts for _ in range(3)))
     short = Source(tuple(f"SPELT = {control!r}  # as in {CONTROLS}\n" * 20 for control in CONTROLS))
     mixtures = {code: 0.5, continue_code: 0.5}
-    stage = Stage("spelt", Shape(4, 127), mixtures, steps=6, share=1.0, whole=0.3)
+    stage = Stage("spelt", BatchShape(4, 127), mixtures, steps=6, share=1.0, whole=0.3)
     for texts in (spelling, short):
 
         def batches(stage, seed, texts=texts):
@@ -156,7 +156,7 @@ class Untaught(Qwen3):
 
 def test_a_loss_that_is_not_finite_ends_the_run(tokenizer):
     texts = Source(("SPELT = " + repr(CONTROLS) + "\n",) * 9)
-    stage = Stage("spelt", Shape(4, 127), {code: 1.0}, steps=6, share=1.0, whole=0.3)
+    stage = Stage("spelt", BatchShape(4, 127), {code: 1.0}, steps=6, share=1.0, whole=0.3)
     with pytest.raises(FloatingPointError, match="spelt step 0: a loss is not finite"):
         train(
             Untaught(TINY),
@@ -168,14 +168,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(tokenizer):
 
 
 def test_a_run_goes_on_with_the_stage_that_it_is_told(source, tokenizer, tmp_path):
-    stages = [Stage(name, Shape(2, 63), {chat: 1.0}, steps=3, share=0.5, whole=0.3) for name in ("one", "two")]
+    stages = [Stage(name, BatchShape(2, 63), {chat: 1.0}, steps=3, share=0.5, whole=0.3) for name in ("one", "two")]
 
     def batches(stage, seed):
         return Batches(tokenizer, source, stage.mixture, stage.shape, seed)
 
     notes, model, seen = tmp_path / "notes", Qwen3(TINY), []
     train(model, batches, stages[:1], rates=RATES, seed=1, after=lambda progress: progress.save(notes))
-    before = Progress.load(notes)
+    before = TrainingProgress.load(notes)
     assert before.steps == {"one": 3}
     progress = train(model, batches, stages, rates=RATES, seed=1, after=seen.append, first=1, before=before)
     assert seen == [progress]
@@ -197,7 +197,7 @@ def test_all_of_it_runs_small_and_is_taken_up_again(source, tokenizer, tmp_path,
     monkeypatch.setattr(evaluate, "SMALL_TALK", ())
     monkeypatch.setattr(evaluate, "STRANGE_PROMPTS", evaluate.STRANGE_PROMPTS[:1])
     for first in (0, 2):
-        run(smallest(TARGET), work, out, Limits(math.inf, 0, first))
+        run(smallest(TARGET), work, out, DemoLimits(math.inf, 0, first))
     for first in (0, 4):
         folders = Folders(out, out / "draft", work)
         draft.run(smallest_draft(draft.DRAFT), folders, draft.Limits(math.inf, 0, first))

@@ -40,7 +40,7 @@ def parse(name: str, raw: Mapping[str, Any], *, shared_head: bool = False) -> Se
     shared_head: sessions with equally many tool tokens begin with the same tools, and with the same system prompt if
     its tokens are as many, too.
     """
-    return Reader(name, raw, shared_head).session()
+    return ClaudeCodeReader(name, raw, shared_head).session()
 
 
 def whole(
@@ -61,7 +61,7 @@ def seconds(raw: Mapping[str, Any], key: str, where: str, default: float | None 
 
 
 @define
-class Reader:
+class ClaudeCodeReader:
     name: str
     raw: Mapping[str, Any]
     shared_head: bool

@@ -38,7 +38,7 @@ ACCEPTED = 'accepted: {"timestamp": microseconds, "input": text, "output": text,
 
 
 @frozen(eq=False)
-class Line:
+class LogLine:
     at_ns: int
     text: str
     answer: str
@@ -46,7 +46,7 @@ class Line:
 
 def parse(name: str, lines: Iterable[tuple[int, str]], encode: Encode) -> list[Session]:
     """The sessions of a file, whose lines come with their numbers. Raises BadLog."""
-    sessions: dict[str, list[Line]] = {}
+    sessions: dict[str, list[LogLine]] = {}
     count, size = 0, 0
     for number, text in lines:
         if not text.strip():
@@ -65,7 +65,7 @@ def parse(name: str, lines: Iterable[tuple[int, str]], encode: Encode) -> list[S
     ]
 
 
-def parse_line(where: str, text: str) -> tuple[str, Line]:
+def parse_line(where: str, text: str) -> tuple[str, LogLine]:
     try:
         raw = bounded_json.loads(text, MOST_PARTS)
     except (ValueError, RecursionError) as error:
@@ -83,10 +83,10 @@ def parse_line(where: str, text: str) -> tuple[str, Line]:
         requests.text(each, where)
     session: Mapping[str, Any] = raw
     name = str(session.get("session_id", where.rpartition(":")[0]))[:200]
-    return requests.text(name, where), Line(round(at * 1000), prompt, answer)
+    return requests.text(name, where), LogLine(round(at * 1000), prompt, answer)
 
 
-def agent(lines: Sequence[Line], encode: Encode) -> Agent:
+def agent(lines: Sequence[LogLine], encode: Encode) -> Agent:
     """A session's requests, which its lines hold in any order. encode is asked twice: for all prompts, all answers."""
     prompts = encode([line.text for line in lines])
     answers = encode([line.answer for line in lines])
