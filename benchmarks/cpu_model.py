@@ -25,11 +25,15 @@ from attrs import define
 from torch import Tensor
 from transformers import Qwen3ForCausalLM, StaticCache
 
-from adapters.models.checkpoint import Checkpoint, Weights
-from adapters.models.config import DTYPES, CheckpointError, Qwen3Config
+from adapters.checkpoint.config import DTYPES
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.weights import Weights
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.dense import DenseShard
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics, probe
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.numerics import Numerics
+from adapters.models.probe import probe
+from adapters.models.qwen3 import FAMILY, Qwen3Config
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from benchmarks.oracle import oracle_config
@@ -60,7 +64,7 @@ def oracle_of(config: Qwen3Config, weights: Weights, dtype: torch.dtype) -> Any:
 
 @define
 class Ours:
-    shard: Qwen3Shard
+    shard: DenseShard
     numerics: Numerics
 
     def prefill(self, tokens: Tensor) -> None:
@@ -135,8 +139,8 @@ def main() -> None:
     for dtype_name in options.dtypes:
         dtype = DTYPES[dtype_name]
         kernels = CpuKernels(dtype)
-        numerics = probe(config, kernels, device=CPU, dtype=dtype, chunk=options.chunk, capacity=capacity)
-        shard = Qwen3Shard(config, weights, kernels, dtype=dtype, slots=1, capacity=capacity, buckets=numerics.buckets)
+        numerics = probe(FAMILY, config, kernels, device=CPU, dtype=dtype, chunk=options.chunk, capacity=capacity)
+        shard = DenseShard(config, weights, kernels, dtype=dtype, slots=1, capacity=capacity, buckets=numerics.buckets)
         model = oracle_of(config, weights, dtype)
         print(f"{name}, {dtype_name}: {numerics.mode}, buckets {numerics.buckets}, decoding at {numerics.buckets[0]}")
         print(f"  {numerics.numerics_class}, {torch.get_num_threads()} threads, probe {numerics.seconds:.2f} s")

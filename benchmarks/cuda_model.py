@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from adapters.models.config import Qwen3Config
+from adapters.models.dense import DenseShard
 from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.qwen3 import BUCKETS, Qwen3Shard
-from adapters.models.shard import Segment, Step
+from adapters.models.qwen3 import Qwen3Config
+from adapters.models.shard import BUCKETS, Segment, Step
 from adapters.models.synthetic import RandomWeights
 
 DEVICE = torch.device("cuda")
@@ -55,13 +55,13 @@ def bandwidth() -> dict[str, float]:
     return {name: times * source.nbytes / min(seconds(run) for _ in range(8)) for name, (run, times) in work.items()}
 
 
-def prefill(shard: Qwen3Shard, tokens: torch.Tensor, chunk: int) -> None:
+def prefill(shard: DenseShard, tokens: torch.Tensor, chunk: int) -> None:
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
         shard.forward(Step((Segment(0, start, len(part)),), chunk), part)
 
 
-def decode(shard: Qwen3Shard, context: int, count: int, fetch: bool, bucket: int = 4) -> float:
+def decode(shard: DenseShard, context: int, count: int, fetch: bool, bucket: int = 4) -> float:
     """Seconds a token, greedy, from `context` rows on."""
     token = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     at = context
@@ -78,7 +78,7 @@ def decode(shard: Qwen3Shard, context: int, count: int, fetch: bool, bucket: int
     return seconds(one, count)
 
 
-def wide_steps(shard: Qwen3Shard, context: int, buckets: tuple[int, ...]) -> dict[int, float]:
+def wide_steps(shard: DenseShard, context: int, buckets: tuple[int, ...]) -> dict[int, float]:
     """Seconds of a forward with logits where every row of the bucket is real, as in a verification."""
     times = {}
     for bucket in buckets:
@@ -94,7 +94,7 @@ def wide_steps(shard: Qwen3Shard, context: int, buckets: tuple[int, ...]) -> dic
     return times
 
 
-def buckets_are_exact(shard: Qwen3Shard, buckets: tuple[int, ...], start: int = 1000) -> bool:
+def buckets_are_exact(shard: DenseShard, buckets: tuple[int, ...], start: int = 1000) -> bool:
     """Whether the rows after `start` come out with the same bits at every bucket, keys and values included."""
     tokens = torch.randint(0, VOCABULARY, (64,), device=DEVICE)
     first: tuple[torch.Tensor, ...] | None = None
@@ -132,7 +132,7 @@ def transformers_model(config: Qwen3Config, weights: RandomWeights) -> Iterator[
 
 
 def compare_prefill(
-    shard: Qwen3Shard, weights: RandomWeights, contexts: list[int], chunk: int, repeat: int = 5
+    shard: DenseShard, weights: RandomWeights, contexts: list[int], chunk: int, repeat: int = 5
 ) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with torch.inference_mode(), transformers_model(shard.config, weights) as theirs:
@@ -156,7 +156,7 @@ def compare_prefill(
     return results
 
 
-def _difference(shard: Qwen3Shard, theirs: Any, count: int = 100) -> float:
+def _difference(shard: DenseShard, theirs: Any, count: int = 100) -> float:
     """Relative distance of our logits from theirs over a short prompt."""
     tokens = torch.randint(0, VOCABULARY, (count,), device=DEVICE)
     step = Step((Segment(0, 0, count),), 128)
@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     speeds = bandwidth()
     torch.cuda.empty_cache()
     kernels = TritonKernels(DEVICE)
-    shard = Qwen3Shard(
+    shard = DenseShard(
         config, weights, kernels, device=DEVICE, dtype=DTYPE, slots=1, capacity=config.max_positions, buckets=buckets
     )
     tokens = torch.randint(0, VOCABULARY, (max(args.contexts),), device=DEVICE)

@@ -28,10 +28,11 @@ from attrs import define, field
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.layout import RowSpec, dtype_name
-from adapters.models.config import Qwen3Config
-from adapters.models.kernels import Kernels
+from adapters.models.dense import DenseShard
+from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import BUCKETS, Qwen3Shard
+from adapters.models.qwen3 import Qwen3Config
+from adapters.models.shard import BUCKETS
 from adapters.models.synthetic import RandomWeights
 from adapters.store.format import Layout
 from adapters.store.opening import open_store
@@ -75,7 +76,7 @@ def config_of(given: argparse.Namespace) -> Qwen3Config:
 class StoreBench:
     """One slot, its executors, and what the planner knows."""
 
-    shard: Qwen3Shard
+    shard: DenseShard
     lane: DeviceLane
     executor: DeviceExecutor
     store: Store
@@ -236,7 +237,7 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
     config, device = config_of(given), lane.device
     dtype = torch.float32 if given.tiny else torch.bfloat16
     weights, buckets = RandomWeights(config, 0, device, dtype), (*(r for r in BUCKETS if r < given.chunk), given.chunk)
-    shard = Qwen3Shard(
+    shard = DenseShard(
         config,
         weights,
         kernels_of(device, dtype),

@@ -46,12 +46,12 @@ def write_down(file: str, line: str) -> None:
 
 def serve(digests: str, words: Sequence[str]) -> None:
     """`rekindle serve`, with a digest of the first row of all logits appended to a file."""
-    from adapters.models.qwen3 import Qwen3Shard  # noqa: PLC0415 - only this process needs them
+    from adapters.models.dense import DenseShard  # noqa: PLC0415 - only this process needs them
     from adapters.models.shard import Step  # noqa: PLC0415
     from adapters.transfer.restore import Restorer  # noqa: PLC0415
     from engine.__main__ import main as rekindle  # noqa: PLC0415
 
-    logits, restore = Qwen3Shard.logits, Restorer.restore
+    logits, restore = DenseShard.logits, Restorer.restore
 
     async def timed(restorer: Restorer, *about: Any) -> Any:
         before = time.process_time()
@@ -59,12 +59,12 @@ def serve(digests: str, words: Sequence[str]) -> None:
         write_down(digests + CPU, f"{1e3 * (time.process_time() - before):.3f}")
         return outcome
 
-    def digested(shard: Qwen3Shard, step: Step, hidden: torch.Tensor) -> torch.Tensor:
+    def digested(shard: DenseShard, step: Step, hidden: torch.Tensor) -> torch.Tensor:
         found = logits(shard, step, hidden)
         write_down(digests, blake2b(found[0].cpu().numpy().tobytes(), digest_size=16).hexdigest())
         return found
 
-    Qwen3Shard.logits = digested  # type: ignore[assignment, method-assign]
+    DenseShard.logits = digested  # type: ignore[assignment, method-assign]
     Restorer.restore = timed  # type: ignore[assignment, method-assign]
     sys.argv = ["rekindle", "serve", *words]
     rekindle()

@@ -23,13 +23,14 @@ from adapters.device.lane import DeviceLane
 from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
-from adapters.models.dflash import Ask as Wanted
-from adapters.models.dflash import DFlashDraft
-from adapters.models.dflash_checkpoint import draft_tensors
-from adapters.models.dflash_config import DFlashConfig, Rotary
-from adapters.models.kernels import AttentionMask
+from adapters.models.dense import DenseShard
+from adapters.models.dflash.blocks import BlockRequest as Wanted
+from adapters.models.dflash.checkpoint import draft_tensors
+from adapters.models.dflash.config import DFlashConfig
+from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.rope import Rotary
 from adapters.models.shard import Kept, Segment, Step
 from adapters.models.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
@@ -64,7 +65,7 @@ class DeviceDraft:
     shapes: Mapping[str, tuple[int, ...]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.shapes = draft_tensors(self.config, len(self.config.aux_layers))
+        self.shapes = draft_tensors(self.config)
 
     def read(self, name: str) -> Tensor:
         key = hashlib.blake2b(name.encode(), digest_size=7).digest()
@@ -115,7 +116,7 @@ class Forced:
 
 @define(eq=False)
 class Pair:
-    shard: Qwen3Shard
+    shard: DenseShard
     draft: DFlashDraft
     lane: DeviceLane
     executor: DeviceExecutor
@@ -125,7 +126,7 @@ class Pair:
 def build(lane: DeviceLane) -> Pair:
     config = config_8b(LAYERS, CAPACITY)
     shape = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": CAPACITY, "buckets": BUCKETS}
-    shard = Qwen3Shard(
+    shard = DenseShard(
         config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), aux_layers=AUX_LAYERS, **shape
     )
     drafts = DFlashConfig(

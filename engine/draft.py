@@ -9,13 +9,14 @@ import torch
 from attrs import evolve
 
 from adapters import demo
-from adapters.models.config import CheckpointError, Qwen3Config
-from adapters.models.dflash import DFlashDraft
-from adapters.models.dflash import products as draft_products
-from adapters.models.dflash_checkpoint import DraftCheckpoint
-from adapters.models.kernels import Kernels
+from adapters.checkpoint.errors import CheckpointError
+from adapters.models.dflash.checkpoint import DraftCheckpoint
+from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.dflash.weights import products as draft_products
+from adapters.models.family import ModelConfig
+from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics, kept_under, plan_from_json, plan_to_json
-from adapters.models.qwen3 import Qwen3Shard, products
+from adapters.models.shard import Shard
 from engine.kept import Kept
 from engine.options import Options
 from engine.refusal import Refusal
@@ -23,7 +24,7 @@ from engine.refusal import Refusal
 log = logging.getLogger("rekindle")
 
 
-def find_draft(options: Options, config: Qwen3Config, numerics: Numerics) -> DraftCheckpoint | None:
+def find_draft(options: Options, config: ModelConfig, numerics: Numerics) -> DraftCheckpoint | None:
     """The folder that was asked for, or the demo's own. Raises Refusal for one that cannot draft for this target."""
     folder = Path(options.draft)
     if options.draft == "auto":
@@ -44,25 +45,34 @@ def find_draft(options: Options, config: Qwen3Config, numerics: Numerics) -> Dra
     return found
 
 
-def draft_kernels(found: DraftCheckpoint, shard: Qwen3Shard, numerics: Numerics, kept: Kept, *, fast: bool) -> Kernels:
-    """Of the target's kind. What the draft multiplies beyond its target's products is proven beside them, so another
-    draft changes no answer.
+def draft_kernels(
+    found: DraftCheckpoint,
+    config: ModelConfig,
+    shard: Shard,
+    kernels: Kernels,
+    *,
+    numerics: Numerics,
+    kept: Kept,
+    fast: bool,
+) -> Kernels:
+    """Of the kind of the target's, `kernels`. What the draft multiplies beyond its target's products is proven beside
+    them, so another draft changes no answer.
 
     A draft whose products cannot be proven drafts all the same, but what it proposes after a restore may differ.
     """
-    kernels, plan = shard.kernels, numerics.plan
+    plan = numerics.plan
     if plan is None:
         return kernels.fresh()
-    target = products(shard.config, plan.steps, capacity=shard.capacity, dtype=shard.dtype, threads=plan.threads[1])
+    target = config.products(plan.steps, capacity=shard.capacity, dtype=shard.dtype, threads=plan.threads[1])
     listed = draft_products(
-        found.config, evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=shard.config.vocab_size
+        found.config, evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=config.vocab_size
     )
     key = kept_under(listed, kernels, shard.device, (str(shard.dtype), plan))
     proven = kept.made(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
     return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
-def load_draft(found: DraftCheckpoint, shard: Qwen3Shard, kernels: Kernels) -> DFlashDraft:
+def load_draft(found: DraftCheckpoint, shard: Shard, kernels: Kernels) -> DFlashDraft:
     """Beside the target, whose embedding and head it shares."""
     try:
         return DFlashDraft(

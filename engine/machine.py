@@ -10,10 +10,11 @@ import torch
 from attrs import evolve
 
 from adapters.models.checkpoint import Checkpoint
-from adapters.models.config import Qwen3Config
-from adapters.models.dflash_checkpoint import DraftCheckpoint
-from adapters.models.kernels import Kernels
-from adapters.models.numerics import Numerics, probe, probe_key
+from adapters.models.dflash.checkpoint import DraftCheckpoint
+from adapters.models.family import ModelConfig
+from adapters.models.kernels.interface import Kernels
+from adapters.models.numerics import Numerics
+from adapters.models.probe import probe, probe_key
 from engine.kept import Kept
 from engine.options import Options
 from engine.refusal import Refusal
@@ -33,7 +34,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def context_of(options: Options, config: Qwen3Config, dtype: torch.dtype, device: torch.device) -> int:
+def context_of(options: Options, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Rows of a slot, which the machine has room for: the probe needs some of it, too. Raises Refusal."""
     context = options.max_ctx or config.max_positions
     if context > config.max_positions:
@@ -42,7 +43,7 @@ def context_of(options: Options, config: Qwen3Config, dtype: torch.dtype, device
     return context
 
 
-def row_bytes(config: Qwen3Config, draft: DraftCheckpoint | None, dtype: torch.dtype) -> int:
+def row_bytes(config: ModelConfig, draft: DraftCheckpoint | None, dtype: torch.dtype) -> int:
     """Of one token in a slot, the draft's context included."""
     return config.kv_bytes_per_token(dtype) + (0 if draft is None else draft.config.kv_bytes_per_token(dtype))
 
@@ -64,22 +65,23 @@ def host_memory() -> int:
 
 
 def prove(
-    options: Options, config: Qwen3Config, dtype: torch.dtype, device: torch.device, context: int, *, kept: Kept
+    options: Options, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, context: int, *, kept: Kept
 ) -> tuple[Numerics, Kernels]:
     """What the probe finds or found, and kernels that keep to it."""
     chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
     kernels, how = build_kernels(device, dtype), {"device": device, "dtype": dtype, "chunk": chunk}
-    numerics = probed(config, kernels, kept, capacity=context, memory=host_memory() // 2, **how)
+    numerics = probed(checkpoint, kernels, kept, capacity=context, memory=host_memory() // 2, **how)
     plan = numerics.plan
     if options.numerics == "fast" and plan is not None:
         plan = evolve(plan, steps=())
     return numerics, kernels.using(plan)
 
 
-def probed(config: Qwen3Config, kernels: Kernels, kept: Kept, **how: Any) -> Numerics:
+def probed(checkpoint: Checkpoint, kernels: Kernels, kept: Kept, **how: Any) -> Numerics:
     """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
-    key = probe_key(config, kernels, **how)
-    return kept.made(key, lambda: probe(config, kernels, **how), Numerics.to_json, Numerics.from_json)
+    family, config = checkpoint.family, checkpoint.config
+    key = probe_key(family, config, kernels, **how)
+    return kept.made(key, lambda: probe(family, config, kernels, **how), Numerics.to_json, Numerics.from_json)
 
 
 def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import re
@@ -13,7 +12,9 @@ from typing import Any
 
 from attrs import evolve
 
-from adapters.models import MODEL_TYPES
+from adapters.checkpoint.config import read_json
+from adapters.checkpoint.errors import CheckpointError
+from adapters.models import FAMILIES
 from adapters.store.folder import LOCK, Folder, FolderUnusable, check_private
 from effects.scope import parse
 from engine.options import Options
@@ -22,7 +23,6 @@ from engine.refusal import Refusal
 log = logging.getLogger("rekindle")
 CHECKPOINT = "accepted: a folder with a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors)"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-MOST_CONFIG = 64 << 20  # bytes of config.json
 MOST_KEYS = 1 << 20  # bytes of --api-key-file
 
 
@@ -53,8 +53,8 @@ def check_model(name: str) -> None:
         what = "GGUF files are not served yet" if is_gguf(path) else "is a file"
         raise Refusal(f"{name}: {what}; {CHECKPOINT}")
     kind = read_config(path).get("model_type")
-    if kind not in MODEL_TYPES:
-        accepted = ", ".join(map(repr, MODEL_TYPES))
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        accepted = ", ".join(map(repr, FAMILIES))
         raise Refusal(f"{path}: config.json: model_type {repr(kind)[:80]} is not supported; accepted: {accepted}")
 
 
@@ -72,17 +72,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         gguf = "; GGUF files are not served yet" if any(folder.glob("*.gguf")) else ""
         raise Refusal(f"{folder}: config.json is missing{gguf}; {CHECKPOINT}")
-    with path.open("rb") as file:
-        data = file.read(MOST_CONFIG + 1)
-    if len(data) > MOST_CONFIG:
-        raise Refusal(f"{path}: larger than {MOST_CONFIG >> 20} MiB")
     try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError):
-        raise Refusal(f"{path}: not valid JSON") from None
-    if not isinstance(raw, dict):
-        raise Refusal(f"{path}: not a JSON object")
-    return raw
+        return read_json(path)
+    except CheckpointError as error:
+        raise Refusal(str(error)) from error
 
 
 def check_trace(path: Path) -> None:

@@ -21,12 +21,12 @@ from attrs import define
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapters import heap
+from adapters.checkpoint.errors import CheckpointError
 from adapters.http.app import build_app
 from adapters.http.errors import error_response, unavailable
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
 from adapters.models.checkpoint import Checkpoint
-from adapters.models.config import CheckpointError
 from adapters.text.text import Text
 from adapters.watched import Watched
 from effects.job import Sampling

@@ -13,16 +13,15 @@ import torch
 from attrs import asdict, define, evolve
 
 from adapters import demo
+from adapters.checkpoint.errors import CheckpointError
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
-from adapters.models.config import CheckpointError
-from adapters.models.dflash import DFlashDraft
-from adapters.models.dflash_checkpoint import DraftCheckpoint
-from adapters.models.kernels import Kernels
+from adapters.models.dflash.checkpoint import DraftCheckpoint
+from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics
-from adapters.models.qwen3 import Qwen3Shard
 from adapters.models.shard import Shard
 from adapters.store.folder import FolderUnusable
 from adapters.store.format import Draft, Layout
@@ -59,7 +58,7 @@ class Target:
 
     folder: Path
     checkpoint: Checkpoint
-    shard: Qwen3Shard
+    shard: Shard
     lane: DeviceLane
     executor: DeviceExecutor
     numerics: Numerics
@@ -182,14 +181,14 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     context = context_of(options, checkpoint.config, dtype, device)
     step(startup.PROBE)
     kept = Kept(user_folder())
-    numerics, kernels = prove(options, checkpoint.config, dtype, device, context, kept=kept)
+    numerics, kernels = prove(options, checkpoint, dtype, device, context, kept=kept)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:
         raise Mismatched(named)
     found = find_draft(options, checkpoint.config, numerics)
     check_memory(row_bytes(checkpoint.config, found, dtype), device, options.slots, context)
     step(startup.WEIGHTS)
-    shard = Qwen3Shard(
+    shard = checkpoint.family.build(
         checkpoint.config,
         checkpoint,
         kernels,
@@ -204,13 +203,14 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     drafting = None
     if found is not None:
         step(startup.DRAFT)
-        beside = draft_kernels(found, shard, numerics, kept, fast=fast)
+        shared = checkpoint.config, shard, kernels
+        beside = draft_kernels(found, *shared, numerics=numerics, kept=kept, fast=fast)
         drafting = add_draft(found, shard, executor, beside, options.ddtree_budget)
     draft = None if drafting is None else drafting.draft
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
-    settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept)
+    settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, context=context)
     step(startup.CACHE)
     store = build_store(options, layout(shard, draft, named, numerics.block_size), gpu=device.type == "cuda")
     moving: Transfer | None = None
@@ -242,7 +242,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
 
 
 def add_draft(
-    found: DraftCheckpoint, shard: Qwen3Shard, executor: DeviceExecutor, kernels: Kernels, nodes: int
+    found: DraftCheckpoint, shard: Shard, executor: DeviceExecutor, kernels: Kernels, nodes: int
 ) -> Drafting[DFlashDraft]:
     """Beside the target, at work for the executor. nodes: of its trees."""
     draft = load_draft(found, shard, kernels)
@@ -256,16 +256,16 @@ def add_draft(
 def decide(
     options: Options,
     executor: DeviceExecutor,
-    shard: Qwen3Shard,
+    shard: Shard,
     draft: DFlashDraft | None,
     *,
     numerics: Numerics,
     named: str,
     kept: Kept,
+    context: int,
 ) -> Settings:
     """What the engine is started with, times measured here included; no store yet."""
-    context, has_draft = options.max_ctx or shard.config.max_positions, draft is not None
-    stateful = bool(shard.state_specs)
+    has_draft, stateful = draft is not None, bool(shard.state_specs)
     if stateful and options.ddtree:
         raise Refusal("--ddtree: each node of a tree would need a state of its own in this model's recurrent layers")
     tree = options.ddtree_budget if options.ddtree and has_draft else 0

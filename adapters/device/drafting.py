@@ -16,6 +16,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from adapters.checkpoint.errors import CheckpointError
 from adapters.device.draft_context import D, DraftContext
 from adapters.device.memory import ran_out_of_memory
 from adapters.device.noise import gumbel_of
@@ -24,8 +25,7 @@ from adapters.device.sampling import Row, adjusted
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, best_first, chain
 from adapters.device.truncation import column
-from adapters.models.config import CheckpointError
-from adapters.models.dflash import Ask
+from adapters.models.dflash.blocks import BlockRequest
 from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
@@ -67,11 +67,11 @@ class Drafting(DraftContext[D]):
                 trees[index] = found
         return trees
 
-    def _ask(self, request: DraftRequest) -> Ask:
+    def _ask(self, request: DraftRequest) -> BlockRequest:
         """For nothing, where the draft has not followed up to the last row."""
         first, position = request.state.drafted
         count = min(request.most, request.depth, self.draft.block - 1) if first < position else 0
-        return Ask(request.slot, first, position, request.state.tokens[-1], count)
+        return BlockRequest(request.slot, first, position, request.state.tokens[-1], count)
 
     def _read(self, requests: Sequence[DraftRequest], parts: Sequence[Tensor]) -> list[Tree]:
         """Chains that need no look at what was proposed before are picked together."""

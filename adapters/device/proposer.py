@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree
-from adapters.models.dflash import Ask
+from adapters.models.dflash.blocks import BlockRequest
 from adapters.models.shard import Kept, Step
 
 
@@ -30,7 +30,7 @@ class DraftModel(Protocol):
 
     def extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> None: ...
 
-    def propose(self, asks: Sequence[Ask]) -> Tensor: ...
+    def propose(self, asks: Sequence[BlockRequest]) -> Tensor: ...
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None: ...
 

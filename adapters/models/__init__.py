@@ -1,3 +1,10 @@
-"""Models: checkpoints, the forward, its kernels, and the probe that proves their numerics."""
+"""Models: families, their forwards, the kernels, and the probe that proves their numerics."""
 
-MODEL_TYPES = ("qwen3",)  # of config.json: what there is a shard for
+from collections.abc import Mapping
+
+# `model_type` of config.json -> the module with its FAMILY. Names only: who asks what is served need not import torch.
+FAMILIES: Mapping[str, str] = {
+    "llama": "adapters.models.llama",
+    "qwen2": "adapters.models.qwen2",
+    "qwen3": "adapters.models.qwen3",
+}

@@ -24,7 +24,7 @@ State: TypeAlias = Literal["loaded", "parked", "released"]
 _ALIGNED = 256
 
 
-class Parking(Generic[T]):
+class ParkedWeights(Generic[T]):
     """Holds a tree of weights (tensors in attrs classes, tuples and lists) or knows where to get it from.
 
     load: makes the tree on `device`. On CUDA the first parking copies it to the host; the copy is kept while the

@@ -8,24 +8,23 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from adapters.models.checkpoint import expected_tensors
-from adapters.models.config import Qwen3Config
-from adapters.models.dflash_checkpoint import draft_tensors
-from adapters.models.dflash_config import DFlashConfig
+from adapters.models.dflash.checkpoint import draft_tensors
+from adapters.models.dflash.config import DFlashConfig
+from adapters.models.family import ModelConfig
 
 
 @frozen
 class RandomWeights:
     """Normal weights of standard deviation `scale`, norms near one. A tensor depends on the seed and its name only."""
 
-    config: Qwen3Config
+    config: ModelConfig
     seed: int = 0
     device: torch.device = field(factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     scale: float = 0.02
 
     def read(self, name: str) -> Tensor:
-        return _normal(expected_tensors(self.config)[name], f"{self.seed}:{name}", self.device, self.dtype, self.scale)
+        return _normal(self.config.tensors()[name], f"{self.seed}:{name}", self.device, self.dtype, self.scale)
 
 
 @frozen
@@ -39,10 +38,10 @@ class RandomDraft:
     scale: float = 0.02
 
     def has(self, name: str) -> bool:
-        return name in draft_tensors(self.config, len(self.config.aux_layers))
+        return name in draft_tensors(self.config)
 
     def read(self, name: str) -> Tensor:
-        shape = draft_tensors(self.config, len(self.config.aux_layers))[name]
+        shape = draft_tensors(self.config)[name]
         return _normal(shape, f"{self.seed}:{name}", self.device, self.dtype, self.scale)
 
     def digest(self) -> str:

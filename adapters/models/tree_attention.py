@@ -16,12 +16,13 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.kernels import Batch, Kernels, Rope
+from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.interface import HeadPrep, Kernels, Rope
 from adapters.models.shard import Kept, Segment, Step
 
 
 @frozen
-class Piece:
+class TreePiece:
     """A segment and where its rows start in the step."""
 
     segment: Segment
@@ -32,7 +33,7 @@ class Piece:
 class Wave:
     """Pieces of different slots that attend together; rows int64 `[bucket]`: theirs in the step, padded with 0."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TreePiece, ...]
     rows: Tensor
     count: int
     batch: Batch
@@ -80,7 +81,7 @@ class TreeAttention:
             torch.index_select(table, 0, positions, out=rows[: step.rows])
         self.waves = [self._wave(number, pieces) for number, pieces in enumerate(waves_of(step))]
 
-    def _wave(self, number: int, pieces: tuple[Piece, ...]) -> Wave:
+    def _wave(self, number: int, pieces: tuple[TreePiece, ...]) -> Wave:
         count = sum(piece.segment.count for piece in pieces)
         if number == len(self._spare):
             self._spare.append(Batch(self.bucket, self.flat.device))
@@ -91,11 +92,11 @@ class TreeAttention:
         torch.cat([torch.arange(one.row, one.row + one.segment.count) for one in pieces], out=rows[:count])
         return Wave(pieces, rows.to(self.flat.device), count, batch)
 
-    def attend(self, number: int, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+    def attend(self, number: int, qkv: Tensor, prep: HeadPrep) -> Tensor:
         """`rotate_store` and `attend` of layer `number`, as if every path were a chain of its own. -> `[bucket, H
         hd]`"""
         (k_cache, v_cache), (k, v) = self.caches[number], self.aside[number]
-        q = self.kernels.rotate_store(qkv, q_norm, k_norm, eps, self.rope, self.flat, k, v)
+        q = self.kernels.rotate_store(qkv, prep, self.rope, self.flat, k, v)
         for wave in self.waves:
             for piece in wave.pieces:
                 put(piece.segment, slice(piece.row, piece.row + piece.segment.count), (k, v), (k_cache, v_cache))
@@ -121,10 +122,10 @@ def put(segment: Segment, rows: Any, aside: tuple[Tensor, Tensor], caches: tuple
         cache[segment.slot, :, segment.start : segment.start + segment.count] = kept[0, :, rows]
 
 
-def waves_of(step: Step) -> list[tuple[Piece, ...]]:
+def waves_of(step: Step) -> list[tuple[TreePiece, ...]]:
     """The first piece of every slot, the second of every slot that has one, and so on."""
     firsts = accumulate((segment.count for segment in step.segments), initial=0)
-    pieces = iter(Piece(segment, row) for segment, row in zip(step.segments, firsts, strict=False))
+    pieces = iter(TreePiece(segment, row) for segment, row in zip(step.segments, firsts, strict=False))
     by_slot = [[next(pieces) for _ in part] for part in step.parts]
     return [tuple(piece for piece in wave if piece is not None) for wave in zip_longest(*by_slot)]
 

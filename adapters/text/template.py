@@ -23,12 +23,11 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 from attrs import define, field, frozen
 
-from adapters.models.config import CheckpointError
+from adapters.checkpoint.errors import CheckpointError
 
 WORKER = Path(__file__).with_name("render_worker.py")
 START_SECONDS = 60  # a fresh interpreter on a busy machine
 PATIENCE = 15  # seconds by the clock for each of processor time: a busy machine is not the template's fault
-MAX_TEMPLATE_BYTES = 1 << 20
 MAX_OWN_CHARS = 1 << 16  # in a prompt that says one word: a system prompt of its own takes a few thousand
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "TZ", "SYSTEMROOT")
 
@@ -204,22 +203,3 @@ class Worker:
 def text_of(rendered: Rendered) -> str:
     """The whole prompt as one string, control tokens written out."""
     return "".join(piece.content if isinstance(piece, Control) else piece for piece in rendered)
-
-
-def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """A checkpoint's chat template: chat_template.jinja, or what tokenizer_config.json holds; None without either."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        if file.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise CheckpointError(f"{file.name} is larger than {MAX_TEMPLATE_BYTES} bytes")
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file.name} is not UTF-8 text") from error
-    found = tokenizer_config.get("chat_template")
-    if isinstance(found, list):
-        default = [entry for entry in found if isinstance(entry, Mapping) and entry.get("name") == "default"]
-        found = default[-1].get("template") if default else None
-    if found is not None and not isinstance(found, str):
-        raise CheckpointError("chat_template in tokenizer_config.json is not a text")
-    return found

@@ -8,10 +8,11 @@ from typing import Any
 
 from attrs import define, field
 
-from adapters.models.config import CheckpointError
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.text_files import TextFiles
 from adapters.text.boundaries import Openings, find_openings
-from adapters.text.template import ChatTemplate, Rendered, TemplateFailed, TemplateRefused, find_template, text_of
-from adapters.text.tokenizer import Gone, Tokenizer, read_json
+from adapters.text.template import ChatTemplate, Rendered, TemplateFailed, TemplateRefused, text_of
+from adapters.text.tokenizer import Gone, Tokenizer
 from effects.ids import Tokens
 from effects.job import Sampling
 
@@ -28,12 +29,11 @@ class Text:
     @staticmethod
     def load(folder: Path) -> Text:
         """Raises CheckpointError."""
-        tokenizer = Tokenizer.load(folder)
-        source = find_template(folder, read_json(folder / "tokenizer_config.json"))
-        template = None
-        if source is not None:
-            template = ChatTemplate(source, tuple(tokenizer.controls.values()), tokenizer.variables)
-        return Text(tokenizer, template, default_sampling(read_json(folder / "generation_config.json")))
+        files = TextFiles.read(folder)
+        tokenizer, template = Tokenizer.of(files), None
+        if files.template is not None:
+            template = ChatTemplate(files.template, tuple(tokenizer.controls.values()), tokenizer.variables)
+        return Text(tokenizer, template, default_sampling(files.generation))
 
     async def check(self) -> tuple[str, ...]:
         """Try the template. Returns warnings; raises CheckpointError if it does not work at all.

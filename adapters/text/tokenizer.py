@@ -20,15 +20,12 @@ import anyio
 import tokenizers
 from attrs import define, field
 
-from adapters import bounded_json
-from adapters.models.config import CheckpointError
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.text_files import TextFiles
 from adapters.text.pieces import Knowledge, known, runs, size_of
 from adapters.text.template import Control, Rendered
 from effects.ids import Tokens
 
-MAX_FILE_BYTES = 1 << 26
-MAX_TEXTS = 1 << 21  # texts in one file: entries and merges; 262,144 entries with their merges take 1.3 million
-MAX_PARTS = 1 << 20  # lists and objects: a merge may be a list
 # What an expression may trip over.
 TRIED = [*(sign * 200 + "!" for sign in "a1 \n"), "Hello, world.", "\u00e9\u4e2d\U0001f600"]
 ENCODING_THREADS = 2  # encoding is CPU work: more would only slow the event loop
@@ -70,12 +67,12 @@ class Tokenizer:
     @staticmethod
     def load(folder: Path) -> Tokenizer:
         """From a Hugging Face checkpoint folder. Raises CheckpointError naming the file that is missing or wrong."""
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(f"no tokenizer: {folder.name}/tokenizer.json is missing")
-        settings = read_json(folder / "tokenizer_config.json")
+        return Tokenizer.of(TextFiles.read(folder))
+
+    @staticmethod
+    def of(files: TextFiles) -> Tokenizer:
         try:
-            return build(read_json(file), settings, find_end_tokens(folder))
+            return build(files.tokenizer, files.settings, files.end_tokens)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             why = f"{type(error).__name__}: {str(error)[:200]}"
             raise CheckpointError(f"tokenizer.json is not made as one: {why}") from error
@@ -256,34 +253,6 @@ def content_of(settings: Mapping[str, Any], name: str) -> str | None:
     if isinstance(found, Mapping):
         found = found.get("content")
     return found if isinstance(found, str) else None
-
-
-def find_end_tokens(folder: Path) -> Tokens:
-    """eos_token_id from generation_config.json, or else from config.json."""
-    for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name).get("eos_token_id")
-        listed = found if isinstance(found, list) else [found]
-        if found is not None and all(type(token) is int and token >= 0 for token in listed):
-            return tuple(listed)
-    return ()
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, empty if there is no such file. Raises CheckpointError."""
-    if not file.is_file():
-        return {}
-    if file.stat().st_size > MAX_FILE_BYTES:
-        raise CheckpointError(f"{file.name} is larger than {MAX_FILE_BYTES} bytes")
-    raw = file.read_bytes()
-    if raw.count(b'"') > 2 * MAX_TEXTS:
-        raise CheckpointError(f"{file.name} has more than {MAX_TEXTS} texts in it")
-    try:
-        content = bounded_json.loads(raw.decode("utf-8-sig"), MAX_PARTS)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.name} is not valid JSON: {str(error)[:80]}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file.name} is not a JSON object")
-    return content
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text as Line
 
 from adapters import demo
-from adapters.models.config import CheckpointError
+from adapters.checkpoint.errors import CheckpointError
 from adapters.store import survey
 from adapters.store.blocks import WIDTH
 from adapters.store.survey import Kept, Survey, sequences

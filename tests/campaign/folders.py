@@ -13,10 +13,12 @@ from typing import Any
 import anyio
 
 from adapters import demo
-from adapters.models.checkpoint import read_header
-from adapters.models.config import CheckpointError, parse_config
-from adapters.models.dflash_config import parse_draft_config, refuse_other_formats
-from adapters.text.template import ChatTemplate, find_template
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.text_files import find_template
+from adapters.checkpoint.weights import read_header
+from adapters.models.dflash.config import parse_draft_config, refuse_other_formats
+from adapters.models.qwen3 import parse
+from adapters.text.template import ChatTemplate
 from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer
 from tests.campaign.case import Case
@@ -61,18 +63,18 @@ def safetensors_heads(folder: Path) -> Iterator[Case]:
 def configurations(_: Path) -> Iterator[Case]:
     target = json.loads((demo.FOLDER / "config.json").read_text())
     draft = json.loads((demo.FOLDER / "draft" / "config.json").read_text())
-    config = parse_config(target)
+    config = parse(target)
 
     def check(random: Random) -> None:
         changed = spoilt(target, random)
         if isinstance(changed, dict):  # or `read_json` refuses it
-            taken(lambda: parse_config(changed))
+            taken(lambda: parse(changed))
         changed = spoilt(draft, random)
         if isinstance(changed, dict):
             taken(lambda: refuse_other_formats(changed))
             taken(lambda: parse_draft_config(changed, shapes, config))
 
-    from adapters.models.dflash_checkpoint import DraftCheckpoint, _shapes  # noqa: PLC0415
+    from adapters.models.dflash.checkpoint import DraftCheckpoint, _shapes  # noqa: PLC0415
 
     shapes = _shapes(DraftCheckpoint.open(demo.FOLDER / "draft", config).tensors)
     yield check

@@ -10,8 +10,8 @@ from attrs import define, evolve, field
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
 from adapters.device.sampling import Pick, Row, Sampler, pick
-from adapters.models.config import Qwen3Config
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.dense import DenseShard
+from adapters.models.qwen3 import Qwen3Config
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from effects.all import Ask, Launch
@@ -29,17 +29,17 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=3)
 PENALISED = Sampling(repetition_penalty=1.8, presence_penalty=0.6, frequency_penalty=0.4, logprobs=2)
 
 
-def qwen3(slots: int = 4, device: str = "cpu", aux_layers: tuple[int, ...] = ()) -> Qwen3Shard:
+def qwen3(slots: int = 4, device: str = "cpu", aux_layers: tuple[int, ...] = ()) -> DenseShard:
     buckets = row_counts(BUCKETS, fast=True)
     shape = {"device": device, "slots": slots, "capacity": 256, "buckets": buckets, "aux_layers": aux_layers}
     if device == "cpu":
         kernels = proven(TINY, torch.float32, 256, buckets).fresh()
-        return Qwen3Shard(TINY, RandomWeights(TINY, scale=0.2), kernels, **shape)
+        return DenseShard(TINY, RandomWeights(TINY, scale=0.2), kernels, **shape)
     from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 
     config = evolve(TINY, hidden_size=128, head_dim=64)
     kernels = TritonKernels(torch.device(device))
-    return Qwen3Shard(config, RandomWeights(config, scale=0.2), kernels, **shape)
+    return DenseShard(config, RandomWeights(config, scale=0.2), kernels, **shape)
 
 
 @define

@@ -9,8 +9,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.config import CheckpointError
-from adapters.models.dflash import Ask
+from adapters.checkpoint.errors import CheckpointError
+from adapters.models.dflash.blocks import BlockRequest
 from adapters.models.shard import NamedTensors, Step
 from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
 
@@ -26,7 +26,7 @@ class FakeDraft:
     aux_layers: tuple[int, ...] = (0,)
     state: Literal["loaded", "parked", "released"] = "loaded"
     exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark; file: nothing is found
-    asked: list[Sequence[Ask]] = field(factory=list)
+    asked: list[Sequence[BlockRequest]] = field(factory=list)
     cache: Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -41,7 +41,7 @@ class FakeDraft:
             self.cache[segment.slot, at] = rows[first : first + segment.count, 0]
             first += segment.count
 
-    def propose(self, asks: Sequence[Ask]) -> Tensor:
+    def propose(self, asks: Sequence[BlockRequest]) -> Tensor:
         self._need("propose")
         self.asked.append(list(asks))
         vocab, generator = VOCAB, torch.Generator().manual_seed(len(self.asked))

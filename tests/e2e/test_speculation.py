@@ -18,7 +18,8 @@ from attrs import define, evolve, field
 from adapters import demo
 from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.tree import Tree, chain, ordered
-from adapters.models.dflash_config import DFlashConfig, Rotary
+from adapters.models.dflash.config import DFlashConfig
+from adapters.models.rope import Rotary
 from adapters.text.text import Text
 from benchmarks.exactness import prompts
 from effects.decode import Logprob

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "deep JSON": (lambda path: folder(path / "m", "[" * 200_000), ["config.json: not valid JSON"]),
     "no object": (lambda path: folder(path / "m", [1]), ["not a JSON object"]),
     "no type": (lambda path: folder(path / "m", {}), ["model_type None", "'qwen3'"]),
-    "another type": (lambda path: folder(path / "m", {"model_type": "llama"}), ["'llama'", "'qwen3'"]),
+    "another type": (lambda path: folder(path / "m", {"model_type": "gpt2"}), ["'gpt2'", "'llama', 'qwen2', 'qwen3'"]),
     "an odd type": (lambda path: folder(path / "m", {"model_type": ["x"] * 999}), ["model_type", "'qwen3'"]),
 }
 

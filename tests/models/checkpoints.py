@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from adapters.models.checkpoint import Checkpoint
-from adapters.models.config import Qwen3Config
-from adapters.models.kernels import Kernels
+from adapters.models.dense import DenseShard
+from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import Products
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import BUCKETS, Qwen3Shard, products
-from adapters.models.shard import Segment, Step
+from adapters.models.qwen3 import Qwen3Config
+from adapters.models.shard import BUCKETS, Segment, Step
 
 GEOMETRIES = {
     "mqa": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16},
@@ -54,17 +54,17 @@ def save_qwen3(folder: Path, *, seed: int = 0, shard_size: str = "1GB", **overri
     return model
 
 
-def shard_of(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None, **options) -> Qwen3Shard:
+def shard_of(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None, **options) -> DenseShard:
     checkpoint = Checkpoint.open(folder)
     shape = {"slots": 4, "capacity": 1024} | options
-    return Qwen3Shard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), dtype=dtype, **shape)
+    return DenseShard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), dtype=dtype, **shape)
 
 
 def proven(config: Qwen3Config, dtype: torch.dtype, capacity: int, sizes: Sequence[int] = BUCKETS) -> CpuKernels:
     """CPU kernels that keep to what is proven on the machine that runs the tests."""
     buckets = tuple(sizes)
     return kernels_for(
-        products(config, buckets, capacity=capacity, dtype=dtype, threads=torch.get_num_threads()), dtype, capacity
+        config.products(buckets, capacity=capacity, dtype=dtype, threads=torch.get_num_threads()), dtype, capacity
     )
 
 
@@ -80,14 +80,14 @@ def tokens_of(count: int, vocab: int = 160, seed: int = 7) -> Tensor:
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def run(shard: Qwen3Shard, bucket: int, *parts: tuple[int, int, Tensor]) -> Tensor:
+def run(shard: DenseShard, bucket: int, *parts: tuple[int, int, Tensor]) -> Tensor:
     """Logits of the real rows of one step; parts are (slot, start, token ids)."""
     step = Step(tuple(Segment(slot, start, len(ids)) for slot, start, ids in parts), bucket)
     forward = shard.forward(step, torch.cat([ids for _, _, ids in parts]))
     return shard.logits(step, forward.hidden)[: step.rows].clone()
 
 
-def run_in_pieces(shard: Qwen3Shard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
+def run_in_pieces(shard: DenseShard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
     """Logits of every row; pieces are (bucket, rows), the last one repeated."""
     found, at, index = [], 0, 0
     while at < len(tokens):
@@ -101,6 +101,6 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
-def same_rows(shard: Qwen3Shard, ours: int, theirs: int, start: int, stop: int) -> bool:
+def same_rows(shard: DenseShard, ours: int, theirs: int, start: int, stop: int) -> bool:
     first, second = shard.export_rows(ours, start, stop), shard.export_rows(theirs, start, stop)
     return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)

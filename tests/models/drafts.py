@@ -11,16 +11,17 @@ from attrs import evolve
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adapters.models.config import Qwen3Config
-from adapters.models.dflash import DFlashDraft
-from adapters.models.dflash import products as draft_products
-from adapters.models.dflash_checkpoint import draft_tensors
-from adapters.models.dflash_config import DFlashConfig, Rotary, Yarn
-from adapters.models.kernels import AttentionMask
+from adapters.models.dense_config import HEAD_ROWS
+from adapters.models.dflash.checkpoint import draft_tensors
+from adapters.models.dflash.config import DFlashConfig
+from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.dflash.weights import products as draft_products
+from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.products import Weight
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import BUCKETS, HEAD_ROWS, products
-from adapters.models.shard import Segment, Step, TargetHead
+from adapters.models.qwen3 import Qwen3Config
+from adapters.models.rope import Rotary, Yarn
+from adapters.models.shard import BUCKETS, Segment, Step, TargetHead
 from tests.models.checkpoints import kernels_for
 
 FULL, CAUSAL = AttentionMask(), AttentionMask(causal=True)
@@ -71,7 +72,7 @@ class Tensors(dict[str, Tensor]):
 def random_tensors(config: DFlashConfig, seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     made = Tensors()
-    for name, shape in draft_tensors(config, len(config.aux_layers)).items():
+    for name, shape in draft_tensors(config).items():
         tensor = torch.randn(shape, generator=generator)
         made[name] = tensor * 0.2 + 1 if len(shape) == 1 else tensor * 1.5 * shape[1] ** -0.5
     return made
@@ -113,7 +114,7 @@ def head_of(config: DFlashConfig, kernels, dtype: torch.dtype = torch.float32, v
 
 def proven_draft(config: DFlashConfig, dtype: torch.dtype, capacity: int, vocab: int = 211) -> CpuKernels:
     """With the target's head, which is of the draft's own size."""
-    target = products(TARGET, BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
+    target = TARGET.products(BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
     listed = draft_products(config, target, capacity=capacity, vocab=vocab)
     head = Weight(vocab, config.hidden_size, most=HEAD_ROWS)
     return kernels_for(evolve(listed, weights=tuple({*listed.weights, head})), dtype, capacity)
@@ -173,7 +174,7 @@ def turned(x: Tensor, positions: list[int], rotary: Rotary) -> Tensor:
 
 def slow_frequency(rotary: Rotary, i: int) -> tuple[float, float]:
     plain = rotary.theta ** (-2 * i / rotary.head_dim)
-    yarn = rotary.yarn
+    yarn = rotary.scaling
     if yarn is None:
         return plain, 1.0
 

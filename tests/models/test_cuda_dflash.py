@@ -7,10 +7,13 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.dflash import Ask, DFlashDraft, NotLoaded
-from adapters.models.dflash_config import DFlashConfig, Rotary
-from adapters.models.kernels import AttentionMask, BlockBatch, Rope
+from adapters.models.dflash.blocks import BlockRequest
+from adapters.models.dflash.config import DFlashConfig
+from adapters.models.dflash.draft import DFlashDraft, NotLoaded
+from adapters.models.kernels.batch import BlockBatch
+from adapters.models.kernels.interface import AttentionMask, Rope
 from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.rope import Rotary
 from adapters.models.shard import Segment, Step, TargetHead
 from adapters.models.synthetic import RandomDraft
 from tests.models.checkpoints import same_bits
@@ -72,7 +75,7 @@ def extend_in_pieces(draft: DFlashDraft, rows: Tensor, pieces: list[tuple[int, i
         at, index = at + count, index + 1
 
 
-def proposed(draft: DFlashDraft, *asks: Ask) -> list[Tensor]:
+def proposed(draft: DFlashDraft, *asks: BlockRequest) -> list[Tensor]:
     return [part.clone() for part in draft.propose(asks).split([ask.count for ask in asks])]
 
 
@@ -122,7 +125,7 @@ def whole(request):
     draft = draft_of(config, dtype)
     rows = aux_hidden_states_of(config, LENGTH, dtype)
     extend_in_pieces(draft, rows, [(512, 512)])
-    [expected] = proposed(draft, Ask(0, 0, LENGTH, 9, 15))
+    [expected] = proposed(draft, BlockRequest(0, 0, LENGTH, 9, 15))
     return draft, rows, expected
 
 
@@ -135,7 +138,7 @@ def test_proposals_are_those_of_the_reference_kernels(whole):
     draft, rows, expected = whole
     plain = draft_of(draft.config, torch.float32, ReferenceKernels(), rows.dtype)
     extend_in_pieces(plain, rows.float(), [(512, 512)])
-    [exact] = proposed(plain, Ask(0, 0, LENGTH, 9, 15))
+    [exact] = proposed(plain, BlockRequest(0, 0, LENGTH, 9, 15))
     assert distance(expected, exact) < TOLERANCE[rows.dtype]
 
 
@@ -146,7 +149,7 @@ def test_rows_in_any_pieces_are_rows_in_chunks_bit_for_bit(whole, pieces):
     draft, rows, expected = whole
     extend_in_pieces(draft, rows, pieces, slot=1)
     assert same_rows(draft, 0, 1, LENGTH)
-    assert same_bits(proposed(draft, Ask(1, 0, LENGTH, 9, 15))[0], expected)
+    assert same_bits(proposed(draft, BlockRequest(1, 0, LENGTH, 9, 15))[0], expected)
 
 
 def test_a_block_is_proposed_the_same_whoever_asks_beside(whole):
@@ -154,7 +157,12 @@ def test_a_block_is_proposed_the_same_whoever_asks_beside(whole):
     for _ in range(3):  # eager, recorded, replayed
         for slot in (1, 2, 3):
             draft.copy_rows(0, slot, 0, LENGTH)
-        asks = [Ask(2, 3, 300, 1, 1), Ask(1, 0, LENGTH, 9, 15), Ask(3, 0, 17, 4, 2), Ask(0, 0, LENGTH, 9, 15)]
+        asks = [
+            BlockRequest(2, 3, 300, 1, 1),
+            BlockRequest(1, 0, LENGTH, 9, 15),
+            BlockRequest(3, 0, 17, 4, 2),
+            BlockRequest(0, 0, LENGTH, 9, 15),
+        ]
         found = proposed(draft, *asks)
         assert same_bits(found[1], expected)
         assert same_bits(found[3], expected)
@@ -169,7 +177,7 @@ def test_rows_taken_out_and_put_back_are_proposed_the_same(whole):
     extend_in_pieces(draft, aux_hidden_states_of(draft.config, LENGTH, rows.dtype, seed=1), [(512, 512)], slot=2)
     for index, part in enumerate(taken):
         draft.import_rows(2, index * 100, part)
-    assert same_bits(proposed(draft, Ask(2, 0, LENGTH, 9, 15))[0], expected)
+    assert same_bits(proposed(draft, BlockRequest(2, 0, LENGTH, 9, 15))[0], expected)
 
 
 def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_overlap(whole):
@@ -180,7 +188,7 @@ def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_o
         other = draft_of(draft.config, rows.dtype, kernels)
         for _ in range(3):
             extend_in_pieces(other, rows, [(512, 512), (64, 40)])
-            assert same_bits(proposed(other, Ask(0, 0, LENGTH, 9, 15))[0], expected)
+            assert same_bits(proposed(other, BlockRequest(0, 0, LENGTH, 9, 15))[0], expected)
 
 
 def test_more_keys_than_splits_are_weighed_in_larger_ones():
@@ -189,11 +197,11 @@ def test_more_keys_than_splits_are_weighed_in_larger_ones():
     rows = aux_hidden_states_of(config, 512, torch.bfloat16)
     for start in range(0, 19_968, 512):
         extend(draft, 512, (0, start, rows))
-    [found] = proposed(draft, Ask(0, 0, 19_968, 9, 15))
+    [found] = proposed(draft, BlockRequest(0, 0, 19_968, 9, 15))
     plain = draft_of(config, torch.float32, ReferenceKernels(), torch.bfloat16, slots=1, capacity=20_000)
     for start in range(0, 19_968, 512):
         extend(plain, 512, (0, start, rows.float()))
-    assert distance(found, proposed(plain, Ask(0, 0, 19_968, 9, 15))[0]) < TOLERANCE[torch.bfloat16]
+    assert distance(found, proposed(plain, BlockRequest(0, 0, 19_968, 9, 15))[0]) < TOLERANCE[torch.bfloat16]
 
 
 def test_a_head_size_without_a_kernel_is_refused_at_once():
@@ -207,7 +215,7 @@ def test_a_forward_never_waits_for_the_device():
     draft, rows = draft_of(WIDE, torch.bfloat16), aux_hidden_states_of(WIDE, 16, torch.bfloat16)
     for _ in range(3):
         extend(draft, 16, (0, 0, rows))
-        draft.propose([Ask(0, 0, 16, 9, 15)])
+        draft.propose([BlockRequest(0, 0, 16, 9, 15)])
     kernels = draft._kernels  # noqa: SLF001 - the steps without their one host copy
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -227,7 +235,7 @@ def large():
 
 
 def test_parking_gives_device_memory_back_and_unparking_the_same_bits(large):
-    ask = Ask(0, 0, 60, 9, 15)
+    ask = BlockRequest(0, 0, 60, 9, 15)
     for _ in range(2):
         [expected] = proposed(large, ask)
     loaded = large.memory()
@@ -252,7 +260,7 @@ def test_parking_gives_device_memory_back_and_unparking_the_same_bits(large):
 
 @pytest.mark.parametrize("released", [False, True])
 def test_an_unparking_without_room_leaves_the_draft_as_it_was(large, released):
-    ask = Ask(0, 0, 60, 9, 15)
+    ask = BlockRequest(0, 0, 60, 9, 15)
     [expected] = proposed(large, ask)
     if released:
         large.release()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.kernels import Batch, Rope
+from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.shard import Segment, Step
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.config import Qwen3Config
+from adapters.models.dense import DenseShard
 from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.numerics import probe
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.probe import probe
+from adapters.models.qwen3 import FAMILY, Qwen3Config
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 
@@ -26,18 +26,18 @@ WIDE = Qwen3Config(8192, 1024, 3072, 3, 8, 2, 128, 2048, 1e6)
 LENGTH = 700
 
 
-def shard_of(config: Qwen3Config, dtype: torch.dtype, kernels=None, **options) -> Qwen3Shard:
+def shard_of(config: Qwen3Config, dtype: torch.dtype, kernels=None, **options) -> DenseShard:
     kernels = kernels or triton_cuda.TritonKernels(DEVICE)
     weights = RandomWeights(config, 1, DEVICE, dtype)
     shape = {"slots": 3, "capacity": 1024, "buckets": BUCKETS} | options
-    return Qwen3Shard(config, weights, kernels, device=DEVICE, dtype=dtype, **shape)
+    return DenseShard(config, weights, kernels, device=DEVICE, dtype=dtype, **shape)
 
 
 def tokens_of(config: Qwen3Config, length: int = LENGTH, seed: int = 0) -> Tensor:
     return torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def rows_in_pieces(shard: Qwen3Shard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
+def rows_in_pieces(shard: DenseShard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
     """Logits of every row, the sequence cut into (bucket, rows) pieces, the last one repeated as long as needed."""
     found, at, index = [], 0, 0
     while at < len(tokens):
@@ -124,7 +124,7 @@ def test_a_middle_shard_captures_and_passes_on_what_one_shard_computes():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_numerics_probe_proves_the_whole_ladder(dtype):
-    found = probe(DEMO, triton_cuda.TritonKernels(DEVICE), device=DEVICE, dtype=dtype, chunk=512, capacity=2048)
+    found = probe(FAMILY, DEMO, triton_cuda.TritonKernels(DEVICE), device=DEVICE, dtype=dtype, chunk=512, capacity=2048)
     assert not found.failures
     assert found.mode == "buckets"
     assert found.buckets == (4, 8, 16, 32, 64, 128, 256, 512)

@@ -8,14 +8,15 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.checkpoint import CheckpointError
-from adapters.models.dflash import Ask, DFlashDraft, NotLoaded
-from adapters.models.dflash_checkpoint import DraftCheckpoint
-from adapters.models.dflash_config import Rotary
+from adapters.checkpoint.errors import CheckpointError
+from adapters.models.dense import DenseShard
+from adapters.models.dflash.blocks import BlockRequest
+from adapters.models.dflash.checkpoint import DraftCheckpoint
+from adapters.models.dflash.draft import DFlashDraft, NotLoaded
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.parking import Parking, kept_on_host, relocated, size_of
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.parking import ParkedWeights, kept_on_host, relocated, size_of
+from adapters.models.rope import Rotary
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomDraft, RandomWeights
 from tests.models.checkpoints import proven, same_bits, tokens_of
@@ -57,7 +58,7 @@ def test_proposals_are_those_of_the_formulas(config, dtype, kernels):
     rows = aux_hidden_states_of(config, 90, dtype)
     for length, first, count in ((90, 0, config.block - 1), (90, 70, 3), (3, 3, 5)):
         extend_in_pieces(draft, rows[:, :length], [(64, 64)], slot=2)
-        found = draft.propose([Ask(2, first, length, 17, count)])
+        found = draft.propose([BlockRequest(2, first, length, 17, count)])
         size = min(4 if count <= 3 else 8 if count <= 7 else 16, config.block)
         block = [17, *[config.mask_token_id] * (size - 1)]
         table = head_of(config, ReferenceKernels(), dtype).embedding
@@ -74,8 +75,8 @@ def test_a_mask_embedding_of_its_own_stands_for_the_targets(config):
     masked = draft_of(config, Tensors({**tensors, "mask_embedding": own.unsqueeze(0)}))
     for draft in (plain, masked):
         extend(draft, 32, (0, 0, aux_hidden_states_of(config, 20)))
-    found = masked.propose([Ask(0, 0, 20, 17, 7)])
-    assert not torch.equal(found, plain.propose([Ask(0, 0, 20, 17, 7)]))
+    found = masked.propose([BlockRequest(0, 0, 20, 17, 7)])
+    assert not torch.equal(found, plain.propose([BlockRequest(0, 0, 20, 17, 7)]))
     table = head_of(config, ReferenceKernels()).embedding
     table[config.mask_token_id] = own
     block = [17, *[config.mask_token_id] * 7]
@@ -92,7 +93,7 @@ def whole(request, config):
     draft = draft_of(config, dtype=request.param)
     rows = aux_hidden_states_of(config, LENGTH, request.param)
     extend_in_pieces(draft, rows, [(256, 256)])
-    expected = {at: draft.propose([Ask(0, 0, at, 9, draft.block - 1)]).clone() for at in (LENGTH, 505, 64)}
+    expected = {at: draft.propose([BlockRequest(0, 0, at, 9, draft.block - 1)]).clone() for at in (LENGTH, 505, 64)}
     extend_in_pieces(draft, rows, [(256, 256)])  # the blocks were written over rows further on
     return draft, rows, expected
 
@@ -103,7 +104,7 @@ def same_rows(draft, ours: int, theirs: int, stop: int) -> bool:
 
 
 def proposed(draft, slot: int, at: int):
-    return draft.propose([Ask(slot, 0, at, 9, draft.block - 1)])
+    return draft.propose([BlockRequest(slot, 0, at, 9, draft.block - 1)])
 
 
 @pytest.mark.parametrize(
@@ -137,8 +138,13 @@ def test_a_block_is_proposed_the_same_whoever_asks_beside(whole):
     draft, _, expected = whole
     full = draft.block - 1
     for asks in (
-        [Ask(1, 0, 64, 9, full), Ask(0, 0, LENGTH, 9, full), Ask(3, 0, 505, 9, full)],
-        [Ask(2, 3, 300, 1, 1), Ask(1, 0, 505, 9, full), Ask(3, 0, 17, 4, 2), Ask(0, 0, LENGTH, 9, full)],
+        [BlockRequest(1, 0, 64, 9, full), BlockRequest(0, 0, LENGTH, 9, full), BlockRequest(3, 0, 505, 9, full)],
+        [
+            BlockRequest(2, 3, 300, 1, 1),
+            BlockRequest(1, 0, 505, 9, full),
+            BlockRequest(3, 0, 17, 4, 2),
+            BlockRequest(0, 0, LENGTH, 9, full),
+        ],
     ):
         for slot in (1, 2, 3):
             draft.copy_rows(0, slot, 0, LENGTH)
@@ -169,7 +175,7 @@ def test_a_block_leaves_nothing_behind(whole):
     draft.copy_rows(0, 1, 0, 400)
     at = 400
     for kept in (1, 7, 16, 3, 16, 2, 16, 16, 12, 16):
-        draft.propose([Ask(1, 0, at, 30 + kept, draft.block - 1)])
+        draft.propose([BlockRequest(1, 0, at, 30 + kept, draft.block - 1)])
         extend(draft, 16, (1, at, rows[:, at : at + kept]))
         at += kept
     assert at == 505
@@ -184,9 +190,9 @@ def test_context_rows_before_the_first_valid_one_have_no_say(whole):
     for slot, source in ((1, rows), (2, strange)):
         extend_in_pieces(draft, source[:, :600], [(256, 256)], slot=slot)
         draft.copy_rows(0, slot, 530, 600)
-        found.append(draft.propose([Ask(slot, 530, 600, 9, 7)]).clone())
+        found.append(draft.propose([BlockRequest(slot, 530, 600, 9, 7)]).clone())
     assert same_bits(*found)
-    assert not same_bits(draft.propose([Ask(1, 529, 600, 9, 7)]), found[0])
+    assert not same_bits(draft.propose([BlockRequest(1, 529, 600, 9, 7)]), found[0])
 
 
 def test_more_blocks_than_one_forward_holds_are_proposed_to_in_turns():
@@ -195,7 +201,7 @@ def test_more_blocks_than_one_forward_holds_are_proposed_to_in_turns():
     rows = aux_hidden_states_of(config, 100)
     for slot in range(20):
         extend(draft, 128, (slot, 0, rows[:, : 60 + slot]))
-    asks = [Ask(slot, 0, 60 + slot, slot, 1 + slot % 15) for slot in range(20)]
+    asks = [BlockRequest(slot, 0, 60 + slot, slot, 1 + slot % 15) for slot in range(20)]
     alone = [draft.propose([ask]).clone() for ask in asks]
     assert same_bits(draft.propose(asks), torch.cat(alone))
 
@@ -205,7 +211,7 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
     found = []
     for cuts in ([256, 44], [64] * 4 + [32, 12], [256, 16, 16, 4, 4, 4]):
         kernels, beside = proven(TARGET, torch.float32, 400).fresh(), proven_draft(config, torch.float32, 400).fresh()
-        shard = Qwen3Shard(
+        shard = DenseShard(
             TARGET, RandomWeights(TARGET, scale=0.1), kernels, slots=2, capacity=400, aux_layers=(6, 1, 4)
         )
         draft = DFlashDraft(config, random_tensors(config), beside, shard.head, slots=2, capacity=400)
@@ -215,27 +221,27 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
             step = Step((Segment(1, at, count),), bucket, rows_only=True)
             draft.extend(step, shard.forward(step, tokens[at : at + count]).aux_hidden_states)
             at += count
-        found.append(draft.propose([Ask(1, 0, 300, int(tokens[3]), 15)]).clone())
+        found.append(draft.propose([BlockRequest(1, 0, 300, int(tokens[3]), 15)]).clone())
     assert same_bits(found[0], found[1])
     assert same_bits(found[0], found[2])
     with pytest.raises(ValueError, match=r"layers 1\.\.8 lack"):
-        Qwen3Shard(TARGET, RandomWeights(TARGET), CpuKernels(torch.float32), layers=range(1, 9), capacity=64).head  # noqa: B018
+        DenseShard(TARGET, RandomWeights(TARGET), CpuKernels(torch.float32), layers=range(1, 9), capacity=64).head  # noqa: B018
 
 
 def test_what_cannot_be_is_refused_by_name():
     draft = draft_of(config_of(), capacity=100)
     for message, ask in [
-        ("16 proposals; accepted: 1..15", Ask(0, 0, 10, 1, 16)),
-        ("0 proposals", Ask(0, 0, 10, 1, 0)),
-        ("slot 4 is not in 0..3", Ask(4, 0, 10, 1, 1)),
-        ("context rows 11..10", Ask(0, 11, 10, 1, 1)),
-        ("context rows 0..101", Ask(0, 0, 101, 1, 1)),
-        ("token 211 is not in 0..210", Ask(0, 0, 10, 211, 1)),
+        ("16 proposals; accepted: 1..15", BlockRequest(0, 0, 10, 1, 16)),
+        ("0 proposals", BlockRequest(0, 0, 10, 1, 0)),
+        ("slot 4 is not in 0..3", BlockRequest(4, 0, 10, 1, 1)),
+        ("context rows 11..10", BlockRequest(0, 11, 10, 1, 1)),
+        ("context rows 0..101", BlockRequest(0, 0, 101, 1, 1)),
+        ("token 211 is not in 0..210", BlockRequest(0, 0, 10, 211, 1)),
     ]:
         with pytest.raises(ValueError, match=message):
             draft.propose([ask])
     with pytest.raises(ValueError, match="a slot asks twice"):
-        draft.propose([Ask(0, 0, 10, 1, 1), Ask(0, 0, 11, 1, 1)])
+        draft.propose([BlockRequest(0, 0, 10, 1, 1), BlockRequest(0, 0, 11, 1, 1)])
     with pytest.raises(ValueError, match="nothing is asked"):
         draft.propose([])
     rows = aux_hidden_states_of(draft.config, 4)
@@ -298,7 +304,7 @@ def large(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read where Linux tells it")  # noqa: PTH110
 def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
-    asks = [Ask(0, 0, 50, 9, 15)]
+    asks = [BlockRequest(0, 0, 50, 9, 15)]
     expected = large.propose(asks).clone()
     loaded, before = large.memory(), resident()
     assert loaded["weights"] > 50 << 20
@@ -323,7 +329,7 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     assert (large.state, large.memory()["weights"]) == ("released", 0)
     large.unpark()
     large.import_rows(1, 0, rows)
-    assert same_bits(large.propose([Ask(1, 0, 50, 9, 15)]), expected)
+    assert same_bits(large.propose([BlockRequest(1, 0, 50, 9, 15)]), expected)
 
 
 def test_files_that_have_gone_leave_a_parked_draft(large, tmp_path):
@@ -362,7 +368,7 @@ def test_an_unparking_that_fails_leaves_a_parked_draft_that_can_be_unparked(erro
     weights = Failing(random_tensors(config))
     draft = draft_of(config, weights)
     extend(draft, 32, (0, 0, aux_hidden_states_of(config, 20)))
-    expected = draft.propose([Ask(0, 0, 20, 9, 15)]).clone()
+    expected = draft.propose([BlockRequest(0, 0, 20, 9, 15)]).clone()
     draft.park()
     weights.error = error
     with pytest.raises(raised):
@@ -371,7 +377,7 @@ def test_an_unparking_that_fails_leaves_a_parked_draft_that_can_be_unparked(erro
     assert draft.memory()["weights"] == 0
     weights.error = None
     draft.unpark()
-    assert same_bits(draft.propose([Ask(0, 0, 20, 9, 15)]), expected)
+    assert same_bits(draft.propose([BlockRequest(0, 0, 20, 9, 15)]), expected)
 
 
 def test_memory_is_what_weights_caches_and_buffers_take(config):
@@ -405,7 +411,7 @@ def test_weights_that_share_memory_share_it_in_the_copy_too():
 
 
 def test_weights_that_were_never_loaded_are_released():
-    parking = Parking(lambda: (torch.zeros(4),), torch.device("cpu"))
+    parking = ParkedWeights(lambda: (torch.zeros(4),), torch.device("cpu"))
     assert (parking.state, parking.park(), parking.weights_bytes) == ("released", 0, 0)
     assert parking.unpark() == 16
     assert parking.state == "loaded"

@@ -10,12 +10,14 @@ import torch
 from attrs import evolve
 from safetensors.torch import load_file, save_file
 
-from adapters.models.checkpoint import CheckpointError
-from adapters.models.dflash import Ask, DFlashDraft
-from adapters.models.dflash_checkpoint import DraftCheckpoint
-from adapters.models.dflash_config import Yarn, formula_aux_layers
-from adapters.models.kernels import AttentionMask
+from adapters.checkpoint.errors import CheckpointError
+from adapters.models.dflash.blocks import BlockRequest
+from adapters.models.dflash.checkpoint import DraftCheckpoint
+from adapters.models.dflash.config import formula_aux_layers
+from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.rope import Yarn
 from tests.models.checkpoints import same_bits
 from tests.models.drafts import (
     CAUSAL,
@@ -82,7 +84,7 @@ def test_a_folder_is_read_whole(tmp_path, name):
     config, tensors = GEOMETRIES[name], random_tensors(GEOMETRIES[name])
     windows = {mask.window for mask in config.masks if mask.window}
     changes: dict[str, object] = {"sliding_window": 40}
-    if config.rotary.yarn:
+    if config.rotary.scaling:
         scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
         changes = {"rope_scaling": scaling, "sliding_window": 600}
     if len(windows) > 1 or any(mask.window and not mask.causal for mask in config.masks):
@@ -173,15 +175,15 @@ def test_layers_are_what_they_are_said_to_be(folder):
 
 def test_rotary_embeddings_old_and_new(folder):
     edit(folder, rope_theta="absent", rope_parameters={"rope_type": "default", "rope_theta": 5e6})
-    assert (opened(folder).rotary.theta, opened(folder).rotary.yarn) == (5e6, None)
+    assert (opened(folder).rotary.theta, opened(folder).rotary.scaling) == (5e6, None)
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 512}
     edit(folder, rope_parameters=yarn | {"beta_fast": 16, "beta_slow": 2, "truncate": False})
-    assert opened(folder).rotary.yarn == Yarn(8.0, 512.0, 16.0, 2.0, 0.1 * math.log(8) + 1, truncate=False)
+    assert opened(folder).rotary.scaling == Yarn(8.0, 512.0, 16.0, 2.0, 0.1 * math.log(8) + 1, truncate=False)
     edit(folder, rope_parameters=yarn | {"attention_factor": 1.25})
-    assert opened(folder).rotary.yarn == Yarn(8.0, 512.0, 32.0, 1.0, 1.25, truncate=True)
+    assert opened(folder).rotary.scaling == Yarn(8.0, 512.0, 32.0, 1.0, 1.25, truncate=True)
     edit(folder, rope_parameters=yarn | {"mscale": 2.0, "mscale_all_dim": 1.0, "factor": None})
     grown = (0.2 * math.log(8) + 1) / (0.1 * math.log(8) + 1)
-    assert opened(folder).rotary.yarn == Yarn(8.0, 512.0, 32.0, 1.0, grown, truncate=True)
+    assert opened(folder).rotary.scaling == Yarn(8.0, 512.0, 32.0, 1.0, grown, truncate=True)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +419,7 @@ def theirs(model, rows, masks=None, dtype=torch.float32):
 def ours(config, weights, rows, dtype=torch.float32):
     draft = draft_of(config, weights, dtype)
     extend_in_pieces(draft, rows, [(256, 256), (64, 64)], slot=1)
-    return draft.propose([Ask(1, 0, rows.shape[1], 17, 15)])
+    return draft.propose([BlockRequest(1, 0, rows.shape[1], 17, 15)])
 
 
 @pytest.mark.parametrize(

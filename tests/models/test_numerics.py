@@ -8,17 +8,18 @@ import math
 import pytest
 import torch
 
-from adapters.models.config import Qwen3Config
 from adapters.models.kernels.products import Weight, span_of, spans
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics, boundaries, machine, probe, probe_key
+from adapters.models.numerics import Numerics, machine
+from adapters.models.probe import boundaries, probe, probe_key
+from adapters.models.qwen3 import FAMILY, Qwen3Config
 
 CPU = torch.device("cpu")
 CONFIG = Qwen3Config(256, 64, 128, 4, 4, 2, 16, 4096, 1e6)
 
 
 def measure(kernels, dtype=torch.float32, chunk=64, capacity=1024, config=CONFIG):
-    return probe(config, kernels, device=CPU, dtype=dtype, chunk=chunk, capacity=capacity)
+    return probe(FAMILY, config, kernels, device=CPU, dtype=dtype, chunk=chunk, capacity=capacity)
 
 
 class Mutant(CpuKernels):
@@ -260,10 +261,10 @@ def test_an_outcome_that_was_not_ours_is_refused(change):
 
 def test_an_outcome_is_kept_under_what_it_depends_on():
     where = {"device": CPU, "dtype": torch.float32, "chunk": 64, "capacity": 1024}
-    key = probe_key(CONFIG, CpuKernels(torch.float32), **where)
-    assert key == probe_key(CONFIG, CpuKernels(torch.float32), **where)
-    assert key != probe_key(CONFIG, CpuKernels(torch.float32), **{**where, "chunk": 128})
-    assert key != probe_key(CONFIG, CpuKernels(torch.bfloat16), **{**where, "dtype": torch.bfloat16})
+    key = probe_key(FAMILY, CONFIG, CpuKernels(torch.float32), **where)
+    assert key == probe_key(FAMILY, CONFIG, CpuKernels(torch.float32), **where)
+    assert key != probe_key(FAMILY, CONFIG, CpuKernels(torch.float32), **{**where, "chunk": 128})
+    assert key != probe_key(FAMILY, CONFIG, CpuKernels(torch.bfloat16), **{**where, "dtype": torch.bfloat16})
 
 
 def test_boundaries_are_all_tiles_or_spread_over_them():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.config import Qwen3Config
-from adapters.models.kernels import Batch
+from adapters.models.dense import DenseShard
+from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.products import Unproven
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import probe
-from adapters.models.qwen3 import Qwen3Shard, products
+from adapters.models.probe import probe
+from adapters.models.qwen3 import FAMILY, Qwen3Config
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
@@ -34,7 +34,7 @@ def whole(request, dtype):
     """A shard whose slot 0 holds a sequence computed in chunks of C, with its logits."""
     config = CONFIGS[request.param]
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
-    shard = Qwen3Shard(config, weights, proven(config, dtype, 1024).fresh(), dtype=dtype, slots=4, capacity=1024)
+    shard = DenseShard(config, weights, proven(config, dtype, 1024).fresh(), dtype=dtype, slots=4, capacity=1024)
     tokens = tokens_of(LENGTH, config.vocab_size)
     return shard, tokens, run_in_pieces(shard, tokens, [(256, 256)])
 
@@ -123,9 +123,9 @@ def test_thread_counts_of_one_numerics_class_have_the_same_bits(dtype):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            numerics = probe(config, CpuKernels(dtype), device=CPU, dtype=dtype, chunk=256, capacity=512)
+            numerics = probe(FAMILY, config, CpuKernels(dtype), device=CPU, dtype=dtype, chunk=256, capacity=512)
             kernels = CpuKernels(dtype).using(numerics.plan)
-            shard = Qwen3Shard(config, RandomWeights(config), kernels, dtype=dtype, slots=1, capacity=512)
+            shard = DenseShard(config, RandomWeights(config), kernels, dtype=dtype, slots=1, capacity=512)
             logits = run_in_pieces(shard, tokens, [(256, 256), (4, 4)])
             assert same_bits(found.setdefault(numerics.numerics_class, logits), logits)
     finally:
@@ -134,14 +134,14 @@ def test_thread_counts_of_one_numerics_class_have_the_same_bits(dtype):
 
 def test_a_product_that_was_never_proven_is_refused(whole):
     shard, tokens, _ = whole
-    listed = products(shard.config, (4, 256), capacity=256, dtype=shard.dtype, threads=torch.get_num_threads())
+    listed = shard.config.products((4, 256), capacity=256, dtype=shard.dtype, threads=torch.get_num_threads())
     plan = CpuKernels(shard.dtype).prove(listed).plan
     kernels = CpuKernels(shard.dtype).using(plan)
     with pytest.raises(Unproven, match="7 x 11 were never proven"):
         kernels.pack(torch.zeros(7, 11))
     with pytest.raises(Unproven, match="of 3 query heads of 8"):
         kernels.attend(torch.zeros(4, 1, 3, 8), torch.zeros(1, 1, 256, 8), torch.zeros(1, 1, 256, 8), Batch(4, CPU))
-    other = Qwen3Shard(shard.config, RandomWeights(shard.config), kernels, dtype=shard.dtype, capacity=256)
+    other = DenseShard(shard.config, RandomWeights(shard.config), kernels, dtype=shard.dtype, capacity=256)
     with pytest.raises(Unproven, match=r"a product of 8 rows; proven: steps of \[4, 256\]"):
         run(other, 8, (0, 0, tokens[:5]))
     torch.set_num_threads(before := torch.get_num_threads() + 1)
@@ -233,7 +233,7 @@ def test_a_step_that_only_writes_rows_writes_the_rows_of_a_whole_step(whole):
 def test_a_captured_last_layer_is_finished_even_if_only_rows_are_wanted():
     config = CONFIGS["gqa 2 to 1"]
     shards = [
-        Qwen3Shard(config, RandomWeights(config), CpuKernels(torch.float32), slots=1, capacity=64, aux_layers=(1,))
+        DenseShard(config, RandomWeights(config), CpuKernels(torch.float32), slots=1, capacity=64, aux_layers=(1,))
         for _ in range(2)
     ]
     tokens = tokens_of(9)

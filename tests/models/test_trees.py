@@ -8,9 +8,9 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.config import Qwen3Config
+from adapters.models.dense import DenseShard
 from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.qwen3 import Qwen3Config
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, same_bits, same_rows, tokens_of
@@ -37,7 +37,7 @@ def shard(request):
     kernels = kernels or proven(config, dtype, 1024).fresh()
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shape = {"device": device, "dtype": dtype, "slots": 4, "capacity": 1024, "aux_layers": (0, 1)}
-    made = Qwen3Shard(config, weights, kernels, **shape)
+    made = DenseShard(config, weights, kernels, **shape)
     for slot in (0, 1):
         for start in (0, 256):
             run(made, 256, (slot, start, tokens_of(510, config.vocab_size, slot)[start : start + 256]))
@@ -117,7 +117,7 @@ def test_a_tree_goes_with_chains_of_other_slots(shard):
 
 def test_what_is_no_tree_and_no_path_of_it_is_refused_by_name():
     shape = {"slots": 2, "capacity": 64, "buckets": (16,)}
-    shard = Qwen3Shard(CONFIG, RandomWeights(CONFIG), ReferenceKernels(), **shape)
+    shard = DenseShard(CONFIG, RandomWeights(CONFIG), ReferenceKernels(), **shape)
     for segments in (
         (Segment(0, 0, 3), Segment(0, 4, 1)),
         (Segment(0, 5, 3), Segment(0, 5, 1)),

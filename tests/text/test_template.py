@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from adapters.models.config import CheckpointError
+from adapters.checkpoint.errors import CheckpointError
 from adapters.text.template import ChatTemplate, Control, TemplateFailed, TemplateRefused, text_of
 from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer

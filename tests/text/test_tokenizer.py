@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters import demo
-from adapters.models.config import CheckpointError
+from adapters.checkpoint.errors import CheckpointError
 from adapters.text.template import Control
 from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer, TokenizerPanicked, build
@@ -85,8 +85,8 @@ async def test_encoding_a_long_prompt_does_not_hold_up_the_event_loop(tokenizer:
     ("file", "content", "says"),
     [
         ("tokenizer.json", None, "tokenizer.json is missing"),
-        ("tokenizer.json", "{", "tokenizer.json is not valid JSON"),
-        ("tokenizer.json", "[]", "tokenizer.json is not a JSON object"),
+        ("tokenizer.json", "{", "tokenizer.json: not valid JSON"),
+        ("tokenizer.json", "[]", "tokenizer.json: not a JSON object"),
         ("tokenizer.json", '{"decoder": {"type": "ByteLevel"}, "model": {}}', "tokenizer.json cannot be read"),
         ("tokenizer.json", '{"decoder": {"type": "Metaspace"}, "model": {}}', "decoder is not ByteLevel"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template"),

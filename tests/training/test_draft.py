@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from adapters.models.checkpoint import Checkpoint
-from adapters.models.dflash import Ask, DFlashDraft
-from adapters.models.dflash_checkpoint import DraftCheckpoint
+from adapters.models.dflash.blocks import BlockRequest
+from adapters.models.dflash.checkpoint import DraftCheckpoint
+from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.shard import Segment, Step, TargetHead
 from tests.training.conftest import DEMO
@@ -364,7 +365,7 @@ def test_the_server_computes_what_training_measured(shipped, source):
     }  # two rows, two that are not looked at
     served.extend(Step((Segment(0, 128, 2),), 4), tail)
     for anchor, logits in zip(anchors[0].tolist(), ours, strict=True):
-        theirs = served.propose([Ask(0, 0, anchor, int(tokens[0, anchor]), 15)])
+        theirs = served.propose([BlockRequest(0, 0, anchor, int(tokens[0, anchor]), 15)])
         torch.testing.assert_close(theirs, logits, atol=2e-3, rtol=1e-3)
         assert torch.equal(theirs.argmax(-1), logits.argmax(-1))
 

@@ -17,7 +17,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
 from adapters.metrics import Metrics
-from adapters.models.qwen3 import Qwen3Shard
+from adapters.models.dense import DenseShard
 from adapters.store.folder import Folder
 from adapters.store.format import Layout
 from adapters.store.opening import index, open_disk
@@ -47,7 +47,7 @@ def timeless(outcome):
 class Bench:
     executor: DeviceExecutor
     moving: Transfer
-    shard: Qwen3Shard
+    shard: DenseShard
 
     async def one(self, request: int, effect: object):
         (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))

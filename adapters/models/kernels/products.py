@@ -82,7 +82,7 @@ class Served:
 
 
 @frozen
-class Attention:
+class ServedHeads:
     """How one kind of attention is computed.
 
     dtype: of the product of weights and values. terms: keys of one such product; the results are added up in float32.
@@ -102,7 +102,7 @@ class ProductPlan:
     steps: tuple[int, ...]
     threads: tuple[int, int]
     weights: tuple[Served, ...]
-    heads: tuple[Attention, ...]
+    heads: tuple[ServedHeads, ...]
 
     def numbers(self) -> tuple[object, ...]:
         """All of it that bits depend on."""
@@ -133,7 +133,7 @@ class ProductPlan:
                 return served
         raise Unproven(f"products with a {'gated ' if gated else ''}weight of {outputs} x {inputs} were never proven")
 
-    def attention(self, group: int, size: int) -> Attention:
+    def attention(self, group: int, size: int) -> ServedHeads:
         """Raises Unproven."""
         for served in self.heads:
             if (served.heads.group, served.heads.size) == (group, size):

@@ -2,15 +2,13 @@
 
 Row counts fall into groups within which a row gets the same bits: wherever it stands, whatever its neighbours are (even
 if they are not numbers), at every thread count that serves. How a library cuts a sum depends on the shape, the
-processor and the threads, so nothing is presumed: every shape that can be asked for is multiplied. The numbers are made
-so that each sum cancels: what is left is rounding, and any other order of adding shows in nearly every element.
+processor and the threads, so nothing is presumed: every shape that can be asked for is multiplied (`trials.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -20,24 +18,21 @@ from torch import Tensor
 
 from adapters.models.kernels.products import (
     QUERIES,
-    SCORES,
     TILE,
-    Attention,
     Heads,
     ProductPlan,
     Products,
     Served,
+    ServedHeads,
     Weight,
     spans,
 )
+from adapters.models.kernels.trials import Group, ScoresTrial, Trial, ValuesTrial, bits, cancelling, name_of
 
 TERMS = (1024, 512, 256)  # keys of one product with values; the longest that can be proven saves the most calls
 COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)  # query rows that attend together
 DECODES = 32  # decode steps that weigh as much as the prefill of one chunk when ways are compared
 MARGIN = 0.8  # of the time of the model's own dtype is what another one must beat: the choice should not waver
-_MOST = 1 << 22  # random elements of a weight; a larger one repeats them
-_RUNS = 4
-_WHOLE = {2: torch.int16, 4: torch.int32}
 
 TrialT = TypeVar("TrialT", bound="Trial")
 
@@ -74,123 +69,6 @@ class Proof:
     failures: tuple[str, ...] = ()
     single: bool = True
     digest: str = ""
-
-
-@define(eq=False)
-class Group:
-    """Row counts that agree. reference: every row of the trial's x, as they all compute it."""
-
-    rows: list[int]
-    reference: Tensor
-
-
-@define(eq=False)
-class Trial:
-    """One product, tried with rows of x `[C, K]`. threads: under which it may be asked for."""
-
-    name: str
-    x: Tensor
-    threads: tuple[int, ...]
-    multiply: Callable[[Tensor], Tensor]
-    checks: int = 0
-    failures: list[str] = field(factory=list)
-
-    def whole(self, count: int, threads: int) -> Tensor:
-        torch.set_num_threads(threads)
-        return torch.cat([self.multiply(part) for part in torch.split(self.x, count)])
-
-    def same(self, found: Tensor, expected: Tensor) -> bool:
-        self.checks += 1
-        whole = _WHOLE[found.itemsize]  # whole elements, wherever they lie: by the byte it took most of a proof's time
-        return torch.equal(found.view(whole), expected.view(whole))
-
-    def agrees(self, count: int, reference: Tensor, threads: int) -> str | None:
-        """None, or how a row of such a product differs from its reference."""
-        torch.set_num_threads(threads)
-        x, last = self.x, len(self.x) - count
-        for at in sorted({0, last}):
-            if not self.same(self.multiply(x[at : at + count]), reference[at : at + count]):
-                return f"{count} rows differ from {{}} ({threads} threads)"
-        moved, expected = rolled(x, count), rolled(reference, count)
-        if not self.same(self.multiply(moved), expected):
-            return f"{count} rows: where a row stands changes it ({threads} threads)"
-        for others, said in ((0.0, "its neighbours"), (float("nan"), "a neighbour that is not a number")):
-            for at, row in ((0, len(x) - 1), (count - 1, 0)):
-                beside = torch.full_like(x[:count], others)
-                beside[at] = x[row]
-                if not self.same(self.multiply(beside)[at], reference[row]):
-                    return f"{count} rows: {said} change a row ({threads} threads)"
-        return None
-
-    def groups(self, counts: Sequence[int]) -> list[Group]:
-        """Each count in the first group that it agrees with; one that does not even agree with itself in none."""
-        found: list[Group] = []
-        for count in counts:
-            home = next((group for group in found if self.differs(count, group.reference) is None), None)
-            if home is not None:
-                home.rows.append(count)
-                continue
-            own = self.whole(count, self.threads[0])
-            why = self.differs(count, own)
-            if why is None:
-                found.append(Group([count], own))
-            else:
-                self.failures.append(f"{self.name}: {why.format('themselves')}")
-        return found
-
-    def differs(self, count: int, reference: Tensor) -> str | None:
-        return next((why for one in self.threads if (why := self.agrees(count, reference, one)) is not None), None)
-
-    def seconds(self, count: int, threads: int) -> float:
-        torch.set_num_threads(threads)
-        part, best = self.x[:count], float("inf")
-        for _ in range(_RUNS):
-            start = time.perf_counter()
-            self.multiply(part)
-            best = min(best, time.perf_counter() - start)
-        return best
-
-
-@define(eq=False)
-class ScoresTrial(Trial):
-    """Queries times keys: besides the row count, how many keys there are changes from step to step."""
-
-    keys: Tensor = field(kw_only=True)
-    spans: tuple[int, ...] = field(kw_only=True)
-    product: Callable[[Tensor, Tensor], Tensor] = field(kw_only=True)
-    least: int = field(kw_only=True)
-
-    def agrees(self, count: int, reference: Tensor, threads: int) -> str | None:
-        why = super().agrees(count, reference, threads)
-        if why is not None:
-            return why
-        moved, expected = rolled(self.x, count), rolled(reference, count)
-        for span in self.spans:
-            if count <= max(self.least, SCORES // span):
-                found = self.product(moved, self.keys[:span])
-                if not self.same(found, expected[:, :span]):
-                    return f"{count} rows over {span} keys differ from {{}} over {len(self.keys)} ({threads} threads)"
-        return None
-
-
-@define(eq=False)
-class ValuesTrial(Trial):
-    """Weights times values: fewer keys than `terms` must give what the missing ones with weight zero give."""
-
-    values: Tensor = field(kw_only=True)  # [K, hd]
-    product: Callable[[Tensor, Tensor], Tensor] = field(kw_only=True)
-
-    def agrees(self, count: int, reference: Tensor, threads: int) -> str | None:
-        why = super().agrees(count, reference, threads)
-        if why is not None:
-            return why
-        for terms in range(TILE, len(self.values), TILE):
-            short = self.x[:count, :terms].contiguous()
-            padded = torch.zeros_like(self.x[:count])
-            padded[:, :terms] = short
-            if not self.same(self.product(short, self.values[:terms]), self.multiply(padded)):
-                return f"{count} rows: {terms} values and {len(self.values)} differ ({threads} threads)"
-        return None
 
 
 @define(eq=False)
@@ -275,7 +153,7 @@ class Prover:
         up = kernels.reorder(w.roll(1, 0))
         return Trial(f"gated {name}", x, self.regimes, lambda rows: kernels.multiply_gated(rows, packed, up))
 
-    def attention(self, heads: Heads) -> Attention | None:
+    def attention(self, heads: Heads) -> ServedHeads | None:
         least = next(count for count in COUNTS if count >= heads.group)
         counts = [count for count in COUNTS if count <= max(QUERIES, least)]
         if (served := self._further(heads, counts[-1], least)) is not None:
@@ -283,7 +161,7 @@ class Prover:
         scores = self._scores_trial(heads, counts[-1], least, spans(heads.keys))
         scored = scores.groups(counts)
         self._count(scores)
-        best: tuple[float, Attention, Group, ValuesTrial, Group] | None = None
+        best: tuple[float, ServedHeads, Group, ValuesTrial, Group] | None = None
         longest = [self._values_trial(heads, counts[-1], TERMS[0], dtype) for dtype in self.dtypes]
         for bound, factor, trial in self.quickest_first(longest, counts):
             if best is not None and best[0] <= bound / TERMS[0]:
@@ -295,7 +173,7 @@ class Prover:
                 for rows, group, weighed in ways:
                     seconds = self.cost(values, rows, counts[-1])[0] / terms * factor
                     if best is None or seconds < best[0]:
-                        served = Attention(heads, name_of(trial.x.dtype), rows, terms)
+                        served = ServedHeads(heads, name_of(trial.x.dtype), rows, terms)
                         best = (seconds, served, group, values, weighed)
                 if ways:
                     break
@@ -325,7 +203,7 @@ class Prover:
         same = known is not None and (known.steps, known.threads) == (self.products.rows, self.threads)
         return known if same else None
 
-    def _further(self, heads: Heads, rows: int, least: int) -> Attention | None:
+    def _further(self, heads: Heads, rows: int, least: int) -> ServedHeads | None:
         """What is known of such attention, if it holds over the keys that it was not proven for, too.
 
         Those are multiplied, and compared with a span that was proven: it ties them to all others.
@@ -409,32 +287,3 @@ def threads_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def cancelling(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x `[rows, inputs]` and w `[outputs, inputs]` whose products are sums of pairs that cancel each other.
-
-    The same for the same shape. Rounded to bfloat16 an ordinary sum hides most changes of its order; of such a sum
-    only rounding errors are left, which no other order repeats.
-    """
-    generator = torch.Generator().manual_seed(rows * 31 + inputs)
-    half, own = -(-inputs // 2), max(1, min(outputs, _MOST // inputs))
-    order = torch.randperm(half, generator=generator)
-    x = torch.randn(rows, half, generator=generator)
-    w = torch.randn(own, half, generator=generator)
-    x = torch.cat((x, -x[:, order]), 1)[:, :inputs]
-    w = torch.cat((w, w[:, order]), 1)[:, :inputs].to(dtype)
-    return x.to(dtype).contiguous(), w.repeat(-(-outputs // own), 1)[:outputs].contiguous()
-
-
-def rolled(rows: Tensor, count: int) -> Tensor:
-    """The last row, and the first ones behind it."""
-    return torch.cat((rows[-1:], rows[: count - 1]))
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

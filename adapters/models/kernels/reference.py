@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from adapters.models.kernels import AttentionMask, Batch, BlockBatch, Rope
+from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 
@@ -53,23 +54,17 @@ class ReferenceKernels:
         return rms_norm(residual, weight, eps)
 
     def rotate_store(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        rope: Rope,
-        batch: Batch,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         kv, head = k_cache.shape[1], k_cache.shape[3]
-        heads = qkv.view(len(qkv), qkv.shape[1] // head, head)
+        biased = qkv if prep.bias is None else (qkv.float() + prep.bias.float()).to(qkv.dtype)
+        heads = biased.view(len(qkv), qkv.shape[1] // head, head)
+        q, k, v = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
+        if prep.q_norm is not None and prep.k_norm is not None:
+            q, k = rms_norm(q, prep.q_norm, prep.eps), rms_norm(k, prep.k_norm, prep.eps)
         at = batch.positions.clamp(min=0)
         cos, sin = rope.cos[at].unsqueeze(1), rope.sin[at].unsqueeze(1)
-        q = rotate(rms_norm(heads[:, : -2 * kv], q_norm, eps), cos, sin)
-        k = rotate(rms_norm(heads[:, -2 * kv : -kv], k_norm, eps), cos, sin)
-        v = heads[:, -kv:]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         row = 0
         for segment in batch.segments:
             rows, span = slice(row, row + segment.count), slice(segment.start, segment.start + segment.count)
@@ -78,10 +73,8 @@ class ReferenceKernels:
             row += segment.count
         return q
 
-    def store(
-        self, kv: Tensor, k_norm: Tensor, eps: float, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
-    ) -> None:
-        self.rotate_store(kv, k_norm, k_norm, eps, rope, batch, k_cache, v_cache)
+    def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
+        self.rotate_store(kv, prep, rope, batch, k_cache, v_cache)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         def hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG001

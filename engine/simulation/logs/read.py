@@ -12,7 +12,7 @@ import zstandard
 from attrs import define, field
 
 from adapters import bounded_json, demo
-from adapters.models.config import CheckpointError
+from adapters.checkpoint.errors import CheckpointError
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.progress import progress

@@ -43,6 +43,7 @@ def add_norm(
 @triton.jit
 def rotate_store(
     qkv_ptr,
+    bias_ptr,
     q_norm_ptr,
     k_norm_ptr,
     cos_ptr,
@@ -57,12 +58,15 @@ def rotate_store(
     HEADS: tl.constexpr,
     KV: tl.constexpr,
     HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program, one row, BLOCK of its q, k and v heads: RMSNorm of q and k, half-split rotary, write k and v.
+    """One program, one row, BLOCK of its q, k and v heads: bias, RMSNorm of q and k, half-split rotary, write k and v.
 
-    A head is read as its two halves `[BLOCK, HALF]`; the squares of a pair are added first, then along the half.
+    A head is read as its two halves `[BLOCK, HALF]`; the squares of a pair are added first, then along the half. What
+    the model does not have is not computed, and its pointer is never read.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -71,28 +75,37 @@ def rotate_store(
     is_q = head < HEADS
     is_v = head >= HEADS + KV
     known = (head < HEADS + 2 * KV)[:, None]
-    q_lo = tl.load(q_norm_ptr + d).to(tl.float32)
-    q_hi = tl.load(q_norm_ptr + HALF + d).to(tl.float32)
-    k_lo = tl.load(k_norm_ptr + d).to(tl.float32)
-    k_hi = tl.load(k_norm_ptr + HALF + d).to(tl.float32)
+    of_head = head[:, None] * (2 * HALF) + d[None, :]
     position = tl.load(positions_ptr + row)
     slot = tl.load(slots_ptr + row)
     angle = tl.maximum(position, 0) * HALF + d
     cos, sin = tl.load(cos_ptr + angle)[None, :], tl.load(sin_ptr + angle)[None, :]
+    if HAS_BIAS:
+        b_lo = tl.load(bias_ptr + of_head, known, 0.0).to(tl.float32)
+        b_hi = tl.load(bias_ptr + of_head + HALF, known, 0.0).to(tl.float32)
+    if HAS_NORM:
+        q_lo = tl.load(q_norm_ptr + d).to(tl.float32)
+        q_hi = tl.load(q_norm_ptr + HALF + d).to(tl.float32)
+        k_lo = tl.load(k_norm_ptr + d).to(tl.float32)
+        k_hi = tl.load(k_norm_ptr + HALF + d).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    at = row * ((HEADS + 2 * KV) * 2 * HALF) + head[:, None] * (2 * HALF) + d[None, :]
+    at = row * ((HEADS + 2 * KV) * 2 * HALF) + of_head
     raw_lo = tl.load(qkv_ptr + at, known, 0.0)
     raw_hi = tl.load(qkv_ptr + at + HALF, known, 0.0)
     lo, hi = raw_lo.to(tl.float32), raw_hi.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(lo * lo + hi * hi, 1) / (2 * HALF) + eps)[:, None]
-    lo = (lo * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_lo[None, :], k_lo[None, :])
-    hi = (hi * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_hi[None, :], k_hi[None, :])
-    lo, hi = lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
+    if HAS_BIAS:
+        raw_lo, raw_hi = (lo + b_lo).to(dtype), (hi + b_hi).to(dtype)
+        lo, hi = raw_lo.to(tl.float32), raw_hi.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(lo * lo + hi * hi, 1) / (2 * HALF) + eps)[:, None]
+        lo = (lo * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_lo[None, :], k_lo[None, :])
+        hi = (hi * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_hi[None, :], k_hi[None, :])
+        lo, hi = lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
     new_lo = (lo * cos - hi * sin).to(dtype)
     new_hi = (hi * cos + lo * sin).to(dtype)
-    to_q = row * (HEADS * 2 * HALF) + head[:, None] * (2 * HALF) + d[None, :]
+    to_q = row * (HEADS * 2 * HALF) + of_head
     tl.store(q_ptr + to_q, new_lo, is_q[:, None])
     tl.store(q_ptr + to_q + HALF, new_hi, is_q[:, None])
     real = position >= 0

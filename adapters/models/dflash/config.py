@@ -2,69 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from attrs import frozen
-from torch import Tensor
 
-from adapters.models.config import CheckpointError, Qwen3Config, read_flag, read_positive, read_rope, read_size
-from adapters.models.kernels import AttentionMask, Rope
+from adapters.checkpoint.config import read_flag, read_positive, read_size
+from adapters.checkpoint.errors import CheckpointError
+from adapters.models.family import ModelConfig
+from adapters.models.kernels.interface import AttentionMask
+from adapters.models.rope import Rotary, parse_rope
 
 DEFAULT_BLOCK = 16
 LARGEST_BLOCK = 128
 NATIVE = "muse_glimmer_assistant"  # what transformers calls its own DFlash draft
 _KINDS = ("full_attention", "sliding_attention")
-
-
-@frozen
-class Yarn:
-    """Frequencies of many turns within `original` positions stay, those of few are divided by `factor`.
-
-    fast, slow: the turns where the ramp between the two ends. attention: what cosines and sines are multiplied with.
-    truncate: the ramp starts and ends at whole pairs.
-    """
-
-    factor: float
-    original: float
-    fast: float
-    slow: float
-    attention: float
-    truncate: bool
-
-
-@frozen
-class Rotary:
-    """Half-split rotary embedding over the whole head, at absolute positions."""
-
-    head_dim: int
-    theta: float
-    yarn: Yarn | None = None
-
-    def tables(self, positions: int, device: torch.device) -> Rope:
-        """Computed on the host in float32, in the order of transformers, so that every device rotates alike."""
-        frequencies, scale = self.frequencies()
-        angles = torch.outer(torch.arange(positions).float(), frequencies)
-        return Rope((angles.cos() * scale).to(device), (angles.sin() * scale).to(device))
-
-    def frequencies(self) -> tuple[Tensor, float]:
-        """Float32 `[hd / 2]`, and the factor of cosines and sines."""
-        head, yarn = self.head_dim, self.yarn
-        powers = self.theta ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head)
-        if yarn is None:
-            return 1.0 / powers, 1.0
-        low, high = (
-            head * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
-            for turns in (yarn.fast, yarn.slow)
-        )
-        if yarn.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head - 1)
-        width = high - low or 0.001
-        kept = 1 - ((torch.arange(head // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-        return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept, yarn.attention
 
 
 @frozen
@@ -85,8 +38,11 @@ class DFlashConfig:
     """A DFlash draft: Qwen3 layers over a block `[seed, MASK, ...]` behind context rows that the target's layers give.
 
     aux_layers: the target's layers whose outputs are fused into the context, in the order of `fc`. block: B, the seed
-    and at most B - 1 proposals. sights: for each layer, what a row of the block sees.
+    and at most B - 1 proposals. masks: for each layer, what a row of the block sees.
     """
+
+    qk_norm: ClassVar[bool] = True
+    qkv_bias: ClassVar[bool] = False
 
     hidden_size: int
     intermediate_size: int
@@ -109,7 +65,7 @@ class DFlashConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
-def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: Qwen3Config) -> DFlashConfig:
+def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: ModelConfig) -> DFlashConfig:
     """config.json of a draft whose tensors have these shapes, for this target. Raises CheckpointError.
 
     A field of DFlash's own is looked for in `dflash_config`, then at top level. A size that config.json leaves out is
@@ -120,6 +76,8 @@ def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: Qwen
     if not isinstance(own, Mapping):
         raise CheckpointError("config.json: dflash_config is not an object")
     fields = {**raw, **{name: value for name, value in own.items() if value is not None}}
+    if shapes.head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim {shapes.head_dim} is odd; rotary embedding needs an even one")
     _compare_sizes(raw, shapes)
     _compare_target(fields, shapes, target)
     block = _integer(fields.get("block_size", DEFAULT_BLOCK), "block_size", 2, LARGEST_BLOCK)
@@ -130,7 +88,7 @@ def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: Qwen
         num_heads=shapes.num_heads,
         num_kv_heads=shapes.num_kv_heads,
         head_dim=shapes.head_dim,
-        rotary=_rotary(raw, shapes.head_dim),
+        rotary=Rotary(shapes.head_dim, *parse_rope(raw, ("default", "yarn"))),
         masks=_masks(fields, shapes.num_layers, block),
         aux_layers=_aux_layers(fields, shapes.num_aux_layers, target.num_layers),
         block=block,
@@ -183,7 +141,7 @@ def _compare_sizes(raw: Mapping[str, Any], shapes: DraftShapes) -> None:
             raise CheckpointError(f"config.json: {name} is {raw[name]}, but the tensors' shapes say {found}")
 
 
-def _compare_target(fields: Mapping[str, Any], shapes: DraftShapes, target: Qwen3Config) -> None:
+def _compare_target(fields: Mapping[str, Any], shapes: DraftShapes, target: ModelConfig) -> None:
     facts = (
         ("hidden_size", shapes.hidden_size, target.hidden_size),
         ("num_target_layers", fields.get("num_target_layers"), target.num_layers),
@@ -262,56 +220,6 @@ def _mask_token_id(fields: Mapping[str, Any], vocab: int) -> int:
     if fields.get("mask_token_id") is None:
         raise CheckpointError("config.json: mask_token_id is missing")
     return _integer(fields["mask_token_id"], "mask_token_id", 0, vocab - 1)
-
-
-def _rotary(raw: Mapping[str, Any], head_dim: int) -> Rotary:
-    if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs an even one")
-    rope = read_rope(raw, ("default", "yarn"))
-    theta = read_positive(rope["rope_theta"], "rope_theta")
-    if rope["rope_type"] == "default":
-        return Rotary(head_dim, theta)
-    if theta <= 1:
-        raise CheckpointError(f"config.json: rope_theta {theta:g} is not above 1")
-    longest = raw.get("max_position_embeddings")
-    original = read_positive(
-        _either(rope.get("original_max_position_embeddings"), longest), "original_max_position_embeddings"
-    )
-    factor = rope.get("factor")
-    if factor is None and longest is not None:
-        factor = read_positive(longest, "max_position_embeddings") / original
-    factor = read_positive(factor, "factor")
-    truncate = _either(rope.get("truncate"), True)
-    if not isinstance(truncate, bool):
-        raise CheckpointError(f"config.json: truncate {repr(truncate)[:40]} is not true or false")
-    yarn = Yarn(
-        factor=factor,
-        original=original,
-        fast=read_positive(rope.get("beta_fast") or 32, "beta_fast"),
-        slow=read_positive(rope.get("beta_slow") or 1, "beta_slow"),
-        attention=_attention_factor(rope, factor),
-        truncate=truncate,
-    )
-    return Rotary(head_dim, theta, yarn)
-
-
-def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    told = rope.get("attention_factor")
-    if told is not None:
-        return read_positive(told, "attention_factor")
-
-    def grown(by: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
-
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grown(read_positive(rope["mscale"], "mscale")) / grown(
-            read_positive(rope["mscale_all_dim"], "mscale_all_dim")
-        )
-    return grown(1.0)
-
-
-def _either(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
 
 
 def _integer(value: object, name: str, lowest: int, highest: int) -> int:

@@ -11,9 +11,12 @@ from pathlib import Path
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.checkpoint import CheckpointError, TensorEntry, digest_of, read_header, read_json, scan_tensors
-from adapters.models.config import Qwen3Config
-from adapters.models.dflash_config import DFlashConfig, DraftShapes, parse_draft_config, refuse_other_formats
+from adapters.checkpoint.config import read_json
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.weights import Shapes, TensorEntry, check_tensors, digest_of, read_header, scan_tensors
+from adapters.models.decoder import layer_tensors
+from adapters.models.dflash.config import DFlashConfig, DraftShapes, parse_draft_config, refuse_other_formats
+from adapters.models.family import ModelConfig
 
 MASK_EMBEDDING = "mask_embedding"
 # Parts of tensor names that other drafters have; to leave such a tensor out would be to run a different model.
@@ -35,30 +38,16 @@ _NATIVE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weig
 _IGNORED = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight")  # recomputed; the target's are used
 
 
-def draft_tensors(config: DFlashConfig | DraftShapes, aux_layers: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a draft that fuses `aux_layers` layers of its target."""
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * head, config.num_kv_heads * head
+def draft_tensors(config: DFlashConfig) -> Shapes:
+    """Published names and shapes."""
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, aux_layers * hidden),
+        "fc.weight": (hidden, len(config.aux_layers) * hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
     for layer in range(config.num_layers):
-        prefix = f"layers.{layer}."
-        shapes |= {
-            prefix + "input_layernorm.weight": (hidden,),
-            prefix + "post_attention_layernorm.weight": (hidden,),
-            prefix + "self_attn.q_proj.weight": (q, hidden),
-            prefix + "self_attn.k_proj.weight": (kv, hidden),
-            prefix + "self_attn.v_proj.weight": (kv, hidden),
-            prefix + "self_attn.o_proj.weight": (hidden, q),
-            prefix + "self_attn.q_norm.weight": (head,),
-            prefix + "self_attn.k_norm.weight": (head,),
-            prefix + "mlp.gate_proj.weight": (inner, hidden),
-            prefix + "mlp.up_proj.weight": (inner, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, inner),
-        }
+        shapes |= layer_tensors(config, f"layers.{layer}.")
     return shapes
 
 
@@ -75,7 +64,7 @@ class DraftCheckpoint:
     tensors: Mapping[str, TensorEntry]
 
     @classmethod
-    def open(cls, folder: Path | str, target: Qwen3Config) -> DraftCheckpoint:
+    def open(cls, folder: Path | str, target: ModelConfig) -> DraftCheckpoint:
         """Raises CheckpointError, one line, for whatever keeps the folder from drafting for `target`."""
         path = Path(folder)
         _refuse_gguf(path)
@@ -90,7 +79,7 @@ class DraftCheckpoint:
         except CheckpointError as error:
             text = str(error)
             raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
-        _check(path, config, tensors)
+        check_tensors(path, tensors, draft_tensors(config), f"a {config.num_layers}-layer DFlash draft")
         mask = _mask_embedding(path, config.hidden_size)
         return cls(path, config, tensors if mask is None else {**tensors, MASK_EMBEDDING: mask})
 
@@ -154,20 +143,6 @@ def _shapes(tensors: Mapping[str, TensorEntry]) -> DraftShapes:
     if q % head or kv % head or (q // head) % (kv // head):
         raise CheckpointError(f"layer 0 has {q} query and {kv} key rows, which heads of {head} do not divide evenly")
     return DraftShapes(hidden, inner, len(layers), q // head, kv // head, head, fused // hidden)
-
-
-def _check(folder: Path, config: DFlashConfig, tensors: Mapping[str, TensorEntry]) -> None:
-    expected = draft_tensors(config, len(config.aux_layers))
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise CheckpointError(f"{folder}: tensor {name} is missing")
-        if tensors[name].shape != shape:
-            raise CheckpointError(
-                f"{folder}: tensor {name} has shape {list(tensors[name].shape)}; accepted here: {list(shape)}"
-            )
-    for name in tensors:
-        if name not in expected:
-            raise CheckpointError(f"{folder}: tensor {name} is not part of a {config.num_layers}-layer DFlash draft")
 
 
 def _mask_embedding(folder: Path, hidden: int) -> TensorEntry | None:

@@ -13,80 +13,27 @@ the other blocks, so a restored or batched sequence is proposed the same tokens 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
-from attrs import define, frozen
+from attrs import define
 from torch import Tensor
 
-from adapters.layout import RowSpec, dtype_name
-from adapters.models.checkpoint import Weights
-from adapters.models.dflash_checkpoint import MASK_EMBEDDING
-from adapters.models.dflash_config import DFlashConfig
-from adapters.models.kernels import Batch, BlockBatch, Kernels
-from adapters.models.kernels.products import TILE, Heads, Products, Weight
-from adapters.models.parking import Parking, State
+from adapters.layout import RowSpec
+from adapters.models.decoder import Reader, finished, projected
+from adapters.models.dflash.blocks import MOST_ROWS, BlockRequest, check_requests, turns
+from adapters.models.dflash.config import DFlashConfig
+from adapters.models.dflash.weights import DraftWeights, LoadedDraft, cache_rows, load_draft
+from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kv_cache import KvCache
+from adapters.models.parking import ParkedWeights, State
 from adapters.models.shard import NamedTensors, Segment, Step, TargetHead
-
-# Rows of one draft forward: more blocks than fit are proposed to in turns, which bounds what attention needs.
-MOST_ROWS = 128
-SMALLEST_BLOCK = 4
 
 
 class NotLoaded(RuntimeError):
     """A forward was asked of a draft whose weights are parked or released."""
-
-
-class DraftWeights(Weights, Protocol):
-    """Where the draft gets its tensors from, by their published names."""
-
-    def has(self, name: str) -> bool: ...
-
-    def digest(self) -> str:
-        """Identifies the weights."""
-        ...
-
-
-@frozen
-class Ask:
-    """A slot that wants `count` proposals after `token`.
-
-    Context rows `[first, position)` are valid; token is the slot's last one, which the target has not been fed yet:
-    it will be at `position`. The proposals are for `position + 1` and on.
-    """
-
-    slot: int
-    first: int
-    position: int
-    token: int
-    count: int
-
-
-@frozen
-class Layer:
-    """One draft layer's weights, fused and packed; kv is the part of qkv that context rows go through."""
-
-    input_norm: Tensor
-    qkv: Any
-    kv: Any
-    q_norm: Tensor
-    k_norm: Tensor
-    out: Any
-    post_norm: Tensor
-    gate_up: Any
-    down: Any
-
-
-@frozen
-class Loaded:
-    """All weights. mask: `[D]`, in the place of the target's embedding of the mask token."""
-
-    fc: Any
-    hidden_norm: Tensor
-    norm: Tensor
-    mask: Tensor | None
-    layers: tuple[Layer, ...]
 
 
 @define(eq=False)
@@ -104,29 +51,6 @@ class BlockBuffers:
     batch: BlockBatch
     hidden: Tensor
     logits: Tensor
-
-
-def products(config: DFlashConfig, target: Products, *, capacity: int, vocab: int) -> Products:
-    """What the CPU kernels multiply for a draft, in the steps of its target. capacity: context rows of a slot."""
-    hidden, size = config.hidden_size, config.head_dim
-    projected, shared = config.num_heads * size, 2 * config.num_kv_heads * size
-    weights = (
-        Weight(hidden, len(config.aux_layers) * hidden),
-        Weight(projected + shared, hidden),
-        Weight(shared, hidden),
-        Weight(hidden, projected),
-        Weight(config.intermediate_size, hidden, gated=True),
-        Weight(hidden, config.intermediate_size),
-    )
-    head = Weight(vocab, hidden)
-    heads = Heads(config.num_heads // config.num_kv_heads, size, cache_rows(capacity, config.block, TILE))
-    own = tuple(dict.fromkeys(one for one in weights if one != head))
-    return Products(own, (heads,), target.rows, target.threads, target.wider)
-
-
-def cache_rows(capacity: int, block: int, tile: int) -> int:
-    """A slot's rows, and room for the block behind them, in whole tiles."""
-    return -(-(capacity + block) // tile) * tile
 
 
 class DFlashDraft:
@@ -150,19 +74,18 @@ class DFlashDraft:
         capacity: int = 8192,
         buckets: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
     ) -> None:
-        self._config, self._weights, self._kernels, self._head = config, weights, kernels, head
+        self._config, self._kernels, self._head = config, kernels, head
         self._device, self._dtype = torch.device(device), dtype
-        self._slots, self._buckets = slots, tuple(sorted(buckets))
+        self._buckets = tuple(sorted(buckets))
         _check_arguments(config, head, dtype, (slots, capacity), self._buckets)
-        self._capacity = capacity
         rows = cache_rows(capacity, config.block, kernels.kv_tile)
         self._rope = config.rotary.tables(rows, self._device)
-        shape = (config.num_layers, 2, slots, config.num_kv_heads, rows, config.head_dim)
-        self._context_rows = torch.zeros(shape, dtype=dtype, device=self._device)
-        self._caches = [(k_cache, v_cache) for k_cache, v_cache in self._context_rows]
+        names = [f"draft.layers.{layer}" for layer in range(config.num_layers)]
+        shape = (slots, config.num_kv_heads, rows, config.head_dim)
+        self._cache = KvCache(names, shape, dtype=dtype, device=self._device, capacity=capacity)
         self._contexts: dict[int, ContextBuffers] = {}
         self._blocks: dict[int, BlockBuffers] = {}
-        self._parking = Parking(self._load, self._device)
+        self._parking = ParkedWeights(partial(self._load, weights), self._device)
         self._parking.unpark()
         self._try()
         facts = (weights.digest(), config.row_facts(), str(dtype))
@@ -173,7 +96,7 @@ class DFlashDraft:
         shape, bucket = (self._buckets[0], self._config.hidden_size), self._buckets[0]
         nothing = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self.extend(Step((Segment(0, 0, 1),), bucket), dict.fromkeys(self.aux_layers, nothing))
-        self.propose([Ask(0, 0, 1, 0, 1)])
+        self.propose([BlockRequest(0, 0, 1, 0, 1)])
 
     # --- what it is ---
 
@@ -194,13 +117,11 @@ class DFlashDraft:
     @property
     def capacity(self) -> int:
         """Context rows of a slot."""
-        return self._capacity
+        return self._cache.capacity
 
     @property
     def row_spec(self) -> RowSpec:
-        config = self._config
-        names = tuple(f"draft.layers.{layer}.{part}" for layer in range(config.num_layers) for part in "kv")
-        return RowSpec(names, config.num_kv_heads, config.head_dim, dtype_name(self._dtype))
+        return self._cache.spec
 
     @property
     def addressed(self) -> bool:
@@ -227,128 +148,82 @@ class DFlashDraft:
             self._kernels.prepare(buffers.batch)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
 
-    def propose(self, asks: Sequence[Ask]) -> Tensor:
-        """Float32 logits `[sum of counts, V]`: for each ask in turn its rows 1 to count.
+    def propose(self, requests: Sequence[BlockRequest]) -> Tensor:
+        """Float32 logits `[sum of counts, V]`: for each request in turn its rows 1 to count.
 
         Row j is the draft's word on the token at `position + j`. Read them before the next call: they may be static
         buffers. The block is run at the smallest of 4, 8, 16 ... B rows that holds the proposals.
         """
-        loaded = self._loaded()
-        self._check_asks(asks)
-        turns = list(self._turns(asks))
+        loaded, block = self._loaded(), self.block
+        limits = {"slots": self._cache.slots, "capacity": self.capacity, "vocab": len(self._head.embedding)}
+        check_requests(requests, block=block, **limits)
+        together = list(turns(requests, block, max(block, min(MOST_ROWS, self._buckets[-1]))))
         parts = []
-        for turn in turns:
+        for turn in together:
             logits = self._run_turn(loaded, turn)
             row = 0
-            for ask in turn:
-                rows = logits[row + 1 : row + 1 + ask.count]
-                parts.append(rows if len(turns) == 1 else rows.clone())
-                row += self._rows(ask)
+            for request in turn:
+                rows = logits[row + 1 : row + 1 + request.count]
+                parts.append(rows if len(together) == 1 else rows.clone())
+                row += request.rows(block)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _run_turn(self, loaded: Loaded, asks: Sequence[Ask]) -> Tensor:
-        segments = tuple(Segment(ask.slot, ask.position, self._rows(ask)) for ask in asks)
+    def _run_turn(self, loaded: LoadedDraft, requests: Sequence[BlockRequest]) -> Tensor:
+        segments = tuple(request.segment(self.block) for request in requests)
         total = sum(segment.count for segment in segments)
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= total))
         buffers = self._block(step.bucket)
         tokens = torch.full((total,), self._config.mask_token_id)
         row = 0
-        for ask, segment in zip(asks, segments, strict=True):
-            tokens[row] = ask.token
+        for request, segment in zip(requests, segments, strict=True):
+            tokens[row] = request.token
             row += segment.count
         with torch.inference_mode():
-            buffers.batch.before = tuple(ask.first for ask in asks)
+            buffers.batch.before = tuple(request.first for request in requests)
             buffers.batch.load(step, tokens)
             self._kernels.prepare(buffers.batch)
             self._kernels.launch("propose", buffers.batch, lambda: self._run_block(loaded, buffers))
         return buffers.logits
 
-    def _run_context(self, loaded: Loaded, buffers: ContextBuffers) -> None:
+    def _run_context(self, loaded: LoadedDraft, buffers: ContextBuffers) -> None:
         kernels, batch, eps = self._kernels, buffers.batch, self._config.rms_norm_eps
         context = kernels.add_norm(kernels.linear(buffers.fused, loaded.fc), None, loaded.hidden_norm, eps)
-        for layer, (k_cache, v_cache) in zip(loaded.layers, self._caches, strict=True):
+        for layer, (k_cache, v_cache) in zip(loaded.layers, self._cache.layers, strict=True):
             kv = kernels.linear(context, layer.kv)
-            kernels.store(kv, layer.k_norm, eps, self._rope, batch, k_cache, v_cache)
+            kernels.store(kv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
 
-    def _run_block(self, loaded: Loaded, buffers: BlockBuffers) -> None:
-        kernels, batch, rope, eps = self._kernels, buffers.batch, self._rope, self._config.rms_norm_eps
-        residual = buffers.hidden
+    def _run_block(self, loaded: LoadedDraft, buffers: BlockBuffers) -> None:
+        kernels, batch, residual = self._kernels, buffers.batch, buffers.hidden
         torch.index_select(self._head.embedding, 0, batch.tokens, out=residual)
         if loaded.mask is not None:
             masked = (batch.tokens == self._config.mask_token_id).unsqueeze(1)
             residual.copy_(torch.where(masked, loaded.mask, residual))
         delta: Tensor | None = None
-        for layer, (k_cache, v_cache), mask in zip(loaded.layers, self._caches, self._config.masks, strict=True):
-            x = kernels.add_norm(residual, delta, layer.input_norm, eps)
-            qkv = kernels.linear(x, layer.qkv)
-            q = kernels.rotate_store(qkv, layer.q_norm, layer.k_norm, eps, rope, batch, k_cache, v_cache)
-            delta = kernels.linear(kernels.attend_block(q, k_cache, v_cache, batch, mask), layer.out)
-            x = kernels.add_norm(residual, delta, layer.post_norm, eps)
-            delta = kernels.linear(kernels.gated(x, layer.gate_up), layer.down)
-        x = kernels.add_norm(residual, delta, loaded.norm, eps)
+        for layer, (k_cache, v_cache), mask in zip(loaded.layers, self._cache.layers, self._config.masks, strict=True):
+            qkv = projected(kernels, layer.decoder, residual, delta)
+            q = kernels.rotate_store(qkv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
+            attended = kernels.attend_block(q, k_cache, v_cache, batch, mask)
+            delta = finished(kernels, layer.decoder, residual, attended)
+        x = kernels.add_norm(residual, delta, loaded.norm, self._config.rms_norm_eps)
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
-
-    def _rows(self, ask: Ask) -> int:
-        """The block's size for so many proposals: the draft was trained on blocks of B and bears smaller ones."""
-        rows = SMALLEST_BLOCK
-        while rows < ask.count + 1:
-            rows *= 2
-        return min(rows, self.block)
-
-    def _turns(self, asks: Sequence[Ask]) -> Iterator[list[Ask]]:
-        most = max(self.block, min(MOST_ROWS, self._buckets[-1]))
-        turn: list[Ask] = []
-        rows = 0
-        for ask in asks:
-            if rows + self._rows(ask) > most:
-                yield turn
-                turn, rows = [], 0
-            turn.append(ask)
-            rows += self._rows(ask)
-        yield turn
 
     # --- rows ---
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         """Copy context rows `[start, stop)` of slot `source` into slot `target`."""
-        self._check_span(source, start, stop)
-        self._check_span(target, start, stop)
-        self._context_rows[:, :, target, :, start:stop] = self._context_rows[:, :, source, :, start:stop]
+        self._cache.copy(source, target, start, stop)
 
     def rows(self, slot: int, start: int, stop: int) -> Tensor:
         """Context rows `[start, stop)` where they are: a view `[layers, 2, KV, stop - start, hd]`."""
-        self._check_span(slot, start, stop)
-        return self._context_rows[:, :, slot, :, start:stop]
+        return self._cache.rows(slot, start, stop)
 
     def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
         """Context rows `[start, stop)` as `draft.layers.N.k` and `.v`, each `[KV, stop - start, hd]`, on the host."""
-        self._check_span(slot, start, stop)
-        rows: dict[str, Tensor] = {}
-        for index, caches in enumerate(self._caches):
-            for part, cache in zip("kv", caches, strict=True):
-                host = torch.empty(cache.shape[1], stop - start, cache.shape[3], dtype=cache.dtype)
-                rows[f"draft.layers.{index}.{part}"] = host.copy_(cache[slot, :, start:stop])
-        return rows
+        return self._cache.export(slot, start, stop)
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
         """Put what `export_rows` gave back at `start`; a name, shape or dtype that is not ours is a ValueError."""
-        ours = {
-            f"draft.layers.{index}.{part}": cache
-            for index, caches in enumerate(self._caches)
-            for part, cache in zip("kv", caches, strict=True)
-        }
-        if set(rows) != set(ours):
-            odd = sorted(set(ours).symmetric_difference(rows))
-            raise ValueError(f"rows of a draft of {self._config.num_layers} layers: {odd[0]} is odd")
-        first = next(iter(rows.values()))
-        count = first.shape[1] if first.dim() == 3 else 0
-        self._check_span(slot, start, start + count)
-        shape = (self._config.num_kv_heads, count, self._config.head_dim)
-        for name, tensor in rows.items():
-            if tensor.shape != shape or tensor.dtype != self._dtype:
-                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not {self._dtype} {list(shape)}")
-        for name, cache in ours.items():
-            cache[slot, :, start : start + count] = rows[name]
+        self._cache.import_(slot, start, rows)
 
     # --- residency ---
 
@@ -384,15 +259,14 @@ class DFlashDraft:
         return {
             "weights": self._parking.weights_bytes,
             "host": self._parking.host_bytes,
-            "kv": self._context_rows.nbytes,
+            "kv": self._cache.nbytes,
             "buffers": buffers,
         }
 
     def close(self) -> None:
         """Give all memory back; the draft is of no use afterwards."""
         self.release()
-        self._caches.clear()
-        self._context_rows = self._context_rows.new_empty(0)
+        self._cache.close()
 
     def _forget(self) -> None:
         """Buffers go, and recorded graphs with the weights' addresses in them: fresh kernels have recorded nothing."""
@@ -404,41 +278,14 @@ class DFlashDraft:
 
     # --- weights and buffers ---
 
-    def _loaded(self) -> Loaded:
+    def _loaded(self) -> LoadedDraft:
         loaded = self._parking.loaded
         if loaded is None:
             raise NotLoaded(f"the draft is {self.state}")
         return loaded
 
-    def _load(self) -> Loaded:
-        mask = self._read(MASK_EMBEDDING).flatten() if self._weights.has(MASK_EMBEDDING) else None
-        return Loaded(
-            fc=self._kernels.pack(self._read("fc.weight")),
-            hidden_norm=self._read("hidden_norm.weight"),
-            norm=self._read("norm.weight"),
-            mask=mask,
-            layers=tuple(self._load_layer(f"layers.{index}.") for index in range(self._config.num_layers)),
-        )
-
-    def _load_layer(self, prefix: str) -> Layer:
-        kernels, attention, mlp = self._kernels, prefix + "self_attn.", prefix + "mlp."
-        qkv = self._read(*(f"{attention}{part}_proj.weight" for part in "qkv"))
-        return Layer(
-            input_norm=self._read(prefix + "input_layernorm.weight"),
-            qkv=kernels.pack(qkv),
-            kv=kernels.pack(qkv[self._config.num_heads * self._config.head_dim :]),
-            q_norm=self._read(attention + "q_norm.weight"),
-            k_norm=self._read(attention + "k_norm.weight"),
-            out=kernels.pack(self._read(attention + "o_proj.weight")),
-            post_norm=self._read(prefix + "post_attention_layernorm.weight"),
-            gate_up=kernels.pack_gated(self._read(mlp + "gate_proj.weight", mlp + "up_proj.weight")),
-            down=kernels.pack(self._read(mlp + "down_proj.weight")),
-        )
-
-    def _read(self, *names: str) -> Tensor:
-        """The named tensors, stacked along their rows, on the device in the draft's dtype."""
-        parts = [self._weights.read(name).to(self._device, self._dtype) for name in names]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+    def _load(self, weights: DraftWeights) -> LoadedDraft:
+        return load_draft(Reader(weights, self._device, self._dtype), weights, self._kernels, self._config)
 
     def _context(self, bucket: int) -> ContextBuffers:
         if bucket not in self._contexts:
@@ -462,27 +309,7 @@ class DFlashDraft:
         if len({segment.slot for segment in step.segments}) != len(step.segments):
             raise ValueError("a slot appears twice in one step")
         for segment in step.segments:
-            self._check_span(segment.slot, segment.start, segment.start + segment.count)
-
-    def _check_asks(self, asks: Sequence[Ask]) -> None:
-        vocab = len(self._head.embedding)
-        if not asks or len({ask.slot for ask in asks}) != len(asks):
-            raise ValueError("nothing is asked, or a slot asks twice")
-        for ask in asks:
-            if not 0 <= ask.slot < self._slots:
-                raise ValueError(f"slot {ask.slot} is not in 0..{self._slots - 1}")
-            if not 0 <= ask.first <= ask.position <= self._capacity:
-                raise ValueError(f"context rows {ask.first}..{ask.position} are not within {self._capacity} rows")
-            if not 1 <= ask.count < self.block:
-                raise ValueError(f"{ask.count} proposals; accepted: 1..{self.block - 1}")
-            if not 0 <= ask.token < vocab:
-                raise ValueError(f"token {ask.token} is not in 0..{vocab - 1}")
-
-    def _check_span(self, slot: int, start: int, stop: int) -> None:
-        if not 0 <= slot < self._slots:
-            raise ValueError(f"slot {slot} is not in 0..{self._slots - 1}")
-        if not 0 <= start < stop <= self._capacity:
-            raise ValueError(f"rows {start}..{stop} are not a span within a slot's {self._capacity} rows")
+            self._cache.check_span(segment.slot, segment.start, segment.start + segment.count)
 
 
 def _check_arguments(

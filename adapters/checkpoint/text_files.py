@@ -1,0 +1,76 @@
+"""What a checkpoint's folder says about text: tokenizer, chat template, the tokens that end an answer, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from adapters.checkpoint.config import TOKENIZER, open_regular, read_json, read_optional
+from adapters.checkpoint.errors import CheckpointError, shown
+
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_ENDS = 1 << 10
+
+
+@frozen
+class TextFiles:
+    """tokenizer: tokenizer.json; settings: tokenizer_config.json; generation: generation_config.json, {} without."""
+
+    tokenizer: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    end_tokens: tuple[int, ...]
+    template: str | None
+
+    @classmethod
+    def read(cls, folder: Path) -> TextFiles:
+        """Raises CheckpointError naming the file that is missing or wrong."""
+        settings = read_optional(folder / "tokenizer_config.json", TOKENIZER)
+        generation = read_optional(folder / "generation_config.json")
+        config = read_optional(folder / "config.json")
+        return cls(
+            tokenizer=read_json(folder / "tokenizer.json", TOKENIZER),
+            settings=settings,
+            generation=generation,
+            end_tokens=find_end_tokens(generation, config),
+            template=find_template(folder, settings),
+        )
+
+
+def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, or what tokenizer_config.json holds; None without either."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        with open_regular(file) as opened:
+            data = opened.read(MAX_TEMPLATE_BYTES + 1)
+        if len(data) > MAX_TEMPLATE_BYTES:
+            raise CheckpointError(f"{file}: larger than {MAX_TEMPLATE_BYTES >> 20} MiB")
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{file}: not UTF-8 text") from None
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        default = [entry for entry in found if isinstance(entry, Mapping) and entry.get("name") == "default"]
+        found = default[-1].get("template") if default else None
+    if found is not None and not isinstance(found, str):
+        raise CheckpointError(f"{folder}: tokenizer_config.json: chat_template is not a text")
+    return found
+
+
+def find_end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """eos_token_id from generation_config.json, or else from config.json."""
+    told = generation.get("eos_token_id")
+    value = config.get("eos_token_id") if told is None else told
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > MAX_ENDS:
+        raise CheckpointError(f"eos_token_id is a list of {len(ids)}; accepted: up to {MAX_ENDS} token ids")
+    vocab = config.get("vocab_size")
+    stop = vocab if isinstance(vocab, int) else 1 << 31
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < stop:
+            raise CheckpointError(f"eos_token_id {shown(token)} is not a token id in 0..{stop - 1}")
+    return tuple(ids)

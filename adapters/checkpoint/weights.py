@@ -1,0 +1,195 @@
+"""The tensors of a checkpoint's folder: safetensors, one file or several with an index. Nothing is ever unpickled.
+
+Headers are read by hand: their offsets tell where the bytes are that identify the weights, a file that shrinks under
+us is an error and not a crash, as it would be with a map of it, and nothing in them is allocated before it is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters import bounded_json
+from adapters.checkpoint.config import open_regular, read_json
+from adapters.checkpoint.errors import CheckpointError, shown
+
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_MAX_HEADER = 16 << 20  # eight times what 10,000 tensors need; the format itself allows 100 MB
+_MAX_PARTS = 1 << 18  # lists and objects in it: three for each tensor
+_MAX_RANK = 8
+_WHOLE = 256 << 20
+_PIECE = 1 << 20
+_PIECES = 64
+
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by their published names
+
+
+class Weights(Protocol):
+    """Where a shard gets its tensors from, by their Hugging Face names."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `name` in any floating dtype on any device; the shard casts and moves it."""
+        ...
+
+
+@frozen
+class TensorEntry:
+    """Where one tensor lies: bytes `[start, stop)` of `file`."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, as stored, on the host; it is called `name` if that fails."""
+        data = bytearray(self.stop - self.start)
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.start)
+                count = file.readinto(data)
+        except OSError as error:
+            raise CheckpointError(f"{self.file}: cannot be read: {error.strerror}") from None
+        if count != len(data):
+            raise CheckpointError(f"{self.file}: truncated: {name} ends past the end of the file")
+        tensor = torch.frombuffer(data, dtype=self.dtype).view(self.shape) if data else torch.empty(self.shape)
+        if not finite(tensor):
+            raise CheckpointError(f"{self.file}: {name} has values that are no numbers, or infinite")
+        return tensor
+
+
+def finite(tensor: Tensor) -> bool:
+    """At the speed of memory; `isfinite` takes twenty times as long. A NaN is the least and the greatest at once."""
+    return not tensor.numel() or all(math.isfinite(bound.item()) for bound in tensor.aminmax())
+
+
+def digest_of(tensors: Mapping[str, TensorEntry]) -> str:
+    """Identifies weights: 32 hex digits of blake2b over every file's header, size and content.
+
+    Up to 256 MiB in all the whole content is hashed. Above, 64 pieces of 1 MiB a file, evenly spread with both ends
+    included, stand for it: that tells apart models and training steps, not a forgery.
+    """
+    files = sorted({entry.file for entry in tensors.values()})
+    sizes = {file: file.stat().st_size for file in files}
+    whole = sum(sizes.values()) <= _WHOLE
+    digest = hashlib.blake2b(digest_size=16, person=b"rekindle-weights")
+    for file in files:
+        size = sizes[file]
+        digest.update(f"{size}:".encode())
+        with file.open("rb") as source:
+            digest.update(source.read(8 + _header_length(file, source)))
+            starts = range(0, size, _PIECE) if whole else _spread(size)
+            for start in starts:
+                source.seek(start)
+                digest.update(source.read(_PIECE))
+    return digest.hexdigest()
+
+
+def _spread(size: int) -> list[int]:
+    last = max(size - _PIECE, 0)
+    return sorted({last * piece // (_PIECES - 1) for piece in range(_PIECES)})
+
+
+def scan_tensors(folder: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the folder, by its name with the `model.` prefix."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return read_header(single)
+    if not index.is_file():
+        raise CheckpointError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{index}: weight_map is not an object of tensor names to file names")
+    found: dict[str, TensorEntry] = {}
+    for name in sorted(set(names.values())):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: {shown(name)} is not the name of a .safetensors file in the folder")
+        found.update(read_header(folder / name))
+    for name in names:
+        if _canonical(name) not in found:
+            raise CheckpointError(f"{index}: tensor {name[:200]} is not in {names[name]}")
+    return found
+
+
+def _canonical(name: str) -> str:
+    """Some exports leave out the `model.` prefix."""
+    bare = name.startswith(("layers.", "embed_tokens.", "norm."))
+    return f"model.{name}" if bare else name
+
+
+def _header_length(path: Path, file: BinaryIO) -> int:
+    file.seek(0)
+    prefix = file.read(8)
+    file.seek(0)
+    size = path.stat().st_size
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > size:
+        raise CheckpointError(f"{path}: truncated or not a safetensors file")
+    return length
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of one safetensors file, by its name with the `model.` prefix; nothing but the header is read."""
+    try:
+        with open_regular(path) as file:
+            length = _header_length(path, file)
+            file.seek(8)
+            header = bounded_json.loads(file.read(length).decode(), _MAX_PARTS)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        what = f"not valid JSON, or has more than {_MAX_PARTS} lists and objects"
+        raise CheckpointError(f"{path}: the safetensors header is {what}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the safetensors header is not an object")
+    header.pop("__metadata__", None)
+    size = path.stat().st_size
+    entries = {name: _entry(path, name, value, 8 + length, size) for name, value in header.items()}
+    last, end = "", 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start < end:
+            raise CheckpointError(f"{path}: the bytes of {last[:200]} and {name[:200]} overlap")
+        last, end = name, entry.stop
+    return {_canonical(name): entry for name, entry in entries.items()}
+
+
+def _entry(path: Path, name: str, value: object, base: int, size: int) -> TensorEntry:
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if len(
+            shape
+        ) <= _MAX_RANK and all(isinstance(length, int) and 0 <= length < 1 << 40 for length in shape):
+            name = name[:200]
+        case _:
+            raise CheckpointError(f"{path}: the safetensors header of {name[:200]} is malformed")
+    if dtype not in _STORED:
+        raise CheckpointError(f"{path}: {name} has dtype {dtype[:40]}; accepted: {', '.join(_STORED)}")
+    if not 0 <= start <= stop or base + stop > size:
+        raise CheckpointError(f"{path}: truncated: {name} ends past the end of the file")
+    if stop - start != math.prod(shape) * _STORED[dtype].itemsize:
+        raise CheckpointError(f"{path}: {name} has {stop - start} bytes, which its shape and dtype do not need")
+    return TensorEntry(path, _STORED[dtype], tuple(shape), base + start, base + stop)
+
+
+def check_tensors(folder: Path, tensors: Mapping[str, TensorEntry], expected: Shapes, what: str) -> None:
+    """Raises CheckpointError for a tensor that is missing, has another shape or is no part of `what`."""
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder}: tensor {name} is missing")
+        if tensors[name].shape != shape:
+            raise CheckpointError(
+                f"{folder}: tensor {name} has shape {list(tensors[name].shape)}; accepted here: {list(shape)}"
+            )
+    for name in tensors:
+        if name not in expected:
+            raise CheckpointError(f"{folder}: tensor {name[:200]} is not part of {what}")

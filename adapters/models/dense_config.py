@@ -1,0 +1,132 @@
+"""Dense decoders, all layers alike: their configuration, and what it says of tensors, products and the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from attrs import evolve, frozen
+
+from adapters.checkpoint.config import read_dtype, read_flag, read_positive, read_size
+from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.weights import Shapes
+from adapters.models.decoder import layer_products, layer_tensors
+from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
+from adapters.models.rope import Rotary
+
+HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
+_PROBED_VOCABULARY = 256
+
+
+@frozen
+class DenseConfig:
+    """H query heads and KV key/value heads of `head_dim`; H * head_dim need not equal hidden_size.
+
+    qk_norm: heads of queries and keys are normed. qkv_bias: their projections, and that of values, have a bias.
+    """
+
+    qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope_theta: float
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    dtype: torch.dtype | None = None
+    """What config.json says the weights are in; None if it says nothing."""
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def rotary(self) -> Rotary:
+        return Rotary(self.head_dim, self.rope_theta)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def tensors(self, layers: range | None = None) -> Shapes:
+        own = range(self.num_layers) if layers is None else layers
+        table = (self.vocab_size, self.hidden_size)
+        expected: dict[str, tuple[int, ...]] = {}
+        is_last = own.stop == self.num_layers
+        if own.start == 0 or (is_last and self.tie_word_embeddings):
+            expected["model.embed_tokens.weight"] = table
+        for layer in own:
+            expected |= layer_tensors(self, f"model.layers.{layer}.")
+        if is_last:
+            expected["model.norm.weight"] = (self.hidden_size,)
+            if not self.tie_word_embeddings:
+                expected["lm_head.weight"] = table
+        return expected
+
+    def products(
+        self, rows: Sequence[int], *, capacity: int, dtype: torch.dtype, threads: int, memory: int = 1 << 62
+    ) -> Products:
+        layer, head = layer_products(self), Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
+        each = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in layer)
+        count = each * self.num_layers + head.outputs * head.inputs
+        return Products(
+            weights=tuple(dict.fromkeys((*layer, head))),
+            heads=(Heads(self.group, self.head_dim, -(-capacity // TILE) * TILE),),
+            rows=tuple(rows),
+            threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
+            wider=count * 4 <= memory,
+        )
+
+    def probed(self) -> tuple[tuple[DenseConfig, range]]:
+        """The embedding alone: the head is on the list of products, and nothing else happens to logits."""
+        small = evolve(self, num_layers=2, vocab_size=_PROBED_VOCABULARY, tie_word_embeddings=False, dtype=None)
+        return ((small, range(1)),)
+
+
+ConfigT = TypeVar("ConfigT", bound=DenseConfig)
+
+
+def parse_dense(raw: Mapping[str, Any], kind: type[ConfigT], *, head_dim: int | None = None, **own: Any) -> ConfigT:
+    """Hugging Face's config.json, legacy or transformers-5 style. Raises CheckpointError.
+
+    head_dim: where none is told; by default the hidden size shared among the heads. own: the family's own fields.
+    """
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported; accepted: 'silu'")
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError("config.json: quantization_config is not supported; accepted: unquantised weights")
+    kinds = raw.get("layer_types") or []
+    sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    if read_flag(raw, "use_sliding_window") or sliding:
+        raise CheckpointError("config.json: sliding window attention is not supported; accepted: full attention")
+    heads, hidden = read_size(raw, "num_attention_heads"), read_size(raw, "hidden_size")
+    kv_heads = read_size(raw, "num_key_value_heads", heads)
+    size = read_size(raw, "head_dim", head_dim or max(1, hidden // heads))
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if size % 2:
+        raise CheckpointError(f"config.json: head_dim {size} is odd; rotary embedding needs an even one")
+    dtype = read_dtype(raw)
+    return kind(
+        vocab_size=read_size(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=read_size(raw, "intermediate_size"),
+        num_layers=read_size(raw, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        max_positions=read_size(raw, "max_position_embeddings"),
+        rms_norm_eps=read_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        tie_word_embeddings=read_flag(raw, "tie_word_embeddings"),
+        dtype=None if dtype is None else getattr(torch, dtype),
+        **own,
+    )

@@ -1,0 +1,1 @@
+"""DFlash drafts: block diffusion behind context rows that the hidden states of a target give."""

@@ -1,0 +1,100 @@
+"""What a family of models has to say of itself: all that the engine, the probe and the drafts know of any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
+
+from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.weights import Shapes, Weights
+from adapters.models import FAMILIES
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.products import Products
+from adapters.models.shard import Shard
+
+
+class ModelConfig(Protocol):
+    """A model's shape, as config.json tells it. Its repr is part of the model's identity."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What config.json says the weights are in; None if it says nothing."""
+        ...
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int: ...
+
+    def tensors(self, layers: range | None = None) -> Shapes:
+        """Names and shapes that layers `[first, last)` need: with the embedding if first, norm and head if last."""
+        ...
+
+    def products(
+        self, rows: Sequence[int], *, capacity: int, dtype: torch.dtype, threads: int, memory: int = ...
+    ) -> Products:
+        """Everything that is multiplied in steps of so many rows. A product that is not listed is never run.
+
+        capacity: rows of a slot. threads: that serve. memory: bytes that packed weights may take in host memory.
+        """
+        ...
+
+    def probed(self) -> Sequence[tuple[ModelConfig, range]]:
+        """One layer of every kind, each as a range of layers of a small model with this model's shapes."""
+        ...
+
+
+class Build(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        weights: Weights,
+        kernels: Kernels,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        layers: range | None = ...,
+        slots: int,
+        capacity: int,
+        buckets: Sequence[int],
+        aux_layers: Sequence[int] = ...,
+    ) -> Shard:
+        """Layers `[first, last)`, all by default; the embedding with the first, final norm and head with the last.
+
+        capacity: rows of a slot, at least. buckets: the row counts that `forward` accepts. aux_layers: whose outputs
+        every forward leaves in its `aux_hidden_states`.
+        """
+        ...
+
+
+@frozen
+class Family:
+    """model_type: of config.json. parse: config.json, or CheckpointError with one line that says what is accepted."""
+
+    model_type: str
+    parse: Callable[[Mapping[str, Any]], ModelConfig]
+    build: Build
+
+
+def family_of(raw: Mapping[str, Any]) -> Family:
+    """Of a config.json. Raises CheckpointError."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        accepted = ", ".join(map(repr, FAMILIES))
+        raise CheckpointError(f"config.json: model_type {shown(kind)} is not supported; accepted: {accepted}")
+    found = import_module(FAMILIES[kind]).FAMILY
+    assert isinstance(found, Family)
+    return found

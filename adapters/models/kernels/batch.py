@@ -1,0 +1,106 @@
+"""What one step tells the kernels, as static buffers on the device."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from adapters.models.shard import Segment, Step
+
+
+@define(eq=False)
+class Batch:
+    """What one step tells the kernels: static buffers of one bucket, filled anew before every forward.
+
+    On the device, one int64 value a row (views of one `[4, bucket]` tensor, so that one copy fills them):
+
+    tokens    token id; 0 in padded rows (a later shard, which gets hidden states, leaves it at 0)
+    slots     slot whose sequence the row belongs to; 0 in padded rows
+    positions the row's position in its sequence; -1 marks a padded row
+    lengths   keys the row attends to, `positions + 1`; so 0 in padded rows
+
+    Rows of one segment are consecutive and their positions are too; real rows come first, padded rows last. No slot
+    appears in two segments. A padded row must not write to the caches; what it computes is never read, but it must
+    stay finite.
+
+    segments is the same fact on the host, for kernels that choose their work there. Inside `Kernels.launch` a kernel
+    that records graphs must read the device tensors only, unless the choice is part of the graph's key.
+    plan is the kernels' own: what `Kernels.prepare` worked out for this step.
+    """
+
+    bucket: int
+    device: torch.device
+    _columns: ClassVar[int] = 4
+    table: Tensor = field(init=False)
+    tokens: Tensor = field(init=False)
+    slots: Tensor = field(init=False)
+    positions: Tensor = field(init=False)
+    lengths: Tensor = field(init=False)
+    segments: tuple[Segment, ...] = field(init=False, default=())
+    plan: Any = field(init=False, default=None)
+    _staging: Tensor = field(init=False)
+    _copied: torch.cuda.Event | None = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        on_cuda = self.device.type == "cuda"
+        self._staging = torch.zeros(self._columns, self.bucket, dtype=torch.int64, pin_memory=on_cuda)
+        self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+        self.table = self._staging if self.device.type == "cpu" else self._staging.to(self.device)
+        self.tokens, self.slots, self.positions, self.lengths = self.table[:4].unbind(0)
+
+    def load(self, step: Step, tokens: Tensor | None) -> None:
+        """Fill the buffers from `step`; tokens: int64 `[rows]` on any device, or None on a later shard."""
+        staging, row = self._staging, 0
+        if self._copied is not None:
+            self._copied.synchronize()
+        staging.zero_()
+        staging[2].fill_(-1)
+        for segment in step.segments:
+            end = row + segment.count
+            staging[1, row:end] = segment.slot
+            torch.arange(segment.start, segment.start + segment.count, out=staging[2, row:end])
+            row = end
+        self._measure(step, staging)
+        on_host = tokens is not None and tokens.device.type == "cpu"
+        if tokens is not None and on_host:
+            staging[0, :row] = tokens
+        if self.table is not staging:
+            self.table.copy_(staging, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        if tokens is not None and not on_host:
+            self.tokens[:row].copy_(tokens)
+        self.segments = step.segments
+
+    def _measure(self, step: Step, staging: Tensor) -> None:  # noqa: ARG002 - a batch of blocks needs the step
+        torch.add(staging[2], 1, out=staging[3])
+
+
+@define(eq=False)
+class BlockBatch(Batch):
+    """A batch whose segments are blocks of a draft: positions `[start, stop)` behind context rows `[first, start)`.
+
+    lengths are the blocks' stops here: the keys that the block as a whole may see. Two more views tell
+    starts the position of the block's first row; 0 in padded rows
+    firsts the block's first valid context row; 0 in padded rows
+    before is firsts on the host, one a segment; to be set before `load`.
+    """
+
+    _columns: ClassVar[int] = 6
+    starts: Tensor = field(init=False)
+    firsts: Tensor = field(init=False)
+    before: tuple[int, ...] = field(init=False, default=())
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self.starts, self.firsts = self.table[4:].unbind(0)
+
+    def _measure(self, step: Step, staging: Tensor) -> None:
+        row = 0
+        for segment, first in zip(step.segments, self.before, strict=True):
+            rows = slice(row, row + segment.count)
+            staging[3, rows], staging[4, rows], staging[5, rows] = segment.start + segment.count, segment.start, first
+            row += segment.count

@@ -1,0 +1,165 @@
+"""The arithmetic of a decoder layer, as a small set of fused operations with one implementation per device kind.
+
+Exactness lives here: every operation must give a row the same bits at every bucket, wherever the
+row stands and whoever its neighbours are. What cannot be promised is caught by the numerics probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from attrs import frozen
+from torch import Tensor
+
+from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.kernels.products import ProductPlan, Products
+from adapters.models.kernels.proof import Proof
+
+T = TypeVar("T")
+
+
+@frozen
+class Rope:
+    """Rotary tables, float32 `[capacity, hd / 2]` each, row p for position p (built once on the host in float32)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@frozen(eq=False)
+class HeadPrep:
+    """What projected heads go through before they are rotated: a bias, then RMSNorm of each head. None: they do not.
+
+    bias: one number for each output of the projection, those of values included. q_norm, k_norm: `[hd]`; a model has
+    both or neither; values have none.
+    """
+
+    bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@frozen
+class AttentionMask:
+    """What a row of a block sees of the keys `[first, stop)` of its block.
+
+    causal: nothing behind itself; else the block to its end. window: of the keys up to itself (which counts) only
+    the last so many; 0: all.
+    """
+
+    causal: bool = False
+    window: int = 0
+
+    def lowest(self, first: int, position: int) -> int:
+        """The first key that the row at `position` sees."""
+        return max(first, position - self.window + 1) if self.window else first
+
+
+class Kernels(Protocol):
+    """Fused operations on one device, all in the model's dtype unless said otherwise. One instance serves one shard.
+
+    Shapes: R bucket, D hidden, H query heads, KV key/value heads (H a multiple of KV), hd head size, I intermediate.
+    Caches of one layer: `[slots, KV, capacity, hd]`, zeroed at start, so what is masked is always finite.
+    """
+
+    @property
+    def name(self) -> str:
+        """Names the implementation in the numerics class; changes whenever its bits may."""
+        ...
+
+    @property
+    def kv_tile(self) -> int:
+        """Keys are read in tiles of this many at absolute positions: the caches' capacity is a multiple of it."""
+        ...
+
+    def fresh(self) -> Kernels:
+        """The same kernels for another shard: nothing that was recorded or kept for this one."""
+        ...
+
+    def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:
+        """Multiply in every shape of the list and tell which agree; kernels that never cut a sum have no plan.
+
+        known: what kernels of this kind were proven for here before, which is not multiplied again.
+        """
+        ...
+
+    def using(self, plan: ProductPlan | None) -> Kernels:
+        """Fresh ones that run in the shapes of a plan and in no other."""
+        ...
+
+    def pack(self, weight: Tensor) -> Any:
+        """`[N, K]` on the device -> whatever `linear` likes best; the caller may drop `weight` afterwards."""
+        ...
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        """`[R, K]` -> `[R, N]`: x @ weight.T, accumulated in float32, rounded once."""
+        ...
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """residual `[R, D]` += delta, in place; then RMSNorm of it.
+
+        The sum is rounded to the model's dtype, the norm is computed in float32 and multiplied by
+        weight `[D]`. Returns a new `[R, D]`.
+        """
+        ...
+
+    def rotate_store(
+        self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """qkv `[R, (H + 2 KV) hd]`, rows laid out `q heads | k heads | v heads` -> q `[R, H, hd]`.
+
+        What `prep` says, half-split rotary of q and k at each row's position over the whole head, then k and v are
+        written at (slot, position). The returned q may be laid out however `attend` likes best.
+        """
+        ...
+
+    def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
+        """kv `[R, 2 KV hd]`, rows laid out `k heads | v heads`: `rotate_store` for rows that ask nothing.
+
+        A draft's context rows are written so; a bias is one of these outputs then.
+        """
+        ...
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        """Causal attention, scale hd ** -0.5: the row at position p of slot s sees keys `[0, p]` of s. -> `[R, H hd]`.
+
+        Query head h reads key/value head `h // (H / KV)`. A row's bits may depend on its own keys only, so tiles
+        start at absolute positions and what lies past the row's length contributes exact zeros. The rows of q may be
+        some of those that `rotate_store` returned, in a batch of their own.
+        """
+        ...
+
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
+        """Attention of a draft's blocks over their context and themselves, as `mask` tells. -> `[R, H hd]`.
+
+        The blocks' own keys and values are in the caches, at their positions. Of a cache's other rows only those that
+        the block may see have a say; a block's bits depend on what it sees, its positions and its size.
+        """
+        ...
+
+    def pack_gated(self, weight: Tensor) -> Any:
+        """`[2 I, K]`, rows laid out `gate | up` -> whatever `gated` likes best (a GPU interleaves the two)."""
+        ...
+
+    def gated(self, x: Tensor, packed: Any) -> Tensor:
+        """x `[R, K]` -> silu(gate) * up `[R, I]`; where it rounds on the way is open.
+
+        One operation, so that a device can finish the product before it leaves the registers.
+        """
+        ...
+
+    def prepare(self, batch: Batch) -> None:
+        """Called once a forward, after `batch.load` and before `launch`: host work that all layers share."""
+        ...
+
+    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
+        """Run `body`, a fixed sequence of kernel calls over static buffers that never waits for the device.
+
+        A plain implementation calls it. One that records graphs captures it on first use for (name, bucket) and
+        replays it later; the tensors that `body` returned are then the graph's own and are filled again each time.
+        """
+        ...

@@ -1,0 +1,232 @@
+"""Launches of attention on a CUDA device: which tiles, how many splits, and where their partials lie.
+
+`KV_TILE` and `SPLIT` are constants, since they can change bits; tiles of queries and stages are free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from attrs import define, field
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.kernels.interface import AttentionMask
+from adapters.models.kernels.triton import attention, block, rows
+
+KV_TILE = 64
+SPLIT = 256
+SCRATCH_BYTES = 256 << 20
+NARROW = 128
+BLOCK_SPLITS = 64  # of a block's keys at most, so that one tile holds a head's partials
+LOG2_E = 1.4426950408889634
+
+
+@define
+class StepTiles:
+    """The step's row tiles on the device; stale until the running body has worked them out again."""
+
+    tiles: Tensor | None = None
+    tile: int = 0
+    stale: bool = True
+
+
+def launching(warps: int, pdl: bool | None) -> dict[str, Any]:
+    """What every launch is told. pdl: the kernel may start while the one before it drains."""
+    return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
+
+
+@define(eq=False)
+class CudaAttention:
+    """Keeps scratch memory for good, since recorded graphs hold its address.
+
+    processors: of the device. shared: bytes of shared memory that a program may have. attending: the bodies that have
+    asked for the step's tiles, by name; `running` is the one that runs.
+    """
+
+    device: torch.device
+    processors: int
+    shared: int
+    pdl: bool | None
+    running: str = ""
+    attending: set[str] = field(init=False, factory=set)
+    _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
+
+    def _options(self, warps: int) -> dict[str, Any]:
+        return launching(warps, self.pdl)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        bucket, heads, head = q.shape
+        slots, kv, capacity, _ = k_cache.shape
+        group = heads // kv
+        padded = triton.next_power_of_2(group)
+        splits = triton.cdiv(capacity, SPLIT)
+        query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
+        tiles = self._tiles(batch, query_tile // padded, slots)
+        limit = len(tiles)
+        out = torch.empty_like(q)
+        keys = TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head])
+        values = TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head])
+        scale = head**-0.5 * LOG2_E
+        shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "HEAD": head}
+        shape |= {"BLOCK_M": query_tile, "BLOCK_N": key_tile, "SPLIT": SPLIT}
+        options = self._attention_options(q, query_tile, key_tile)
+        if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
+            attention.attend_chain[(limit * kv,)](
+                q, keys, values, tiles, out, capacity, limit, scale, **shape, **options
+            )
+            return out.view(bucket, -1)
+        acc, sums = self._scratch(heads, splits, head)
+        programs = min(limit * splits * kv, self.processors)
+        attention.attend_splits[(programs,)](
+            q,
+            keys,
+            values,
+            tiles,
+            acc,
+            sums,
+            capacity,
+            limit,
+            splits,
+            scale,
+            LIMIT=triton.next_power_of_2(limit),
+            **shape,
+            **options,
+        )
+        attention.merge[(bucket, heads)](
+            acc,
+            sums,
+            batch.positions,
+            out,
+            splits,
+            HEADS=heads,
+            HEAD=head,
+            SPLIT=SPLIT,
+            AT_ONCE=16 if head <= 128 else 8,
+            enable_fp_fusion=False,
+            maxnreg=168,  # one warp, and all its loads in flight: the compiler would trade them for occupancy
+            **self._options(1),
+        )
+        return out.view(bucket, -1)
+
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
+        bucket, heads, head = q.shape
+        _, kv, capacity, _ = k_cache.shape
+        split = SPLIT
+        while split * BLOCK_SPLITS < capacity:
+            split *= 2
+        splits = triton.cdiv(capacity, split)
+        query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
+        padded = triton.next_power_of_2(heads // kv)
+        acc, sums = self._block_scratch(bucket, heads, splits, head)
+        out = torch.empty_like(q)
+        block.attend_splits[(2 * self.processors,)](
+            q,
+            TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head]),
+            TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head]),
+            batch.slots,
+            batch.positions,
+            batch.starts,
+            batch.lengths,
+            batch.firsts,
+            acc,
+            sums,
+            bucket,
+            capacity,
+            splits,
+            head**-0.5 * LOG2_E,
+            HEADS=heads,
+            KV=kv,
+            GROUP=heads // kv,
+            PADDED=padded,
+            HEAD=head,
+            BLOCK_M=query_tile,
+            BLOCK_N=key_tile,
+            SPLIT=split,
+            TILE=query_tile // padded,
+            ROWS=triton.next_power_of_2(bucket),
+            CAUSAL=mask.causal,
+            WINDOW=mask.window,
+            **self._attention_options(q, query_tile, key_tile),
+        )
+        block.merge[(bucket, heads)](
+            acc,
+            sums,
+            batch.starts,
+            batch.lengths,
+            batch.firsts,
+            out,
+            splits,
+            HEADS=heads,
+            HEAD=head,
+            SPLIT=split,
+            LIMIT=triton.next_power_of_2(splits),
+            WINDOW=mask.window,
+            **self._options(4),
+        )
+        return out.view(bucket, -1)
+
+    def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> dict[str, Any]:
+        head, size, wide = q.shape[2], q.dtype.itemsize, q.dtype == torch.float32
+        fits = (self.shared - 4096 - 2 * query_tile * head * size) // (2 * key_tile * head * size)
+        stages = 1 if wide else max(1, min(3 if head <= 128 else 2, fits))
+        own = {"enable_fp_fusion": False, "PRECISION": "ieee" if wide else "tf32", "STAGES": stages}
+        return self._options(8 if wide or head > 128 else 4) | own
+
+    def _block_scratch(self, bucket: int, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
+        """The same for blocks, whose splits are few enough for every bucket to have its own."""
+        key = (bucket, heads, splits, head)
+        if key not in self._partials:
+            self._partials[key] = (
+                torch.empty(key, dtype=torch.float32, device=self.device),
+                torch.empty(bucket, heads, splits, 2, dtype=torch.float32, device=self.device),
+            )
+        return self._partials[key]
+
+    def _scratch(self, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
+        """Where splits leave their partials; kept for good, since recorded graphs hold its address."""
+        key = (heads, splits, head)
+        if key not in self._partials:
+            sizes = (min(NARROW, SCRATCH_BYTES // (heads * splits * head * 4)), heads, splits)
+            self._partials[key] = (
+                torch.empty(*sizes, head, dtype=torch.float32, device=self.device),
+                torch.empty(*sizes, 2, dtype=torch.float32, device=self.device),
+            )
+        return self._partials[key]
+
+    def _tiles(self, batch: Batch, tile: int, slots: int) -> Tensor:
+        """The step's tiles; kernels read them without waiting for the kernel before, so they are there long before."""
+        plan: StepTiles = batch.plan
+        if plan.tiles is None:
+            limit = min(batch.bucket, triton.cdiv(batch.bucket, tile) + slots + 1)
+            plan.tiles = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
+            plan.tile = tile
+        if plan.stale:
+            self.plan(batch)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        self.attending.add(self.running)
+        return plan.tiles
+
+    def plan(self, batch: Batch) -> None:
+        plan: StepTiles = batch.plan
+        assert plan.tiles is not None
+        limit = len(plan.tiles)
+        rows.plan_tiles[(1,)](
+            batch.slots,
+            batch.positions,
+            plan.tiles,
+            batch.bucket,
+            limit,
+            TILE=plan.tile,
+            SPLIT=SPLIT,
+            ROWS=triton.next_power_of_2(batch.bucket),
+            LIMIT=triton.next_power_of_2(limit),
+            num_warps=4,
+        )
+        plan.stale = False
