@@ -1,7 +1,9 @@
 """Bodies that are made to cost, sent to the demo over HTTP: how long each takes, what memory the server needs for it,
 and how long the requests of others take meanwhile.
 
-    python -m benchmarks.hostile_bodies --mib 30
+    python -m benchmarks.hostile_bodies --mib 31
+
+Each body is sent three times: the longest answer and the highest peak count, and what others waited all the while.
 
 Goal: an answer within 2 s and ten times the body's size of memory, others' p99 at most 100 ms.
 """
@@ -36,10 +38,11 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
         return json.dumps({"messages": [{"role": role, "content": content}]}).encode()
 
     text = "The quick brown fox jumps over the lazy dog. " * (size // 45)
+    wide = json.dumps({"prompt": text[:-4] + "\U0001f600"}, ensure_ascii=False).encode()
     yield "one text", PLAIN, json.dumps({"prompt": text}).encode()
     yield "one word", PLAIN, json.dumps({"prompt": "a" * size}).encode()
     yield "text with control tokens parsed", PLAIN, json.dumps({"prompt": text, "parse_special": True}).encode()
-    yield "wide characters", PLAIN, json.dumps({"prompt": text[:-4] + "\U0001f600"}, ensure_ascii=False).encode()
+    yield "wide characters", PLAIN, wide
     yield "escaped characters", PLAIN, json.dumps({"prompt": "\u6771" * (size // 6)}).encode()
     yield "a chat", CHAT, chat(text)
     yield "a chat of an assistant", CHAT, chat(text, "assistant")
@@ -53,6 +56,7 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
     yield '["", ...]', PLAIN, filled('"",')
     yield "levels", PLAIN, b"[" * (size // 2) + b"]" * (size // 2)
     yield "NaN at the end", PLAIN, json.dumps({"prompt": text}).encode()[:-1] + b', "n": NaN}'
+    yield "wide characters, NaN at the end", PLAIN, wide[:-1] + b', "n": NaN}'
     yield "half a surrogate at the end", PLAIN, json.dumps({"prompt": text}).encode()[:-2] + b'\\udfff"}'
 
 
@@ -87,6 +91,16 @@ def memory(server: Running, name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
+def several(server: Running, path: str, body: bytes, times: int) -> dict[str, Any]:
+    runs = [once(server, path, body) for _ in range(times)]
+    waited = sorted(took for run in runs for took in run["others"])
+    worst = {name: max(run[name] for run in runs) for name in ("seconds", "peak_x")}
+    ends = {"status": runs[-1]["status"], "kept_mib": runs[-1]["kept_mib"], "said": runs[-1]["said"]}
+    others = {"others_p99_ms": 1e3 * waited[int(0.99 * len(waited))], "others_longest_ms": 1e3 * waited[-1]}
+    each = [{**run, "others": len(run["others"])} for run in runs]
+    return {**ends, **worst, **others, "others": len(waited), "runs": each}
+
+
 def once(server: Running, path: str, body: bytes) -> dict[str, Any]:
     Path(f"/proc/{server.process.pid}/clear_refs").write_text("5", encoding="ascii")  # the peak starts again from here
     before = memory(server, "VmRSS")
@@ -99,15 +113,15 @@ def once(server: Running, path: str, body: bytes) -> dict[str, Any]:
         "seconds": seconds,
         "peak_x": (memory(server, "VmHWM") - before) / len(body),
         "kept_mib": (memory(server, "VmRSS") - before) / MIB,
-        "others_p99_ms": 1e3 * sorted(others.took)[int(0.99 * len(others.took))],
-        "others": len(others.took),
+        "others": others.took,
         "said": response.text[:200],
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=30)
+    parser.add_argument("--mib", type=int, default=31)
+    parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--only", default="", help="bodies with this in their name")
     asked = parser.parse_args()
     rows = []
@@ -117,8 +131,8 @@ def main() -> int:
         for name, path, body in bodies(asked.mib * MIB):
             if asked.only not in name:
                 continue
-            rows.append({"body": name, "mib": len(body) / MIB, **once(server, path, body)})
-    shown = [{name: value for name, value in row.items() if name != "said"} for row in rows]
+            rows.append({"body": name, "mib": len(body) / MIB, **several(server, path, body, asked.times)})
+    shown = [{name: value for name, value in row.items() if name not in ("said", "runs")} for row in rows]
     table("Bodies made to cost (goal: 2 s, 10x, others' p99 100 ms)", shown)
     raw("hostile_bodies", {"rows": rows, "machine": machine()})
     return 0

@@ -8,11 +8,12 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adapters.http import census
+from adapters.http import body, census
 from adapters.http.body import MAX_CONTAINERS, check, parse
 from adapters.http.census import Census, censuses
 from adapters.http.errors import ApiError
@@ -96,6 +97,42 @@ HOSTILE = {
     "NaN at the end": (repeated('"a",', '{"prompt": [%s, NaN]}', MIB), "NaN is not a JSON number"),
     "too many commas in a text": (repeated(",", '{"prompt": "%s"}', MIB), "far" and "tokens"),
 }
+
+
+@pytest.mark.parametrize(
+    "end",
+    [b'{"a": NaN}', b'"\\udfff"', b'"\xff"', b"1e999", b"9" * 5000, b"[1,]", b'"cut'],
+    ids=lambda end: str(end[:12]),
+)
+def test_of_a_very_large_body_the_place_is_told_where_it_ends_being_json(
+    end: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is valid: the parser that says more refuses each of them, too."""
+    raw = b'{"prompt": "' + b"x" * 5000 + b'", "more": ' + end + b"}"
+    with pytest.raises(ApiError):
+        parse(raw)
+    monkeypatch.setattr(body, "EXPLAINED", 4000)
+    monkeypatch.setattr(body, "parse_again", None)
+    with pytest.raises(ApiError, match="not JSON that can be read") as error:
+        parse(raw)
+    assert error.value.status == 400
+
+
+@given(
+    raw=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+    ).map(lambda value: json.dumps(value).encode()),
+    cuts=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9), st.binary(max_size=3)), max_size=3),
+)
+def test_what_the_quick_parser_refuses_the_other_one_does_too(raw: bytes, cuts: list[tuple[int, int, bytes]]) -> None:
+    for at, length, put in cuts:
+        raw = raw[:at] + put + raw[at + length :]
+    try:
+        body.DECODER.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        with pytest.raises(ApiError):
+            check(body.parse_again(raw))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
