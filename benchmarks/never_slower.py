@@ -28,8 +28,9 @@ from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
 from engine.assemble import Engine, engine
+from engine.begin import load_target
 from engine.options import Options
-from engine.target import Target, load_target
+from engine.target import Target
 
 LONGEST = 256  # tokens of a prompt
 ANSWER = 512  # of a pair

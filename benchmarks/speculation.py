@@ -42,8 +42,9 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine.assemble import Engine, engine
+from engine.begin import load_target
 from engine.options import Options
-from engine.target import Target, load_target
+from engine.target import Target
 from states import pace
 from states.rates import Rates
 

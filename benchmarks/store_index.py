@@ -1,23 +1,29 @@
 """How long the disk index takes to be ready with 10,000 entries: from its journal; without one, from the files; and
-after a `kill -9` in the middle of writing, when the first hit is there too.
+after a `kill -9` in the middle of writing, when the first hit is there too. With --served that server is `rekindle
+serve` with the demo, its own runs among 10,000 of another model, and the hit is a request over HTTP.
 
-`python -m benchmarks.store_index [--entries 10000] [--runs 5]`. An entry is a run of eight blocks of 64 tokens.
+`python -m benchmarks.store_index [--entries 10000] [--runs 5] [--served]`. An entry is a run of eight blocks of 64
+tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import torch
 
 from adapters.layout import RowSpec
@@ -29,6 +35,7 @@ from adapters.store.index import Entry
 from adapters.store.memory import Buffer
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Miss, Store
+from benchmarks.first_requests import ask, server, wait_until_written
 from benchmarks.report import machine, median, raw, table
 
 BLOCK_SIZE, TOKENS = 64, 512
@@ -114,16 +121,42 @@ def recover(folder: Path) -> tuple[float, float]:
     return (ready - begin) * 1e3, (served - begin) * 1e3
 
 
+def served(folder: Path, entries: list[Entry], home: Path) -> dict[str, float]:
+    """Milliseconds that the log tells of the index, seconds until the server is ready, and of its first request."""
+    prompt = [random.Random(1).randrange(16, 4000) for _ in range(1024)]
+    words = ("--kv-cache-dir", str(folder), "--kv-cache-budget", "4096")
+    with server("kept", words, home) as (client, process, _):
+        cold, cold_s = ask(client, prompt)
+        wait_until_written(client, len(entries))
+        with suppress(httpx.HTTPError), ThreadPoolExecutor(1) as beside:
+            beside.submit(ask, client, prompt[::-1]).result(0.2)  # and it is killed while more is written
+        process.kill()
+        process.wait(30)
+    with server("kept", words, home) as (client, _, ready_s):
+        hit, hit_s = ask(client, prompt)
+    assert hit["rekindle"]["tier"] == "disk", hit["rekindle"]
+    assert hit["choices"] == cold["choices"]
+    known = re.findall(r"(\d+) kept runs, known after (\d+) ms", (home / "server.log").read_text())[-1]
+    assert int(known[0]) > len(entries)
+    return {"runs": int(known[0]), "index_ms": int(known[1]), "ready_s": ready_s, "cold_s": cold_s, "hit_s": hit_s}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--entries", type=int, default=10_000)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--served", action="store_true")
     given = parser.parse_args()
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "kv"
         entries = fill(folder, given.entries)
         for _ in range(given.runs):
+            if given.served:
+                (folder / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
+                rows.append(served(folder, entries, Path(name)))
+                forget(folder, entries)
+                continue
             (folder / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
             ready, _ = start(folder, known=given.entries)
             (folder / journal.NAME).unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -14,10 +13,11 @@ import cyclopts
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from adapters import heap
 from engine import __version__, startup
 from engine.options import Options
 from engine.preflight import prepared
-from engine.refusal import Refusal
+from engine.refusal import Refusal, told
 from engine.simulation.wanted import Wanted
 
 app = App(
@@ -51,11 +51,13 @@ def serve(
     options = prepared(options)
     with startup.Steps() as steps:
         steps(startup.IMPORT)
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import can swallow a KeyboardInterrupt
-        from engine.serve import run  # noqa: PLC0415 - torch takes seconds to import
+        heap.share()
+        with startup.importing():
+            from engine.begin import begin  # noqa: PLC0415 - torch takes seconds to import
 
-        signal.signal(signal.SIGINT, interrupt)
-        return run(options, steps)
+            beginning = begin(options, steps)
+            from engine.serve import run  # noqa: PLC0415 - meanwhile
+        return run(options, steps, beginning)
 
 
 @app.command(sort_key=2)
@@ -263,12 +265,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         app.config = configuration(words)
         status = app(words, exit_on_error=False, print_error=False, result_action="return_value")
-    except cyclopts.CycloptsError as error:
-        print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except Refusal as error:
-        print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    except (cyclopts.CycloptsError, Refusal) as error:
+        return told(error)
     except OSError as error:
         if error.filename is None:
             raise

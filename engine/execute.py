@@ -26,12 +26,13 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
+from engine.begin import load_target
 from engine.options import Options, checked
 from engine.progress import progress
 from engine.refusal import Refusal
 from engine.replay import Diverged, Replay, show
 from engine.runner import Envelope
-from engine.target import Mismatched, load_target
+from engine.target import Mismatched
 from engine.trace import LINE_LIMIT, BadTrace, Header, Line, read_sized
 from states.world import Out
 

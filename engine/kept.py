@@ -29,11 +29,13 @@ log = logging.getLogger("rekindle")
 @define(eq=False)
 class Kept:
     """One file for each outcome. damaged: files that were found to be something else, by what they should have been.
+    proving: told before something is proven, since nothing was kept of it.
 
     In a home that cannot be written everything is measured at every start.
     """
 
     folder: Path
+    proving: Callable[[], object] = lambda: None
     damaged: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
 
     def file(self, what: What, key: str) -> Path:
@@ -48,6 +50,7 @@ class Kept:
         known = self._find("numerics", key, lambda text: (read(text),))
         if known is not None:
             return known[0]
+        self.proving()
         file, found = self.file("numerics", key), make()
 
         def place(new: Path) -> None:

@@ -29,7 +29,7 @@ CONTEXT = 64  # rows before a measured decode step
 VERSION = 1  # of what is kept
 MOST_NS = 10**11
 BUSY = 4  # times as long, and others use the machine: they would be in the way of measuring all of it again, too
-FAR = {"cpu": 4096, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
+FAR = {"cpu": 2048, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
 
 
 def kept_or_measured(

@@ -20,7 +20,6 @@ from anyio.abc import TaskStatus
 from attrs import define
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adapters import heap
 from adapters.checkpoint.errors import CheckpointError
 from adapters.http.app import build_app
 from adapters.http.errors import error_response, unavailable
@@ -32,10 +31,11 @@ from adapters.watched import Watched
 from effects.job import Sampling
 from engine import __version__
 from engine.assemble import engine
+from engine.begin import Beginning
 from engine.options import Options
-from engine.refusal import Refusal, innermost
+from engine.refusal import Refusal, innermost, told
 from engine.startup import TOKENIZER, Steps
-from engine.target import Target, load_target, model_folder
+from engine.target import Target, model_folder
 from engine.tidy import tidied
 from engine.trace import VERSION, Header, Recorder
 
@@ -46,14 +46,19 @@ LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
 
-def run(options: Options, steps: Steps) -> NoReturn:
+def run(options: Options, steps: Steps, beginning: Beginning) -> NoReturn:
     """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
     raise_file_limit()
-    heap.share()
     try:
-        status = anyio.run(serve_until_signal, options, steps)
-    except BaseExceptionGroup as group:
-        raise innermost(group) from group
+        status = anyio.run(serve_until_signal, options, steps, beginning)
+    except (Refusal, BaseExceptionGroup) as error:
+        reason = innermost(error)
+        if not beginning.give_up() and isinstance(reason, Refusal):
+            steps.done()
+            leave(told(reason))  # its step takes long, and an interpreter that ends meanwhile would crash
+        if reason is error:
+            raise
+        raise reason from error
     leave(status)
 
 
@@ -86,16 +91,16 @@ class Gate:
         elif self.app is not None:
             await self.app(scope, receive, send)
         else:
-            await error_response(scope["path"], unavailable("Loading model", 1))(scope, receive, send)
+            await error_response(scope["path"], unavailable("Beginning model", 1))(scope, receive, send)
 
 
-async def serve_until_signal(options: Options, steps: Steps) -> int:
+async def serve_until_signal(options: Options, steps: Steps, beginning: Beginning) -> int:
     gate, stop = Gate(), anyio.Event()
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, signals, gate, stop, options.grace)
             serving: Serving = await tasks.start(listen, options, gate)
-            clean = await serve_model(options, gate, serving, stop, steps)
+            clean = await serve_model(options, gate, serving, stop, steps=steps, beginning=beginning)
             tasks.cancel_scope.cancel()
     return 0 if clean else 1
 
@@ -126,12 +131,14 @@ def give_up() -> None:
     os._exit(1)
 
 
-async def serve_model(options: Options, gate: Gate, serving: Serving, stop: anyio.Event, steps: Steps) -> bool:
+async def serve_model(
+    options: Options, gate: Gate, serving: Serving, stop: anyio.Event, *, steps: Steps, beginning: Beginning
+) -> bool:
     """From loading to the end of the drain. True if nobody was cut short."""
     steps(TOKENIZER)
     text = await load_text(options)
     try:
-        target = await load_target(options, steps)
+        target = await beginning.target()
     except BaseException:
         await text.aclose()
         raise

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from attrs import define, field
@@ -21,6 +25,7 @@ MEASURE = "measuring how long decode steps take"
 CACHE = "opening the cache"
 TOKENIZER = "reading the tokenizer"
 STEPS = (IMPORT, TOKENIZER, PROBE, WEIGHTS, DRAFT, WARM_UP, MEASURE, CACHE)
+TIMED = {PROBE, MEASURE}  # nothing else goes on meanwhile
 
 
 class Stderr(logging.StreamHandler[TextIO]):
@@ -35,6 +40,20 @@ def configure_logging() -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, handlers=[Stderr()])
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """What is imported stays, so the collector need not look through it: it would again and again, and once more when
+    all is ready. An import can swallow a KeyboardInterrupt."""
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        signal.signal(signal.SIGINT, interrupt)
 
 
 @define

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from attrs import asdict, define, evolve
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
@@ -38,7 +36,7 @@ from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory
 from engine.folders import cache_folder, user_folder
 from engine.kept import Kept
 from engine.loading import with_loading
-from engine.machine import check_memory, choose_device, context_of, identity, prove, row_bytes
+from engine.machine import check_memory, context_of, identity, prove, row_bytes
 from engine.measure import kept_or_measured, key
 from engine.options import Options
 from engine.refusal import Refusal
@@ -142,27 +140,6 @@ class Target:
             await anyio.to_thread.run_sync(self.transfer.close)
 
 
-async def load_target(
-    options: Options, step: Callable[[str], None] = startup.silent, only: str | None = None
-) -> Target:
-    """Raises Refusal with one line for whatever keeps the model from being served.
-
-    only: Mismatched is raised before memory is allocated where the identity is another one.
-    """
-    lane = DeviceLane(choose_device(options.device))
-    try:
-        return await lane.run(partial(load_on_lane, options, lane, step, only))
-    except CheckpointError as error:
-        lane.close()
-        raise Refusal(str(error)) from error
-    except torch.OutOfMemoryError as error:
-        lane.close()
-        raise Refusal(f"the model does not fit {lane.device}: fewer --slots or a smaller --max-ctx may help") from error
-    except BaseException:
-        lane.close()
-        raise
-
-
 def model_folder(options: Options) -> Path:
     return demo.FOLDER if options.model == "demo" else Path(options.model)
 
@@ -179,8 +156,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     checkpoint = Checkpoint.open(folder)
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
     context = context_of(options, checkpoint.config, dtype, device)
-    step(startup.PROBE)
-    kept = Kept(user_folder())
+    kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
     numerics, kernels = prove(options, checkpoint, dtype, device, context, kept=kept)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:

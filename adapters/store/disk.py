@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -123,11 +124,14 @@ class Disk:
 
     def start(self) -> None:
         """The journal's entries are there at once; files that it does not know are read by the writer's thread."""
+        began = time.perf_counter()
         with no_collection():
             self._load(dict(self.folder.names()))
         self._evict(0, in_journal=False)
         self.writer.start()
         self._begun.wait()
+        if self.index.entries:
+            log.info("%d kept runs, known after %.0f ms", len(self.index), 1e3 * (time.perf_counter() - began))
 
     def _load(self, listing: dict[str, int]) -> None:
         kept = self._read_journal(listing)

@@ -11,8 +11,9 @@ from adapters.device.executor import DeviceExecutor
 from adapters.text.text import Text
 from benchmarks.exactness import each_batched, each_cold, each_continued, prompts
 from effects.job import Job, Sampling
+from engine.begin import load_target
 from engine.options import Options
-from engine.target import Target, load_target
+from engine.target import Target
 
 SAMPLINGS = [
     Sampling(),

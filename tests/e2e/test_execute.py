@@ -23,11 +23,12 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.__main__ import main
+from engine.begin import load_target
 from engine.execute import execute
 from engine.options import checked
 from engine.replay import Diverged
 from engine.runner import Envelope
-from engine.target import Target, load_target
+from engine.target import Target
 from engine.trace import VERSION, Header, Recorder, converter, encode
 from states.events import Event, Submitted
 from states.rates import Rates

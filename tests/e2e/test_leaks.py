@@ -12,6 +12,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sized
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ import anyio
 import httpx
 import pytest
 
+from engine.begin import begin
 from engine.options import Options
 from engine.serve import Gate, listen, serve_model
 from engine.startup import Steps
@@ -54,7 +56,8 @@ async def served(options: Options) -> AsyncIterator[httpx.AsyncClient]:
     async with anyio.create_task_group() as tasks:
         serving = await tasks.start(listen, options, gate)
         with Steps() as steps:
-            tasks.start_soon(serve_model, options, gate, serving, stop, steps)
+            beginning = begin(options, steps)
+            tasks.start_soon(partial(serve_model, options, gate, serving, stop, steps=steps, beginning=beginning))
             while gate.app is None:  # noqa: ASYNC110 - it is not told
                 await anyio.sleep(0.1)
             url = f"http://{serving.host}:{serving.port}"

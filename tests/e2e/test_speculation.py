@@ -30,9 +30,10 @@ from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine import __version__
 from engine.assemble import Engine, engine
+from engine.begin import load_target
 from engine.execute import execute
 from engine.options import Options
-from engine.target import Target, load_target
+from engine.target import Target
 from engine.trace import VERSION, Header, Recorder
 from states.rates import Rates
 from states.residency import resolved

@@ -138,3 +138,11 @@ def test_a_home_that_cannot_be_written(kept: Kept) -> None:
     kept.folder.write_text("a file where the folder should be")
     assert start(kept, lambda: 1) == 1
     assert start(kept, lambda: 2) == 2
+
+
+def test_who_waits_is_told_before_something_is_proven_and_only_then(kept: Kept) -> None:
+    told = list[str]()
+    mine = Kept(kept.folder, proving=lambda: told.append("proving"))
+    assert mine.made(KEY, lambda: len(told), str, int) == 1
+    assert mine.made(KEY, never, str, int) == 1
+    assert told == ["proving"]

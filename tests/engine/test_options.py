@@ -17,10 +17,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """What `serve` would have been run with."""
     seen = list[Options]()
 
-    def run(options: Options, _: object) -> int:
+    def run(options: Options, *_: object) -> int:
         seen.append(options)
         return 0
 
+    monkeypatch.setattr("engine.begin.begin", lambda *_: None)
     monkeypatch.setattr("engine.serve.run", run)
     return seen
 

@@ -1,0 +1,83 @@
+"""A model is read on its lane, beside all else that a start has to do; what is timed waits until that is done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import anyio.to_thread
+import torch
+from attrs import field, frozen
+
+from adapters.checkpoint.errors import CheckpointError
+from adapters.device.lane import DeviceLane
+from engine import startup
+from engine.machine import choose_device
+from engine.options import Options
+from engine.refusal import Refusal
+from engine.target import Target, load_on_lane
+
+
+@frozen(eq=False)
+class Beginning:
+    """A target that its lane is loading, while whoever began that does something else.
+
+    alone: set when that is done. What is timed waits for it.
+    """
+
+    lane: DeviceLane
+    done: Future[Target] = field(factory=Future[Target])
+    alone: threading.Event = field(factory=threading.Event)
+    given_up: threading.Event = field(factory=threading.Event)
+
+    async def target(self) -> Target:
+        """When it is there. Raises Refusal with one line for whatever keeps the model from being served."""
+        self.alone.set()
+        try:
+            return await anyio.to_thread.run_sync(self.done.result)
+        except CheckpointError as error:
+            self.lane.close()
+            raise Refusal(str(error)) from error
+        except torch.OutOfMemoryError as error:
+            self.lane.close()
+            why = "fewer --slots or a smaller --max-ctx may help"
+            raise Refusal(f"the model does not fit {self.lane.device}: {why}") from error
+        except BaseException:
+            self.lane.close()
+            raise
+
+    def give_up(self) -> bool:
+        """Nobody waits for it any more: it ends with the step that it is at. False if that takes longer than 10 s."""
+        self.given_up.set()
+        self.alone.set()
+        return self.lane.close()
+
+
+class GivenUp(Exception):
+    """Nobody waits for the target any more."""
+
+
+def begin(options: Options, step: Callable[[str], None] = startup.silent, only: str | None = None) -> Beginning:
+    """Load it, on its lane. only: Mismatched is raised before memory is allocated where the identity is another one."""
+    beginning = Beginning(DeviceLane(choose_device(options.device)))
+
+    def next_step(name: str) -> None:
+        if name in startup.TIMED:
+            beginning.alone.wait()
+        if beginning.given_up.is_set():
+            raise GivenUp
+        step(name)
+
+    def load() -> None:
+        beginning.done.set_result(load_on_lane(options, beginning.lane, next_step, only))
+
+    beginning.lane.post(load, beginning.done.set_exception)
+    return beginning
+
+
+async def load_target(
+    options: Options, step: Callable[[str], None] = startup.silent, only: str | None = None
+) -> Target:
+    """As `begin`, by somebody who has nothing else to do."""
+    return await begin(options, step, only).target()

@@ -1,0 +1,74 @@
+"""A model is read beside everything else: what is timed waits until nothing else goes on, and nobody waits for long."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine.begin import GivenUp, begin
+from engine.options import Options
+from engine.refusal import Refusal
+from engine.startup import MEASURE, PROBE, WARM_UP, WEIGHTS
+from tests.models.checkpoints import save_qwen3
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_qwen3(tmp_path / "model")
+    limits = {"max_ctx": 256, "slots": 1, "chunk": 64, "host_cache_budget": 0}
+    return Options(model=str(tmp_path / "model"), device="cpu", disk_prefix_cache="off", **limits)
+
+
+class Told:
+    """The steps so far; `until` waits for one."""
+
+    def __init__(self) -> None:
+        self.steps, self.changed = list[str](), threading.Condition()
+
+    def __call__(self, step: str) -> None:
+        with self.changed:
+            self.steps.append(step)
+            self.changed.notify_all()
+
+    def until(self, step: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: step in self.steps, 60), self.steps
+
+
+async def test_what_is_timed_waits_for_whoever_began(options: Options) -> None:
+    first, second = Told(), Told()
+    beginning = begin(options, first)
+    assert not first.steps, "the first thing to do is to probe, which is timed"
+    await (await beginning.target()).close()
+    assert first.steps[:2] == [PROBE, WEIGHTS]
+    beginning = begin(options, second)
+    second.until(WARM_UP)
+    assert MEASURE not in second.steps
+    await (await beginning.target()).close()
+    assert PROBE not in second.steps, "it was kept"
+    assert MEASURE in second.steps
+
+
+@pytest.mark.parametrize("at", [None, WEIGHTS], ids=["before its first step", "at a later one"])
+async def test_a_target_that_nobody_waits_for_ends_with_its_step(options: Options, at: str | None) -> None:
+    if at is not None:
+        await (await begin(options).target()).close()
+    told = Told()
+    beginning = begin(options, told)
+    if at is not None:
+        told.until(at)
+    assert beginning.give_up()
+    assert isinstance(beginning.done.exception(0), GivenUp)
+    assert MEASURE not in told.steps
+    assert beginning.lane.closed
+
+
+async def test_what_keeps_a_model_from_being_served_is_told_when_it_is_waited_for(options: Options) -> None:
+    (Path(options.model) / "config.json").write_text("{}")
+    beginning = begin(options)
+    with pytest.raises(Refusal, match="model_type"):
+        await beginning.target()
+    assert beginning.lane.closed
