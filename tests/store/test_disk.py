@@ -720,7 +720,7 @@ def test_a_full_queue_drops_and_what_was_dropped_is_written_later(path: Path) ->
     assert kept(reopened(path)) == 40
 
 
-def test_ten_thousand_entries_are_there_at_once(path: Path) -> None:
+def test_ten_thousand_entries_are_there_without_a_look_into_files(path: Path) -> None:
     from adapters.store.blocks import chain, pack  # noqa: PLC0415
     from adapters.store.format import file_name  # noqa: PLC0415
     from adapters.store.index import Entry  # noqa: PLC0415
@@ -734,9 +734,6 @@ def test_ten_thousand_entries_are_there_at_once(path: Path) -> None:
     for entry in entries:
         (path / file_name(entry.keys[-1], entry.handle)).write_bytes(b"x")
     (path / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
-    start = time.perf_counter()
     store = disk_store(path)
-    taken = time.perf_counter() - start
-    assert len(store.disk.index) == 10_000
-    assert taken < 2, "a gross check; the benchmark measures it"
+    assert len(store.disk.index) == 10_000, "the journal's word: a look into any of these files would have refused it"
     store.close()
