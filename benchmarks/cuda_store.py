@@ -171,11 +171,11 @@ class StoreBench:
 
     def only_disk(self, prompt: Tokens) -> None:
         """Host memory lets everything go."""
-        self.store.host.budget = 0
+        self.store.host.index.budget = 0
         found = self.store.find(prompt, 0)
         assert isinstance(found, tuple), found
         self.store.release(found[0])
-        assert not self.store.host.entries
+        assert not self.store.host.index.entries
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -31,10 +31,12 @@ from adapters.store import journal, seekable
 from adapters.store.blocks import chain, pack, root
 from adapters.store.folder import Folder
 from adapters.store.format import Layout, Run, encode, file_name
+from adapters.store.host import HostTier
 from adapters.store.index import Entry
+from adapters.store.lease import Miss
 from adapters.store.memory import Buffer
 from adapters.store.opening import index, open_disk
-from adapters.store.store import Miss, Store
+from adapters.store.store import Store
 from benchmarks.first_requests import ask, server, wait_until_written
 from benchmarks.report import machine, median, raw, table
 
@@ -101,7 +103,7 @@ def write(folder: str) -> None:
 
 def opened(folder: Path) -> Store:
     lock = threading.RLock()
-    return Store(LAYOUT, index(LAYOUT, 0), open_disk(LAYOUT, Folder.open(folder), lock, budget=1 << 40), lock)
+    return Store(LAYOUT, HostTier(index(LAYOUT, 0)), open_disk(LAYOUT, Folder.open(folder), lock, budget=1 << 40), lock)
 
 
 def recover(folder: Path) -> tuple[float, float]:

@@ -67,7 +67,7 @@ class Loading:
         return cls(**value)
 
 
-def key(store: Store, shard: Shard, chunk: int) -> str:
+def key(store: Store[Disk], shard: Shard, chunk: int) -> str:
     """Under which it may be kept: 32 hex digits over what it depends on, the model's numerics and the disk included."""
     disk = None if store.disk is None else (store.disk.folder.path, store.disk.folder.path.stat().st_dev)
     codec = None if store.disk is None else store.disk.chooser.codec
@@ -75,7 +75,7 @@ def key(store: Store, shard: Shard, chunk: int) -> str:
     return blake2b(repr((*parts, disk, codec)).encode(), digest_size=16).hexdigest()
 
 
-def with_loading(rates: Rates, store: Store, shard: Shard, *, chunk: int, kept: Kept) -> Rates:
+def with_loading(rates: Rates, store: Store[Disk], shard: Shard, *, chunk: int, kept: Kept) -> Rates:
     """On the lane, while nobody is served; nothing is known of what cannot be measured."""
     started, rows = time.perf_counter(), min(chunk, shard.capacity)
     try:

@@ -21,6 +21,7 @@ from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics
 from adapters.models.shard import Shard
+from adapters.store.disk import Disk
 from adapters.store.folder import FolderUnusable
 from adapters.store.format import Draft, Layout
 from adapters.store.opening import open_store
@@ -281,7 +282,7 @@ def layout(shard: Shard, draft: DFlashDraft | None, named: str, block_size: int)
     return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
 
 
-def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store | None:
+def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store[Disk] | None:
     """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
     folder: Path | None = None
     if parse(options.disk_prefix_cache).kind != "off" and options.kv_cache_budget:

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from adapters.store import seekable
 from adapters.store.blocks import root
-from adapters.store.format import MOST_HANDLE, MOST_HEAD, Head, Run, parse_head
+from adapters.store.folder import Folder
+from adapters.store.format import MOST_HANDLE, MOST_HEAD, Head, Run, parse_head, parse_name
 from adapters.store.index import Entry
 from adapters.store.reading import exactly
 from adapters.store.seekable import Damaged
+
+
+def entry_in(folder: Folder, name: str) -> Entry:
+    """What a file of ours says of itself, from its seek table and its first frame.
+
+    Raises Damaged, Newer, Outdated or OSError.
+    """
+    named = parse_name(name)
+    assert named is not None
+    descriptor = folder.opener(name)
+    try:
+        size = os.fstat(descriptor).st_size
+        return entry_named(named, read_head(descriptor, size), size)
+    finally:
+        os.close(descriptor)
 
 
 def entry_named(named: tuple[bytes, int], said: Head, size: int) -> Entry:

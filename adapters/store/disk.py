@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 from aiofiles.threadpool import wrap
-from attrs import define, field, frozen
+from attrs import define, field
 
-from adapters.store import journal, recent
+from adapters.store import journal
 from adapters.store.codec import DECODERS, Chooser
-from adapters.store.described import entry_named, entry_of, no_collection, read_head
+from adapters.store.described import entry_in, entry_of, no_collection
 from adapters.store.folder import LOCK, Folder
 from adapters.store.format import (
     MOST_HANDLE,
     Layout,
     Newer,
     Outdated,
-    Run,
     encode,
     file_name,
     parse_name,
 )
 from adapters.store.index import Entry, Index
+from adapters.store.journal_file import JournalFile
 from adapters.store.memory import Buffer, Memory
-from adapters.store.names import QUARANTINE, what
+from adapters.store.names import what
 from adapters.store.reading import Expected, RunFile
-from adapters.store.recent import Recent, Recents
+from adapters.store.recent import Recents
+from adapters.store.recent_file import RecentFile
 from adapters.store.seekable import Damaged
+from adapters.store.tier import Note, Write
+from adapters.store.upkeep import Upkeep
 from adapters.watched import Watched
 
 log = logging.getLogger("rekindle.store")
@@ -46,41 +47,10 @@ COUNTED = (
     *("quarantined", "outdated", "newer", "rebuilt", "write_errors", "read_errors"),
     *("written_bytes", "read_bytes"),
 )
-KINDS = ("run", "journal", "recent")  # of files, as they are labelled where damage is counted
-MOST_QUARANTINED = 8  # files that are kept for people to look at
 RESTARTS = 16  # of the writer's thread: what fails more often does not get better by beginning again
 MOST_QUEUED = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
-MOST_RECENT_FILES = 8  # of other identities
-SLACK = 4096  # journal records beyond what its entries need, before it is written anew
 
 Then: TypeAlias = Callable[[Buffer], object]
-
-
-@frozen(eq=False)
-class Write:
-    """A run on its way to disk. done: it has been written, or given up."""
-
-    run: Run
-    rows: Buffer
-    done: Callable[[], None]
-
-    @property
-    def size(self) -> int:
-        return self.rows.data.nbytes
-
-
-@frozen(eq=False)
-class Note:
-    """A recent prompt on its way to disk."""
-
-    recent: Recent
-
-    @property
-    def size(self) -> int:
-        return len(self.recent.rest)
-
-    def done(self) -> None:
-        """Nobody waits."""
 
 
 @define(eq=False)
@@ -97,8 +67,6 @@ class Disk:
     chooser: Chooser
     recents: Recents = field(factory=Recents)
     most_queued: int = MOST_QUEUED
-    counts: Counter[str] = field(factory=Counter[str])
-    damaged: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))  # files that were found so
     queued: int = 0
     _queue: SimpleQueue[Write | Note | None] = field(factory=SimpleQueue)
     _readers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "store-reader"))
@@ -108,17 +76,15 @@ class Disk:
     _begun: threading.Event = field(factory=threading.Event)  # the journal is whole, or cannot be written
     _ended: bool = False  # the writer's thread has been told so
     _unknown: list[str] = field(factory=list[str])
-    _aside: dict[str, None] = field(factory=dict[str, None])  # names of what is quarantined, the first to go first
-    _stale: bool = False  # the journal has to be written anew
-    _touched: dict[int, Entry] = field(factory=dict[int, Entry])
-    _records: int = 0
-    _recent_bytes: int = 0  # of their file
-    _recent_last: int = 0  # the last one in it
-    _recent_lost: bool = False  # one that later ones may begin with is not in it
-    _failing: bool = False
+    _upkeep: Upkeep = field(init=False)
+    _journal: JournalFile = field(init=False)
+    _recent: RecentFile = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.writer = Watched("store-writer", self._work, died=self._give_up, restarts=RESTARTS)
+        self._upkeep = Upkeep(self.folder, self.lock)
+        self._journal = JournalFile(self.index, self._upkeep, self._wait)
+        self._recent = RecentFile(self.recents, self.index.origin, self._upkeep, self._wait)
 
     # --- start and end ---
 
@@ -134,22 +100,21 @@ class Disk:
             log.info("%d kept runs, known after %.0f ms", len(self.index), 1e3 * (time.perf_counter() - began))
 
     def _load(self, listing: dict[str, int]) -> None:
-        kept = self._read_journal(listing)
+        kept = self._journal.read(listing)
         listing.pop(LOCK, None)
         for entry in kept.entries.values():
             name = self.name(entry)
             if listing.get(name) == entry.size and self.index.add(entry):
                 del listing[name]  # known, and not looked at: what follows is about the others
-        self._load_recents(listing)
+        self._recent.load(listing)
         for name in [name for name in listing if what(name) == "temporary"]:
-            self._remove(name)
+            self._upkeep.remove(name)
             del listing[name]
         self._unknown = [name for name in listing if what(name) == "run"]
         numbers = (named[1] for name in self._unknown if (named := parse_name(name)) and named[1] <= MOST_HANDLE)
         self.index.turn = max(self.index.turn, *numbers, 0)  # what is written before they are read is called otherwise
-        self._aside = dict.fromkeys(sorted(name for name in listing if what(name) == "aside"))
-        self._records = kept.records
-        self._stale = not kept.whole or len(kept.entries) != len(self.index)
+        self._upkeep.found(listing)
+        self._journal.stale = not kept.whole or len(kept.entries) != len(self.index)
 
     def close(self, timeout_s: float = 10) -> bool:
         """Write what is queued, then let the folder go. False if that took longer; the lock goes with the process.
@@ -169,6 +134,19 @@ class Disk:
 
     # --- from any thread ---
 
+    @property
+    def counts(self) -> Counter[str]:
+        return self._upkeep.counts
+
+    @property
+    def damaged(self) -> Mapping[str, int]:
+        """Files that were found so, by kind."""
+        return self._upkeep.damaged
+
+    @property
+    def threads(self) -> tuple[Watched, ...]:
+        return (self.writer,)
+
     @staticmethod
     def name(entry: Entry) -> str:
         return file_name(entry.keys[-1], entry.handle)
@@ -176,14 +154,14 @@ class Disk:
     def touch(self, entry: Entry) -> None:
         """It was found. With the lock."""
         self.index.touch(entry)
-        self._touched[entry.handle] = entry
+        self._journal.touch(entry)
 
     def submit(self, job: Write | Note) -> bool:
         """Taken, or dropped and counted: the queue is bounded."""
         with self.lock:
             if self._closing or self.queued + job.size > self.most_queued:
                 self.counts["dropped_queue_full"] += 1
-                self._recent_lost = self._recent_lost or isinstance(job, Note)
+                self._recent.lost = self._recent.lost or isinstance(job, Note)
                 return False
             self.queued += job.size
             self._queue.put(job)
@@ -224,10 +202,7 @@ class Disk:
         with self.lock:
             counted = {name: self.counts[name] for name in COUNTED}
             return {
-                "bytes": self.index.held,
-                "budget": self.index.budget,
-                "entries": len(self.index),
-                "evictions": self.index.evictions,
+                **self.index.figures(),
                 "dropped_writes": self.counts["dropped_queue_full"] + self.counts["dropped_no_room"],
                 **counted,
                 "queued_bytes": self.queued,
@@ -246,15 +221,15 @@ class Disk:
         """Begun again after an exception that nobody foresaw; what it was at is given up by then."""
         with asyncio.Runner() as self._files:
             self._files.get_loop().set_default_executor(ThreadPoolExecutor(1, "store-files"))
-            if self._stale:
-                self._compact()
+            if self._journal.stale:
+                self._journal.compact()
             self._begun.set()
             while not self._ended:
                 if looking := bool(self._unknown) and not self._closing:
                     self._look()
                 with suppress(Empty):  # files of a lost journal, thousands maybe, do not hold up what is to be written
                     self._next(wait=not looking)
-            self._journal()
+            self._journal.append()
 
     def _look(self) -> None:
         """At one of the files that the journal does not know, and that it is looked at but once."""
@@ -273,16 +248,16 @@ class Disk:
             return
         try:
             if isinstance(job, Note):
-                self._note(job)
+                self._recent.note(job.recent)
             else:
                 self._write(job)
         except (OSError, MemoryError) as error:
-            self._failed(error)
+            self._upkeep.written(error)
         except BaseException:
             self.counts["write_errors"] += 1
             raise
         else:
-            self._failed(None)
+            self._upkeep.written(None)
         finally:
             self._done(job)
 
@@ -319,15 +294,16 @@ class Disk:
         try:
             self._wait(self.folder.write(self.name(entry), parts))
         except OSError:
-            self._remove(self.name(entry))  # it may have its name already; left there, it would keep out a later one
+            # It may have its name already; left there, it would keep out a later one.
+            self._upkeep.remove(self.name(entry))
             raise
         with self.lock:
             added = self.index.add(entry)
         if not added:
-            self._remove(self.name(entry))
+            self._upkeep.remove(self.name(entry))
             return
         self.counts["written_bytes"] += size
-        self._journal(journal.came(entry))
+        self._journal.append(journal.came(entry))
 
     def _evict(self, size: int, parent: bytes = b"", *, in_journal: bool = True) -> bool:
         """Make room; True if there is. in_journal: say so there, if it is not to be written anew anyway."""
@@ -335,181 +311,42 @@ class Disk:
             gone = self.index.make_room(size, parent) if size <= self.index.budget else []
             fits = self.index.fits(size)
         for entry in gone:
-            self._remove(self.name(entry))
+            self._upkeep.remove(self.name(entry))
         if gone and in_journal:
-            self._journal(*map(journal.left, gone))
-        self._stale = self._stale or (bool(gone) and not in_journal)
+            self._journal.append(*map(journal.left, gone))
+        self._journal.stale = self._journal.stale or (bool(gone) and not in_journal)
         if gone:
             log.info("evicted %d runs from disk: %d bytes for %d more", len(gone), sum(e.size for e in gone), size)
         return fits
-
-    def _failed(self, error: OSError | MemoryError | None) -> None:
-        """One line when it starts, one when it is over."""
-        if error is not None:
-            self.counts["write_errors"] += 1
-            if not self._failing:
-                log.warning("the prefix cache cannot be written (%s); requests go on", error)
-        elif self._failing:
-            log.info("the prefix cache is written again")
-        self._failing = error is not None
 
     # --- files that the journal does not know ---
 
     def _adopt(self, name: str) -> None:
         try:
-            entry = self._inspect(name)
+            entry = entry_in(self.folder, name)
         except Newer:
             self.counts["newer"] += 1
         except Outdated:
             self.counts["outdated"] += 1
-            self._remove(name)
+            self._upkeep.remove(name)
         except Damaged as error:
-            self._quarantine(name, str(error))
+            self._upkeep.quarantine(name, str(error))
         except OSError:
             self.counts["read_errors"] += 1
         else:
             with self.lock:
                 added = self.index.add(entry)
             if added:
-                self._journal(journal.came(entry))
+                self._journal.append(journal.came(entry))
             else:
-                self._remove(name)
-
-    def _inspect(self, name: str) -> Entry:
-        """What a file says of itself, from its seek table and its first frame."""
-        named = parse_name(name)
-        assert named is not None
-        descriptor = self.folder.opener(name)
-        try:
-            size = os.fstat(descriptor).st_size
-            said = read_head(descriptor, size)
-        finally:
-            os.close(descriptor)
-        return entry_named(named, said, size)
-
-    # --- recent prompts ---
-
-    @property
-    def _recent_name(self) -> str:
-        return recent.PREFIX + self.index.origin.hex()
-
-    def _load_recents(self, listing: dict[str, int]) -> None:
-        """Ours; of those of other identities, a few are left there."""
-        others = sorted(name for name in listing if what(name) == "recent" and name != self._recent_name)
-        for name in others[MOST_RECENT_FILES:]:
-            self._remove(name)
-        for name in others:
-            del listing[name]
-        if self._recent_name not in listing:
-            return
-        self._recent_bytes = listing.pop(self._recent_name)
-        most = 2 * self.recents.most_bytes + 2 * recent.SLACK
-        raw = self._read_small(self._recent_name) if 0 < self._recent_bytes <= most else b""
-        if not recent.read(raw, self.recents):
-            self._recent_bytes = 0  # it is written anew with the next one
-            self._rebuilt("recent", f"the list of recent prompts, {len(self.recents)} of which could be read")
-
-    def _note(self, note: Note) -> None:
-        """Should it fail half way, all of them are written anew with the next one."""
-        if note.recent.serial <= self._recent_last:
-            return  # they were, meanwhile
-        before, self._recent_bytes, kept = self._recent_bytes, 0, [note.recent]
-        lost, self._recent_lost = self._recent_lost, False
-        if before and not lost and before <= 2 * self.recents.held + recent.SLACK:
-            raw = recent.record(note.recent)
-            self._wait(self.folder.extend(self._recent_name, raw))
-            self._recent_bytes = before + len(raw)
-        else:
-            kept = self.recents.all() or kept
-            raw = b"".join(recent.snapshot(kept))
-            self._wait(self.folder.write(self._recent_name, [raw]))
-            self._recent_bytes = len(raw)
-        self._recent_last = kept[-1].serial
-
-    # --- small things ---
-
-    def _read_journal(self, listing: dict[str, int]) -> journal.Kept:
-        """Raises OSError for somebody else's file of that name: there is nothing of ours in the folder."""
-        there, size = journal.NAME in listing, listing.pop(journal.NAME, 0)
-        beginning = self._read_small(journal.NAME, journal.LOOK) if size else b""
-        ours = not beginning or journal.may_be_ours(beginning)  # what cannot be read just now is not somebody else's
-        if not ours and not any(what(name) == "run" for name in listing):
-            raise OSError(errno.EEXIST, f"there is a file named {journal.NAME} that is not ours")
-        readable = bool(beginning) and ours and size <= journal.MOST
-        kept = journal.read(self._read_small(journal.NAME) if readable else b"")
-        if there and not kept.whole:
-            self._rebuilt("journal", f"the journal, {kept.records} records of which could be read")
-        return kept
-
-    def _rebuilt(self, kind: str, which: str) -> None:
-        self.counts["rebuilt"] += 1
-        self.damaged[kind] += 1
-        log.warning("torn or damaged, and written anew: %s", which)
-
-    def _read_small(self, name: str, most: int = -1) -> bytes:
-        """Nothing, where reading fails. most: bytes of it."""
-        try:
-            descriptor = self.folder.opener(name)
-            with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
-                return file.read(most)
-        except OSError:
-            self.counts["read_errors"] += 1
-            return b""
-
-    def _journal(self, *records: bytes) -> None:
-        """Append, and what was found meanwhile too. What cannot be written is made up for at the next start."""
-        with self.lock:
-            touched, self._touched = self._touched, {}
-            touches = [journal.found(entry) for entry in touched.values() if entry.handle in self.index.entries]
-        self._records += len(records) + len(touches)
-        if self._records > 2 * len(self.index) + SLACK:
-            self._compact()
-            return
-        if raw := b"".join((*records, *touches)):
-            try:
-                self._wait(self.folder.extend(journal.NAME, raw))
-            except FileNotFoundError:  # it could not be written before; records without a beginning would be nobody's
-                self._compact()
-            except OSError:
-                return
-
-    def _compact(self) -> None:
-        with self.lock:
-            parts = list(journal.snapshot(self.index.entries.values()))
-        with suppress(OSError):
-            self._wait(self.folder.write(journal.NAME, [b"".join(parts)]))
-            self._records, self._stale = len(parts) - 1, False
+                self._upkeep.remove(name)
 
     def put_aside(self, entry: Entry, why: str) -> None:
         """Its file was found damaged, by several readers maybe."""
         if self._forget(entry):
-            self._quarantine(self.name(entry), why)
+            self._upkeep.quarantine(self.name(entry), why)
 
     def _forget(self, entry: Entry) -> bool:
         """Its file is no good. The journal will find out at the next start. False if somebody else has said so."""
         with self.lock:
             return self.index.remove(entry)
-
-    def _quarantine(self, name: str, why: str) -> None:
-        """The last few are kept for a look."""
-        self.counts["quarantined"] += 1
-        self.damaged["run"] += 1
-        log.warning("a damaged cache file is put aside: %s: %s", name, why)
-        aside = QUARANTINE + name
-        try:
-            self.folder.rename(name, aside)
-        except OSError:
-            self._remove(name)
-            return
-        with self.lock:
-            self._aside.pop(aside, None)
-            self._aside[aside] = None
-            gone = list(self._aside)[:-MOST_QUARANTINED]
-            for one in gone:
-                del self._aside[one]
-        for one in gone:
-            self._remove(one)
-
-    def _remove(self, name: str) -> None:
-        with suppress(OSError):
-            self.folder.remove(name)

@@ -155,6 +155,9 @@ class Index:
         self.evictions += len(gone)
         return gone
 
+    def figures(self) -> dict[str, int]:
+        return {"bytes": self.held, "budget": self.budget, "entries": len(self), "evictions": self.evictions}
+
     def fits(self, size: int) -> bool:
         return self.held + size <= self.budget
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import anyio
 from anyio import to_thread
 from attrs import define, field
 
-from adapters.store.store import Miss, Store
+from adapters.store.lease import Miss
+from adapters.store.store import Store
 from effects.ids import RequestId
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 
@@ -22,7 +24,7 @@ BESIDE = 2  # lookups that hash beside it at once: more would take the interpret
 class Lookup:
     """Called on the event loop."""
 
-    store: Store
+    store: Store[Any]
     limiter: anyio.CapacityLimiter = field(factory=lambda: anyio.CapacityLimiter(BESIDE))
 
     async def find(self, request: RequestId, effect: FindPrefix) -> PrefixFound | PrefixMissed:

@@ -12,6 +12,7 @@ from adapters.store.codec import DECODERS, Chooser, Codec
 from adapters.store.disk import Disk
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.format import Layout
+from adapters.store.host import HostTier
 from adapters.store.index import Index
 from adapters.store.memory import Memory
 from adapters.store.recent import MOST_BYTES, Recents
@@ -32,7 +33,7 @@ def open_store(
     disk_bytes: int = 0,
     codec: Codec = "auto",
     pin: bool = False,
-) -> Store | None:
+) -> Store[Disk] | None:
     """None if there is nothing to keep anything in. Raises FolderUnusable.
 
     path: the disk tier's folder. pin: a GPU copies from our memory, which is page-locked then.
@@ -46,7 +47,7 @@ def open_store(
     Watched("store-memory", partial(prepare, memory, MOVING * run_bytes, ready)).start()
     if disk is not None:
         disk.most_queued = max(disk.most_queued, host_bytes, physical() // QUEUE_SHARE)
-    return Store(layout, index(layout, host_bytes), disk, lock, memory, run_bytes, ready=ready)
+    return Store(layout, HostTier(index(layout, host_bytes), memory), disk, lock, run_bytes, ready=ready)
 
 
 def physical() -> int:

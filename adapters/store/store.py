@@ -5,70 +5,29 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, TypeVar
 
-from attrs import Factory, asdict, define, evolve, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
 from adapters.store.blocks import WIDTH, chain, checkpoint_key, pack
 from adapters.store.described import entry_of
-from adapters.store.disk import Disk, Note, Write
 from adapters.store.format import Kind, Layout, Run
-from adapters.store.index import Entry, Index
+from adapters.store.host import HostTier
+from adapters.store.index import Entry
+from adapters.store.lease import Lease, Miss, Part
 from adapters.store.memory import Buffer, Memory
 from adapters.store.recent import Recents
+from adapters.store.tier import LowerTier, Note, Place, Tier, Write
 from adapters.watched import Watched
 from effects.ids import LeaseId, Span, Tokens
 
+D = TypeVar("D", bound=LowerTier)
 log = logging.getLogger("rekindle.store")
 
 RUN_BYTES = 4 << 20  # of rows that are saved together: one file, one entry
 AHEAD = 6  # runs that are on their way at once: one reader alone leaves a disk idle between its reads
-Place = Literal["host", "disk"]
-
-
-@frozen(eq=False)
-class Part:
-    """Rows `[start, stop)` of a sequence, in one entry. A checkpoint's are those of its block."""
-
-    place: Place
-    entry: Entry
-    start: int
-    stop: int
-
-
-@frozen(eq=False)
-class Lease:
-    """Its entries stay until it is released.
-
-    parts: the target's rows. draft: those of the draft, which end where the target's end and may begin later. state:
-    the checkpoint at `length`, for a target that needs one.
-    """
-
-    parts: tuple[Part, ...]
-    length: int  # tokens
-    draft: tuple[Part, ...] = ()
-    state: Part | None = None
-
-    @property
-    def place(self) -> Place:
-        """Where most of it is."""
-        host = sum(part.stop - part.start for part in self.parts if part.place == "host")
-        return "host" if 2 * host >= self.length else "disk"
-
-    @property
-    def all(self) -> tuple[Part, ...]:
-        return (*self.parts, *self.draft, *(() if self.state is None else (self.state,)))
-
-
-@frozen
-class Miss:
-    """Nothing beyond what was known already. reason: machine-readable. length: tokens that are kept all the same."""
-
-    reason: str
-    length: int = 0
 
 
 @frozen
@@ -94,27 +53,20 @@ def set_already() -> threading.Event:
     return event
 
 
-def recents_of(disk: Disk | None) -> Recents:
-    """Those that survive a restart, where there are any."""
-    return Recents() if disk is None else disk.recents
-
-
 @define(eq=False)
-class Store:
-    """Thread-safe: found on the event loop, saved on the device lane, written by the disk's thread.
+class Store(Generic[D]):
+    """Thread-safe: found on the event loop, saved on the device lane, written by the lower tier's thread.
 
-    host: its entries' tensors are in `rows`. While a run waits to be written it is leased, so a budget of 0 keeps
-    exactly those. disk: None where nothing may be written.
+    disk: None where nothing may be written. recents: those that survive a restart, where any do.
     """
 
     layout: Layout
-    host: Index
-    disk: Disk | None
+    host: HostTier
+    disk: D | None
     lock: threading.RLock
-    memory: Memory = field(factory=Memory)
     run_bytes: int = RUN_BYTES
-    recents: Recents = field(default=Factory(lambda self: recents_of(self.disk), takes_self=True))
-    rows: dict[int, Buffer] = field(factory=dict[int, Buffer])
+    recents: Recents = field(init=False)
+    tiers: Mapping[Place, Tier] = field(init=False)  # the quickest first
     hits: Counter[str] = field(factory=Counter[str])
     misses: Counter[str] = field(factory=Counter[str])
     restores: dict[str, Restored] = field(factory=dict[str, Restored])  # by place
@@ -122,6 +74,15 @@ class Store:
     _leases: dict[LeaseId, Lease] = field(factory=dict[LeaseId, Lease])
     _last: int = 0
     _waiting: set[int] = field(factory=set[int])  # handles of host entries that are to be written
+
+    def __attrs_post_init__(self) -> None:
+        self.recents = Recents() if self.disk is None else self.disk.recents
+        self.tiers = {"host": self.host} if self.disk is None else {"host": self.host, "disk": self.disk}
+
+    @property
+    def memory(self) -> Memory:
+        """For what is taken in, or read."""
+        return self.host.memory
 
     def path(self, tokens: Tokens, kind: Kind = "rows") -> Path:
         block_size = self.layout.block_size
@@ -142,7 +103,7 @@ class Store:
             self._last += 1
             for part in lease.all:
                 part.entry.leases += 1
-                self._touch(part)
+                self.tiers[part.place].touch(part.entry)
             self._leases[LeaseId(self._last)] = lease
             self.hits[lease.place] += 1
             return LeaseId(self._last), lease
@@ -157,17 +118,11 @@ class Store:
     def lease(self, name: LeaseId) -> Lease:
         return self._leases[name]
 
-    async def read(self, part: Part, workers: Executor, then: Callable[[Buffer], object]) -> Buffer:
-        """The whole entry's tensors, end to end. Of a leased part; see `Disk.read`, which calls `then`."""
-        if part.place == "host" or self.disk is None:
-            return self.rows[part.entry.handle]
-        return await self.disk.read(part.entry, self.memory, workers, then)
-
     def release(self, name: LeaseId) -> None:
         with self.lock:
             for part in self._leases.pop(name).all:
                 part.entry.leases -= 1
-            self._trim_host(0)
+            self.host.make_room(0)
 
     def _continued(self, path: Path) -> Lease:
         """Not leased yet. Of no tokens, where nothing is kept, or where a checkpoint is missing."""
@@ -182,9 +137,8 @@ class Store:
     def _checkpoint(self, path: Path, length: int) -> Part | None:
         """The last one within the first `length` tokens."""
         for stop in range(length, 0, -self.layout.block_size):
-            place, entry = self._where(*self._state_key(path, stop))
-            if entry is not None:
-                return Part(place, entry, stop - self.layout.block_size, stop)
+            if (found := self._where(*self._state_key(path, stop))) is not None:
+                return Part(*found, stop - self.layout.block_size, stop)
         return None
 
     def _state_key(self, path: Path, stop: int) -> tuple[bytes, bytes]:
@@ -224,25 +178,19 @@ class Store:
     def _part(self, path: Path, number: int) -> Part | None:
         """One block."""
         start, stop = number * self.layout.block_size, (number + 1) * self.layout.block_size
-        place, entry = self._where(path.keys[number], path.packed[start * WIDTH : stop * WIDTH])
-        return None if entry is None else Part(place, entry, start, stop)
+        found = self._where(path.keys[number], path.packed[start * WIDTH : stop * WIDTH])
+        return None if found is None else Part(*found, start, stop)
 
-    def _where(self, key: bytes, tokens: bytes) -> tuple[Place, Entry | None]:
-        entry = self.host.get(key, tokens)
-        if entry is not None or self.disk is None:
-            return "host", entry
-        return "disk", self.disk.index.get(key, tokens)
-
-    def _touch(self, part: Part) -> None:
-        if part.place == "host":
-            self.host.touch(part.entry)
-        elif self.disk is not None:
-            self.disk.touch(part.entry)
+    def _where(self, key: bytes, tokens: bytes) -> tuple[Place, Entry] | None:
+        for place, tier in self.tiers.items():
+            if (entry := tier.index.get(key, tokens)) is not None:
+                return place, entry
+        return None
 
     def _reason(self, path: Path, lease: Lease) -> str:
         if not path.keys:
             return "too_short"
-        if not self.host.entries and (self.disk is None or not self.disk.index.entries):
+        if not any(tier.index.entries for tier in self.tiers.values()):
             return "empty_store"
         rows = self._parts(path) if self.layout.state else lease.parts
         kept = rows[-1].stop if rows else 0
@@ -279,13 +227,12 @@ class Store:
         with self.lock:
             entry = self._entry(run)
             entry.leases += 1
-            if not self.host.add(entry):
-                return run.keys[-1] in self.host  # somebody else brought it in meanwhile
-            self.rows[entry.handle] = rows
+            if not self.host.add(entry, rows):
+                return run.keys[-1] in self.host.index  # somebody else brought it in meanwhile
             queued = self._write(entry)
             entry.leases -= 1
-            self._trim_host(0, run.parent)
-            return queued or entry.handle in self.rows
+            self.host.make_room(0, run.parent)
+            return queued or entry.handle in self.host.rows
 
     def lacks_checkpoint(self, tokens: Tokens) -> bool:
         """Has no tier the state behind `tokens` (whole blocks)? One that only waits to be written is queued."""
@@ -311,22 +258,20 @@ class Store:
         """Rows that came from disk stay in host memory too, if they find room."""
         with self.lock:
             entry = self._entry(source.run)
-            if entry.size > self.host.budget:
-                return
-            self._trim_host(entry.size, source.parent)
-            if self.host.fits(entry.size) and self.host.add(entry):
-                self.rows[entry.handle] = rows
+            if entry.size <= self.host.index.budget and self.host.make_room(entry.size, source.parent):
+                self.host.add(entry, rows)
 
     def _entry(self, run: Run) -> Entry:
-        return entry_of(run, self.host.next_handle(), self.layout.size(run.kind, run.length), self.host.origin)
+        size, index = self.layout.size(run.kind, run.length), self.host.index
+        return entry_of(run, index.next_handle(), size, index.origin)
 
     def _has(self, key: bytes) -> bool:
-        return key in self.host or (self.disk is not None and key in self.disk.index)
+        return any(key in tier.index for tier in self.tiers.values())
 
     def _write(self, entry: Entry) -> bool:
         if self.disk is None:
             return False
-        if not self.disk.submit(Write(entry.run, self.rows[entry.handle], partial(self._written, entry))):
+        if not self.disk.submit(Write(entry.run, self.host.rows[entry.handle], partial(self._written, entry))):
             return False
         entry.leases += 1
         self._waiting.add(entry.handle)
@@ -336,25 +281,21 @@ class Store:
         with self.lock:
             self._waiting.discard(entry.handle)
             entry.leases -= 1
-            self._trim_host(0)
+            self.host.make_room(0)
 
     def _write_again(self, key: bytes) -> None:
         """If the queue was full when it was kept."""
-        entry = self.host.holding(key)
+        entry = self.host.index.holding(key)
         if self.disk is None or entry is None or entry.handle in self._waiting or entry.keys[-1] in self.disk.index:
             return
         self._write(entry)
-
-    def _trim_host(self, size: int, parent: bytes = b"") -> None:
-        for entry in self.host.make_room(size, parent):
-            del self.rows[entry.handle]
 
     # --- the rest ---
 
     @property
     def threads(self) -> tuple[Watched, ...]:
         """Whose troubles /health tells. What they do not do any more costs hits only."""
-        return () if self.disk is None else (self.disk.writer,)
+        return () if self.disk is None else self.disk.threads
 
     @property
     def damaged(self) -> Mapping[str, int]:
@@ -374,11 +315,10 @@ class Store:
         """What /props shows as `full_cache`; at its top what is on disk, where there is a disk tier."""
         with self.lock:
             nothing = {"bytes": 0, "budget": 0, "entries": 0, "evictions": 0, "quarantined": 0}
-            host = {"bytes": self.host.held, "budget": self.host.budget, "entries": len(self.host)}
             return {
                 "disk_policy": "off" if self.disk is None else "full",
                 **(nothing if self.disk is None else self.disk.figures()),
-                "host": {**host, "evictions": self.host.evictions},
+                "host": self.host.figures(),
                 "hits": dict(self.hits),
                 "misses": dict(self.misses),
                 "restores": {place: asdict(restored) for place, restored in self.restores.items()},

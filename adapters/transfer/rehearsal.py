@@ -50,7 +50,7 @@ class Rehearsal:
     nanoseconds to load one token's rows, those of a draft included; 0: none.
     """
 
-    store: Store
+    store: Store[Disk]
     target: Sequence[RowHolder]
     capacity: int
     computed: int

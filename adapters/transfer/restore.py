@@ -21,10 +21,12 @@ from attrs import define, field
 
 from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
+from adapters.store.disk import Disk
 from adapters.store.format import Kind
+from adapters.store.lease import Lease, Part
 from adapters.store.memory import Buffer
 from adapters.store.seekable import Damaged
-from adapters.store.store import AHEAD, Lease, Part, Store
+from adapters.store.store import AHEAD, Store
 from adapters.transfer.copy import Mover, StateMover
 from adapters.transfer.fence import Fence, Fences
 from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed
@@ -85,7 +87,7 @@ class Restore:
 class Restorer:
     """Called on the event loop. draft: where there is one, its rows are restored with the target's."""
 
-    store: Store
+    store: Store[Disk]
     lane: DeviceLane
     fences: Fences
     target: Sequence[Mover]
@@ -156,7 +158,7 @@ class Restorer:
     async def _carry(self, now: Restore, move: Move) -> None:
         """Into memory, and on into the slot; a checkpoint waits for the rows."""
         try:
-            buffer = await self.store.read(move.part, self.workers, partial(self._at_once, now, move))
+            buffer = await self._read(move.part, partial(self._at_once, now, move))
         except Damaged as error:
             move.failure = StoreFailed("broken", str(error))
         except OSError as error:
@@ -171,6 +173,13 @@ class Restorer:
                     await self._beside_or_on_the_lane(mover, partial(move.put, mover, now.effect.slot, buffer))
         if move.kind != "rows" and move.failure is not None:
             log.warning("what goes with a target's rows is missing (%s): %s", move.kind, move.failure.detail)
+
+    async def _read(self, part: Part, then: Callable[[Buffer], object]) -> Buffer:
+        """The whole entry's tensors, end to end. `then` is called by the thread that reads them, if one has to."""
+        disk = self.store.disk
+        if part.place == "host" or disk is None:
+            return self.store.host.rows[part.entry.handle]
+        return await disk.read(part.entry, self.store.memory, self.workers, then)
 
     async def _beside_or_on_the_lane(self, mover: Mover, work: Callable[[], None]) -> None:
         await (self._beside(work) if mover.anywhere else self.lane.run(work))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from attrs import define
 
 from adapters.device.memory import ran_out_of_memory
+from adapters.store.disk import Disk
 from adapters.store.format import Kind
 from adapters.store.store import Store
 from adapters.transfer.copy import Mover, StateMover
@@ -22,7 +23,7 @@ log = logging.getLogger("rekindle.store")
 class Saver:
     """catch_up: lets a draft follow the rows of a slot that it was spared so far, before they are kept."""
 
-    store: Store
+    store: Store[Disk]
     serving: Serving
     target: Sequence[Mover]
     draft: Sequence[Mover]

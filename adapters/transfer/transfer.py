@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from attrs import frozen
 
 from adapters.device.lane import DeviceLane
+from adapters.store.disk import Disk
 from adapters.store.lookup import Lookup
 from adapters.store.store import Store
 from adapters.transfer.copy import RowHolder, StateMover, TargetPart, movers
@@ -19,7 +20,7 @@ from adapters.transfer.save import Saver
 class Transfer:
     """What the engine hands effects to, each to the part that carries it out."""
 
-    store: Store
+    store: Store[Disk]
     lookup: Lookup
     restorer: Restorer
     saver: Saver
@@ -31,7 +32,7 @@ class Transfer:
 
 
 def transfer(
-    store: Store,
+    store: Store[Disk],
     target: Sequence[TargetPart],
     lane: DeviceLane,
     serving: Serving,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import cast
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from attrs import define, field
@@ -12,13 +13,16 @@ from attrs import define, field
 from adapters.layout import RowSpec
 from adapters.store.blocks import WIDTH
 from adapters.store.described import entry_of
-from adapters.store.disk import MOST_QUEUED, Disk, Note, Write
+from adapters.store.disk import MOST_QUEUED
 from adapters.store.format import Layout, Run
+from adapters.store.host import HostTier
 from adapters.store.index import Entry, Index
+from adapters.store.lease import Miss, Part
 from adapters.store.memory import Buffer
 from adapters.store.opening import RECENT_SHARE, index
 from adapters.store.recent import MOST_BYTES, Recents
-from adapters.store.store import Miss, Part, Store
+from adapters.store.store import Store
+from adapters.store.tier import Note, Write
 from effects.ids import LeaseId, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.restore import RestoreBlocks
@@ -49,6 +53,8 @@ class SimulatedDisk:
     tally: Tally
     recents: Recents = field(factory=Recents)
     queued: int = 0  # bytes
+    threads: ClassVar = ()
+    damaged: ClassVar[Mapping[str, int]] = {}
     counts: Counter[str] = field(factory=Counter[str])
     reader: Queue = field(init=False)
     writer: Queue = field(init=False)
@@ -59,6 +65,12 @@ class SimulatedDisk:
 
     def touch(self, entry: Entry) -> None:
         self.index.touch(entry)
+
+    def figures(self) -> Mapping[str, int]:
+        return {**self.index.figures(), "dropped_writes": sum(self.counts.values())}
+
+    def close(self) -> bool:
+        return True
 
     def submit(self, job: Write | Note) -> bool:
         """A note is small and always written: only the room for rows is of interest here."""
@@ -94,14 +106,11 @@ class Keeping:
     shape: Layout
     costs: Costs
     clock: Clock
-    store: Store = field(init=False)
+    store: Store[SimulatedDisk] = field(init=False)
     _read: dict[LeaseId, list[Part]] = field(factory=dict[LeaseId, "list[Part]"])
 
     def __attrs_post_init__(self) -> None:
-        host = index(self.shape, self.host_budget)
-        recents = Recents() if self.disk is None else self.disk.recents
-        disk = cast("Disk | None", self.disk)  # what a store needs of one
-        self.store = Store(self.shape, host, disk, threading.RLock(), recents=recents)
+        self.store = Store(self.shape, HostTier(index(self.shape, self.host_budget)), self.disk, threading.RLock())
 
     @property
     def idle(self) -> bool:

@@ -142,7 +142,7 @@ class Simulation:
             unique_bytes=unique,
             written_of_unique=ratio(written, unique),
             evictions=self.disk.index.evictions,
-            dropped_writes=sum(self.disk.counts.values()),
+            dropped_writes=self.disk.figures()["dropped_writes"],
             disk_bytes=self.disk.index.held,
             restarts=len(self.tally.restarts),
             first_token_ms=(quantile(waits, 0.5), quantile(waits, 0.9)),

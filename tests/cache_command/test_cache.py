@@ -10,7 +10,7 @@ import pytest
 
 from adapters import demo
 from adapters.store import survey
-from adapters.store.store import Miss
+from adapters.store.lease import Miss
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.__main__ import main

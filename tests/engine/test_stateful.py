@@ -6,9 +6,12 @@ import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
+import pytest
 import torch
 from attrs import define, evolve, field
 
@@ -38,6 +41,14 @@ SETTINGS = Settings(
     slots=2, max_context=256, chunk=CHUNK, block_size=16, batch_rows=32, store=True, stateful=True, interval=48
 )
 SAMPLED = Sampling(temperature=0.9, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch takes as long as any other, and every restore: so restoring pays, as proposing does."""
+    for module in ("adapters.device.executor", "adapters.transfer.restore"):
+        ticks = count(0, 1000)
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter_ns=partial(next, ticks)))
 
 
 @define(eq=False)
@@ -144,7 +155,9 @@ async def test_every_way_to_a_state_gives_the_tokens_of_a_cold_one(tmp_path: Pat
             assert (await asked(branch, running))[1] == 80, "its own checkpoint"
 
 
-async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path) -> None:
+async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(0, 1000)  # every launch takes as long, whatever it proposes, so proposing pays
+    monkeypatch.setattr("adapters.device.executor.time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
     job = Job(prompt(1, 70), 60)
     plain = await cold(tmp_path, job)
     known = (*job.prompt, *plain)

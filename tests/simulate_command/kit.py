@@ -79,7 +79,7 @@ def watch(monkeypatch: Any) -> list[str]:
             kept = memoryview(part.entry.tokens).cast("i").tolist()
             first = part.entry.start
             assert tuple(kept[part.start - first : part.stop - first]) == wanted[part.start : part.stop]
-            index = self.store.host if part.place == "host" else self.store.disk.index  # type: ignore[union-attr]
+            index = self.store.tiers[part.place].index
             assert index.entries.get(part.entry.handle) is part.entry, "what is loaded is there"
         return load(self, effect)
 

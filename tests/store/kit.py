@@ -19,9 +19,11 @@ from adapters.layout import RowSpec, TensorSpec, torch_dtype
 from adapters.store.disk import Disk
 from adapters.store.folder import File, Folder
 from adapters.store.format import Draft, Kind, Layout
+from adapters.store.host import HostTier
+from adapters.store.lease import Miss, Part
 from adapters.store.memory import Buffer
 from adapters.store.opening import index, open_disk
-from adapters.store.store import Miss, Part, Store
+from adapters.store.store import Store
 from adapters.transfer.copy import views
 from effects.ids import LeaseId, Tokens
 
@@ -89,7 +91,7 @@ def fetch(store: Store, tokens: Tokens, name: LeaseId) -> int:
 def check_part(store: Store, tokens: Tokens, part: Part) -> None:
     entry, layout = part.entry, store.layout
     if part.place == "host":
-        buffer = store.rows[entry.handle]
+        buffer = store.host.rows[entry.handle]
     else:
         assert store.disk is not None
         buffer = LOOP.submit(anyio.run, store.disk.read, entry, store.memory, WORKERS).result()  # not in a test's own
@@ -111,7 +113,7 @@ def disk_store(
 ) -> Store:
     lock = threading.RLock()
     opened: Disk = open_disk(layout, folder(path), lock, budget=disk, codec=codec)  # type: ignore[arg-type]
-    return Store(layout, index(layout, host), opened, lock)
+    return Store(layout, HostTier(index(layout, host)), opened, lock)
 
 
 def kept(store: Store, tokens: Tokens) -> int:

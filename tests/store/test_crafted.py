@@ -15,11 +15,12 @@ import pytest
 from adapters.store import disk as disk_module
 from adapters.store import journal, recent, seekable, survey
 from adapters.store.described import read_head
-from adapters.store.disk import MOST_QUARANTINED, RESTARTS
+from adapters.store.disk import RESTARTS
 from adapters.store.folder import Folder
 from adapters.store.format import parse_head
 from adapters.store.names import QUARANTINE
 from adapters.store.seekable import Damaged
+from adapters.store.upkeep import MOST_QUARANTINED
 from engine.__main__ import main
 from tests.store.kit import LAYOUT, OTHER, disk_store, files, save, settled
 from tests.store.test_disk import ONE, TWO, filled, kept, reopened
@@ -286,7 +287,7 @@ def test_a_writer_that_is_given_up_holds_nothing(path: Path, monkeypatch: pytest
     store.disk.writer.join(30)
     assert store.disk.writer.dead
     assert store.disk.queued == 0
-    assert store.rows == {}, "nothing waits for it"
+    assert store.host.rows == {}, "nothing waits for it"
     save(store, ONE)
     assert store.figures()["queued_bytes"] == 0
     assert [thread.trouble for thread in store.threads] == ["ZeroDivisionError: a bug"]

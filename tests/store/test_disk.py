@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from adapters.store import journal
-from adapters.store.disk import MOST_QUARANTINED
 from adapters.store.folder import Folder, FolderInUse, FolderUnusable
 from adapters.store.names import QUARANTINE
 from adapters.store.seekable import Damaged
 from adapters.store.store import Store
+from adapters.store.upkeep import MOST_QUARANTINED
 from tests.store import kit
 from tests.store.kit import LAYOUT, OTHER, Opening, disk_store, files, save, settled
 
@@ -109,7 +109,7 @@ def test_hits_are_remembered_over_a_restart(path: Path) -> None:
 
 
 def test_a_journal_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.disk.SLACK", 20)
+    monkeypatch.setattr("adapters.store.journal_file.SLACK", 20)
     store, sizes = disk_store(path, disk=30_000), list[int]()
     for number in range(50, 130):
         save(store, (number, *ONE[1:]))
@@ -324,7 +324,7 @@ def test_a_budget_smaller_than_a_run_keeps_nothing(path: Path) -> None:
     settled(store)
     assert store.figures()["dropped_writes"] == 1
     assert not files(path)
-    assert store.rows == {}
+    assert store.host.rows == {}
     store.close()
 
 

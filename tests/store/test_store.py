@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from adapters.layout import RowSpec
 from adapters.store import journal
 from adapters.store.format import Draft
+from adapters.store.lease import Miss
 from adapters.store.opening import open_store
 from adapters.store.seekable import Damaged
-from adapters.store.store import Miss
 from effects.ids import Tokens
 from tests.store.kit import (
     EVERYTHING,
@@ -59,7 +59,7 @@ async def test_host_memory_alone_keeps_and_evicts() -> None:
     assert store.find((0, *ONE[1:], 0), 0) == Miss("diverged_at:0")
     name, lease = store.find((3, *ONE[1:], 0), 0)
     assert (lease.place, fetch(store, (3, *ONE[1:]), name)) == ("host", 40)
-    assert store.rows.keys() == store.host.entries.keys()
+    assert store.host.rows.keys() == store.host.index.entries.keys()
 
 
 def test_a_miss_says_why() -> None:
@@ -83,7 +83,7 @@ async def test_a_hit_may_span_both_tiers(tmp_path: Path) -> None:
     store = disk_store(tmp_path / "kv")
     save(store, ONE[:20])
     settled(store)
-    store.host.budget = 2 * RUN
+    store.host.index.budget = 2 * RUN
     store.disk.index.budget = 0
     save(store, ONE)
     settled(store)
@@ -98,7 +98,7 @@ async def test_what_came_from_disk_stays_in_memory_while_there_is_room(tmp_path:
     for tokens in (ONE, (9, *ONE[1:])):
         save(store, tokens)
     settled(store)
-    store.host.budget = RUN
+    store.host.index.budget = RUN
     for tokens in (ONE, (9, *ONE[1:])):
         name, lease = store.find((*tokens, 0), 0)
         assert lease.place == "disk"
@@ -107,7 +107,7 @@ async def test_what_came_from_disk_stays_in_memory_while_there_is_room(tmp_path:
         name, lease = store.find((*tokens, 0), 0)
         assert lease.place == "host"
         assert fetch(store, tokens, name) == 40
-    assert len(store.rows) == 1
+    assert len(store.host.rows) == 1
     store.close()
 
 
@@ -119,7 +119,7 @@ def test_a_lease_is_released_once() -> None:
     store.release(name)
     with pytest.raises(KeyError):
         store.release(name)
-    assert all(entry.leases == 0 for entry in store.host.entries.values())
+    assert all(entry.leases == 0 for entry in store.host.index.entries.values())
 
 
 def kept_as(layout, budget: int = 1 << 20):
@@ -196,16 +196,16 @@ def test_a_checkpoint_leaves_before_the_rows_that_it_stands_on() -> None:
     store = kept_as(STATEFUL)
     save(store, ONE)
     checkpoint(store, ONE)
-    (state,) = (entry for entry in store.host.entries.values() if entry.kind == "state")
+    (state,) = (entry for entry in store.host.index.entries.values() if entry.kind == "state")
     assert (state.start, state.stop, state.since, state.worth) == (36, 40, 0, 40)
-    assert [entry.kind for entry in store.host.make_room(store.host.budget)] == ["state", "rows"]
+    assert [entry.kind for entry in store.host.index.make_room(store.host.index.budget)] == ["state", "rows"]
 
 
 def test_a_checkpoint_is_worth_the_tokens_since_the_one_before() -> None:
     store = kept_as(STATEFUL)
     for stop in (8, 24):
         checkpoint(store, ONE[:stop])
-    assert sorted(entry.worth for entry in store.host.entries.values()) == [8, 16]
+    assert sorted(entry.worth for entry in store.host.index.entries.values()) == [8, 16]
 
 
 @pytest.mark.parametrize("with_journal", [True, False])
@@ -345,11 +345,11 @@ class History(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         with self.store.lock:
-            assert self.store.rows.keys() == self.store.host.entries.keys()
+            assert self.store.host.rows.keys() == self.store.host.index.entries.keys()
             assert self.store.disk.index.held <= self.store.disk.index.budget
             if not self.store.disk.queued and not self.leases:
-                assert self.store.host.held <= self.store.host.budget
-                assert not any(entry.leases for entry in self.store.host.entries.values())
+                assert self.store.host.index.held <= self.store.host.index.budget
+                assert not any(entry.leases for entry in self.store.host.index.entries.values())
                 assert not any(entry.leases for entry in self.store.disk.index.entries.values())
 
     def teardown(self) -> None:

@@ -19,6 +19,7 @@ from adapters.layout import RowSpec, torch_dtype
 from adapters.models.shard import Kept, Segment, Step
 from adapters.store.folder import Folder
 from adapters.store.format import Layout
+from adapters.store.host import HostTier
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
@@ -172,7 +173,7 @@ def made(folder: Path, host: int) -> Bench:
         Caches(DRAFT.rows),
     )
     disk = open_disk(LAYOUT, Folder.open(folder), lock, budget=1 << 30)
-    store = Store(LAYOUT, index(LAYOUT, host), disk, lock)
+    store = Store(LAYOUT, HostTier(index(LAYOUT, host)), disk, lock)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=draft)
     moving = transfer(store, (shard,), lane, executor.serving, draft=draft)
     executor.handle(SaveSnapshot, moving.saver.save)
@@ -296,7 +297,7 @@ def spoil(folder: Path, store: Store, kind: str) -> None:
 
 async def test_a_damaged_checkpoint_is_a_miss_and_then_the_one_before_is_found(bench: Bench, tmp_path: Path) -> None:
     await bench.kept()
-    bench.store.host.budget = 0
+    bench.store.host.index.budget = 0
     bench.store.release(bench.store.find(PROMPT, 0)[0])  # what memory held is gone
     spoil(tmp_path / "kv", bench.store, "state")
     outcome = await bench.restored(2, 1)
@@ -310,7 +311,7 @@ async def test_a_damaged_checkpoint_is_a_miss_and_then_the_one_before_is_found(b
 
 async def test_damaged_draft_rows_cost_the_draft_only(bench: Bench, tmp_path: Path) -> None:
     await bench.kept()
-    bench.store.host.budget = 0
+    bench.store.host.index.budget = 0
     bench.store.release(bench.store.find(PROMPT, 0)[0])
     spoil(tmp_path / "kv", bench.store, "draft")
     assert await bench.restored(2, 1) == rows(72)
@@ -338,7 +339,7 @@ async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: Bench) -> No
 
     for request, at in ((1, 16), (1, 20), (1, 0), (2, 16)):
         assert not await bench.moving.restorer.lane.run(lambda request=request, at=at: ask(request, at))
-    assert not bench.store.host.entries
+    assert not bench.store.host.index.entries
 
 
 async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(
@@ -351,7 +352,7 @@ async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(
         patched.setattr(bench.store.memory.__class__, "take", lambda _, size: full(size))
         bench.open(1, 0)
         await bench.prefill(1, 0, checkpoints=(32,))
-    assert not bench.store.host.entries
+    assert not bench.store.host.index.entries
     assert await bench.decode(1, 0, PROMPT) == await bench.cold()
 
 

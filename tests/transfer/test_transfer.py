@@ -20,6 +20,7 @@ from adapters.metrics import Metrics
 from adapters.models.dense import DenseShard
 from adapters.store.folder import Folder
 from adapters.store.format import Layout
+from adapters.store.host import HostTier
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from adapters.transfer.copy import Mover
@@ -99,7 +100,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     executor = DeviceExecutor(shard, BUCKETS, lane=lane)
     layout = Layout("ef" * 16, BLOCK_SIZE, shard.row_spec)
     disk = open_disk(layout, Folder.open(tmp_path / "kv"), lock, budget=1 << 30)
-    store = Store(layout, index(layout, 1 << 30 if request.param == "host" else 0), disk, lock)
+    store = Store(layout, HostTier(index(layout, 1 << 30 if request.param == "host" else 0)), disk, lock)
     moving = transfer(store, (shard,), lane, executor.serving)
     executor.handle(SaveSnapshot, moving.saver.save)
     yield Bench(executor, moving, shard)
@@ -145,7 +146,7 @@ async def test_a_snapshot_of_what_the_slot_does_not_hold_is_refused(bench: Bench
     for tokens in ((9, *PROMPT[1:96]), (*PROMPT, *PROMPT[:11])):
         assert (await bench.one(1, SaveSnapshot(SlotId(0), tokens))).kind == "broken"
     assert (await bench.one(2, SaveSnapshot(SlotId(0), PROMPT[:96]))).kind == "broken", "another request's slot"
-    assert bench.moving.store.host.entries == {}
+    assert bench.moving.store.host.index.entries == {}
 
 
 async def test_a_restore_waits_on_no_thread_of_the_process(bench: Bench) -> None:
