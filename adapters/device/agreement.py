@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from adapters.device.sampling import NotFinite, Pick, Picked, Row
+from adapters.device.sampling import Draw, NotFinite, Pick, Picked
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree
 from effects.decode import Decoded
@@ -23,10 +23,10 @@ class Member:
     tree: Tree
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Draw]:
         """Each picks the token after one that is fed, presuming the proposals up to there."""
         first = self.state.valid + 1
-        return [Row(self.state.sampler, first + len(path), path) for path in self.tree.paths()]
+        return [Draw(self.state.sampler, first + len(path), path) for path in self.tree.paths()]
 
 
 @frozen

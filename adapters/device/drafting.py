@@ -21,7 +21,7 @@ from adapters.device.draft_context import D, DraftContext
 from adapters.device.memory import ran_out_of_memory
 from adapters.device.noise import gumbel_of
 from adapters.device.proposer import DraftRequest
-from adapters.device.sampling import Row, adjusted
+from adapters.device.sampling import Draw, adjusted
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, best_first, chain
 from adapters.device.truncation import column
@@ -127,21 +127,21 @@ class Drafting(DraftContext[D]):
         return DraftParked(held, time.perf_counter_ns() - started)
 
 
-def rows_of(state: SlotState, count: int) -> list[Row]:
+def rows_of(state: SlotState, count: int) -> list[Draw]:
     """How the proposals after the slot's last token are picked, whatever was proposed before them."""
-    return [Row(state.sampler, len(state.tokens) + row) for row in range(count)]
+    return [Draw(state.sampler, len(state.tokens) + row) for row in range(count)]
 
 
 def one_by_one(request: DraftRequest, logits: Tensor) -> Tree:
     """Each proposal is picked as if those before it were part of the answer."""
     state, drafted = request.state, list[int]()
     for number in range(len(logits)):
-        row = Row(state.sampler, len(state.tokens) + number, tuple(drafted))
+        row = Draw(state.sampler, len(state.tokens) + number, tuple(drafted))
         drafted += guesses(adjusted(logits[number : number + 1], [row]), [row])
     return chain((state.tokens[-1], *drafted))
 
 
-def guesses(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+def guesses(logits: Tensor, rows: Sequence[Draw]) -> list[int]:
     """One token a row, from float32 `[R, V]` with bias and penalties."""
     if not any(row.sampler.sampling.temperature for row in rows):
         return list(logits.argmax(-1).tolist())
@@ -149,7 +149,7 @@ def guesses(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     return list(ids.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist())
 
 
-def candidates(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+def candidates(logits: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     """The likeliest tokens of each row, int64 `[R, n]`, and what is compared when one is drawn, float32 `[R, n]`.
 
     That is logit / temperature + noise, and -inf where the request truncates; a greedy row's logits as they are.

@@ -25,7 +25,7 @@ from adapters.device.agreement import Agreed, Member, agree, commit
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.proposer import DraftRequest, Proposer
-from adapters.device.sampling import Picked, Row, Sampler, pick
+from adapters.device.sampling import Draw, Picked, Sampler, pick
 from adapters.device.slots import SlotState, clipped
 from adapters.device.tree import chain
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
@@ -315,7 +315,7 @@ class DeviceExecutor:
                 raise
             log.warning("the draft does not follow: %s", error)
 
-    def _picked(self, logits: Tensor, rows: Sequence[Row]) -> Callable[[int], Picked]:
+    def _picked(self, logits: Tensor, rows: Sequence[Draw]) -> Callable[[int], Picked]:
         """What is picked at a row. A GPU picks for all of them at once, a host where somebody asks."""
         if self._lane.device.type == "cuda":
             return pick(logits, rows).__getitem__

@@ -88,7 +88,7 @@ def _bias(sampling: Sampling, vocab: int, device: torch.device) -> tuple[Tensor,
 
 
 @frozen(eq=False)
-class Row:
+class Draw:
     """Whose the row of logits is, the position of the token that is picked from it, and what it presumes.
 
     drafted: the proposals that this row's prefix ends with, beyond what the sampler knows.
@@ -115,7 +115,7 @@ class NotFinite:
 Picked: TypeAlias = Pick | NotFinite
 
 
-def pick(logits: Tensor, rows: Sequence[Row]) -> list[Picked]:
+def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     """One token a row. logits: float32 `[at least len(rows), V]`; waits for the device once, whatever is asked for.
 
     Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature.
@@ -140,7 +140,7 @@ def pick(logits: Tensor, rows: Sequence[Row]) -> list[Picked]:
     ]
 
 
-def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     """With bias and penalties where a row's request has any; otherwise `logits` itself. float32 `[R, V]`."""
     odd = [index for index, row in enumerate(rows) if not row.sampler.plain]
     used = logits.clone() if odd else logits
@@ -149,7 +149,7 @@ def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return used
 
 
-def choose(used: Tensor, rows: Sequence[Row]) -> Tensor:
+def choose(used: Tensor, rows: Sequence[Draw]) -> Tensor:
     """The token of each row, from its adjusted logits: int64 `[R]`; the host does not wait."""
     tokens = used.argmax(-1)
     sampled = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
@@ -188,7 +188,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     return torch.cat((every.gather(-1, tokens.unsqueeze(-1)), ids.double(), every.gather(-1, ids)), -1)
 
 
-def _read(row: Row, picked: list[float], told: list[float]) -> Picked:
+def _read(row: Draw, picked: list[float], told: list[float]) -> Picked:
     """picked: token, lowest and highest logit. told: what `_logprobs` found, if it was asked."""
     token, lowest, highest = picked
     if not (math.isfinite(lowest) and math.isfinite(highest)):

@@ -55,7 +55,7 @@ def snapshot(entries: Iterable[Entry]) -> Iterable[bytes]:
 
 
 @frozen
-class Kept:
+class Replayed:
     """What a journal says. whole: it ended with a record's end. records: how many it took to say it."""
 
     entries: dict[int, Entry]
@@ -63,16 +63,16 @@ class Kept:
     records: int
 
 
-def read(raw: bytes) -> Kept:
+def read(raw: bytes) -> Replayed:
     entries: dict[int, Entry] = {}
     at, count = len(MAGIC), 0
     if raw[:at] != MAGIC:
-        return Kept(entries, whole=False, records=0)
+        return Replayed(entries, whole=False, records=0)
     for body, end in records(raw, at):
         if not replay(entries, body):
             break
         at, count = end, count + 1
-    return Kept(entries, at == len(raw), count)
+    return Replayed(entries, at == len(raw), count)
 
 
 def replay(entries: dict[int, Entry], body: bytes) -> bool:

@@ -37,7 +37,7 @@ class JournalFile:
         """It was found, which the next records say too. With the lock."""
         self._touched[entry.handle] = entry
 
-    def read(self, listing: dict[str, int]) -> journal.Kept:
+    def read(self, listing: dict[str, int]) -> journal.Replayed:
         """Raises OSError for somebody else's file of that name: there is nothing of ours in the folder."""
         there, size = journal.NAME in listing, listing.pop(journal.NAME, 0)
         beginning = self.upkeep.read_small(journal.NAME, journal.LOOK) if size else b""

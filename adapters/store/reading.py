@@ -114,7 +114,7 @@ class RunFile(io.FileIO):
 
 
 @frozen
-class Batch:
+class Stretch:
     """Neighbouring frames: where they begin in the file, and where their contents begin (the head is before 0)."""
 
     at: int
@@ -167,7 +167,7 @@ def read_table(file: RunFile, frames: int) -> list[Sizes]:
         return seekable.parse_table(raw, file.size)
 
 
-def read_batch(file: RunFile, batch: Batch, target: memoryview) -> Read:
+def read_batch(file: RunFile, batch: Stretch, target: memoryview) -> Read:
     at, head, checksums = batch.content, b"", list[bytes]()
     with file.piece(batch.at, batch.packed) as raw:
         for packed, content in batch.frames:
@@ -188,16 +188,16 @@ def read_head_frame(frame: memoryview, content: int) -> bytes:
     return bytes(found)
 
 
-def batches(frames: list[Sizes]) -> list[Batch]:
+def batches(frames: list[Sizes]) -> list[Stretch]:
     """Neighbours that are read together."""
     together: list[list[Sizes]] = [[]]
     for frame in frames:
         if together[-1] and sum(packed for packed, _ in together[-1]) + frame[0] > PIECE:
             together.append([])
         together[-1].append(frame)
-    found, at, content = list[Batch](), 0, -frames[0][1]
+    found, at, content = list[Stretch](), 0, -frames[0][1]
     for group in together:
-        found.append(Batch(at, tuple(group), content))
+        found.append(Stretch(at, tuple(group), content))
         at += sum(packed for packed, _ in group)
         content += sum(size for _, size in group)
     return found

@@ -35,7 +35,7 @@ MOST_SHAPE = 8  # dimensions of a tensor
 
 
 @frozen(eq=False)
-class Kept:
+class SurveyedFile:
     """A file as it describes itself. content: bytes of its tensors, uncompressed."""
 
     name: str
@@ -53,7 +53,7 @@ class Kept:
 class Survey:
     """Everything in a folder, by name. damaged, unreadable: what is wrong with a file, or with reading it."""
 
-    kept: list[Kept] = field(factory=list[Kept])
+    kept: list[SurveyedFile] = field(factory=list[SurveyedFile])
     damaged: dict[str, str] = field(factory=dict[str, str])
     unreadable: dict[str, str] = field(factory=dict[str, str])
     newer: list[str] = field(factory=list[str])
@@ -63,7 +63,7 @@ class Survey:
     recents: list[str] = field(factory=list[str])
     strangers: list[str] = field(factory=list[str])  # not ours
     sizes: dict[str, int] = field(factory=dict[str, int])
-    journal: journal.Kept | None = None
+    journal: journal.Replayed | None = None
 
     def bytes_of(self, names: Iterable[str]) -> int:
         return sum(self.sizes.get(name, 0) for name in names)
@@ -147,7 +147,7 @@ def describe(folder: Folder, name: str, known: Mapping[int, Entry], found: Surve
         found.unreadable[name] = error.strerror or str(error)
 
 
-def described(name: str, descriptor: int, known: Mapping[int, Entry]) -> Kept:
+def described(name: str, descriptor: int, known: Mapping[int, Entry]) -> SurveyedFile:
     named = parse_name(name)
     assert named is not None
     size = os.fstat(descriptor).st_size
@@ -156,7 +156,9 @@ def described(name: str, descriptor: int, known: Mapping[int, Entry]) -> Kept:
     remembered = known.get(named[1])
     if remembered is not None and remembered.keys == entry.keys:
         entry.hits, entry.used = remembered.hits, remembered.used
-    return Kept(name, entry, said.identity, said.block_size, sum(content for _, content in table(descriptor, size)[1:]))
+    return SurveyedFile(
+        name, entry, said.identity, said.block_size, sum(content for _, content in table(descriptor, size)[1:])
+    )
 
 
 def table(descriptor: int, size: int) -> list[Sizes]:
@@ -274,7 +276,7 @@ class Sequence:
     or where they are missing the first that are there.
     """
 
-    files: list[Kept]
+    files: list[SurveyedFile]
     whole: bool
     beginning: bytes
 
@@ -295,7 +297,7 @@ class Sequence:
         return max(one.entry.hits for one in self.files)
 
 
-def sequences(kept: Iterable[Kept]) -> list[Sequence]:
+def sequences(kept: Iterable[SurveyedFile]) -> list[Sequence]:
     """Of one identity, those used last first; each file in exactly one of them."""
     runs = [one for one in kept if one.entry.kind == "rows"]
     holders = {key: one for one in runs for key in one.entry.keys}
@@ -306,7 +308,7 @@ def sequences(kept: Iterable[Kept]) -> list[Sequence]:
     return [sequence(last, holders, taken) for last in ends]
 
 
-def sequence(last: Kept, holders: Mapping[bytes, Kept], taken: set[str]) -> Sequence:
+def sequence(last: SurveyedFile, holders: Mapping[bytes, SurveyedFile], taken: set[str]) -> Sequence:
     """Back from its end: files that nobody has yet are its own, until one that somebody has."""
     files, one, before = [last], last, holders.get(last.entry.parent)
     while before is not None and before.name not in taken:

@@ -12,7 +12,7 @@ from rich.console import Console
 from adapters.store import journal, recent, survey
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.index import Index
-from adapters.store.survey import Kept, Survey
+from adapters.store.survey import Survey, SurveyedFile
 from engine.cache.look import SHOWN_IDENTITY, Identity, identities, looked_at, wide
 from engine.refusal import Refusal
 from engine.simulation.report import size
@@ -32,7 +32,7 @@ class Removal:
     """Names by the reason that they go."""
 
     names: dict[str, str]
-    left: list[Kept]
+    left: list[SurveyedFile]
 
     def add(self, names: Iterable[str], why: str) -> None:
         self.names |= dict.fromkeys(names, why)

@@ -12,7 +12,7 @@ from rich.console import Console
 from adapters.store import survey
 from adapters.store.blocks import root
 from adapters.store.folder import Folder, FolderUnusable
-from adapters.store.survey import Kept, Survey
+from adapters.store.survey import Survey, SurveyedFile
 from engine.refusal import Refusal
 from engine.simulation.report import WIDTH
 
@@ -25,10 +25,10 @@ class Identity:
 
     name: str
     block_size: int
-    files: tuple[Kept, ...]
+    files: tuple[SurveyedFile, ...]
 
     @property
-    def rows(self) -> list[Kept]:
+    def rows(self) -> list[SurveyedFile]:
         return [one for one in self.files if one.entry.kind == "rows"]
 
     @property
@@ -59,7 +59,7 @@ class Identity:
 
 def identities(found: Survey) -> list[Identity]:
     """Used last, listed first."""
-    groups: dict[tuple[str, int], list[Kept]] = {}
+    groups: dict[tuple[str, int], list[SurveyedFile]] = {}
     for one in found.kept:
         groups.setdefault((one.identity, one.block_size), []).append(one)
     each = [Identity(name, block_size, tuple(files)) for (name, block_size), files in groups.items()]

@@ -15,7 +15,7 @@ from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
 from adapters.store import survey
 from adapters.store.blocks import WIDTH
-from adapters.store.survey import Kept, Survey, sequences
+from adapters.store.survey import Survey, SurveyedFile, sequences
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.cache.look import SHOWN_IDENTITY, Identity, identities, looked_at, wide
@@ -90,7 +90,7 @@ def identity_table(each: Sequence[Identity]) -> Table:
     return made
 
 
-def ratio(files: Iterable[Kept]) -> str:
+def ratio(files: Iterable[SurveyedFile]) -> str:
     """How much smaller the files are than what is in them."""
     listed = list(files)
     return f"{sum(one.content for one in listed) / max(1, sum(one.entry.size for one in listed)):.2f}x"

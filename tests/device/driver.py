@@ -9,7 +9,7 @@ from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
-from adapters.device.sampling import Pick, Row, Sampler, pick
+from adapters.device.sampling import Draw, Pick, Sampler, pick
 from adapters.models.dense import DenseShard
 from adapters.models.qwen3 import Qwen3Config
 from adapters.models.shard import Segment, Step
@@ -135,7 +135,7 @@ def straightforward(kind, prompt, sampling, count) -> list[int]:
             sampler = Sampler(sampling, tuple(prompt), VOCAB, shard.device)
             if tokens[len(prompt) :]:
                 sampler.append(tokens[len(prompt) :])
-            (found,) = pick(logits.reshape(1, -1), [Row(sampler, len(tokens))])
+            (found,) = pick(logits.reshape(1, -1), [Draw(sampler, len(tokens))])
             assert isinstance(found, Pick)
             tokens.append(found.token)
     return tokens[len(prompt) :]

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from adapters.device.noise import gumbel
-from adapters.device.sampling import NotFinite, Pick, Row, Sampler, pick
+from adapters.device.sampling import Draw, NotFinite, Pick, Sampler, pick
 from adapters.device.truncation import allowed
 from effects.job import Sampling
 
@@ -41,7 +41,7 @@ def sampler_of(sampling: Sampling, answer: tuple[int, ...] = (), vocab: int = VO
 
 
 def picked(logits: Tensor, sampling: Sampling, position: int = 0, answer: tuple[int, ...] = ()) -> Pick:
-    (found,) = pick(logits.reshape(1, -1), [Row(sampler_of(sampling, answer, logits.numel()), position)])
+    (found,) = pick(logits.reshape(1, -1), [Draw(sampler_of(sampling, answer, logits.numel()), position)])
     assert isinstance(found, Pick)
     return found
 
@@ -49,7 +49,7 @@ def picked(logits: Tensor, sampling: Sampling, position: int = 0, answer: tuple[
 def drawn(logits: Tensor, sampling: Sampling, count: int) -> np.ndarray:
     """How often each token is picked over so many positions."""
     sampler = sampler_of(sampling, vocab=logits.numel())
-    rows = [Row(sampler, position) for position in range(count)]
+    rows = [Draw(sampler, position) for position in range(count)]
     picks = pick(logits.expand(count, -1), rows)
     return np.bincount([found.token for found in picks], minlength=logits.numel())
 
@@ -105,7 +105,7 @@ def test_tokens_are_drawn_from_the_exact_distribution(kind):
 def test_seeds_give_independent_draws_from_the_exact_distribution():
     logits = logits_of(2, vocab=50)
     samplers = [Sampler(evolve(SAMPLED, seed=seed), PROMPT, 50) for seed in range(2000)]
-    picks = pick(logits.expand(2000, -1), [Row(sampler, 17) for sampler in samplers])
+    picks = pick(logits.expand(2000, -1), [Draw(sampler, 17) for sampler in samplers])
     counts = np.bincount([found.token for found in picks], minlength=50)
     assert_distributed(counts, reference(logits[0], SAMPLED))
 
@@ -114,7 +114,7 @@ def test_consecutive_positions_are_independent():
     logits = torch.tensor([0.0, 0.5, 1.0])
     chances = reference(logits, evolve(SAMPLED, temperature=1.0))
     sampler = sampler_of(evolve(SAMPLED, temperature=1.0), vocab=3)
-    tokens = [found.token for found in pick(logits.expand(3001, -1), [Row(sampler, at) for at in range(3001)])]
+    tokens = [found.token for found in pick(logits.expand(3001, -1), [Draw(sampler, at) for at in range(3001)])]
     pairs = np.bincount([3 * a + b for a, b in pairwise(tokens)], minlength=9)
     assert_distributed(pairs, np.outer(chances, chances).flatten())
 
@@ -214,7 +214,7 @@ def test_one_row_of_a_block_is_picked_like_the_same_position_alone():
     sampling = evolve(SAMPLED, presence_penalty=1.0, repetition_penalty=1.3, top_p=0.9)
     logits, drafted = logits_of(8, rows=4), (11, 12, 13)
     sampler = sampler_of(sampling, (10,))
-    block = pick(logits, [Row(sampler, 20 + at, drafted[:at]) for at in range(4)])
+    block = pick(logits, [Draw(sampler, 20 + at, drafted[:at]) for at in range(4)])
     for at in range(4):
         assert block[at] == picked(logits[at], sampling, 20 + at, (10, *drafted[:at]))
 
@@ -300,7 +300,7 @@ MIX = [
 @pytest.mark.parametrize("vocab", [VOCAB, 4099])
 def test_a_pick_depends_on_its_own_row_only(vocab):
     logits = logits_of(10, vocab, rows=len(MIX))
-    rows = [Row(sampler_of(sampling, (6, 7), vocab), 50 + index) for index, sampling in enumerate(MIX)]
+    rows = [Draw(sampler_of(sampling, (6, 7), vocab), 50 + index) for index, sampling in enumerate(MIX)]
     alone = [pick(logits[index : index + 1].clone(), [row])[0] for index, row in enumerate(rows)]
     assert pick(logits, rows) == alone
     order = list(range(len(MIX)))
@@ -312,7 +312,7 @@ def test_a_pick_depends_on_its_own_row_only(vocab):
 def test_the_same_request_gives_the_same_tokens_and_another_seed_others():
     logits = logits_of(11, rows=40)
     runs = [
-        [found.token for found in pick(logits, [Row(sampler_of(evolve(SAMPLED, seed=seed)), at) for at in range(40)])]
+        [found.token for found in pick(logits, [Draw(sampler_of(evolve(SAMPLED, seed=seed)), at) for at in range(40)])]
         for seed in (1, 1, 2, 2**63 - 1)
     ]
     assert runs[0] == runs[1]
@@ -344,7 +344,7 @@ def test_logprobs_hold_as_many_alternatives_as_asked_for_and_none_unasked():
 @pytest.mark.parametrize("sampling", [Sampling(), MIX[7]], ids=["greedy", "sampled"])
 def test_a_row_that_is_not_finite_fails_alone(bad, sampling):
     logits = logits_of(14, rows=3)
-    rows = [Row(sampler_of(sampling), 30 + index) for index in range(3)]
+    rows = [Draw(sampler_of(sampling), 30 + index) for index in range(3)]
     expected = pick(logits, rows)
     logits[1, 77] = bad
     first, broken, last = pick(logits, rows)
@@ -354,26 +354,26 @@ def test_a_row_that_is_not_finite_fails_alone(bad, sampling):
 
 def test_penalties_that_overflow_fail_clearly():
     sampler = sampler_of(Sampling(repetition_penalty=1e-40))
-    (found,) = pick(logits_of(15), [Row(sampler, 1)])
+    (found,) = pick(logits_of(15), [Draw(sampler, 1)])
     assert isinstance(found, NotFinite)
 
 
 def test_the_logits_are_left_as_they_were():
     logits = logits_of(16, rows=len(MIX))
     before = logits.clone()
-    pick(logits, [Row(sampler_of(sampling), 3) for sampling in MIX])
+    pick(logits, [Draw(sampler_of(sampling), 3) for sampling in MIX])
     assert torch.equal(logits, before)
 
 
 @pytest.mark.cuda
 def test_cuda_picks_what_the_host_picks_and_a_batch_picks_what_one_row_does():
     logits = logits_of(17, 4099, rows=len(MIX))
-    rows = [Row(sampler_of(sampling, (6, 7), 4099), 50 + index) for index, sampling in enumerate(MIX)]
+    rows = [Draw(sampler_of(sampling, (6, 7), 4099), 50 + index) for index, sampling in enumerate(MIX)]
     there = []
     for index, sampling in enumerate(MIX):
         sampler = Sampler(sampling, PROMPT, 4099, "cuda")
         sampler.append((6, 7))
-        there.append(Row(sampler, 50 + index))
+        there.append(Draw(sampler, 50 + index))
     together = pick(logits.cuda(), there)
     assert [found.token for found in together] == [found.token for found in pick(logits, rows)]
     assert together == [pick(logits[index : index + 1].cuda(), [row])[0] for index, row in enumerate(there)]
@@ -383,7 +383,7 @@ def test_cuda_picks_what_the_host_picks_and_a_batch_picks_what_one_row_does():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_decode_step_of_picks_waits_for_the_device_once():
     logits = logits_of(18, 4099, rows=len(MIX)).cuda()
-    rows = [Row(Sampler(sampling, PROMPT, 4099, "cuda"), index) for index, sampling in enumerate(MIX)]
+    rows = [Draw(Sampler(sampling, PROMPT, 4099, "cuda"), index) for index, sampling in enumerate(MIX)]
     pick(logits, rows)
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import anyio
 import pytest
-import torch
 from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor
@@ -20,7 +19,7 @@ from adapters.device.lane import DeviceLane
 from adapters.device.proposer import DraftRequest
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
-from adapters.models.shard import Kept, Step
+from adapters.models.numerics import Numerics
 from adapters.store.format import Layout
 from adapters.store.opening import open_store
 from adapters.store.store import Store
@@ -32,6 +31,10 @@ from effects.job import Job, Sampling
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot
 from engine.assemble import Engine, engine
+from engine.kept import Kept
+from engine.options import Options
+from engine.refusal import Refusal
+from engine.target import decide, layout
 from states.settings import Settings
 from tests.models.recurrent_shard import VOCAB, RecurrentShard
 from tests.store.kit import settled
@@ -67,7 +70,7 @@ class Guesses:
             trees.append(chain((so_far[-1], *(token if self.errors.random() < 0.75 else 3 for token in guess))))
         return trees
 
-    def follow(self, step: Step, aux: Mapping[int, torch.Tensor], kept: Sequence[Kept], states: object) -> None: ...
+    def follow(self, *how: object) -> None: ...
 
     def catch_up(self, slot: int) -> None: ...
 
@@ -186,3 +189,17 @@ async def test_streams_side_by_side_each_have_their_own_state(tmp_path: Path) ->
             for number in range(len(jobs)):
                 tasks.start_soon(one, number)
     assert [one.tokens for one in found] == alone
+
+
+async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path) -> None:
+    lane, shard = DeviceLane(), RecurrentShard(2, 256, BUCKETS)
+    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
+    numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
+    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "context": 256}
+    settings = await lane.run(partial(decide, Options(), executor, shard, None, **how))
+    assert settings.stateful
+    assert all(settings.rates.prefill), "chunks are timed wherever they stand, whatever state was there"
+    assert layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
+    with pytest.raises(Refusal, match=r"--ddtree: each node of a tree would need a state of its own"):
+        await lane.run(partial(decide, Options(ddtree=True), executor, shard, None, **how))
+    assert executor.close()

@@ -19,7 +19,7 @@ CAPACITY = 64
 TOKENS = tuple(range(1, 1 + 12 * BLOCK_SIZE))
 
 
-class Slots:
+class TwoSlots:
     """Two slots of the layout's rows, in memory."""
 
     addressed, row_spec = True, ROWS
@@ -59,7 +59,7 @@ def filled(path: Path) -> Store:
 
 def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsing, "LEAST", 1)
-    store, slots = filled(path), Slots()
+    store, slots = filled(path), TwoSlots()
     assert store.disk is not None
     names = listed(path)
     entries, figures = list(store.disk.index.entries.values()), store.figures()
@@ -77,7 +77,7 @@ def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pyt
 def test_too_few_of_its_own_tell_nothing(path: Path) -> None:
     store = filled(path)
     assert store.disk is not None
-    with Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE).files(store.disk) as loads:
+    with Rehearsal(store, (TwoSlots(),), CAPACITY, BLOCK_SIZE).files(store.disk) as loads:
         assert loads == []
     store.close()
 
@@ -88,7 +88,7 @@ def test_a_damaged_file_brings_nothing_and_is_put_aside_once(path: Path, monkeyp
     assert store.disk is not None
     for file in path.glob("*.zst"):
         file.write_bytes(bytes(file.stat().st_size))
-    rehearsal = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE)
+    rehearsal = Rehearsal(store, (TwoSlots(),), CAPACITY, BLOCK_SIZE)
     with rehearsal.files(store.disk) as loads:
         assert rehearsal.alone(loads) == 0
         assert rehearsal.alone(loads) == 0
@@ -100,7 +100,7 @@ def test_a_damaged_file_brings_nothing_and_is_put_aside_once(path: Path, monkeyp
 
 @pytest.mark.parametrize("codec", ["store", "zstd"])
 def test_samples_are_read_and_gone(path: Path, codec: str) -> None:
-    store, slots = disk_store(path), Slots()
+    store, slots = disk_store(path), TwoSlots()
     assert store.disk is not None
     slots.all[0, ..., :BLOCK_SIZE, :] = 3
     names, rehearsal = listed(path), Rehearsal(store, (slots,), CAPACITY, BLOCK_SIZE)
@@ -116,7 +116,7 @@ def test_samples_are_read_and_gone(path: Path, codec: str) -> None:
 def test_samples_that_were_left_behind_are_removed_at_the_next_start(path: Path) -> None:
     store = disk_store(path)
     assert store.disk is not None
-    left = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE).samples(store.disk, "store")
+    left = Rehearsal(store, (TwoSlots(),), CAPACITY, BLOCK_SIZE).samples(store.disk, "store")
     left.__enter__()  # and never left: as after `kill -9`
     assert any(name.startswith(".new-") for name in listed(path))
     store.close()
@@ -128,7 +128,7 @@ def test_samples_that_were_left_behind_are_removed_at_the_next_start(path: Path)
 def test_a_small_budget_has_no_room_for_samples(path: Path) -> None:
     store = disk_store(path, disk=1000)
     assert store.disk is not None
-    rehearsal = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE)
+    rehearsal = Rehearsal(store, (TwoSlots(),), CAPACITY, BLOCK_SIZE)
     with rehearsal.samples(store.disk, "store") as loads:
         assert loads == []
         assert rehearsal.alone(loads) == 0
@@ -137,18 +137,18 @@ def test_a_small_budget_has_no_room_for_samples(path: Path) -> None:
 
 def test_both_sides_at_once(path: Path) -> None:
     store, computed = disk_store(path, disk=BIG), list[int]()
-    rehearsal = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE)
+    rehearsal = Rehearsal(store, (TwoSlots(),), CAPACITY, BLOCK_SIZE)
     load_ns, compute_ns = rehearsal.beside(rehearsal.copies(), lambda: computed.append(1))
     assert load_ns > 0
     assert compute_ns >= 0
     assert computed
-    assert Mover(Slots(), ROWS).anywhere
+    assert Mover(TwoSlots(), ROWS).anywhere
     store.close()
 
 
 def test_a_computation_that_fails_ends_the_loading(path: Path) -> None:
     store = disk_store(path)
-    rehearsal = Rehearsal(store, (Slots(),), CAPACITY, BLOCK_SIZE)
+    rehearsal = Rehearsal(store, (TwoSlots(),), CAPACITY, BLOCK_SIZE)
 
     def fails() -> None:
         raise MemoryError("no room")

@@ -90,7 +90,7 @@ class Caches:
 
 
 @define
-class Bench:
+class StatefulBench:
     executor: DeviceExecutor
     moving: Transfer
     shard: RecurrentShard
@@ -129,7 +129,7 @@ class Bench:
         """On a shard of its own, row by row: nothing is kept, shared or proposed."""
         lane = DeviceLane()
         alone = DeviceExecutor(RecurrentShard(1, CAPACITY, (1,)), (1,), lane=lane)
-        bench = Bench(alone, self.moving, self.shard, self.draft)
+        bench = StatefulBench(alone, self.moving, self.shard, self.draft)
         bench.open(1, 0, prompt)
         for at in range(len(prompt) - 1):
             assert await bench.one(1, RunPrefill(SlotId(0), at, at + 1)) == PrefillAdvanced(at + 1)
@@ -165,7 +165,7 @@ class Bench:
         return state
 
 
-def made(folder: Path, host: int) -> Bench:
+def made(folder: Path, host: int) -> StatefulBench:
     lane, lock, shard, draft = (
         DeviceLane(),
         threading.RLock(),
@@ -178,28 +178,28 @@ def made(folder: Path, host: int) -> Bench:
     moving = transfer(store, (shard,), lane, executor.serving, draft=draft)
     executor.handle(SaveSnapshot, moving.saver.save)
     executor.checkpointed_by(moving.saver.checkpoint)
-    return Bench(executor, moving, shard, draft)
+    return StatefulBench(executor, moving, shard, draft)
 
 
-def ended(bench: Bench) -> None:
+def ended(bench: StatefulBench) -> None:
     assert bench.store.figures()["leases"] == 0
     assert bench.executor.close()
     bench.moving.close()
 
 
 @pytest.fixture(params=["host", "disk"])
-async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[StatefulBench]:
     found = made(tmp_path / "kv", 1 << 30 if request.param == "host" else 0)
     yield found
     ended(found)
 
 
-async def test_chunks_and_rows_one_by_one_come_to_the_same(bench: Bench) -> None:
+async def test_chunks_and_rows_one_by_one_come_to_the_same(bench: StatefulBench) -> None:
     bench.open(1, 0)
     assert await bench.goes_on(1, 0, 0) == await bench.cold()
 
 
-async def test_a_restored_state_goes_on_as_a_cold_one(bench: Bench) -> None:
+async def test_a_restored_state_goes_on_as_a_cold_one(bench: StatefulBench) -> None:
     await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
     assert bench.state(1).drafted == (0, 72)
@@ -218,7 +218,7 @@ async def test_a_new_process_goes_on_from_what_an_earlier_one_kept(tmp_path: Pat
     ended(second)
 
 
-async def test_a_slot_is_used_again_without_the_state_of_before(bench: Bench) -> None:
+async def test_a_slot_is_used_again_without_the_state_of_before(bench: StatefulBench) -> None:
     other = PROMPT[::-1]
     bench.open(1, 0, other)
     await bench.goes_on(1, 0, 0, other)
@@ -227,14 +227,14 @@ async def test_a_slot_is_used_again_without_the_state_of_before(bench: Bench) ->
 
 
 @pytest.mark.parametrize("slot", [0, 1])
-async def test_a_sequence_is_continued_in_place_or_copied_with_its_state(bench: Bench, slot: int) -> None:
+async def test_a_sequence_is_continued_in_place_or_copied_with_its_state(bench: StatefulBench, slot: int) -> None:
     bench.open(1, 0, PROMPT[:41])
     await bench.prefill(1, 0, 0, 40)
     bench.open(2, slot, PROMPT, source=0, keep=40)
     assert await bench.goes_on(2, slot, 40) == await bench.cold()
 
 
-async def test_nothing_is_continued_from_where_the_state_is_not(bench: Bench) -> None:
+async def test_nothing_is_continued_from_where_the_state_is_not(bench: StatefulBench) -> None:
     bench.open(1, 0)
     await bench.prefill(1, 0)
     bench.open(2, 1, PROMPT, source=0, keep=40)
@@ -245,7 +245,9 @@ async def test_nothing_is_continued_from_where_the_state_is_not(bench: Bench) ->
 
 
 @pytest.mark.parametrize("wrong", [range(0), range(0, 20, 3), range(0, 20, 2), range(20)])
-async def test_proposals_that_are_rolled_back_leave_the_state_of_plain_decoding(bench: Bench, wrong: range) -> None:
+async def test_proposals_that_are_rolled_back_leave_the_state_of_plain_decoding(
+    bench: StatefulBench, wrong: range
+) -> None:
     cold = await bench.cold(count=20)
     answer = [token for one in cold for token in one.tokens]
     bench.draft.guess[0] = [token + 1 if at in wrong else token for at, token in enumerate(answer)]
@@ -260,26 +262,26 @@ async def test_proposals_that_are_rolled_back_leave_the_state_of_plain_decoding(
     assert continued == await bench.cold((*tokens, 7)), "what stays in the slot is the state of what was kept"
 
 
-async def test_a_prompt_that_goes_another_way_continues_from_the_checkpoint_before(bench: Bench) -> None:
+async def test_a_prompt_that_goes_another_way_continues_from_the_checkpoint_before(bench: StatefulBench) -> None:
     await bench.kept()
     other = (*PROMPT[:60], *PROMPT[:20])
     assert await bench.restored(2, 1, other) == rows(32)
     assert await bench.goes_on(2, 1, 32, other) == await bench.cold(other)
 
 
-async def test_rows_without_a_checkpoint_are_no_hit(bench: Bench) -> None:
+async def test_rows_without_a_checkpoint_are_no_hit(bench: StatefulBench) -> None:
     await bench.kept(checkpoints=())
     assert await bench.restored(2, 1) == PrefixMissed("no_checkpoint:0")
 
 
-async def test_rows_that_the_draft_did_not_see_stay_without(bench: Bench) -> None:
+async def test_rows_that_the_draft_did_not_see_stay_without(bench: StatefulBench) -> None:
     await bench.kept(drafted=False)
     assert await bench.restored(2, 1) == rows(72)
     assert bench.state(1).drafted == (72, 72)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
 
-async def test_a_drafts_rows_may_be_kept_later(bench: Bench) -> None:
+async def test_a_drafts_rows_may_be_kept_later(bench: StatefulBench) -> None:
     await bench.kept(drafted=False)
     await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
@@ -295,7 +297,9 @@ def spoil(folder: Path, store: Store, kind: str) -> None:
     file.write_bytes(raw)
 
 
-async def test_a_damaged_checkpoint_is_a_miss_and_then_the_one_before_is_found(bench: Bench, tmp_path: Path) -> None:
+async def test_a_damaged_checkpoint_is_a_miss_and_then_the_one_before_is_found(
+    bench: StatefulBench, tmp_path: Path
+) -> None:
     await bench.kept()
     bench.store.host.index.budget = 0
     bench.store.release(bench.store.find(PROMPT, 0)[0])  # what memory held is gone
@@ -309,7 +313,7 @@ async def test_a_damaged_checkpoint_is_a_miss_and_then_the_one_before_is_found(b
     assert await bench.goes_on(3, 2, 32) == cold
 
 
-async def test_damaged_draft_rows_cost_the_draft_only(bench: Bench, tmp_path: Path) -> None:
+async def test_damaged_draft_rows_cost_the_draft_only(bench: StatefulBench, tmp_path: Path) -> None:
     await bench.kept()
     bench.store.host.index.budget = 0
     bench.store.release(bench.store.find(PROMPT, 0)[0])
@@ -319,7 +323,7 @@ async def test_damaged_draft_rows_cost_the_draft_only(bench: Bench, tmp_path: Pa
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
 
-async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: Bench) -> None:
+async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: StatefulBench) -> None:
     await bench.kept()
     for start, stop in ((0, 40), (8, 72)):
         bench.open(2, 1)
@@ -330,7 +334,7 @@ async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: Bench
             bench.store.lease(LeaseId(found.lease))
 
 
-async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: Bench) -> None:
+async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: StatefulBench) -> None:
     bench.open(1, 0)
     await bench.prefill(1, 0, 0, 20)
 
@@ -343,7 +347,7 @@ async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: Bench) -> No
 
 
 async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: StatefulBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(size: int) -> None:
         raise MemoryError(f"{size} bytes of host memory")
@@ -357,7 +361,7 @@ async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(
 
 
 async def test_a_state_that_cannot_be_put_back_leaves_nothing_to_go_on_from(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: StatefulBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Part of it may be there already, so the state of before is gone as well."""
     await bench.kept()
@@ -378,7 +382,7 @@ async def test_a_state_that_cannot_be_put_back_leaves_nothing_to_go_on_from(
     assert await bench.goes_on(3, 1, 0) == await bench.cold()
 
 
-async def test_what_is_on_the_device_goes_on_with_a_state_that_is_kept(bench: Bench) -> None:
+async def test_what_is_on_the_device_goes_on_with_a_state_that_is_kept(bench: StatefulBench) -> None:
     await bench.kept()
     bench.open(2, 1)
     await bench.prefill(2, 1, 0, 16)
@@ -389,7 +393,7 @@ async def test_what_is_on_the_device_goes_on_with_a_state_that_is_kept(bench: Be
 
 
 async def test_a_draft_without_memory_does_not_undo_what_the_target_did(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: StatefulBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no room for what the draft would have to remember")
