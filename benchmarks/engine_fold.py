@@ -20,7 +20,7 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
-from states.events import Submitted
+from states.events import ForRequest, Submitted
 from states.settings import Settings
 from states.world import Out, World, advance, begin
 
@@ -56,11 +56,11 @@ def aged(world: World, finished: int) -> World:
     job = Job(prompt=(1, 2), max_tokens=1, speculate=False)
     for number in range(finished):
         request = RequestId(number)
-        world, outs = advance(world, request, Submitted(job))
+        world, outs = advance(world, ForRequest(request, Submitted(job)))
         todo = deque(launches(outs))
         while todo:
             for ask in todo.popleft().asks:
-                world, outs = advance(world, ask.request, answer(ask.effect))
+                world, outs = advance(world, ForRequest(ask.request, answer(ask.effect)))
                 todo.extend(launches(outs))
     return world
 
@@ -70,14 +70,14 @@ def measure(world: World, case: Case, decode_steps: int) -> list[float]:
     todo, first = deque[Launch](), 10**9
     for number in range(case.live + case.waiting):
         job = Job(tuple(range(number, number + case.prompt)), max_tokens=10**6, speculate=case.draft)
-        world, outs = advance(world, RequestId(first + number), Submitted(job))
+        world, outs = advance(world, ForRequest(RequestId(first + number), Submitted(job)))
         todo.extend(launches(outs))
     took = list[float]()
     while len(took) < decode_steps:
         for ask in todo.popleft().asks:
-            event, decoding = answer(ask.effect), isinstance(ask.effect, RunDecode)
+            event, decoding = ForRequest(ask.request, answer(ask.effect)), isinstance(ask.effect, RunDecode)
             start = time.perf_counter_ns()
-            world, outs = advance(world, ask.request, event)
+            world, outs = advance(world, event)
             if decoding:
                 took.append((time.perf_counter_ns() - start) / 1000)
             todo.extend(launches(outs))

@@ -13,7 +13,7 @@ LeaseId = NewType("LeaseId", int)  # a hit in the block store: held until its ro
 Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
 Tier: TypeAlias = Literal["none", "device", "host", "disk"]
-FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken"]
+FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken", "lost"]
 
 
 class Lane(Enum):
@@ -25,7 +25,11 @@ class Lane(Enum):
 
 @frozen
 class DeviceFailed:
-    """A device effect did not happen. What had been acknowledged before it still holds."""
+    """A device effect did not happen.
+
+    What had been acknowledged before it still holds where it was abandoned or ran out of memory. After anything else
+    nobody knows what the slot's rows are worth. lost: they are gone, as `SlotsLost` has told.
+    """
 
     kind: FailureKind
     detail: str

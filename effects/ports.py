@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import frozen
 
 from effects.all import Launch, Outcome
-from effects.ids import RequestId
+from effects.ids import RequestId, SlotId
 from effects.job import Job, Report
 from effects.stream import EmitTokens, Finish, ReportProgress
 
@@ -24,10 +24,15 @@ Stage: TypeAlias = Literal[
     "Snapshotting",
     "Parking",
     "Draining",
+    "Recovering",
+    "Yielding",
 ]
 """What a request does, as clients are told: in answers, /slots, /props and metrics. Names that others build upon."""
 QUEUE_STAGES: tuple[Stage, ...] = ("Waiting",)
-PROMPT_STAGES: tuple[Stage, ...] = ("LookingUp", "Restoring", "Compressing", "Unparking", "Prefilling")
+PROMPT_STAGES: tuple[Stage, ...] = (
+    *("LookingUp", "Restoring", "Compressing", "Unparking", "Prefilling"),
+    *("Recovering", "Yielding"),
+)
 ANSWER_STAGES: tuple[Stage, ...] = ("Speculating",)
 
 # Executors are tables, symmetrical to the transition table: effect type -> what carries it out.
@@ -35,6 +40,14 @@ Perform: TypeAlias = Callable[[RequestId, Any], Awaitable[Outcome]]
 Settle: TypeAlias = Callable[["tuple[Outcome, ...] | BaseException"], None]  # one outcome per ask, in order
 Submit: TypeAlias = Callable[[Launch, Settle], None]  # taken at once; settled once, on the event loop
 Notify: TypeAlias = Callable[[RequestId, Any], None]
+
+
+class RowsLost(Exception):
+    """Raised by an executor: the rows of these slots are gone, not only what it was asked to do."""
+
+    def __init__(self, slots: Iterable[SlotId], why: str) -> None:
+        super().__init__(why)
+        self.slots = tuple(slots)
 
 
 @frozen

@@ -18,7 +18,7 @@ from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.meter import STAGES, Meter
 from engine.runner import Runner
 from states import residency
-from states.events import Cancelled, Submitted
+from states.events import Cancelled, ForRequest, Submitted
 from states.slots import Slot
 from states.world import World
 
@@ -35,9 +35,16 @@ class EngineTicket:
     _news: anyio.Event = field(factory=anyio.Event)
     _cancelled: bool = False
     _closed: bool = False
+    _done: int = 0  # prompt tokens that the client was told are in place
+    _answering: bool = False
 
     def put(self, message: Message) -> None:
         assert not self._closed, "the stream is closed already"
+        if isinstance(message, ReportProgress):
+            if self._answering or message.done < self._done:
+                return  # of a prompt that is computed again, behind the client's back
+            self._done = message.done
+        self._answering = self._answering or isinstance(message, EmitTokens)
         self._closed = isinstance(message, Closed)
         self._messages.append(message)
         self._news.set()
@@ -80,12 +87,12 @@ class EngineDoor:
             ticket.put(Closed("queue_full", Report(len(job.prompt)), "too many requests at once", {}))
         else:
             self._tickets[ticket.request] = ticket
-            self.runner.post(ticket.request, Submitted(job))
+            self.runner.post(ForRequest(ticket.request, Submitted(job)))
         return ticket
 
     def cancel(self, request: RequestId, reason: CancelReason) -> None:
         if request in self._tickets:
-            self.runner.post(request, Cancelled(reason))
+            self.runner.post(ForRequest(request, Cancelled(reason)))
 
     def emit(self, request: RequestId, effect: EmitTokens | ReportProgress) -> None:
         self._tickets[request].put(effect)

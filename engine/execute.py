@@ -6,7 +6,7 @@ No draft is needed, whatever the trace was recorded with: what the target agreed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from engine.replay import Diverged, Replay, show
 from engine.runner import Envelope
 from engine.target import Mismatched
 from engine.trace import LINE_LIMIT, BadTrace, Header, Line, read_sized
+from states.events import ForRequest
 from states.world import Out
 
 CARRIED_OUT = (RunPrefill, RunDecode)
@@ -74,7 +75,9 @@ class Ahead:
             line = self._next[seen]
             seen, size = seen + 1, size + line.size
             match line.record:
-                case Envelope(_, _, request, Decoded() | DeviceFailed() as outcome) if request in missing:
+                case Envelope(happened=ForRequest(request, Decoded() | DeviceFailed() as outcome)) if (
+                    request in missing
+                ):
                     missing.remove(request)
                     found[request] = outcome.tokens if isinstance(outcome, Decoded) else ()
                 case _ if size > AHEAD:
@@ -146,24 +149,24 @@ class Execution:
                 pass
 
     async def compare(self, number: int, envelope: Envelope) -> None:
-        match envelope.event:
-            case Decoded() as recorded:
-                actual = self.answers.pop(envelope.request, None)
+        match envelope.happened:
+            case ForRequest(request, Decoded() as recorded):
+                actual = self.answers.pop(request, None)
                 if not isinstance(actual, Decoded) or (actual.tokens, actual.logprobs) != (
                     recorded.tokens,
                     recorded.logprobs,
                 ):
                     raise differs(number, envelope, actual)
                 self.tokens += len(recorded.tokens)
-            case PrefillAdvanced(stop):
-                actual = self.answers.pop(envelope.request, None)
+            case ForRequest(request, PrefillAdvanced(stop)):
+                actual = self.answers.pop(request, None)
                 if not isinstance(actual, PrefillAdvanced) or actual.stop != stop:
                     raise differs(number, envelope, actual)
-            case BlocksRestored(start, stop):
-                self.loaded[envelope.request] = (start, stop)
-                await self.compute_loaded(number, envelope.request)
-            case DeviceFailed():
-                self.answers.pop(envelope.request, None)
+            case ForRequest(request, BlocksRestored(start, stop)):
+                self.loaded[request] = (start, stop)
+                await self.compute_loaded(number, request)
+            case ForRequest(request, DeviceFailed()):
+                self.answers.pop(request, None)
             case _:
                 pass  # what is on the lane for it answers yet
 
@@ -184,10 +187,11 @@ class Execution:
                 raise differs(number, f"rows {start}..{stop} of request {request} were restored", outcome)
         self.valid[request] = stop
 
-    def forget(self, request: RequestId) -> None:
-        """It has left the world."""
+    def forget(self, living: Set[RequestId]) -> None:
+        """All others have left the world."""
         for kept in (self.answers, self.restores, self.valid, self.loaded):
-            kept.pop(request, None)
+            for request in kept.keys() - living:
+                del kept[request]
 
 
 def differs(number: int, recorded: object, executed: Outcome | None) -> Diverged:
@@ -224,8 +228,7 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
             await execution.compare(line.number, envelope)
             for out in outs:
                 await execution.carry_out(line.number, out)
-            if envelope.request not in run.world.requests:
-                execution.forget(envelope.request)
+            execution.forget(run.world.requests.keys())
         run.finish()
         return run, execution.tokens
     finally:

@@ -11,6 +11,7 @@ from effects.ids import RequestId
 from effects.ports import Stage
 from engine.runner import Envelope
 from states import life
+from states.events import ForRequest
 from states.world import Out, World
 
 STAGES: Mapping[type[life.State], Stage] = {
@@ -24,6 +25,8 @@ STAGES: Mapping[type[life.State], Stage] = {
     life.Snapshotting: "Snapshotting",
     life.Parking: "Parking",
     life.Draining: "Draining",
+    life.Recovering: "Recovering",
+    life.Yielding: "Yielding",
 }
 """What is told of each state that a request can be seen in; `New` and `Done` are left within the fold."""
 
@@ -40,7 +43,8 @@ class Meter:
 
     def observe(self, envelope: Envelope, outs: tuple[Out, ...], _: World, after: World) -> None:
         self._now_ns = envelope.at_ns
-        for request in dict.fromkeys((envelope.request, *touched(outs))):
+        own = (envelope.happened.request,) if isinstance(envelope.happened, ForRequest) else ()
+        for request in dict.fromkeys((*own, *touched(outs))):
             state = after.requests.get(request)
             self.enter(request, None if state is None else STAGES[type(state)])
 

@@ -17,24 +17,36 @@ from effects.ids import RequestId, Tokens
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed
 from engine.runner import Envelope
-from states.events import Event, Submitted
-from states.life import Held, remains
+from states.events import Event, ForEngine, ForRequest, Submitted
+from states.life import Held, Speculating, remains
 from states.world import Out, World, advance
+
+
+@define
+class Links:
+    """Of a request: the digest of all its tokens so far, and of its prompt alone, from which an answer starts."""
+
+    last: bytes = b""
+    served: bytes = b""
 
 
 @define
 class Redactor:
     world: World
     key: bytes = field(factory=lambda: secrets.token_bytes(32), repr=False)
-    _chains: dict[RequestId, bytes] = field(factory=dict[RequestId, bytes])
+    _links: dict[RequestId, Links] = field(factory=dict[RequestId, "Links"])
 
     def again(self, envelope: Envelope) -> tuple[Envelope, tuple[Out, ...], World]:
         """The same envelope without its text, and what follows from it."""
-        event = self.redact(envelope.request, envelope.event)
-        self.world, outs = advance(self.world, envelope.request, event)
-        if envelope.request not in self.world.requests:
-            self._chains.pop(envelope.request, None)
-        return evolve(envelope, event=event), outs, self.world
+        match envelope.happened:
+            case ForRequest(request, event):
+                envelope = evolve(envelope, happened=ForRequest(request, self.redact(request, event)))
+            case ForEngine():
+                pass
+        self.world, outs = advance(self.world, envelope.happened)
+        for left in self._links.keys() - self.world.requests.keys():
+            del self._links[left]
+        return envelope, outs, self.world
 
     def redact(self, request: RequestId, event: Event) -> Event:
         match event:
@@ -48,18 +60,23 @@ class Redactor:
             case Decoded(tokens):
                 state = self.world.requests.get(request)
                 stops = remains(state).prompt.job.stop_tokens if isinstance(state, Held) else ()
+                if isinstance(state, Speculating) and not state.answer.tokens:
+                    self._links[request].last = self._links[request].served  # its first, or its first once more
                 return evolve(event, tokens=self.chain(request, tokens, stops), logprobs=())
             case _:
                 return event
 
     def prompt(self, request: RequestId, tokens: Tokens) -> Tokens:
-        self._chains[request] = b""
-        return self.chain(request, tokens, ())
+        links = self._links[request] = Links()
+        redacted = self.chain(request, tokens, ())
+        links.served = links.last
+        return redacted
 
     def chain(self, request: RequestId, tokens: Tokens, stops: Tokens) -> Tokens:
-        link, out = self._chains.get(request, b""), list[int]()
+        links, out = self._links.setdefault(request, Links()), list[int]()
+        link = links.last
         for token in tokens:
             link = blake2b(link + token.to_bytes(8, "little"), key=self.key, digest_size=16).digest()
             out.append(token if token in stops else int.from_bytes(link[:5], "little"))
-        self._chains[request] = link
+        links.last = link
         return tuple(out)

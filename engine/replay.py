@@ -55,7 +55,7 @@ class Replay:
             raise Diverged(f"line {number}: event {envelope.seq} where event {self.events} was due: a line is missing")
         self.event = envelope
         try:
-            self.world, outs = advance(self.world, envelope.request, envelope.event)
+            self.world, outs = advance(self.world, envelope.happened)
         except (IllegalEvent, AssertionError, *UNREADABLE) as error:  # a trace is hostile input
             raise Diverged(f"line {number}: {show(envelope)}\n  cannot happen here: {error!r}") from error
         self.expected = list(outs)

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from attrs import define, field, frozen
 
 from effects.all import Ask, Launch, Outcome
-from effects.ids import DeviceFailed, FailureKind, RequestId, StoreFailed
-from effects.ports import Notify, Perform, Submit
-from states.events import Event
+from effects.ids import DeviceFailed, FailureKind, StoreFailed
+from effects.ports import Notify, Perform, RowsLost, Submit
+from states.events import ForEngine, ForRequest, Happened, SlotsLost
 from states.world import Out, World, advance
 
-T = TypeVar("T")
 log = logging.getLogger("rekindle.engine")
 
 
 @frozen
 class Envelope:
-    """An event as it entered the world: its place in the order, its time (monotonic), and whom it is for."""
+    """An event as it entered the world: its place in the order, its time (monotonic), and what it is."""
 
     seq: int
     at_ns: int
-    request: RequestId
-    event: Event
+    happened: Happened
 
 
 @frozen
@@ -48,28 +45,14 @@ Journal = Callable[[Envelope, "tuple[Out, ...]", World], None]
 Observe = Callable[[Envelope, "tuple[Out, ...]", World, World], None]
 
 
-@frozen
-class Broken:
-    """An executor raised."""
-
-    kind: FailureKind
-    detail: str
-
-
-async def attempt(work: Awaitable[T]) -> T | Broken:
-    try:
-        return await work
-    except Exception as error:
-        log.exception("an executor failed")
-        return Broken(failure_kind(error), describe(error))
-
-
 def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def failure_kind(error: BaseException) -> FailureKind:
     """What an executor's exception is called in the core."""
+    if isinstance(error, RowsLost):
+        return "lost"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out_of_memory"
     if isinstance(error, TimeoutError):
@@ -84,7 +67,8 @@ class Runner:
     """Events go in through `post`, which never blocks.
 
     The inbox holds what can be on its way at most: for each live request its submission, one cancellation and one
-    outcome per lane; `limit` is the number of live requests that the door allows. An overflow is a bug.
+    outcome per lane, or one word of lost rows in front of it; `limit` is the number of live requests that the door
+    allows. An overflow is a bug.
     """
 
     world: World
@@ -94,14 +78,14 @@ class Runner:
     journal: Journal | None = None
     observe: Observe | None = None
     seq: int = 0
-    _send: MemoryObjectSendStream[tuple[RequestId, Event]] = field(init=False)
-    _inbox: MemoryObjectReceiveStream[tuple[RequestId, Event]] = field(init=False)
+    _send: MemoryObjectSendStream[Happened] = field(init=False)
+    _inbox: MemoryObjectReceiveStream[Happened] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._send, self._inbox = anyio.create_memory_object_stream[tuple[RequestId, Event]](4 * self.limit)
+        self._send, self._inbox = anyio.create_memory_object_stream[Happened](6 * self.limit)
 
-    def post(self, request: RequestId, event: Event) -> None:
-        self._send.send_nowait((request, event))
+    def post(self, happened: Happened) -> None:
+        self._send.send_nowait(happened)
 
     def close(self) -> None:
         """No more events; `run` returns once what is in the inbox and in flight is done."""
@@ -109,8 +93,8 @@ class Runner:
 
     async def run(self) -> None:
         async with self._inbox, anyio.create_task_group() as tasks:
-            async for request, event in self._inbox:
-                for out in self.fold(request, event):
+            async for happened in self._inbox:
+                for out in self.fold(happened):
                     if isinstance(out, Launch):
                         self.executors.submit(out, partial(self.launched, out))
                     elif out.effect.outcomes:
@@ -119,10 +103,10 @@ class Runner:
                         for notify in self.executors.notify[type(out.effect)]:
                             notify(out.request, out.effect)
 
-    def fold(self, request: RequestId, event: Event) -> tuple[Out, ...]:
-        envelope = Envelope(self.seq, self.clock_ns(), request, event)
+    def fold(self, happened: Happened) -> tuple[Out, ...]:
+        envelope = Envelope(self.seq, self.clock_ns(), happened)
         before = self.world
-        self.world, outs = advance(before, request, event)
+        self.world, outs = advance(before, happened)
         self.seq += 1
         if self.journal is not None:
             self.journal(envelope, outs, self.world)
@@ -133,17 +117,30 @@ class Runner:
     def launched(self, launch: Launch, outcomes: tuple[Outcome, ...] | BaseException) -> None:
         if isinstance(outcomes, BaseException):
             log.error("a launch failed", exc_info=outcomes)
-            outcomes = (DeviceFailed(failure_kind(outcomes), describe(outcomes)),) * len(launch.asks)
+            outcomes = (DeviceFailed(*self.failed(outcomes)),) * len(launch.asks)
         for ask, outcome in zip(launch.asks, outcomes, strict=True):
             self.settle(ask, outcome)
 
     async def perform(self, ask: Ask) -> None:
-        outcome = await attempt(self.executors.perform[type(ask.effect)](ask.request, ask.effect))
-        self.settle(ask, StoreFailed(outcome.kind, outcome.detail) if isinstance(outcome, Broken) else outcome)
+        try:
+            outcome = await self.executors.perform[type(ask.effect)](ask.request, ask.effect)
+        except Exception as error:
+            log.exception("an executor failed")
+            outcome = StoreFailed(*self.failed(error))
+        self.settle(ask, outcome)
+
+    def failed(self, error: BaseException) -> tuple[FailureKind, str]:
+        """What an exception is in the core. If rows are gone with it, everybody whose they are hears that first."""
+        if isinstance(error, RowsLost):
+            self.tell(ForEngine(SlotsLost(error.slots)))
+        return failure_kind(error), describe(error)
 
     def settle(self, ask: Ask, outcome: Outcome) -> None:
         """An outcome that the effect cannot have finds no row: the fold calls it the bug that it is."""
+        self.tell(ForRequest(ask.request, outcome))
+
+    def tell(self, happened: Happened) -> None:
         try:
-            self.post(ask.request, outcome)
+            self.post(happened)
         except anyio.ClosedResourceError:
-            log.debug("an outcome came after the engine closed: %s", outcome)
+            log.debug("it came after the engine closed: %s", happened)

@@ -29,7 +29,7 @@ from adapters.watched import Watched
 from effects.all import Ask, Effect, Launch
 from engine.redact import Redactor
 from engine.runner import Envelope
-from states.events import Event
+from states.events import Event, Happened
 from states.settings import Settings
 from states.world import Out, World, begin
 
@@ -84,7 +84,7 @@ def build_converter() -> Converter:
     # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     built.register_structure_hook_func(is_literal, one_of)
-    for union in (Event, Effect, Record):  # inner unions first: hooks are bound when configured
+    for union in (Event, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built
 

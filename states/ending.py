@@ -78,14 +78,16 @@ def settle_draft(state: Draining, _: DraftUnparked, known: Known) -> GiveBack:
 
 
 def settle_rows(state: Draining, event: PrefillAdvanced, known: Known) -> Settled:
-    left = evolve(state.remains, seat=evolve(state.remains.seat, valid=event.stop))
+    left = state.remains
+    if not state.lost:
+        left = evolve(left, seat=evolve(left.seat, valid=event.stop))
     return still(state, left) if state.flying > 1 else leave(known.settings, left)
 
 
 def settle_restored(state: Draining, event: BlocksRestored, _: Known) -> Then[Draining] | Then[Done]:
     """Loaded rows stay in the slot if none is missing before them; the store has them all."""
     left, seat = state.remains, state.remains.seat
-    if event.start <= seat.valid < event.stop:
+    if event.start <= seat.valid < event.stop and not state.lost:
         left = evolve(left, seat=Seat(seat.slot, event.stop, seat.restored + event.stop - seat.valid, seat.tier))
     return still(state, left) if state.flying > 1 else Then(Done(left))
 
@@ -96,6 +98,8 @@ def settle_decode(state: Draining, event: Decoded, known: Known) -> Leave:
     Positional state has gone past that, and takes the slot's sequence with it.
     """
     left, valid = state.remains, state.remains.seat.valid
+    if state.lost:
+        return leave(known.settings, left)
     if known.settings.stateful:
         left, valid = evolve(left, answer=left.answer + event.tokens), valid + len(event.tokens) - 1
     return leave(known.settings, evolve(left, seat=evolve(left.seat, valid=valid + 1)))
@@ -103,7 +107,7 @@ def settle_decode(state: Draining, event: Decoded, known: Known) -> Leave:
 
 def still(state: Draining, left: Remains) -> Then[Draining]:
     """Something else has not answered yet."""
-    return Then(Draining(left, state.flying - 1))
+    return Then(Draining(left, state.flying - 1, state.lost))
 
 
 def snapshotted(state: Snapshotting, _: SnapshotSaved, known: Known) -> GiveBack | Then[Done]:

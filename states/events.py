@@ -1,4 +1,4 @@
-"""What can happen to a request beside the outcomes of its effects."""
+"""What can happen: to a request, beside the outcomes of its effects, and to the engine as a whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeAlias
 from attrs import frozen
 
 from effects.all import Outcome
-from effects.ids import SlotId
+from effects.ids import RequestId, SlotId
 from effects.job import Job
 from effects.ports import CancelReason
 
@@ -40,6 +40,36 @@ class Rejected:
     waiting: int
 
 
+@frozen
+class SlotEmptied:
+    """Derived by the world: the rows of the slot that it holds are gone."""
+
+
+@frozen
+class SlotsLost:
+    """The rows of these slots are gone, all at once: what kept them died, or is not to be believed any more.
+
+    An executor tells so before it answers what was in flight there. The slots can be opened again, with nothing in
+    them.
+    """
+
+    slots: tuple[SlotId, ...]
+
+
 External: TypeAlias = Submitted | Cancelled
-Derived: TypeAlias = Admitted | Rejected
+Derived: TypeAlias = Admitted | Rejected | SlotEmptied
 Event: TypeAlias = External | Derived | Outcome
+
+
+@frozen
+class ForRequest:
+    request: RequestId
+    event: Event
+
+
+@frozen
+class ForEngine:
+    event: SlotsLost
+
+
+Happened: TypeAlias = ForRequest | ForEngine

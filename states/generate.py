@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from attrs import evolve
 
 from effects.decode import Decoded, RunDecode
-from effects.draft import DraftUnparked
+from effects.draft import DraftUnparked, ParkDraft
 from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
-from effects.stream import EmitTokens, ReportProgress
+from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import pace
-from states.life import Drafted, Generated, Prefilling, Seat, Speculating, Undrafted, Unparking
+from states.life import Done, Drafted, Generated, Parking, Prefilling, Seat, Speculating, Undrafted, Unparking
 from states.machine import Then
-from states.onward import NOTHING, Failing, Finished, Work, chunk, fail, finish, next_decode, work
+from states.onward import NOTHING, Failing, Finished, Work, chunk, fail, fail_emptied, finish, next_decode, work
 from states.restore import progress
 from states.settings import Known
 
@@ -38,10 +40,22 @@ def prefilled(
     return Then(Speculating(seat, prompt, speculation, NOTHING), progress(seat, prompt), one)
 
 
-def accept(state: Speculating, event: Decoded, known: Known) -> Then[Speculating, EmitTokens, RunDecode] | Finished:
+Accepted: TypeAlias = (
+    Then[Speculating, EmitTokens, RunDecode]
+    | Then[Speculating, RunDecode]
+    | Finished
+    | Then[Parking, CloseStream, ParkDraft]
+    | Then[Done, CloseStream]
+)
+
+DIFFERS = "the rows of its slot were lost, and computed again they gave another answer than the client has heard"
+
+
+def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
     """Take what the target agreed to, up to a stop token or the limit.
 
-    The executor is told of both and keeps nothing past them; here it is made sure, for what a client gets.
+    The executor is told of both and keeps nothing past them; here it is made sure, for what a client gets. What it has
+    heard before its slot was lost is not said again.
     """
     seat, prompt, speculation, before = state.seat, state.prompt, state.speculation, state.answer
     job, said = prompt.job, before.tokens
@@ -55,12 +69,16 @@ def accept(state: Speculating, event: Decoded, known: Known) -> Then[Speculating
     if isinstance(speculation, Drafted):
         learnt = pace.after(speculation.pace, event.proposed, event.accepted, len(tokens), event.ns)
         speculation = Drafted(learnt, speculation.reason)
-    emit = EmitTokens(tokens, event.logprobs[: len(tokens)])
+    heard = prompt.heard[len(said) : len(said) + len(tokens)] if prompt.heard else ()
+    if heard and tokens[: len(heard)] != heard:
+        return fail_emptied(known, Speculating(seat, prompt, speculation, answer), DIFFERS)
+    emit = EmitTokens(tokens[len(heard) :], event.logprobs[len(heard) : len(tokens)])
     if stops or len(answer.tokens) == job.max_tokens:
         ended = Speculating(seat, prompt, speculation, answer)
         return finish(known, ended, emit, "stop" if stops else "length")
     speculation, one = next_decode(seat, prompt, speculation, answer)
-    return Then(Speculating(seat, prompt, speculation, answer), emit, one)
+    after = Speculating(seat, prompt, speculation, answer)
+    return Then(after, emit, one) if emit.tokens else Then(after, one)
 
 
 def broken(state: Prefilling | Speculating, event: DeviceFailed, known: Known) -> Failing:

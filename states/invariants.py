@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from states.life import Done, Held, New, Restoring, Snapshotting, State, Waiting, remains
+from states.life import (
+    Done,
+    Draining,
+    Held,
+    New,
+    Recovering,
+    Restoring,
+    Snapshotting,
+    State,
+    Waiting,
+    Yielding,
+    remains,
+)
 from states.scope import select
 from states.settings import Settings
 from states.world import World
@@ -42,9 +54,12 @@ def check_cache(state: State, settings: Settings) -> None:
     if isinstance(state, Restoring):
         inside = state.seat.valid <= state.front <= state.stop <= state.prompt.target
         assert inside, "rows are loaded where they do not belong"
+    if isinstance(state, Recovering | Yielding) or (isinstance(state, Draining) and state.lost):
+        assert state.remains.seat.valid == 0, "a slot is trusted that was lost"
     if isinstance(state, Snapshotting):
         left, prompt, scope = state.remains, state.remains.prompt, state.remains.prompt.job.scope
         rows = select(settings, left).rows
         most = {"full": left.seat.valid, "auto": prompt.shared, "fixed": scope.count, "off": 0}[scope.kind]
-        assert 0 < rows <= min(most, left.seat.valid), "more is kept than the scope allows"
+        lost = left.seat.valid == 0
+        assert lost or 0 < rows <= min(most, left.seat.valid), "more is kept than the scope allows"
         assert scope.kind == "full" or left.rows[:rows] == prompt.job.prompt[:rows], "an answer is kept as a prompt"

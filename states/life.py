@@ -2,6 +2,7 @@
 
     New -> Waiting -> LookingUp -> Restoring -> Compressing -> Unparking -> Prefilling -> Speculating
         -> Snapshotting -> Parking -> Done;     cancelled or failed with work in flight: Draining
+    its slot's rows lost, once: Recovering -> Yielding -> Waiting
 
 A state has exactly the data that is valid in its phase.
 """
@@ -40,6 +41,7 @@ class Prompt:
     shared: int = 0  # tokens that the job's prompt begins with as the likest of the recent prompts does
     stored: int = 0  # rows that host memory or disk have, by what is known; 0 after one could not be restored
     miss: str = ""  # why no (more) rows were restored
+    heard: Tokens | None = None  # of the answer, when the rows of its slot were lost; None: that has not happened yet
 
     @property
     def target(self) -> int:
@@ -98,7 +100,7 @@ class New: ...
 class Waiting:
     """For a slot."""
 
-    job: Job
+    prompt: Prompt
 
 
 @frozen
@@ -174,6 +176,22 @@ class Draining:
 
     remains: Remains
     flying: int  # effects that have not answered
+    lost: bool = False  # the slot's rows are gone, whatever is acknowledged yet
+
+
+@frozen
+class Recovering:
+    """The rows of its slot are gone. What is in flight answers first; then it waits for a slot again."""
+
+    remains: Remains
+    flying: int  # effects that have not answered
+
+
+@frozen
+class Yielding:
+    """The same; the draft is given back first."""
+
+    remains: Remains
 
 
 @frozen
@@ -195,11 +213,13 @@ State: TypeAlias = (
     | Snapshotting
     | Parking
     | Draining
+    | Recovering
+    | Yielding
     | Done
 )
 Early: TypeAlias = LookingUp | Restoring | Compressing | Unparking  # nothing is generated, no draft is there
 Open: TypeAlias = Early | Prefilling | Speculating  # the client waits, the slot is held
-Leaving: TypeAlias = Snapshotting | Parking | Draining
+Leaving: TypeAlias = Snapshotting | Parking | Draining | Recovering | Yielding  # the slot, if not the request
 Held: TypeAlias = Open | Leaving
 
 FINISH: dict[CancelReason, Finish] = {
@@ -222,10 +242,10 @@ def remains(state: Held) -> Remains:
             return Remains(seat, prompt, answer.tokens, isinstance(speculation, Drafted))
         case Prefilling(seat, prompt, speculation):
             return Remains(seat, prompt, leased=isinstance(speculation, Drafted))
-        case Snapshotting() | Parking() | Draining():
-            return state.remains
-        case _:
+        case LookingUp() | Restoring() | Compressing() | Unparking():
             return Remains(state.seat, state.prompt)
+        case _:
+            return state.remains
 
 
 def kept(settings: Settings, left: Remains) -> int:

@@ -34,7 +34,7 @@ from states.life import (
     usable,
 )
 from states.machine import Then, first
-from states.onward import Onward, chunk, find, opening, settled
+from states.onward import Onward, chunk, find, opening, report_early, settled
 from states.settings import Known, Settings
 
 Verbatim: TypeAlias = (
@@ -47,7 +47,7 @@ Opened: TypeAlias = Served | Then[Compressing, OpenSlot, CompressPrompt]
 
 
 def submit(_: New, event: Submitted, __: Known) -> Then[Waiting, ReportProgress]:
-    return Then(Waiting(event.job), ReportProgress(0, len(event.job.prompt), 0))
+    return Then(Waiting(Prompt(event.job, event.job.prompt)), ReportProgress(0, len(event.job.prompt), 0))
 
 
 def refuse(_: New, event: Rejected, __: Known) -> Then[Done, CloseStream]:
@@ -55,12 +55,12 @@ def refuse(_: New, event: Rejected, __: Known) -> Then[Done, CloseStream]:
 
 
 def leave_queue(state: Waiting, event: Cancelled, _: Known) -> Then[Done, CloseStream]:
-    return Then(Done(), CloseStream(FINISH[event.reason], Report(len(state.job.prompt)), event.reason))
+    return Then(Done(), CloseStream(FINISH[event.reason], report_early(state.prompt), event.reason))
 
 
 def admit(state: Waiting, event: Admitted, known: Known) -> Opened:
     seat = Seat(event.slot, event.keep, event.keep, "device" if event.keep else "none")
-    prompt = Prompt(state.job, state.job.prompt, miss="" if event.keep else "nothing_shared_on_device")
+    prompt = evolve(state.prompt, miss="" if event.keep else "nothing_shared_on_device")
     return first(opening(seat, prompt, event.source), look(known, seat, prompt))
 
 

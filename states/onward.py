@@ -167,6 +167,13 @@ def fail_early(known: Known, state: Open, event: DeviceFailed) -> FailEarly:
     return first(failed(known, state, event), leave_early(known.settings, trusted(remains(state), event)))
 
 
+def fail_emptied(
+    known: Known, state: Speculating, why: str
+) -> Then[Parking, CloseStream, ParkDraft] | Then[Done, CloseStream]:
+    """Its rows are not to be believed."""
+    return first(failed(known, state, DeviceFailed("lost", why)), let_go(known.settings, emptied(remains(state))))
+
+
 def failed(known: Known, state: Open, event: DeviceFailed) -> CloseStream:
     """The report is of what was done, the cache's part of it of what is believed now."""
     believed = scope.select(known.settings, trusted(remains(state), event))
@@ -174,8 +181,14 @@ def failed(known: Known, state: Open, event: DeviceFailed) -> CloseStream:
 
 
 def trusted(left: Remains, event: DeviceFailed) -> Remains:
-    """A slot that broke keeps no rows, so nobody is sent to it again; any other failure costs only its own work."""
-    return evolve(left, seat=Seat(left.seat.slot)) if event.kind == "broken" else left
+    """What was given up, or had no room, costs only its own work. After anything else the slot keeps no rows, so that
+    nobody is sent to it again.
+    """
+    return left if event.kind in {"abandoned", "out_of_memory"} else emptied(left)
+
+
+def emptied(left: Remains) -> Remains:
+    return evolve(left, seat=Seat(left.seat.slot))
 
 
 def report(known: Known, state: Open) -> Report:
@@ -187,7 +200,7 @@ def report(known: Known, state: Open) -> Report:
         restored_tokens=seat.restored,
         tier=seat.tier,
         miss=prompt.miss,
-        completion_tokens=len(answer.tokens),
+        completion_tokens=max(len(answer.tokens), len(prompt.heard or ())),
         decode_steps=answer.decode_steps,
         proposed=answer.proposed,
         accepted=answer.accepted,
@@ -195,6 +208,11 @@ def report(known: Known, state: Open) -> Report:
         compressed_from=sent if sent != len(prompt.tokens) else 0,
         cache=scope.select(known.settings, remains(state)),
     )
+
+
+def report_early(prompt: Prompt) -> Report:
+    """The same, while it has no slot whose rows could be told of."""
+    return Report(len(prompt.tokens), completion_tokens=len(prompt.heard or ()))
 
 
 def undrafted(known: Known, state: Open) -> str:

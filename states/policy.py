@@ -28,6 +28,8 @@ def shorten(settings: Settings, prompt: Prompt) -> Decision:
         return Decision(False, "declined")
     if prompt.compressed:
         return Decision(False, "already_tried")
+    if prompt.heard:
+        return Decision(False, "answer_begun")
     return Decision(True, "allowed")
 
 
@@ -62,7 +64,7 @@ def missing(settings: Settings, seat: Seat, prompt: Prompt) -> bool:
 def window(prompt: Prompt) -> int:
     """How many recent prompts the job's own is compared with, once, before anything else may be served instead."""
     asked = prompt.job.scope
-    return asked.count if asked.kind == "auto" and not prompt.compressed else 0
+    return asked.count if asked.kind == "auto" and not prompt.compressed and prompt.heard is None else 0
 
 
 def speculate(known: Known, job: Job) -> Decision:

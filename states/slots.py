@@ -30,6 +30,20 @@ def enqueue(slots: Slots, request: RequestId) -> Slots:
     return evolve(slots, waiting=(*slots.waiting, request))
 
 
+def give_up(slots: Slots, request: RequestId, number: SlotId) -> Slots:
+    """Its rows are gone: the slot is free, and the request is the next to be admitted."""
+    slot = slots.slots[number]
+    assert slot.holder == request, (slot, request)
+    after = (*slots.slots[:number], Slot((), None, slot.used), *slots.slots[number + 1 :])
+    return evolve(slots, slots=after, waiting=(request, *slots.waiting))
+
+
+def forget(slots: Slots, number: SlotId) -> Slots:
+    """Of a slot that nobody holds: its rows are gone."""
+    slot = evolve(slots.slots[number], tokens=())
+    return evolve(slots, slots=(*slots.slots[:number], slot, *slots.slots[number + 1 :]))
+
+
 def leave_queue(slots: Slots, request: RequestId) -> Slots:
     if request not in slots.waiting:
         return slots
@@ -46,7 +60,7 @@ def admit(
     request, *rest = slots.waiting
     state = requests[request]
     assert isinstance(state, Waiting)
-    prompt = state.job.prompt
+    prompt = state.prompt.tokens
     rows = [resident(slot, requests, settings) for slot in slots.slots]
     shared = [continued(settings, row, prompt) for row in rows]
     spare = [number for number in free if not loses(settings, rows[number], shared[number])]

@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 
 from effects.all import Ask, Effect, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, RequestId, StoreFailed
+from effects.ids import DeviceFailed, RequestId, SlotId, StoreFailed
 from effects.ids import Lane as LaneName
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.prefill import PrefillAdvanced, RunPrefill
@@ -19,9 +19,21 @@ from effects.stream import Abandon
 from states import lane as lanes
 from states import pace, rates, residency
 from states import slots as seats
-from states.events import Cancelled, Derived, Event, External, Rejected, Submitted
+from states.events import (
+    Cancelled,
+    Derived,
+    Event,
+    External,
+    ForEngine,
+    ForRequest,
+    Happened,
+    Rejected,
+    SlotEmptied,
+    SlotsLost,
+    Submitted,
+)
 from states.lane import Answer, Lane
-from states.life import Done, Drafted, New, Restoring, Speculating, State
+from states.life import Done, Drafted, New, Recovering, Restoring, Speculating, State, Waiting, Yielding
 from states.machine import AnyThen, IllegalEvent, step
 from states.rates import Rates
 from states.residency import Residency
@@ -47,20 +59,24 @@ def begin(settings: Settings) -> World:
     return World(settings, slots, models=models, rates=settings.rates)
 
 
-def advance(world: World, request: RequestId, event: Event) -> tuple[World, tuple[Out, ...]]:
+def advance(world: World, happened: Happened) -> tuple[World, tuple[Out, ...]]:
     """Let one event play out to the end. What comes back is for the executors, in order.
 
     A cancellation of a request that has left already changes nothing. Everything else that the table has no row for is
     a bug and raises IllegalEvent.
     """
-    if isinstance(event, Cancelled) and request not in world.requests:
-        return world, ()
     fold = Fold(world)
-    if isinstance(event, Submitted) and fold.full():
-        event = Rejected(len(fold.slots.waiting))
-    if not isinstance(event, External | Derived):
-        fold.acknowledge(Answer(request, event))
-    fold.play(request, event)
+    match happened:
+        case ForRequest(request, Cancelled()) if request not in world.requests:
+            return world, ()
+        case ForRequest(request, Submitted()) if fold.full():
+            fold.play(request, Rejected(len(fold.slots.waiting)))
+        case ForRequest(request, event):
+            if not isinstance(event, External | Derived):
+                fold.acknowledge(Answer(request, event))
+            fold.play(request, event)
+        case ForEngine(SlotsLost(slots)):
+            fold.lose(slots)
     after = World(world.settings, fold.slots, fold.requests, fold.lane, fold.models, fold.rates)
     return after, tuple(fold.out)
 
@@ -114,8 +130,23 @@ class Fold:
             case _:
                 pass
 
+    def lose(self, slots: tuple[SlotId, ...]) -> None:
+        for slot in dict.fromkeys(slots):
+            if not 0 <= slot < len(self.slots.slots):
+                raise IllegalEvent(f"there is no slot {slot} to be lost")
+            holder = self.slots.slots[slot].holder
+            if holder is None:
+                self.slots = seats.forget(self.slots, slot)
+            else:
+                self.todo.append((holder, SlotEmptied()))
+        self.settle()
+
     def play(self, request: RequestId, event: Event) -> None:
         self.todo.append((request, event))
+        self.settle()
+
+    def settle(self) -> None:
+        """React to what follows from it, too, until nothing does."""
         while self.todo:
             self.react(*self.todo.popleft())
             if not self.todo:
@@ -132,6 +163,8 @@ class Fold:
             self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
         if isinstance(before, New) and isinstance(event, Submitted):
             self.slots = seats.enqueue(self.slots, request)
+        if isinstance(before, Recovering | Yielding) and isinstance(then.state, Waiting):
+            self.slots = seats.give_up(self.slots, request, before.remains.seat.slot)
         if isinstance(then.state, Done):
             self.requests.pop(request, None)
             self.slots = seats.leave_queue(self.slots, request)

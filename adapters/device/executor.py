@@ -34,6 +34,7 @@ from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.snapshot import SaveSnapshot
 
 log = logging.getLogger("rekindle.device")
 
@@ -193,6 +194,17 @@ class DeviceExecutor:
         self._slots[slot] = DeviceFailed("broken", f"slot {slot} could not be opened: {error}")
 
     def _carry_out(self, asks: tuple[Ask, ...]) -> tuple[Outcome, ...]:
+        """What raises may have left anything in the slots it was about: they refuse all work until they are opened."""
+        try:
+            return self._carried_out(asks)
+        except BaseException as error:
+            for ask in asks:
+                if isinstance(ask.effect, RunPrefill | RunDecode | SaveSnapshot):
+                    slot = ask.effect.slot
+                    self._slots[slot] = DeviceFailed("broken", f"slot {slot} is not to be believed: {error}")
+            raise
+
+    def _carried_out(self, asks: tuple[Ask, ...]) -> tuple[Outcome, ...]:
         if all(isinstance(ask.effect, RunDecode) for ask in asks):
             return self._decode_steps(asks)
         if len(asks) != 1:

@@ -20,7 +20,7 @@ from engine.simulation.clock import Clock, Queue
 from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping
 from engine.simulation.tally import Count
-from states.events import Event, Submitted
+from states.events import Event, ForRequest, Submitted
 from states.life import whole_blocks
 from states.settings import Settings
 from states.world import Out, World, advance, begin
@@ -67,7 +67,7 @@ class Process:
         self.feed(request, Submitted(job))
 
     def feed(self, request: RequestId, event: Event) -> None:
-        self.world, outs = advance(self.world, request, event)
+        self.world, outs = advance(self.world, ForRequest(request, event))
         for out in outs:
             self.carry_out(out)
 

@@ -19,7 +19,7 @@ from engine.runner import Envelope
 from engine.simulation.costs import Measured
 from engine.simulation.logs.requests import MOST_REQUESTS, Agent, BadLog, Request, Session
 from engine.trace import BadTrace, Record, read
-from states.events import Submitted
+from states.events import ForRequest, Submitted
 from states.settings import Settings
 
 
@@ -50,10 +50,10 @@ class Collector:
 
     def feed(self, record: Record) -> None:
         match record:
-            case Envelope(_, at_ns, request, Submitted(job)):
+            case Envelope(_, at_ns, ForRequest(request, Submitted(job))):
                 self.submitted(request, job)
                 self.jobs[request] = (at_ns, job)
-            case Envelope(_, _, request, event):
+            case Envelope(_, _, ForRequest(request, event)):
                 self.happened(request, event)
             case Ask(request, EmitTokens(tokens)):
                 self.answers.setdefault(request, []).extend(tokens)

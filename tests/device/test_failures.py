@@ -179,7 +179,26 @@ async def test_an_exception_that_is_a_bug_comes_through(on_fake, fake, monkeypat
         patch.setattr(FakeShard, "forward", buggy)
         with pytest.raises(AttributeError, match="typo"):
             await on_fake.decode(*clients)
-    assert all(isinstance(outcome, Decoded) for outcome in await on_fake.decode(*clients))
+    assert {outcome.kind for outcome in await on_fake.decode(*clients)} == {"broken"}
+
+
+async def test_after_an_exception_nobody_believes_in_the_slots_it_was_about(on_fake, fake, monkeypatch):
+    """Neither who works in one, nor who was to be opened with its rows before it was known."""
+    prompt = prompt_of(21, 40)
+    client = await on_fake.open(prompt)
+    await client.prefill()
+    beside = await on_fake.open(prompt_of(22, 40), slot=1)
+    await beside.prefill()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fake), "forward", lambda *_: (_ for _ in ()).throw(OSError("the link is down")))
+        with pytest.raises(OSError, match="link"):
+            await on_fake.perform(client.round())
+    (failed,) = await on_fake.perform(client.round())
+    assert (failed.kind, "the link is down" in failed.detail) == ("broken", True)
+    copy = await on_fake.open(prompt, slot=2, source=0, keep=32)
+    (failed,) = await on_fake.perform(copy.chunk(39))
+    assert "slot 0 does not hold" in failed.detail
+    assert isinstance((await on_fake.decode(beside))[0], Decoded)
 
 
 async def test_a_member_that_is_abandoned_before_the_launch_starts_is_left_out(on_fake, fake):

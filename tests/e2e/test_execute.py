@@ -30,7 +30,7 @@ from engine.replay import Diverged
 from engine.runner import Envelope
 from engine.target import Target
 from engine.trace import VERSION, Header, Recorder, converter, encode
-from states.events import Event, Submitted
+from states.events import Event, ForRequest, Submitted
 from states.rates import Rates
 from states.world import advance, begin
 
@@ -72,8 +72,8 @@ class Session:
         self.events.append(Submitted(Job(PROMPT, max_tokens=4)))
         while self.events:
             self.order.append(event := self.events.popleft())
-            world, outs = advance(world, ONE, event)
-            self.recorder.record(Envelope(seq, seq, ONE, event), outs, world)
+            world, outs = advance(world, ForRequest(ONE, event))
+            self.recorder.record(Envelope(seq, seq, ForRequest(ONE, event)), outs, world)
             seq += 1
             for out in outs:
                 await self.carry_out(out)
@@ -129,8 +129,8 @@ async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session:
     file, world = tmp_path / "odd.jsonl", begin(converter.structure(raw, Header).settings)
     lines = [json.dumps(raw)]
     for seq, event in enumerate((session.order[0], PrefillAdvanced(raw["settings"]["chunk"]))):
-        world, outs = advance(world, ONE, event)
-        lines += [encode(Envelope(seq, 0, ONE, event)), *map(encode, outs)]
+        world, outs = advance(world, ForRequest(ONE, event))
+        lines += [encode(Envelope(seq, 0, ForRequest(ONE, event))), *map(encode, outs)]
     file.write_text("\n".join(lines) + "\n")
     with pytest.raises(Diverged, match="executed: DeviceFailed"):
         await execute(file, None)

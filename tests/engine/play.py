@@ -41,7 +41,8 @@ class ScriptedDevice:
 
     rows: dict[int, tuple[int, ...]] = field(factory=dict[int, "tuple[int, ...]"])
     prompts: dict[int, tuple[int, ...]] = field(factory=dict[int, "tuple[int, ...]"])
-    abandoned: set[RequestId] = field(factory=set[RequestId])
+    flying: set[RequestId] = field(factory=set[RequestId])
+    abandoned: set[RequestId] = field(factory=set[RequestId])  # flags on what is in flight; gone with its outcome
     fails: Callable[[Ask], Exception | None] = lambda _: None
     before: Callable[[Launch], Any] | None = None
     launches: list[Launch] = field(factory=list[Launch])
@@ -52,14 +53,19 @@ class ScriptedDevice:
         self.rows[effect.slot], self.prompts[effect.slot] = kept, effect.prompt
 
     def abandon(self, request: RequestId, _: Abandon) -> None:
-        self.abandoned.add(request)
+        if request in self.flying:
+            self.abandoned.add(request)
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
         self.launches.append(launch)
-        await checkpoint()
-        if self.before is not None:
-            await self.before(launch)
-        return tuple(self.answer(ask) for ask in launch.asks)
+        self.flying = {ask.request for ask in launch.asks}
+        try:
+            await checkpoint()
+            if self.before is not None:
+                await self.before(launch)
+            return tuple(self.answer(ask) for ask in launch.asks)
+        finally:
+            self.flying, self.abandoned = set(), set()
 
     def answer(self, ask: Ask) -> Outcome:
         if error := self.fails(ask):

@@ -21,7 +21,7 @@ from effects.scope import Scope
 from effects.snapshot import SnapshotSaved
 from engine.runner import Envelope
 from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
-from states.events import Cancelled, Event, Submitted
+from states.events import Cancelled, Event, ForRequest, Submitted
 from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Settings
@@ -59,8 +59,8 @@ class Teller:
     def tell(self, request: RequestId, *events: Event) -> tuple[Out, ...]:
         outs: tuple[Out, ...] = ()
         for event in events:
-            self.world, outs = advance(self.world, request, event)
-            envelope = Envelope(self.seq, self.seq * 1000, request, event)
+            self.world, outs = advance(self.world, ForRequest(request, event))
+            envelope = Envelope(self.seq, self.seq * 1000, ForRequest(request, event))
             self.lines += [encode(envelope), *map(encode, outs)]
             if self.seq % DIGEST_EVERY == DIGEST_EVERY - 1:
                 self.lines.append(encode(Digest(self.seq, digest(self.world))))

@@ -20,7 +20,7 @@ from engine.redact import Redactor
 from engine.replay import Diverged, replay_file, world_json
 from engine.runner import Envelope
 from engine.trace import BadTrace, Digest, Recorder, converter, digest, encode, read
-from states.events import Cancelled, Submitted
+from states.events import Cancelled, ForRequest, Submitted
 from states.settings import Settings
 from states.world import advance, begin
 from tests.engine.play import collect, engine, header
@@ -68,10 +68,10 @@ async def test_a_redacted_trace_replays_and_has_none_of_the_tokens(tmp_path: Pat
 
 
 def tokens_of(envelope: Envelope) -> tuple[int, ...]:
-    match envelope.event:
-        case Submitted(job):
+    match envelope.happened:
+        case ForRequest(_, Submitted(job)):
             return job.prompt
-        case Decoded(tokens):
+        case ForRequest(_, Decoded(tokens)):
             return tokens
         case _:
             return ()
@@ -136,7 +136,7 @@ def test_a_changed_world_is_found_by_its_digest(tmp_path: Path) -> None:
 def test_an_impossible_event_is_a_difference(tmp_path: Path) -> None:
     path = tmp_path / "odd.jsonl"
     first, second, *_ = STORIES["a_full_house"]().splitlines(keepends=True)
-    odd = encode(Envelope(0, 0, RequestId(9), Decoded((1,))))
+    odd = encode(Envelope(0, 0, ForRequest(RequestId(9), Decoded((1,)))))
     path.write_text(first + odd + "\n")
     with pytest.raises(Diverged, match="cannot happen here"):
         replay_file(path)
@@ -243,8 +243,8 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> 
     world = begin(Settings())
     for seq in range(100):
         event = Submitted(Job(prompt=(seq,) * 500, max_tokens=1))
-        world, outs = advance(world, RequestId(seq), event)
-        recorder.record(Envelope(seq, 0, RequestId(seq), event), outs, world)
+        world, outs = advance(world, ForRequest(RequestId(seq), event))
+        recorder.record(Envelope(seq, 0, ForRequest(RequestId(seq), event)), outs, world)
     recorder.close()
     assert "space" in recorder.lost
 
@@ -260,9 +260,9 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> 
     )
 )
 def test_events_survive_the_file(job: Job) -> None:
-    envelope = Envelope(1, 2, RequestId(3), Submitted(job))
+    envelope = Envelope(1, 2, ForRequest(RequestId(3), Submitted(job)))
     raw = json.loads(encode(envelope))
-    assert raw["event"]["job"]["prompt"] == list(job.prompt), "token ids are JSON arrays"
+    assert raw["happened"]["event"]["job"]["prompt"] == list(job.prompt), "token ids are JSON arrays"
     assert converter.structure({key: raw[key] for key in raw if key != "is"}, Envelope) == envelope
 
 
@@ -270,8 +270,8 @@ def test_the_digest_sees_every_value() -> None:
     world = begin(Settings())
     seen = {digest(world)}
     for event in (Submitted(Job((1, 2, 3), 4)), Submitted(Job((1, 2, 4), 4)), Submitted(Job((1, 2, 3), 5))):
-        seen.add(digest(advance(world, RequestId(1), event)[0]))
-    seen.add(digest(advance(world, RequestId(2), Submitted(Job((1, 2, 3), 4)))[0]))
+        seen.add(digest(advance(world, ForRequest(RequestId(1), event))[0]))
+    seen.add(digest(advance(world, ForRequest(RequestId(2), Submitted(Job((1, 2, 3), 4))))[0]))
     assert len(seen) == 5
-    assert digest(advance(world, RequestId(1), Cancelled("deadline"))[0]) == digest(world)
+    assert digest(advance(world, ForRequest(RequestId(1), Cancelled("deadline")))[0]) == digest(world)
     assert Digest(0, digest(world)) == Digest(0, digest(begin(Settings())))

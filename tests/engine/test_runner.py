@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -11,9 +12,12 @@ from attrs import evolve
 
 from effects.all import Ask, Launch
 from effects.decode import RunDecode
+from effects.ids import SlotId
 from effects.job import Job
+from effects.ports import RowsLost
 from effects.prefill import RunPrefill
 from effects.stream import EmitTokens, ReportProgress
+from engine.runner import Envelope
 from states.residency import Resolved
 from states.settings import Settings
 from tests.engine.play import SETTINGS, ScriptedDevice, collect, engine, expected
@@ -80,6 +84,45 @@ async def test_a_long_prefill_and_a_decoding_neighbour_take_turns() -> None:
     assert [late - early for early, late in pairwise(chunks)] == [2] * 14
 
 
+class Dying(ScriptedDevice):
+    """Loses all its rows in the middle of some launches."""
+
+    def __init__(self, *dying: int) -> None:
+        super().__init__(fails=self.die)
+        self.dying = dying
+
+    def die(self, _: Ask) -> Exception | None:
+        if len(self.launches) not in self.dying:
+            return None
+        self.rows.clear()
+        return RowsLost((SlotId(0), SlotId(1)), "the device died")
+
+
+@pytest.mark.parametrize("dying", range(1, 14))
+async def test_lost_rows_are_computed_again_and_the_client_never_notices(dying: int) -> None:
+    """In each launch of the first prompt's eight chunks and six decode steps, with a neighbour."""
+    async with engine(device=Dying(dying)) as running:
+        tickets = [running.door.submit(LONG), running.door.submit(SHORT)]
+        messages = [message async for message in tickets[0]]
+        tokens, closed = await collect(tickets[1])
+    assert sum((message.tokens for message in messages if isinstance(message, EmitTokens)), ()) == expected(LONG)
+    assert tokens == expected(SHORT)
+    assert closed.finish == messages[-1].finish == "length"  # type: ignore[union-attr]
+    progress = [message.done for message in messages if isinstance(message, ReportProgress)]
+    assert progress == sorted(progress)
+    spoke = next(at for at, message in enumerate(messages) if isinstance(message, EmitTokens))
+    assert not any(isinstance(message, ReportProgress) for message in messages[spoke:])
+
+
+async def test_rows_that_are_lost_twice_fail_their_requests_and_nobody_believes_the_slots() -> None:
+    async with engine(device=Dying(3, 6)) as running:
+        _, closed = await collect(running.door.submit(LONG))
+        assert (closed.finish, closed.detail) == ("failed", "the rows of its slot were lost a second time")
+        tokens, closed = await collect(running.door.submit(LONG))
+    assert tokens == expected(LONG)
+    assert closed.report.restored_tokens == 0
+
+
 async def test_a_full_queue_refuses_and_the_others_finish() -> None:
     async with engine() as running:
         tickets = [running.door.submit(SHORT) for _ in range(7)]
@@ -104,7 +147,12 @@ async def test_failures_are_named(error: Exception, kind: str) -> None:
     async with engine(device=device) as running:
         observe = running.runner.observe
         assert observe is not None
-        running.runner.observe = lambda *fold: (names.append(getattr(fold[0].event, "kind", "")), observe(*fold))[1]
+
+        def noted(envelope: Envelope, *more: Any) -> None:
+            names.append(getattr(envelope.happened.event, "kind", ""))
+            observe(envelope, *more)
+
+        running.runner.observe = noted
         await collect(running.door.submit(SHORT))
     assert kind in names
 

@@ -18,7 +18,7 @@ from engine.refusal import Refusal
 from engine.runner import Envelope
 from engine.serve import stopped
 from engine.trace import DIGEST_EVERY, Recorder
-from states.events import Event, Submitted
+from states.events import Event, ForRequest, Submitted
 from states.settings import Settings
 from states.world import advance, begin
 from tests.engine.play import header
@@ -84,8 +84,8 @@ def fed(recorder: Recorder, count: int) -> None:
     world = begin(Settings())
     for seq in range(count):
         event = Submitted(Job(prompt=(seq,) * 5, max_tokens=1))
-        world, outs = advance(world, RequestId(seq), event)
-        recorder.record(Envelope(seq, 0, RequestId(seq), event), outs, world)
+        world, outs = advance(world, ForRequest(RequestId(seq), event))
+        recorder.record(Envelope(seq, 0, ForRequest(RequestId(seq), event)), outs, world)
 
 
 def test_a_trace_writer_that_dies_of_anything_ends_the_trace_and_lets_go(
@@ -93,7 +93,7 @@ def test_a_trace_writer_that_dies_of_anything_ends_the_trace_and_lets_go(
 ) -> None:
     recorder = Recorder(tmp_path / "x.jsonl", header(Settings()))
     recorder.start()
-    recorder.record(Envelope(0, 0, RequestId(0), cast("Event", object())), (), begin(Settings()))
+    recorder.record(Envelope(0, 0, ForRequest(RequestId(0), cast("Event", object()))), (), begin(Settings()))
     recorder._thread.join(10)  # noqa: SLF001
     fed(recorder, 1000)
     assert recorder.lost

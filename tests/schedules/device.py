@@ -71,7 +71,8 @@ class DeviceSlot:
     stops: Tokens = ()
     state: int = 0  # where the positional state is, of a model that has any
     owner: RequestId | None = None
-    broken: bool = False  # refuses all work until it is opened again
+    broken: FailureKind | None = None  # why it refuses all work until it is opened again
+    spoiled: bool = False  # its own rows may be anything, and not only those that it was to be opened with
 
 
 @frozen
@@ -126,7 +127,7 @@ class Device:
         else:
             assert opening.keep % self.settings.block_size == 0, "kept rows end at a cache position"
         wanted = rows_of(opening.prompt[: opening.keep])
-        slot.broken = opening.keep > 0 and source.broken
+        slot.broken, slot.spoiled = "broken" if opening.keep and source.broken else None, False
         assert slot.broken or source.rows[: opening.keep] == wanted, "a slot is opened on rows that are not there"
         slot.rows[: opening.keep] = wanted
         slot.tokens, slot.seed, slot.owner = list(opening.prompt), opening.sampling.seed, request
@@ -139,7 +140,7 @@ class Device:
                 slot = self.slots[number]
                 assert slot.owner == ask.request, "work in a slot that was opened for somebody else"
                 if slot.broken:
-                    return DeviceFailed("broken", "the slot went out of step")
+                    return DeviceFailed(slot.broken, "the slot went out of step")
                 return self.perform_in(slot, ask.effect, failed)
             case CompressPrompt(prompt):
                 if failed is None and self.rng.random() < 0.7:
@@ -239,7 +240,7 @@ class Device:
         assert slot.owner == transfer.ask.request, "rows for a slot that was opened for somebody else"
         if slot.broken:
             self.store.let_go(restore.lease)
-            return StoreFailed("broken", "the slot went out of step")
+            return StoreFailed(slot.broken, "the slot went out of step")
         wanted = rows_of(tuple(slot.tokens))[restore.start : restore.stop]
         assert list(transfer.rows) == wanted, "rows of another prompt"
         self.store.let_go(restore.lease)
@@ -256,10 +257,17 @@ class Device:
         return BlocksRestored(restore.start, stop, stop - restore.start, ns=self.rng.choice((0, 40, 800)))
 
     def spoil(self, slot: DeviceSlot, start: int, failed: DeviceFailed) -> None:
-        """What was not acknowledged may be anything; of a broken slot, everything may."""
-        if failed.kind == "broken":
-            slot.rows, slot.broken = [NOTHING] * self.settings.max_context, True
+        """What was not acknowledged may be anything; so may everything, unless only time or room was missing."""
+        if failed.kind not in {"abandoned", "out_of_memory"}:
+            self.ruin(slot, "broken")
         self.forget(slot, start)
+
+    def ruin(self, slot: DeviceSlot, kind: FailureKind) -> None:
+        slot.rows, slot.broken, slot.spoiled = [NOTHING] * self.settings.max_context, kind, True
+
+    def lose(self, number: int) -> None:
+        """What kept these rows died."""
+        self.ruin(self.slots[number], "lost")
 
     def forget(self, slot: DeviceSlot, start: int) -> None:
         end = min(start + self.settings.chunk, self.settings.max_context)

@@ -9,14 +9,15 @@ from attrs import define, field
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded
-from effects.ids import RequestId, Tokens
+from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, Sampling
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.prefill import OpenSlot
 from effects.scope import Scope
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
-from states.events import Cancelled, Event, Submitted
+from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.invariants import check
+from states.life import Speculating
 from states.rates import Rates
 from states.residency import IDLE, Resolved
 from states.settings import Settings
@@ -29,6 +30,12 @@ RESIDENCIES = (Resolved(), Resolved("request-scoped", "park"), Resolved("request
 EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
 
 
+def taken(tokens: Tokens, state: Speculating) -> int:
+    """How many of them the answer takes: up to a stop token or the limit, heard before or not."""
+    stops = [at + 1 for at, token in enumerate(tokens) if token in state.prompt.job.stop_tokens]
+    return min(len(tokens), state.prompt.job.max_tokens - len(state.answer.tokens), *stops)
+
+
 @define
 class Client:
     """What one client was told, and what it may be told."""
@@ -39,10 +46,17 @@ class Client:
     tokens: Tokens = ()
     closing: CloseStream | None = None
     counted: tuple[int, int, int] = (0, 0, 0)  # decode steps, proposals, proposals among the tokens
+    losses: int = 0  # how often its slot's rows were lost
 
     def count(self, done: Decoded, heard: int) -> None:
         decode_steps, proposed, accepted = self.counted
         self.counted = decode_steps + 1, proposed + done.proposed, accepted + min(done.accepted, heard)
+
+    def lose(self) -> None:
+        """It starts again, once."""
+        self.losses += 1
+        if self.losses == 1 and self.closing is None:
+            self.counted = (0, 0, 0)
 
     def hear(self, effect: ReportProgress | EmitTokens | CloseStream) -> None:
         assert self.closing is None, "a word after the last one"
@@ -114,6 +128,7 @@ class Simulator:
         self.rng = random.Random(seed)
         self.failures = 0.0 if calm else self.rng.choice((0.0, 0.0, 0.03, 0.15))
         self.cancels = 0.0 if calm else self.rng.choice((0.0, 0.01, 0.04))
+        self.losses = 0.0 if calm else self.rng.choice((0.0, 0.0, 0.01, 0.05))
         self.arrivals = self.rng.choice((0.01, 0.05, 0.2))
         self.settings = settings or self.some_settings()
         self.store = Store(self.settings, self.rng, self.failures)
@@ -122,11 +137,12 @@ class Simulator:
         self.remember(self.jobs)
         self.world = begin(self.settings)
         self.clients: dict[RequestId, Client] = {}
+        self.lost: set[int] = set()  # slots that the core was told are empty, and that were not opened since
         self.launched: set[RequestId] = set()  # members of the launch that have not answered
         self.entering: list[Launch] = []  # decided, and not yet on the device's lane
         self.loading: list[Ask] = []  # asked of the store
         self.answers: list[Answer] = []  # on their way back
-        self.history: list[tuple[RequestId, Event, tuple[Out, ...]]] = []
+        self.history: list[tuple[Happened, tuple[Out, ...]]] = []
 
     def some_settings(self) -> Settings:
         rng = self.rng
@@ -193,6 +209,8 @@ class Simulator:
                 self.submit(RequestId(number), job)
             elif self.clients and self.rng.random() < self.cancels:
                 self.cancel(self.rng.choice(list(self.clients)))
+            elif self.rng.random() < self.losses:
+                self.lose()
             else:
                 self.rng.choice(self.possible())()
         self.check_the_end()
@@ -220,14 +238,26 @@ class Simulator:
             client.cancelled.add(reason)
         self.feed(request, Cancelled(reason))
 
+    def lose(self) -> None:
+        """The rows of some slots, or of all."""
+        numbers = range(self.settings.slots)
+        gone = [slot for slot in numbers if self.rng.random() < 0.5] or list(numbers)
+        for slot in gone:
+            self.device.lose(slot)
+        self.lost |= set(gone)
+        for slot in gone:
+            holder = self.world.slots.slots[slot].holder
+            if holder is not None:
+                self.clients[holder].lose()
+        self.happen(ForEngine(SlotsLost(tuple(map(SlotId, gone)))))
+
     def deliver(self) -> None:
         request, outcome = self.answers.pop(self.rng.randrange(len(self.answers)))
         self.launched.discard(request)
-        client = self.clients[request]
-        before = None if client.closing else len(client.tokens)
+        state = self.world.requests.get(request)
+        if isinstance(state, Speculating) and isinstance(outcome, Decoded):
+            self.clients[request].count(outcome, taken(outcome.tokens, state))
         self.feed(request, outcome)
-        if before is not None and isinstance(outcome, Decoded):
-            client.count(outcome, len(client.tokens) - before)
 
     def enter(self) -> None:
         self.device.lane.append(self.entering.pop(0))
@@ -244,8 +274,11 @@ class Simulator:
         self.answers += self.device.step()
 
     def feed(self, request: RequestId, event: Event) -> None:
-        self.world, outs = advance(self.world, request, event)
-        self.history.append((request, event, outs))
+        self.happen(ForRequest(request, event))
+
+    def happen(self, happened: Happened) -> None:
+        self.world, outs = advance(self.world, happened)
+        self.history.append((happened, outs))
         check(self.world)
         for out in outs:
             self.carry_out(out)
@@ -258,6 +291,8 @@ class Simulator:
                 self.entering.append(out)
             case Ask(request, OpenSlot() as opening):
                 assert request not in self.launched
+                assert not (opening.keep and opening.source in self.lost), "a slot that was lost is trusted"
+                self.lost.discard(opening.slot)
                 self.clients[request].served = opening.prompt
                 self.device.lane.append(out)
             case Ask(_, ReleasePrefix() as release):
@@ -290,16 +325,17 @@ class Simulator:
         for slot, real in zip(world.slots.slots, device.slots, strict=True):
             rows = len(slot.tokens)
             assert slot.holder is None
+            assert not (real.spoiled and rows), "a slot is trusted that broke"
             assert real.broken or real.rows[:rows] == rows_of(slot.tokens), "a slot does not have what it is said to"
         for client in self.clients.values():
-            client.check(self.settings, failures=self.failures > 0)
+            client.check(self.settings, failures=self.failures > 0 or self.losses > 0)
         for request, tokens in self.store.asked:
             self.clients[request].check_kept(self.settings, tokens, self.store.shared.get(request, 0))
 
     def replay(self) -> None:
         """Fold what happened again: the same asks at every step, and the same world at the end."""
         world = begin(self.settings)
-        for request, event, outs in self.history:
-            world, again = advance(world, request, event)
+        for happened, outs in self.history:
+            world, again = advance(world, happened)
             assert again == outs, "a history does not replay"
         assert world == self.world

@@ -17,8 +17,8 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import EmitTokens
 from states import residency
-from states.events import Submitted
-from states.life import Draining, Held, Restoring, remains
+from states.events import ForRequest, Submitted
+from states.life import Draining, Held, Recovering, Restoring, Waiting, Yielding, remains
 from states.machine import Table, Then
 from states.policy import Decision
 from states.residency import Resolved
@@ -61,11 +61,12 @@ def test_the_schedules_go_nearly_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
         return then
 
     monkeypatch.setattr(states.world, "step", noted)
-    for seed in range(500):
+    for seed in range(700):
         play(seed, replay=False)
     arms = {(row.state, row.event, arm) for row in TABLE.values() for arm in row.arms}
     assert taken <= arms
-    assert {pair[:2] for pair in taken} == TABLE.keys()
+    rare = {(Yielding, DeviceFailed)}  # a draft that is not parked for a request that lost its slot
+    assert {pair[:2] for pair in taken} >= TABLE.keys() - rare
     assert len(taken) > 0.85 * len(arms)
 
 
@@ -79,6 +80,26 @@ def test_an_answer_in_a_crowd_is_the_answer_alone(seed: int) -> None:
         alone.run()
         (only,) = alone.clients.values()
         assert only.tokens[: len(client.tokens)] == client.tokens
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_a_request_whose_slot_is_lost_once_is_answered_as_if_nothing_had_been_and_the_second_time_it_is_told(
+    first: int,
+) -> None:
+    ends = dict[tuple[int, str], int]()
+    for seed in range(first, first + 50):
+        drawn = Simulator(seed)
+        simulator = Simulator(seed, evolve(drawn.settings, slots=1), drawn.jobs, calm=True)
+        simulator.losses = 0.03
+        simulator.run()
+        simulator.replay()
+        for client in simulator.clients.values():
+            assert client.closing is not None
+            end = min(client.losses, 2), client.closing.finish
+            ends[end] = ends.get(end, 0) + 1
+    assert {finish for losses, finish in ends if losses < 2} <= {"length", "stop", "queue_full"}
+    assert ends.get((1, "length"), 0) + ends.get((1, "stop"), 0) > 10
+    assert ends.get((2, "failed"), 0) > 2
 
 
 class NoRoom(Device):
@@ -216,6 +237,29 @@ def test_a_forgotten_lane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught()
 
 
+def test_rows_that_are_believed_after_a_loss_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("states.slots.forget", lambda slots, _: slots)
+    assert "a slot" in caught()
+
+
+def test_a_loss_that_the_holder_never_hears_of_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("states.recover.emptied", lambda left: left)
+    assert caught()
+
+
+def test_an_answer_that_is_said_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = TABLE[Recovering, Decoded].arrow
+
+    def forgetting(state: Recovering, event: Decoded, known: Known) -> Any:
+        then = arrow(state, event, known)
+        if not isinstance(then.state, Waiting):
+            return then
+        return Then(Waiting(evolve(then.state.prompt, heard=())))
+
+    monkeypatch.setattr(states.world, "TABLE", changed((Recovering, Decoded), forgetting))
+    assert caught()
+
+
 # What a schedule cannot show: that turns are fair.
 
 
@@ -224,7 +268,7 @@ def in_turn(prompts: list[int], settings: Settings) -> list[tuple[RequestId, ...
     world, launches, todo = begin(settings), list[tuple[RequestId, ...]](), list[Launch]()
     for number, length in enumerate(prompts):
         job = Job(tuple(range(number * 1000, number * 1000 + length)), 30, Sampling())
-        world, outs = advance(world, RequestId(number), Submitted(job))
+        world, outs = advance(world, ForRequest(RequestId(number), Submitted(job)))
         todo += [out for out in outs if isinstance(out, Launch)]
     while todo:
         launch = todo.pop(0)
@@ -232,7 +276,7 @@ def in_turn(prompts: list[int], settings: Settings) -> list[tuple[RequestId, ...
         for ask in launch.asks:
             done = Decoded((5,)) if isinstance(ask.effect, RunDecode) else PrefillAdvanced(ask.effect.stop)
             assert isinstance(ask.effect, RunPrefill | RunDecode)
-            world, outs = advance(world, ask.request, done)
+            world, outs = advance(world, ForRequest(ask.request, done))
             todo += [out for out in outs if isinstance(out, Launch)]
     return launches
 
@@ -262,11 +306,11 @@ def test_a_batch_that_is_too_small_for_all_serves_them_in_turn() -> None:
 
 
 def test_what_nobody_awaits_is_refused() -> None:
-    world, _ = advance(begin(Settings()), RequestId(0), Submitted(Job((1, 2, 3), 4)))
-    world, _ = advance(world, RequestId(0), PrefillAdvanced(2))
+    world, _ = advance(begin(Settings()), ForRequest(RequestId(0), Submitted(Job((1, 2, 3), 4))))
+    world, _ = advance(world, ForRequest(RequestId(0), PrefillAdvanced(2)))
     for unasked in (PrefillAdvanced(2), DraftParked()):
         with pytest.raises(states.world.IllegalEvent):
-            advance(world, RequestId(0), unasked)
+            advance(world, ForRequest(RequestId(0), unasked))
 
 
 def test_every_token_is_streamed_once() -> None:
@@ -274,7 +318,7 @@ def test_every_token_is_streamed_once() -> None:
     for request, client in simulator.clients.items():
         said = [
             out.effect.tokens
-            for _, _, outs in simulator.history
+            for _, outs in simulator.history
             for out in outs
             if isinstance(out, Ask) and out.request == request and isinstance(out.effect, EmitTokens)
         ]

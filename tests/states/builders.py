@@ -143,7 +143,12 @@ def a_house(*slots: Slot, waiting: tuple[RequestId, ...] = (), turn: int = 9) ->
 
 
 def waiting_for(job: Job, request: RequestId = ONE) -> dict[RequestId, State]:
-    return {request: Waiting(job)}
+    return {request: a_waiting(job)}
+
+
+def a_waiting(job: Job | None = None, **changes: Any) -> Waiting:
+    job = job or a_job()
+    return Waiting(Prompt(job, job.prompt, **changes))
 
 
 def asks(request: RequestId, *effects: Effect) -> tuple[Ask, ...]:

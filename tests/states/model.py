@@ -20,13 +20,13 @@ from effects.ids import DeviceFailed, Lane, LeaseId, SlotId, StoreFailed
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
-from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from states.events import Admitted, Cancelled, Rejected, Submitted
-from states.life import Done, Draining, New, Parking, Snapshotting, Waiting
+from states.events import Admitted, Cancelled, Rejected, SlotEmptied, Submitted
+from states.life import Done, Draining, Held, New, Parking, Snapshotting, Waiting, remains
 from states.machine import IllegalEvent, Table, step
 from states.rates import Rates
 from states.residency import Resolved
@@ -59,6 +59,14 @@ STATEFUL = tuple(
     for interval, keep_decoded in ((0, True), (1, False))
 )
 SETTINGS = BLOCKS + STATEFUL
+LOSING = (
+    *(
+        one
+        for one in BLOCKS
+        if one.block_size == one.keep_decoded
+        and (one.store, one.block, one.compress_threshold) in {(True, 0, 2), (True, 0, 0), (False, 1, 0)}
+    ),
+)
 BEHIND_THE_CLIENT = (Draining, Snapshotting, Parking, Done)
 DEVICE_FAILURES = (DeviceFailed("out_of_memory", ""), DeviceFailed("broken", ""), DeviceFailed("abandoned", ""))
 
@@ -72,6 +80,9 @@ class Node:
     flying: frozenset[Effect] = frozenset()
     lease: bool = False  # a hit in the store is held, and nothing in flight will let go of it
     draft: bool = False  # the draft is leased, and nothing in flight will give it back
+    lost: bool = False  # the slot's rows are gone, and it has not been opened since
+    losses: int = 0  # how often: up to twice
+    admitted: int = 0  # how often
     closed: bool = False
 
 
@@ -126,6 +137,8 @@ def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
             for keep, source in product(range(0, len(JOB.prompt), settings.block_size), (0, 1)):
                 yield Admitted(SlotId(0), SlotId(source), keep), None
     yield Cancelled("client_gone"), None
+    if isinstance(node.state, Held) and node.losses < 2 and settings in LOSING:
+        yield from ((SlotEmptied(), None),) if remains(node.state).prompt.job == JOB else ()
     for effect in node.flying:
         yield from ((outcome, effect) for outcome in outcomes(effect))
 
@@ -166,6 +179,9 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
         flying=node.flying - {answered},
         lease=node.lease or isinstance(event, PrefixFound),
         draft=node.draft or isinstance(event, DraftUnparked),
+        lost=node.lost or isinstance(event, SlotEmptied),
+        losses=node.losses + isinstance(event, SlotEmptied),
+        admitted=node.admitted + isinstance(event, Admitted),
     )
     for effect in then.effects:
         after, fault = ask(after, effect)
@@ -191,6 +207,8 @@ def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
             node = evolve(node, draft=False)
         case RunDecode(propose=propose) if propose and not node.draft:
             fault = "proposes without a draft"
+        case OpenSlot():
+            node = evolve(node, lost=False)
         case CloseStream():
             fault = "closes twice" if node.closed else None
             node = evolve(node, closed=True)
@@ -205,6 +223,12 @@ def at_rest(node: Node) -> Iterator[str]:
     """What must hold between events."""
     if node.lease:
         yield "forgets a lease"
+    if node.lost and isinstance(node.state, Held) and remains(node.state).seat.valid:
+        yield "trusts a slot that was lost"
+    if isinstance(node.state, Done) and node.state.remains and node.lost and node.state.remains.seat.valid:
+        yield "leaves rows to a slot that was lost"
+    if node.admitted > 2:
+        yield "is looked up a third time"
     if node.closed != isinstance(node.state, BEHIND_THE_CLIENT):
         yield "the stream is not closed with the last work for the client"
     if isinstance(node.state, Done):

@@ -174,8 +174,19 @@ def test_a_failed_snapshot_loses_time_and_nothing_else() -> None:
         a(Done, evolve(hold, valid=0))
     )
     drafted = prefilled(EVERYTHING, pace=leased())
-    then = ending.unsaved(a(Snapshotting, drafted), DeviceFailed("io", ""), knowing(EVERYTHING))
+    then = ending.unsaved(a(Snapshotting, drafted), DeviceFailed("out_of_memory", ""), knowing(EVERYTHING))
     assert then == Then(a(Parking, drafted), ParkDraft())
+
+
+@pytest.mark.parametrize(
+    ("kind", "valid"),
+    [("abandoned", 20), ("out_of_memory", 20), ("io", 0), ("timed_out", 0), ("broken", 0), ("lost", 0)],
+)
+def test_a_slot_is_believed_only_after_failures_that_say_nothing_about_it(kind: Any, valid: int) -> None:
+    hold = prefilled()
+    failure = DeviceFailed(kind, "")
+    assert settle(hold, failure, knowing()) == Then(a(Done, evolve(hold, valid=valid)))
+    assert ending.unsaved(a(Snapshotting, hold), failure, knowing()) == Then(a(Done, evolve(hold, valid=valid)))
 
 
 @pytest.mark.parametrize("event", [DraftParked(), DeviceFailed("io", "")])

@@ -17,7 +17,7 @@ from effects.scope import Scope
 from effects.stream import CloseStream, ReportProgress
 from states import lookup
 from states.events import Admitted, Cancelled, Rejected, Submitted
-from states.life import Compressing, Done, LookingUp, New, Prefilling, Restoring, Speculating, Unparking, Waiting
+from states.life import Compressing, Done, LookingUp, New, Prefilling, Restoring, Speculating, Unparking
 from states.machine import Then
 from tests.states.builders import (
     DRAFT,
@@ -29,6 +29,7 @@ from tests.states.builders import (
     STORE,
     a,
     a_job,
+    a_waiting,
     knowing,
     some,
 )
@@ -46,7 +47,7 @@ def found(length: int, **changes: object) -> PrefixFound:
 
 
 def test_a_submitted_job_waits_and_the_client_hears_that_it_was_accepted() -> None:
-    assert lookup.submit(New(), Submitted(a_job()), knowing()) == Then(Waiting(a_job()), ReportProgress(0, 21, 0))
+    assert lookup.submit(New(), Submitted(a_job()), knowing()) == Then(a_waiting(), ReportProgress(0, 21, 0))
 
 
 def test_a_full_queue_closes_the_stream_at_once() -> None:
@@ -59,33 +60,33 @@ def test_a_full_queue_closes_the_stream_at_once() -> None:
     [("client_gone", "cancelled"), ("deadline", "deadline"), ("stop_string", "stop"), ("shutdown", "shutdown")],
 )
 def test_a_cancelled_request_leaves_the_queue_with_its_reason(reason: str, finish: str) -> None:
-    then = lookup.leave_queue(Waiting(a_job()), Cancelled(reason), knowing())
+    then = lookup.leave_queue(a_waiting(), Cancelled(reason), knowing())
     assert then == Then(Done(), CloseStream(finish, Report(21), reason))
 
 
 def test_an_admitted_request_with_nothing_on_the_device_prefills_from_the_start() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0), knowing())
+    then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing())
     assert then == Then(a(Prefilling, some()), opening(), RunPrefill(HERE, 0, 8))
 
 
 def test_an_admitted_request_continues_from_the_rows_of_another_slot() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, THERE, 16), knowing())
+    then = lookup.admit(a_waiting(), Admitted(HERE, THERE, 16), knowing())
     hold = some(valid=16, restored=16, tier="device", miss="")
     assert then == Then(a(Prefilling, hold), opening(16, source=THERE), RunPrefill(HERE, 16, 20))
 
 
 def test_a_prompt_that_is_all_there_goes_straight_to_its_first_round() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 20), knowing())
+    then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 20), knowing())
     hold = some(valid=20, restored=20, tier="device", miss="")
     assert then == Then(a(Speculating, hold), opening(20), RunDecode(HERE, 20, 120))
 
 
 def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
     job = a_job(prompt=(7,))
-    then = lookup.admit(Waiting(job), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
+    then = lookup.admit(a_waiting(job), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
     hold = some(EVERYTHING, job=job, prompt=(7,))
     assert then == Then(a(Unparking, hold), opening(prompt=(7,)), UnparkDraft())
-    then = lookup.admit(Waiting(job), Admitted(HERE, HERE, 0), knowing())
+    then = lookup.admit(a_waiting(job), Admitted(HERE, HERE, 0), knowing())
     assert then == Then(
         a(Speculating, evolve(hold, speculation="no_draft")),
         opening(prompt=(7,)),
@@ -94,23 +95,23 @@ def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
 
 
 def test_the_stores_are_asked_for_more_than_the_device_has() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 8), knowing(STORE))
+    then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 8), knowing(STORE))
     hold = some(STORE, valid=8, restored=8, tier="device", miss="")
     assert then == Then(a(LookingUp, hold), opening(8), FindPrefix(PROMPT, 8))
 
 
 def test_where_prompts_may_be_compressed_the_memo_is_asked_too() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
+    then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
     assert then == Then(a(LookingUp, some(EVERYTHING)), opening(), FindPrefix(PROMPT, 0, memo=True))
     verbatim = a_job(compress=False)
-    then = lookup.admit(Waiting(verbatim), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
+    then = lookup.admit(a_waiting(verbatim), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
     assert then == Then(a(LookingUp, some(EVERYTHING, job=verbatim)), opening(), FindPrefix(PROMPT, 0))
 
 
 def test_a_long_prompt_is_compressed_and_a_draft_is_fetched_before_prefill() -> None:
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0), knowing(PFLASH))
+    then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(PFLASH))
     assert then == Then(a(Compressing, some(PFLASH)), opening(), CompressPrompt(PROMPT, 250))
-    then = lookup.admit(Waiting(a_job()), Admitted(HERE, HERE, 0), knowing(DRAFT))
+    then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(DRAFT))
     assert then == Then(a(Unparking, some(DRAFT)), opening(), UnparkDraft())
 
 
@@ -199,7 +200,7 @@ AUTO = a_job(scope=Scope("auto", 30), boundaries=(1, 9))
 
 
 def test_auto_asks_what_is_shared_even_where_all_is_on_the_device() -> None:
-    then = lookup.admit(Waiting(AUTO), Admitted(HERE, HERE, 20), knowing(STORE))
+    then = lookup.admit(a_waiting(AUTO), Admitted(HERE, HERE, 20), knowing(STORE))
     hold = some(STORE, job=AUTO, valid=20, restored=20, tier="device", miss="")
     assert then == Then(a(LookingUp, hold), opening(20), FindPrefix(PROMPT, 20, window=30))
     then = lookup.missed(a(LookingUp, hold), PrefixMissed("diverged_at:8", shared=14, length=8), knowing(STORE))

@@ -14,7 +14,7 @@ from effects.lookup import PrefixFound
 from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
 from states import policy, rates
-from states.events import Submitted
+from states.events import ForRequest, Submitted
 from states.life import Prefilling, Restoring
 from states.rates import Rates, filled, load_time, prefill_time, span_of
 from states.settings import Settings
@@ -163,7 +163,7 @@ def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 def folded(*events: Any, known: Rates = Rates()) -> Rates:  # noqa: B008 - frozen
     world = begin(evolve(STORE, rates=known))
     for event in (Submitted(a_job()), PrefixFound(LeaseId(1), 20, "host"), *events):
-        world, _ = advance(world, ONE, event)
+        world, _ = advance(world, ForRequest(ONE, event))
     return world.rates
 
 
@@ -193,8 +193,10 @@ def test_what_is_not_tried_is_held_against_nobody_for_ever() -> None:
     world, tries = begin(evolve(STORE, rates=known)), 0
     for number in range(1, 1000):
         request = RequestId(number)
-        world, _ = advance(world, request, Submitted(a_job(prompt=tuple(range(number * 100, number * 100 + 21)))))
-        world, _ = advance(world, request, PrefixFound(LeaseId(number), 20, "host"))
+        world, _ = advance(
+            world, ForRequest(request, Submitted(a_job(prompt=tuple(range(number * 100, number * 100 + 21)))))
+        )
+        world, _ = advance(world, ForRequest(request, PrefixFound(LeaseId(number), 20, "host")))
         tries = number
         if isinstance(world.requests[request], Restoring):
             break
@@ -214,6 +216,6 @@ def test_a_factor_fades_to_none_while_nothing_is_split() -> None:
 def test_what_was_measured_reaches_the_next_request() -> None:
     known = Rates(prefill=(1,), disk=1000)
     for rates_now, then in ((Rates(), Restoring), (known, Prefilling)):
-        world, _ = advance(begin(STORE), ONE, Submitted(a_job()))
-        world, _ = advance(evolve(world, rates=rates_now), ONE, PrefixFound(LeaseId(1), 20, "disk"))
+        world, _ = advance(begin(STORE), ForRequest(ONE, Submitted(a_job())))
+        world, _ = advance(evolve(world, rates=rates_now), ForRequest(ONE, PrefixFound(LeaseId(1), 20, "disk")))
         assert isinstance(world.requests[ONE], then)

@@ -15,7 +15,7 @@ from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
 from states import lane, residency
-from states.events import Cancelled, Event, Submitted
+from states.events import Cancelled, Event, ForRequest, Submitted
 from states.invariants import check
 from states.lane import Answer, Lane
 from states.rates import Rates
@@ -214,7 +214,7 @@ class Reached:
             yield from ((ask.request, outcome) for outcome in answers(ask.effect, failures))
 
     def after(self, request: RequestId, event: Event) -> Reached:
-        world, outs = advance(self.world, request, event)
+        world, outs = advance(self.world, ForRequest(request, event))
         sound(self.world, world, outs)
         cancelled = self.cancelled | ({request} if isinstance(event, Cancelled) else set())
         return Reached(forgetful(world), self.come | {request}, cancelled & world.requests.keys())

@@ -8,7 +8,7 @@ from attrs import evolve
 from effects.ids import RequestId, SlotId, Tokens
 from states import slots
 from states.events import Admitted
-from states.life import LookingUp, Prefilling, Speculating, State, Waiting
+from states.life import LookingUp, Prefilling, Speculating, State
 from states.settings import Settings
 from states.slots import Slot, Slots
 from tests.states.builders import (
@@ -20,6 +20,7 @@ from tests.states.builders import (
     a,
     a_house,
     a_job,
+    a_waiting,
     answering,
     some,
     waiting_for,
@@ -57,7 +58,7 @@ def test_nobody_is_admitted_without_a_free_slot_or_without_a_queue() -> None:
 
 
 def test_first_come_first_served() -> None:
-    requests: dict[RequestId, State] = {TWO: Waiting(a_job()), ONE: Waiting(a_job())}
+    requests: dict[RequestId, State] = {TWO: a_waiting(), ONE: a_waiting()}
     seated = slots.admit(a_house(Slot(), waiting=(TWO, ONE)), requests, PLAIN)
     assert seated is not None
     assert (seated[0].waiting, seated[1]) == ((ONE,), TWO)

@@ -151,7 +151,7 @@ LIVE = (LookingUp, Restoring, Compressing, Unparking, Prefilling, Speculating)
 def test_a_cancellation_straight_to_the_end_is_noticed(state: type) -> None:
     cancelled = f"{state.__name__}, Cancelled: "
     rows = changed(
-        state, Cancelled, lambda before, *seen: TABLE[Waiting, Cancelled].arrow(Waiting(before.prompt.job), *seen)
+        state, Cancelled, lambda before, *seen: TABLE[Waiting, Cancelled].arrow(Waiting(before.prompt), *seen)
     )
     assert cancelled + "ends with something in flight" in faults(rows)
 

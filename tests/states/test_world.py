@@ -16,9 +16,9 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states import lane, pace
-from states.events import Cancelled, Event, Submitted
+from states.events import Cancelled, Event, ForRequest, Submitted
 from states.invariants import check
-from states.life import Draining, Prefilling, Waiting
+from states.life import Draining, Prefilling
 from states.machine import IllegalEvent
 from states.onward import report
 from states.rates import Rates
@@ -37,6 +37,7 @@ from tests.states.builders import (
     TWO,
     a,
     a_job,
+    a_waiting,
     knowing,
     some,
 )
@@ -49,7 +50,7 @@ def after(settings: Settings, *events: tuple[RequestId, Event]) -> tuple[World, 
     """The world after these events, and what the last one asked for."""
     world, outs = begin(settings), tuple[Out, ...]()
     for request, event in events:
-        world, outs = advance(world, request, event)
+        world, outs = advance(world, ForRequest(request, event))
         check(world)
     return world, outs
 
@@ -76,8 +77,8 @@ def test_a_request_is_admitted_and_launched_in_the_event_that_submits_it() -> No
 def test_a_full_house_lets_wait_and_a_full_queue_refuses() -> None:
     world, outs = after(SMALL, submitted(ONE), submitted(TWO))
     assert outs == (Ask(TWO, ReportProgress(0, 21, 0)),)
-    assert world.requests[TWO] == Waiting(a_job())
-    refused, outs = advance(world, THREE, Submitted(a_job()))
+    assert world.requests[TWO] == a_waiting()
+    refused, outs = advance(world, ForRequest(THREE, Submitted(a_job())))
     assert outs == (Ask(THREE, CloseStream("queue_full", Report(0), "1 requests are waiting already")),)
     assert refused == world
 
@@ -120,7 +121,7 @@ def test_a_finished_request_leaves_nothing_but_the_rows_of_its_slot() -> None:
 
 def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> None:
     world, _ = after(PLAIN, submitted(ONE))
-    assert advance(world, TWO, GONE) == (world, ())
+    assert advance(world, ForRequest(TWO, GONE)) == (world, ())
 
 
 def test_a_cancelled_request_that_only_waits_for_the_device_is_gone_at_once() -> None:
@@ -133,9 +134,9 @@ def test_a_cancelled_request_that_only_waits_for_the_device_is_gone_at_once() ->
 def test_a_cancelled_request_whose_work_runs_drains_until_it_answers() -> None:
     world, _ = after(PLAIN, submitted(ONE), (ONE, GONE))
     assert world.requests == {ONE: a(Draining, some(), 1)}
-    again, outs = advance(world, ONE, GONE)
+    again, outs = advance(world, ForRequest(ONE, GONE))
     assert (again, outs) == (world, ())
-    world, outs = advance(world, ONE, PrefillAdvanced(8))
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(8)))
     assert outs == ()
     assert world.requests == {}
     assert world.slots.slots[0] == Slot(PROMPT[:8], None, 1)
@@ -146,9 +147,9 @@ def test_two_decode_steps_that_wait_become_one_launch() -> None:
     world, outs = after(PLAIN, submitted(ONE, **one), submitted(TWO, **two), (ONE, Decoded((7,))))
     first, second = Ask(TWO, RunDecode(SlotId(1), 0, 2)), Ask(ONE, RunDecode(HERE, 1, 7))
     assert outs == (Ask(ONE, EmitTokens((7,))), Launch((first, second)))
-    world, outs = advance(world, TWO, Decoded((8,)))
+    world, outs = advance(world, ForRequest(TWO, Decoded((8,))))
     assert outs == (Ask(TWO, EmitTokens((8,))),), "the batch has not come back yet"
-    world, outs = advance(world, ONE, Decoded((9,)))
+    world, outs = advance(world, ForRequest(ONE, Decoded((9,))))
     assert outs[-1] == Launch((Ask(TWO, RunDecode(SlotId(1), 1, 8)), Ask(ONE, RunDecode(HERE, 2, 9))))
 
 
@@ -170,7 +171,7 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
     world, outs = after(SCOPED, *events, (ONE, Decoded((7, 8), 1)), (TWO, Decoded((7, 8), 1)))
     assert list(world.requests) == [TWO]
     assert outs[-1] == alone(TWO, ParkDraft())
-    world, _ = advance(world, TWO, DraftParked(9))
+    world, _ = advance(world, ForRequest(TWO, DraftParked(9)))
     assert not world.requests
     assert world.models.draft == Model("parked", size=9, moved=18, loads=1, parks=1)
 
@@ -181,7 +182,7 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
     world, outs = after(SCOPED, submitted(ONE, **one), submitted(TWO, **two), (ONE, failed))
     assert world.models.draft == Model("parked", failures=1, error="out_of_memory: no room")
     assert outs == (alone(ONE, RunDecode(HERE, 0, 1)),)
-    _, outs = advance(world, ONE, Decoded((7,)))
+    _, outs = advance(world, ForRequest(ONE, Decoded((7,))))
     assert outs[-1] == alone(TWO, UnparkDraft())
 
 
@@ -195,11 +196,11 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     world, outs = after(measured, one, two, (ONE, Decoded((7, 8), 3, ns=1000)))
     assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 2, 8)), Ask(TWO, RunDecode(SlotId(1), 0, 2)))), "measured first"
     for request, ns in ((ONE, 1200), (TWO, 1210)):
-        world, outs = advance(world, request, Decoded((7,), ns=ns))
+        world, outs = advance(world, ForRequest(request, Decoded((7,), ns=ns)))
     assert world.rates.decode == (*start, (0, 2, 0, 1200))
     assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 3, 7, 2)), Ask(TWO, RunDecode(SlotId(1), 1, 7, 3))))
     for request, ns in ((ONE, 1500), (TWO, 1510)):
-        world, outs = advance(world, request, Decoded((7,), 3 if request is TWO else 2, ns=ns))
+        world, outs = advance(world, ForRequest(request, Decoded((7,), 3 if request is TWO else 2, ns=ns)))
     assert world.rates.decode == (*start, (0, 2, 0, 1200), (0, 2, 8, 1500))
 
 
@@ -216,7 +217,7 @@ def test_what_proposals_are_compared_with_is_measured_again_now_and_then() -> No
         done = Decoded(
             (7,) * (1 + asked.effect.propose), asked.effect.propose, ns=5000 if asked.effect.propose else 1000
         )
-        world, _ = advance(world, ONE, done)
+        world, _ = advance(world, ForRequest(ONE, done))
     assert plain[0] == lane.OFTEN
     assert world.rates.decode[0] < (0, 1, 0, 3001)
 
@@ -243,13 +244,13 @@ def test_a_request_decides_by_the_rates_as_they_are() -> None:
 def test_what_cannot_happen_is_a_bug(request_id: RequestId, event: Event) -> None:
     world, _ = after(PLAIN, submitted(ONE))
     with pytest.raises(IllegalEvent):
-        advance(world, request_id, event)
+        advance(world, ForRequest(request_id, event))
 
 
 def test_the_world_before_an_event_is_untouched_by_it() -> None:
     world, _ = after(PLAIN, submitted(ONE), submitted(TWO))
     copy = evolve(world, requests=dict(world.requests))
-    advance(world, ONE, PrefillAdvanced(8))
+    advance(world, ForRequest(ONE, PrefillAdvanced(8)))
     assert world == copy
 
 
