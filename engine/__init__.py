@@ -1,7 +1,6 @@
 """The shell: the only place where purity meets clocks, threads and sockets. Imports everything; nothing imports it."""
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 
 # Before torch is imported: its CPU threads spin for milliseconds at every barrier, and where another process wants the
 # cores a decode step then took 200 ms instead of 5. Spinning briefly costs a little on idle cores (docs/BENCHMARKS.md).
@@ -12,7 +11,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # step of four slots wants some 60; one that was let go is prepared again in 0.3 ms (docs/BENCHMARKS.md).
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
-try:
-    __version__ = version("rekindle")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0.0.0"
+
+def __getattr__(name: str) -> str:
+    """`__version__`, when somebody asks: to look it up takes a tenth of what `--help` does."""
+    if name != "__version__":
+        raise AttributeError(name)
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
+    try:
+        return version("rekindle")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0.0.0"

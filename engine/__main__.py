@@ -13,17 +13,16 @@ import cyclopts
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+import engine
 from adapters import heap
-from engine import __version__, startup
 from engine.options import Options
-from engine.preflight import prepared
 from engine.refusal import Refusal, told
 from engine.simulation.wanted import Wanted
 
 app = App(
     name="rekindle",
     help="A local LLM inference server that starts warm, never changes the answer, and replays everything.",
-    version=f"rekindle {__version__}",
+    version=lambda: f"rekindle {engine.__version__}",
 )
 
 
@@ -47,6 +46,9 @@ def serve(
         TOML file with the same names: `port = 8080`, `api-key = ["..."]`.
     """
     del config  # read before the command line was
+    from engine import startup  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
+    from engine.preflight import prepared  # noqa: PLC0415
+
     startup.configure_logging()
     options = prepared(options)
     with startup.Steps() as steps:

@@ -13,7 +13,6 @@ from concurrent.futures import Executor, wait
 from contextlib import contextmanager
 from typing import cast
 
-import numpy as np
 from attrs import frozen
 
 from adapters.store import seekable
@@ -130,6 +129,8 @@ def resident(descriptor: int, size: int) -> bool:
     """Is most of the file in the page cache? Asking does not bring it there."""
     if not size or not hasattr(LIBC, "mincore"):
         return True
+    import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
     try:
         with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
             pages = np.zeros(-(-size // PAGE), np.uint8)
@@ -220,6 +221,8 @@ def scratch(length: int) -> Iterator[memoryview]:
 
 def prepare(count: int) -> None:
     """So many readers will find such pages, before anybody waits for them."""
+    import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
     for _ in range(count - len(_spaces)):
         space = mmap.mmap(-1, PIECE + 2 * PAGE)
         np.frombuffer(space, np.uint8).fill(0)

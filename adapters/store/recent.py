@@ -9,13 +9,16 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
 from attrs import define, evolve, field, frozen
 
 from adapters.store.blocks import WIDTH, pack
 from adapters.store.records import framed, records
 from effects.ids import Tokens
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PREFIX = "recent-"
 MAGIC = b"rekindle-recent-1\n"
@@ -110,6 +113,8 @@ class Recents:
 
     def _shared(self, packed: bytes) -> dict[int, int]:
         """Tokens that each prompt shares with this one."""
+        import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
         mine, found = np.frombuffer(packed, np.int32), {0: 0}
         for serial, recent in self._prompts.items():
             shared = found[recent.parent]

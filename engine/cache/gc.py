@@ -14,8 +14,8 @@ from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.index import Index
 from adapters.store.survey import Survey, SurveyedFile
 from engine.cache.look import SHOWN_IDENTITY, Identity, identities, looked_at, wide
+from engine.human import size
 from engine.refusal import Refusal
-from engine.simulation.report import size
 
 
 @frozen

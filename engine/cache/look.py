@@ -13,8 +13,8 @@ from adapters.store import survey
 from adapters.store.blocks import root
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.survey import Survey, SurveyedFile
+from engine.human import WIDTH
 from engine.refusal import Refusal
-from engine.simulation.report import WIDTH
 
 SHOWN_IDENTITY = 12  # hex digits
 

@@ -16,11 +16,10 @@ from adapters.checkpoint.errors import CheckpointError
 from adapters.store import survey
 from adapters.store.blocks import WIDTH
 from adapters.store.survey import Survey, SurveyedFile, sequences
-from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.cache.look import SHOWN_IDENTITY, Identity, identities, looked_at, wide
+from engine.human import size
 from engine.refusal import Refusal
-from engine.simulation.report import size
 
 LISTED = 20  # sequences, unless all are asked for
 SHOWN_TOKENS = 200  # of a sequence's beginning
@@ -45,6 +44,8 @@ def ls(path: Path, *, text: bool, model: Path | None, everything: bool, as_json:
 
 
 def decoder(model: Path | None) -> Callable[[Tokens], str]:
+    from adapters.text.tokenizer import Tokenizer  # noqa: PLC0415 - only who asks for text waits for it
+
     folder = model or demo.FOLDER
     try:
         return Tokenizer.load(folder).decode

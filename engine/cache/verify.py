@@ -10,8 +10,8 @@ from rich.text import Text as Line
 
 from adapters.store import survey
 from engine.cache.look import looked_at, wide
+from engine.human import counted, size
 from engine.progress import progress
-from engine.simulation.report import counted, size
 
 
 def verify(path: Path, *, as_json: bool) -> int:

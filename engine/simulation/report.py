@@ -7,33 +7,10 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from engine.human import WIDTH, counted, duration, percent, size
 from engine.simulation.logs.read import Logs
 from engine.simulation.run import Setup, Simulation
 from engine.simulation.tally import Figures
-
-WIDTH = 110  # columns where there is no terminal to ask
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def size(count: float) -> str:
-    """Bytes as people read them."""
-    unit = 0
-    while count >= 1024 and unit < len(UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.0f} B" if not unit else f"{count:.1f} {UNITS[unit]}"
-
-
-def duration(ms: float) -> str:
-    if ms < 1000:
-        return f"{ms:.0f} ms"
-    if ms < 120_000:
-        return f"{ms / 1000:.1f} s"
-    return f"{ms / 60_000:.1f} min"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
 
 ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("hit tokens", lambda one: f"{one.hit_tokens:,}"),
@@ -51,10 +28,6 @@ ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("first token, median", lambda one: duration(one.first_token_ms[0])),
     ("  90th percentile", lambda one: duration(one.first_token_ms[1])),
 )
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def show(console: Console, logs: Logs, setup: Setup, runs: Sequence[Simulation]) -> None:

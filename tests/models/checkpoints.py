@@ -1,4 +1,4 @@
-"""Small Qwen3 checkpoints as transformers writes them, and what the tests do with a shard again and again."""
+"""Small checkpoints of every family as transformers writes them, and what the tests do with a shard again and again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense import DenseShard
+from adapters.models.dense_config import DenseConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import Products
 from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Config
 from adapters.models.shard import BUCKETS, Segment, Step
 
 GEOMETRIES = {
@@ -26,9 +26,44 @@ GEOMETRIES = {
 }
 
 
-def save_qwen3(folder: Path, *, seed: int = 0, shard_size: str = "1GB", **overrides: object) -> object:
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def rope(kind: str = "default", **more: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+# What each family is tried with: its model_type, and what transformers is told of the model.
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3, mqa, tied": ("qwen3", {**GEOMETRIES["mqa"], "tie_word_embeddings": True}),
+    "qwen3, gqa 2 to 1": ("qwen3", GEOMETRIES["gqa 2 to 1"]),
+    "qwen3, wide heads": ("qwen3", GEOMETRIES["gqa 4 to 1, wide heads"]),
+    "qwen3, every head its own, tied": ("qwen3", {**GEOMETRIES["every head its own"], "tie_word_embeddings": True}),
+    "llama, gqa 2 to 1": ("llama", GEOMETRIES["gqa 2 to 1"]),
+    "llama 3, tied": ("llama", {**GEOMETRIES["mqa"], **rope("llama3", **LLAMA3), "tie_word_embeddings": True}),
+    "llama, linear": ("llama", {**GEOMETRIES["every head its own"], **rope("linear", factor=2.5)}),
+    "llama, yarn": ("llama", {**GEOMETRIES["gqa 4 to 1, wide heads"], **rope("yarn", **YARN)}),
+    "qwen2, gqa 2 to 1": ("qwen2", {**GEOMETRIES["gqa 2 to 1"], "use_sliding_window": False, "max_window_layers": 2}),
+    "qwen2, mqa, tied": ("qwen2", {**GEOMETRIES["mqa"], "tie_word_embeddings": True, "sliding_window": 32768}),
+}
+
+
+def save_qwen3(folder: Path, **how: object) -> object:
+    return save_model(folder, "qwen3", **how)
+
+
+def save_model(
+    folder: Path,
+    model_type: str,
+    *,
+    seed: int = 0,
+    shard_size: str = "1GB",
+    tokenizer: bool = True,
+    **overrides: object,
+) -> object:
     """Writes a random model as transformers does, with a tokenizer.json that is only there; returns the oracle."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 - seconds, and most files need it once
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds, and most files need it once
 
     settings = {
         "vocab_size": 160,
@@ -36,16 +71,16 @@ def save_qwen3(folder: Path, *, seed: int = 0, shard_size: str = "1GB", **overri
         "num_hidden_layers": 3,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        **rope(),
         "initializer_range": 0.15,
         **GEOMETRIES["gqa 2 to 1"],
         **overrides,
     }
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**settings)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith("bias"):
                 weight.add_(torch.randn_like(weight) * 0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,7 +95,7 @@ def shard_of(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels 
     return DenseShard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), dtype=dtype, **shape)
 
 
-def proven(config: Qwen3Config, dtype: torch.dtype, capacity: int, sizes: Sequence[int] = BUCKETS) -> CpuKernels:
+def proven(config: DenseConfig, dtype: torch.dtype, capacity: int, sizes: Sequence[int] = BUCKETS) -> CpuKernels:
     """CPU kernels that keep to what is proven on the machine that runs the tests."""
     buckets = tuple(sizes)
     return kernels_for(

@@ -1,4 +1,4 @@
-"""Qwen3 against transformers on small random checkpoints of several geometries."""
+"""Every family against transformers, on small random checkpoints of several geometries."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.shard import Segment, Step
-from tests.models.checkpoints import GEOMETRIES, run, run_in_pieces, save_qwen3, shard_of, tokens_of
+from tests.models.checkpoints import VARIANTS, run, run_in_pieces, save_model, save_qwen3, shard_of, tokens_of
 
 
-@pytest.fixture(scope="module", params=[*GEOMETRIES])
+@pytest.fixture(scope="module", params=[*VARIANTS])
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    tied = request.param in ("mqa", "every head its own")
-    return folder, save_qwen3(folder, tie_word_embeddings=tied, **GEOMETRIES[request.param])
+    model_type, told = VARIANTS[request.param]
+    return folder, save_model(folder, model_type, **told)
 
 
 def test_logits_in_float32_are_those_of_transformers(model):

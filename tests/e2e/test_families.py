@@ -1,0 +1,73 @@
+"""Random checkpoints of families that the demo is none of, served: killed, started warm, drafted for; same tokens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from adapters import demo
+from adapters.models.dflash.config import DFlashConfig
+from adapters.models.rope import Rotary
+from tests.e2e.server import Running, serving
+from tests.e2e.test_restart import kill, written
+from tests.models.checkpoints import LLAMA3, rope, save_model
+from tests.models.drafts import FULL, random_tensors, save_draft
+
+VOCAB, LAYERS, HIDDEN = 4096, 4, 96  # the demo's tokenizer's
+PROMPT = [10 + 37 * n % 4000 for n in range(600)]
+FAMILIES = {
+    "llama": {**rope("llama3", **LLAMA3), "bos_token_id": 0, "eos_token_id": [1, 2]},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2, "eos_token_id": 1},
+}
+DRAFT = DFlashConfig(HIDDEN, 128, 2, 4, 2, 24, Rotary(24, 1e4), (FULL,) * 2, (0, 2), 8, 5)
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES])
+def model(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    shape = {"hidden_size": HIDDEN, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    own = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS, "head_dim": HIDDEN // 4}
+    save_model(folder, request.param, **shape, **own, **FAMILIES[request.param])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.FOLDER / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("draft")
+    save_draft(folder, DRAFT, random_tensors(DRAFT), num_target_layers=LAYERS, vocab_size=VOCAB)
+    return folder
+
+
+def answers(server: Running) -> tuple[list[object], Sequence[dict]]:
+    """To a greedy request, a sampled one and one that goes on from another place of the prompt."""
+    asked = [
+        (PROMPT, {"temperature": 0, "logprobs": 2}),
+        (PROMPT, {"temperature": 0.9, "seed": 4}),
+        ([*PROMPT[:400], 9, 8, 7], {"temperature": 0.7, "seed": 5}),
+    ]
+    found = [server.complete(prompt, max_tokens=24, **more).json() for prompt, more in asked]
+    return [one["choices"][0] for one in found], [one["rekindle"] for one in found]
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_server_of_any_family_starts_warm_and_says_the_same_with_a_draft_and_without(
+    model: Path, draft: Path, tmp_path: Path
+) -> None:
+    words = (str(model), "--kv-cache-dir", str(tmp_path), "--paranoid", "--max-ctx", "1024")
+    with serving(*words) as server:
+        cold, how = answers(server)
+        assert how[0]["restored_tokens"] == 0
+        assert server.client.get("/props").json()["numerics"]["shapes"] == "buckets"
+        written(server)
+        kill(server)
+    with serving(*words, "--draft", str(draft)) as server:
+        warm, how = answers(server)
+        assert warm == cold
+        assert (how[0]["tier"], how[0]["restored_tokens"] >= len(PROMPT) - 64) == ("disk", True)
+        assert how[0]["speculation"]["why"] != "no_draft"
+        assert server.stop() == 0
