@@ -11,7 +11,7 @@ from adapters.models.dflash.blocks import BlockRequest
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.draft import DFlashDraft, NotLoaded
 from adapters.models.kernels.batch import BlockBatch
-from adapters.models.kernels.interface import AttentionMask, Rope
+from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.rope import Rotary
 from adapters.models.shard import Segment, Step, TargetHead
@@ -112,7 +112,7 @@ def test_attention_of_blocks_agrees_with_the_reference_and_sees_nothing_else(geo
             batch.before = firsts
             batch.load(Step(segments, 32), torch.zeros(28, dtype=torch.int64))
             own.prepare(batch)
-            q = own.rotate_store(qkv, norms[0], norms[1], 1e-6, rope, batch, k_cache, v_cache)
+            q = own.rotate_store(qkv, HeadPrep(None, norms[0], norms[1], 1e-6), rope, batch, k_cache, v_cache)
             found.append(own.attend_block(q, k_cache, v_cache, batch, mask))
         assert distance(found[0][:28], found[1][:28]) < TOLERANCE[dtype]
         assert not found[0][28:].any()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.interface import Rope
+from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.shard import Segment, Step
 
@@ -98,12 +98,18 @@ def test_norms_agree_with_plain_torch_and_do_not_see_the_rung(kernels, width, dt
 class CachedSequence:
     """One layer's caches of three slots and the projections of a sequence that goes to one of them."""
 
-    def __init__(self, kernels, geometry: tuple[int, int, int], dtype: torch.dtype, length: int, capacity: int = 2304):
+    def __init__(
+        self, kernels, geometry: tuple[int, int, int], dtype: torch.dtype, length: int, prepared: str = "norms"
+    ):
+        """prepared: what projected heads go through, "norms" or "bias", both or neither."""
+        capacity = 2304
         self.kernels, self.dtype = kernels, dtype
         self.heads, self.kv, self.head = geometry
         self.qkv = normal(length, (self.heads + 2 * self.kv) * self.head, dtype=dtype, seed=3)
-        self.q_norm = normal(self.head, dtype=dtype, seed=4, scale=0.1) + 2
-        self.k_norm = normal(self.head, dtype=dtype, seed=5, scale=0.1) + 2
+        norms = [normal(self.head, dtype=dtype, seed=seed, scale=0.1) + 2 for seed in (4, 5)]
+        bias = normal(self.qkv.shape[1], dtype=dtype, seed=6)
+        q_norm, k_norm = norms if "norms" in prepared else (None, None)
+        self.prep = HeadPrep(bias if "bias" in prepared else None, q_norm, k_norm, 1e-6)
         angles = torch.outer(torch.arange(capacity), 1e4 ** -torch.linspace(0, 1, self.head // 2)).to(DEVICE)
         self.rope = Rope(angles.cos(), angles.sin())
         self.shape = (3, self.kv, capacity, self.head)
@@ -123,7 +129,7 @@ class CachedSequence:
         qkv = normal(bucket, self.qkv.shape[1], dtype=self.dtype, seed=bucket, scale=9.0)
         qkv[: len(rows)] = self.qkv[rows]
         caches = self.k_cache, self.v_cache
-        q = kernels.rotate_store(qkv, self.q_norm, self.k_norm, 1e-6, self.rope, batch, *caches)
+        q = kernels.rotate_store(qkv, self.prep, self.rope, batch, *caches)
         out = kernels.attend(q, *caches, batch)
         assert out[: len(rows)].isfinite().all()
         return out[: len(rows)].clone()
@@ -163,6 +169,24 @@ def test_attention_has_the_same_bits_however_the_sequence_is_cut(kernels, geomet
         assert same_bits(sequence.v_cache[2, :, :1300], caches[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("geometry", [(5, 1, 64), (32, 8, 128), (7, 1, 16)])
+@pytest.mark.parametrize("prepared", ["neither", "bias", "bias and norms"])
+def test_heads_of_models_without_norms_or_with_a_bias_are_those_of_plain_torch(kernels, geometry, prepared, dtype):
+    sequence = CachedSequence(kernels, geometry, dtype, 300, prepared)
+    whole = sequence.in_pieces([(2048, 300)])
+    caches = sequence.k_cache[0, :, :300].clone(), sequence.v_cache[0, :, :300].clone()
+    for pieces in ([(256, 256)], [(4, 1)], [(128, 100), (16, 9)]):
+        assert same_bits(sequence.in_pieces(pieces, slot=1), whole)
+        assert same_bits(sequence.k_cache[1, :, :300], caches[0])
+        assert same_bits(sequence.v_cache[1, :, :300], caches[1])
+    sequence.clear()
+    reference = sequence.run(2048, (Segment(0, 0, 300),), torch.arange(300, device=DEVICE), ReferenceKernels())
+    assert distance(whole, reference) < 2 * TOLERANCE[dtype]
+    assert distance(caches[0], sequence.k_cache[0, :, :300]) < TOLERANCE[dtype]
+    assert same_bits(caches[1], sequence.v_cache[0, :, :300])
+
+
 @pytest.mark.parametrize("bucket", [4, 8, 64, 256])
 def test_attention_does_not_see_its_neighbours(kernels, bucket):
     sequence = CachedSequence(kernels, (32, 8, 128), torch.bfloat16, 1300)
@@ -183,7 +207,7 @@ def test_padded_rows_write_nothing_and_stay_finite(kernels):
     kernels.prepare(batch)
     qkv = normal(64, sequence.qkv.shape[1], dtype=torch.bfloat16)
     caches = sequence.k_cache, sequence.v_cache
-    q = kernels.rotate_store(qkv, sequence.q_norm, sequence.k_norm, 1e-6, sequence.rope, batch, *caches)
+    q = kernels.rotate_store(qkv, sequence.prep, sequence.rope, batch, *caches)
     assert kernels.attend(q, *caches, batch).isfinite().all()
     assert all(cache[1, :, :3].isfinite().all() and cache[1, :, 3:].isnan().all() for cache in caches)
     assert all(cache[slot].isnan().all() for cache in caches for slot in (0, 2))

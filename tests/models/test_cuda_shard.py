@@ -1,4 +1,4 @@
-"""A whole Qwen3 on CUDA: graphs, oracles, and rows that do not depend on how they were computed."""
+"""Whole models on CUDA: graphs, oracles, and rows that do not depend on how they were computed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters.models import llama, qwen2, qwen3
 from adapters.models.dense import DenseShard
+from adapters.models.dense_config import DenseConfig
 from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.llama import LlamaConfig
 from adapters.models.probe import probe
-from adapters.models.qwen3 import FAMILY, Qwen3Config
+from adapters.models.qwen2 import Qwen2Config
+from adapters.models.qwen3 import Qwen3Config
+from adapters.models.rope import Llama3
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 
@@ -23,17 +28,19 @@ DEVICE = torch.device("cuda")
 BUCKETS = (4, 8, 16, 32, 64, 128, 512)
 DEMO = Qwen3Config(4096, 320, 832, 4, 5, 1, 64, 2048, 1e6, tie_word_embeddings=True)
 WIDE = Qwen3Config(8192, 1024, 3072, 3, 8, 2, 128, 2048, 1e6)
+LLAMA = LlamaConfig(8192, 512, 1024, 3, 8, 2, 64, 2048, 5e5, rope_scaling=Llama3(8.0, 1.0, 4.0, 256.0))
+QWEN2 = Qwen2Config(4096, 896, 1024, 3, 14, 2, 64, 2048, 1e6, tie_word_embeddings=True)
 LENGTH = 700
 
 
-def shard_of(config: Qwen3Config, dtype: torch.dtype, kernels=None, **options) -> DenseShard:
+def shard_of(config: DenseConfig, dtype: torch.dtype, kernels=None, **options) -> DenseShard:
     kernels = kernels or triton_cuda.TritonKernels(DEVICE)
     weights = RandomWeights(config, 1, DEVICE, dtype)
     shape = {"slots": 3, "capacity": 1024, "buckets": BUCKETS} | options
     return DenseShard(config, weights, kernels, device=DEVICE, dtype=dtype, **shape)
 
 
-def tokens_of(config: Qwen3Config, length: int = LENGTH, seed: int = 0) -> Tensor:
+def tokens_of(config: DenseConfig, length: int = LENGTH, seed: int = 0) -> Tensor:
     return torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
 
 
@@ -53,7 +60,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("config", [DEMO, WIDE])
+@pytest.mark.parametrize("config", [DEMO, WIDE, LLAMA, QWEN2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dtype):
     shard, tokens = shard_of(config, dtype), tokens_of(config)
@@ -123,8 +130,11 @@ def test_a_middle_shard_captures_and_passes_on_what_one_shard_computes():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_numerics_probe_proves_the_whole_ladder(dtype):
-    found = probe(FAMILY, DEMO, triton_cuda.TritonKernels(DEVICE), device=DEVICE, dtype=dtype, chunk=512, capacity=2048)
+@pytest.mark.parametrize(("family", "config"), [(qwen3.FAMILY, DEMO), (llama.FAMILY, LLAMA), (qwen2.FAMILY, QWEN2)])
+def test_the_numerics_probe_proves_every_bucket(family, config, dtype):
+    found = probe(
+        family, config, triton_cuda.TritonKernels(DEVICE), device=DEVICE, dtype=dtype, chunk=512, capacity=2048
+    )
     assert not found.failures
     assert found.mode == "buckets"
     assert found.buckets == (4, 8, 16, 32, 64, 128, 256, 512)

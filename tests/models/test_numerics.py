@@ -7,7 +7,9 @@ import math
 
 import pytest
 import torch
+from attrs import evolve
 
+from adapters.models.dense import DenseShard
 from adapters.models.kernels.products import Weight, span_of, spans
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.numerics import Numerics, machine
@@ -99,6 +101,30 @@ class ForgetsFarKeys(Mutant):
             v_cache = v_cache.clone()
             v_cache[:, :, self.kv_tile - 1] = 0
         return super().attend(q, k_cache, v_cache, batch)
+
+
+class TwoKinds(Qwen3Config):
+    """As if its second layer were of another kind: it gets hidden states, and has the head behind it."""
+
+    def probed(self):
+        [(small, first)] = super().probed()
+        return ((small, first), (small, range(1, 2)))
+
+
+def test_every_kind_of_layer_is_probed_and_each_has_to_hold():
+    config = TwoKinds(256, 64, 128, 4, 4, 2, 16, 4096, 1e6)
+    where = {"device": CPU, "dtype": torch.float32, "chunk": 64, "capacity": 1024}
+    one, both = measure(CpuKernels(torch.float32)), probe(FAMILY, config, CpuKernels(torch.float32), **where)
+    assert (both.mode, both.spans) == ("buckets", 2 * one.spans)
+    assert both.numerics_class.rpartition("-")[2] not in one.numerics_class
+
+    def build(own, weights, kernels, *, layers, **how):
+        used = ForgetsFarKeys().using(kernels._plan) if layers.start else kernels  # noqa: SLF001
+        return DenseShard(own, weights, used, layers=layers, **how)
+
+    found = probe(evolve(FAMILY, build=build), config, CpuKernels(torch.float32), **where)
+    assert (found.mode, found.buckets) == ("grid", (4, 64))
+    assert any("differ from a chunk" in why for why in found.failures)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -10,12 +10,13 @@ from attrs import evolve
 
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.llama import LlamaConfig
+from adapters.models.qwen2 import Qwen2Config
 from adapters.models.qwen3 import Qwen3Config
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, same_bits, same_rows, tokens_of
 
-CONFIG = Qwen3Config(203, 100, 212, 2, 8, 2, 24, 2048, 1e4)
 KINDS = [
     pytest.param((torch.float32, "cpu"), id="float32"),
     pytest.param((torch.bfloat16, "cpu"), id="bfloat16"),
@@ -24,15 +25,20 @@ KINDS = [
 ]
 
 
+@pytest.fixture(scope="module", params=[Qwen3Config, LlamaConfig, Qwen2Config], ids=lambda kind: kind.__name__)
+def config(request):
+    return request.param(203, 100, 212, 2, 8, 2, 24, 2048, 1e4)
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def shard(request):
+def shard(request, config):
     """Slots 0 and 1 hold two sequences of 510 rows, just before a key tile's end; the others are empty."""
     dtype, device = request.param
-    config, kernels = CONFIG, None
+    kernels = None
     if device == "cuda":
         from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - comes with CUDA only
 
-        config = evolve(CONFIG, hidden_size=128, intermediate_size=224, head_dim=32)
+        config = evolve(config, hidden_size=128, intermediate_size=224, head_dim=32)
         kernels = TritonKernels(torch.device(device))
     kernels = kernels or proven(config, dtype, 1024).fresh()
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
@@ -115,9 +121,9 @@ def test_a_tree_goes_with_chains_of_other_slots(shard):
         assert same_rows(shard, slot, 2, 0, 510 + len(rows))
 
 
-def test_what_is_no_tree_and_no_path_of_it_is_refused_by_name():
+def test_what_is_no_tree_and_no_path_of_it_is_refused_by_name(config):
     shape = {"slots": 2, "capacity": 64, "buckets": (16,)}
-    shard = DenseShard(CONFIG, RandomWeights(CONFIG), ReferenceKernels(), **shape)
+    shard = DenseShard(config, RandomWeights(config), ReferenceKernels(), **shape)
     for segments in (
         (Segment(0, 0, 3), Segment(0, 4, 1)),
         (Segment(0, 5, 3), Segment(0, 5, 1)),

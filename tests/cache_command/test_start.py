@@ -1,0 +1,36 @@
+"""What needs no model starts without torch, which takes seconds to import, and without numpy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.store.kit import disk_store, save, settled
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from engine.__main__ import main
+assert main(sys.argv[1:]) == 0
+print("imported:", *({"torch", "numpy", "tokenizers", "transformers"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["serve", "--help"], ["--version"], ["cache", "ls"], ["cache", "verify"]]
+)
+def test_what_needs_no_model_imports_no_library_for_one(words: list[str], tmp_path: Path) -> None:
+    if words[0] == "cache":
+        store = disk_store(tmp_path / "kv")
+        save(store, tuple(range(64)))
+        settled(store)
+        store.close()
+        words = [*words, str(tmp_path / "kv")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported:", done.stdout
