@@ -1,0 +1,109 @@
+"""One contract for every tier: host memory, the disk, and the disk that is only simulated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from adapters.store.blocks import chain, pack
+from adapters.store.described import entry_of
+from adapters.store.folder import Folder
+from adapters.store.format import Run
+from adapters.store.host import HostTier
+from adapters.store.index import Entry
+from adapters.store.memory import Buffer
+from adapters.store.opening import index, open_disk
+from adapters.store.store import Store
+from adapters.store.tier import LowerTier, Note, Tier, Write
+from engine.simulation.clock import Clock
+from engine.simulation.costs import Costs
+from engine.simulation.keeping import SimulatedDisk
+from engine.simulation.tally import Infinite, Tally
+from tests.store.kit import BIG, BLOCK_SIZE, LAYOUT, buffer_of, rows_of, settled
+
+TOKENS = tuple(range(10, 10 + 2 * BLOCK_SIZE))
+
+
+@frozen
+class Lower:
+    """A lower tier, and how to wait until it has done what it was given."""
+
+    tier: LowerTier
+    done: Callable[[], object]
+
+
+@pytest.fixture(params=["disk", "simulated"])
+def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Lower]]:
+    opened = list[LowerTier]()
+
+    def made(budget: int = BIG) -> Lower:
+        lock = threading.RLock()
+        if request.param == "disk":
+            disk = open_disk(LAYOUT, Folder.open(tmp_path / "kv"), lock, budget=budget)
+            opened.append(disk)
+            store = Store(LAYOUT, HostTier(index(LAYOUT, 0)), disk, lock)
+            return Lower(disk, lambda: settled(store))
+        clock = Clock()
+        simulated = SimulatedDisk(
+            index(LAYOUT, budget), Costs(token_bytes=LAYOUT.token_bytes), clock, Tally(Infinite(BLOCK_SIZE))
+        )
+        opened.append(simulated)
+        return Lower(simulated, lambda: all(iter(clock.step, False)))
+
+    yield made
+    assert all(tier.close() for tier in opened)
+
+
+def run_of(tokens: tuple[int, ...]) -> tuple[Run, Buffer]:
+    root, packed = LAYOUT.root("rows"), pack(tokens)
+    return Run(0, root, chain(root, packed, BLOCK_SIZE), packed), buffer_of(rows_of(tokens))
+
+
+def contract(tier: Tier, entry: Entry) -> None:
+    """Of a tier in which `entry` is all that there is."""
+    assert tier.index.get(entry.keys[0], entry.tokens[: 4 * BLOCK_SIZE]) is entry
+    used = entry.used
+    tier.touch(entry)
+    assert entry.used > used, "what was found is young again"
+    assert entry.hits == 1
+    shown = {"bytes": entry.size, "budget": tier.index.budget, "entries": 1, "evictions": 0}
+    assert tier.figures().items() >= shown.items()
+
+
+def test_host_memory_is_a_tier() -> None:
+    run, rows = run_of(TOKENS)
+    host = HostTier(index(LAYOUT, BIG))
+    entry = entry_of(run, host.index.next_handle(), rows.data.nbytes, host.index.origin)
+    assert host.add(entry, rows)
+    assert not host.add(entry, rows), "it is there"
+    contract(host, entry)
+    assert host.rows == {entry.handle: rows}
+    assert not host.make_room(BIG + 1)
+    assert not host.rows, "what left the index is let go of"
+
+
+def test_a_lower_tier_takes_what_it_is_given(lower: Callable[..., Lower]) -> None:
+    one, told = lower(), list[str]()
+    run, rows = run_of(TOKENS)
+    assert one.tier.submit(Write(run, rows, lambda: told.append("done")))
+    assert one.tier.submit(Note(one.tier.recents.add(TOKENS)))
+    one.done()
+    assert told == ["done"]
+    (entry,) = one.tier.index.entries.values()
+    assert (entry.keys, entry.start, entry.stop) == (run.keys, 0, len(TOKENS))
+    contract(one.tier, entry)
+    assert not any(thread.trouble for thread in one.tier.threads)
+    assert not any(one.tier.damaged.values())
+
+
+def test_what_finds_no_room_is_given_up_and_counted(lower: Callable[..., Lower]) -> None:
+    one, told = lower(64), list[str]()
+    assert one.tier.submit(Write(*run_of(TOKENS), lambda: told.append("done")))
+    one.done()
+    assert told == ["done"], "who waits for it is told all the same"
+    assert not one.tier.index.entries
+    assert one.tier.figures()["dropped_writes"] == 1
