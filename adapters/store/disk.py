@@ -20,15 +20,7 @@ from adapters.store import journal
 from adapters.store.codec import DECODERS, Chooser
 from adapters.store.described import entry_in, entry_of, no_collection
 from adapters.store.folder import LOCK, Folder
-from adapters.store.format import (
-    MOST_HANDLE,
-    Layout,
-    Newer,
-    Outdated,
-    encode,
-    file_name,
-    parse_name,
-)
+from adapters.store.format import MOST_HANDLE, Layout, Newer, Outdated, encode, file_name, parse_name
 from adapters.store.index import Entry, Index
 from adapters.store.journal_file import JournalFile
 from adapters.store.memory import Buffer, Memory
@@ -43,10 +35,7 @@ from adapters.watched import Watched
 
 log = logging.getLogger("rekindle.store")
 
-COUNTED = (
-    *("quarantined", "outdated", "newer", "rebuilt", "write_errors", "read_errors"),
-    *("written_bytes", "read_bytes"),
-)
+COUNTED = ("quarantined", "outdated", "newer", "rebuilt", "write_errors", "read_errors", "written_bytes", "read_bytes")
 RESTARTS = 16  # of the writer's thread: what fails more often does not get better by beginning again
 MOST_QUEUED = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
 
