@@ -37,10 +37,10 @@ from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
 from benchmarks.report import median
 from effects.all import Ask, Outcome
 from effects.decode import Decoded, RunDecode
-from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, Sampling
 from effects.prefill import OpenSlot, RunPrefill
+from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine.assemble import engine
@@ -134,8 +134,8 @@ def build(lane: DeviceLane) -> Pair:
     )
     draft = DFlashDraft(drafts, DeviceDraft(drafts), shard.kernels.fresh(), shard.head, **shape)
     executor, drafting = DeviceExecutor(shard, BUCKETS, lane=lane), Drafting(draft, BUCKETS)
-    executor.handle(UnparkDraft, drafting.unpark)
-    executor.handle(ParkDraft, drafting.park)
+    executor.handle(LoadModel, drafting.unpark)
+    executor.handle(UnloadModel, drafting.park)
     return Pair(shard, draft, lane, executor, drafting)
 
 

@@ -7,11 +7,11 @@ from typing import TypeAlias
 from attrs import frozen
 
 from effects.decode import Decoded, RunDecode
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
@@ -21,11 +21,11 @@ Outcome: TypeAlias = (
     | PrefixMissed
     | BlocksRestored
     | PromptCompressed
-    | DraftUnparked
+    | ModelLoaded
     | PrefillAdvanced
     | Decoded
     | SnapshotSaved
-    | DraftParked
+    | ModelUnloaded
     | StoreFailed
     | DeviceFailed
 )
@@ -34,12 +34,12 @@ Effect: TypeAlias = (
     | ReleasePrefix
     | RestoreBlocks
     | CompressPrompt
-    | UnparkDraft
+    | LoadModel
     | OpenSlot
     | RunPrefill
     | RunDecode
     | SaveSnapshot
-    | ParkDraft
+    | UnloadModel
     | ReportProgress
     | EmitTokens
     | CloseStream

@@ -12,6 +12,7 @@ SlotId = NewType("SlotId", int)
 LeaseId = NewType("LeaseId", int)  # a hit in the block store: held until its rows are restored or released
 Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
+ModelName: TypeAlias = Literal["target", "draft", "drafter"]
 Tier: TypeAlias = Literal["none", "device", "host", "disk"]
 FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken", "lost"]
 

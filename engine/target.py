@@ -28,8 +28,8 @@ from adapters.store.opening import open_store
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
 from adapters.watched import Watched
-from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import RequestId
+from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot
 from engine import startup
@@ -42,7 +42,7 @@ from engine.measure import kept_or_measured, key
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.warm_up import warm_up
-from states.residency import resolved
+from states.residency import resolved, unload
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
@@ -199,7 +199,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         rates = with_loading(settings.rates, store, shard, chunk=numerics.chunk, kept=kept)
         settings = evolve(settings, store=True, rates=rates)
     if drafting is not None and settings.residency.draft != "keep":
-        drafting.park(RequestId(0), ParkDraft(release=settings.residency.draft == "release"))
+        drafting.park(RequestId(0), unload(settings.residency, "draft"))
     return Target(
         folder=folder,
         checkpoint=checkpoint,
@@ -225,8 +225,8 @@ def add_draft(
     draft = load_draft(found, shard, kernels)
     drafting = Drafting(draft, shard.buckets, nodes)
     executor.proposed_to(drafting)
-    executor.handle(UnparkDraft, drafting.unpark)
-    executor.handle(ParkDraft, drafting.park)
+    executor.handle(LoadModel, drafting.unpark)
+    executor.handle(UnloadModel, drafting.park)
     return drafting
 
 

@@ -7,11 +7,11 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import Decoded
-from effects.draft import DraftParked, DraftUnparked
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced
+from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, CloseStream
@@ -72,7 +72,7 @@ def settle_found(state: Draining, event: PrefixFound, _: Known) -> Then[Done, Re
     return Then(Done(state.remains), ReleasePrefix(event.lease))
 
 
-def settle_draft(state: Draining, _: DraftUnparked, known: Known) -> GiveBack:
+def settle_draft(state: Draining, _: ModelLoaded, known: Known) -> GiveBack:
     """The draft came after all: give it back."""
     return Then(Parking(evolve(state.remains, leased=True)), park(known.settings))
 
@@ -119,5 +119,5 @@ def unsaved(state: Snapshotting, event: DeviceFailed, known: Known) -> GiveBack 
     return let_go(known.settings, trusted(state.remains, event))
 
 
-def parked(state: Parking, _: DraftParked | DeviceFailed, __: Known) -> Then[Done]:
+def parked(state: Parking, _: ModelUnloaded | DeviceFailed, __: Known) -> Then[Done]:
     return Then(Done(state.remains))

@@ -7,9 +7,9 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import Decoded, RunDecode
-from effects.draft import DraftUnparked, ParkDraft
 from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.residency import ModelLoaded, UnloadModel
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import pace
 from states.life import Done, Drafted, Generated, Parking, Prefilling, Seat, Speculating, Undrafted, Unparking
@@ -19,7 +19,7 @@ from states.restore import progress
 from states.settings import Known
 
 
-def unparked(state: Unparking, _: DraftUnparked, known: Known) -> Work:
+def unparked(state: Unparking, _: ModelLoaded, known: Known) -> Work:
     fresh = pace.fresh(known.settings, known.rates)
     return work(known.settings, state.seat, state.prompt, Drafted(fresh))
 
@@ -44,7 +44,7 @@ Accepted: TypeAlias = (
     Then[Speculating, EmitTokens, RunDecode]
     | Then[Speculating, RunDecode]
     | Finished
-    | Then[Parking, CloseStream, ParkDraft]
+    | Then[Parking, CloseStream, UnloadModel]
     | Then[Done, CloseStream]
 )
 

@@ -41,7 +41,7 @@ def check(world: World) -> None:
     assert len(set(on_lane)) == len(on_lane), "a request has two effects on the lane"
     assert set(on_lane) <= held.keys(), "the lane works for a request without a slot"
     assert bool(world.lane.running) or not world.lane.waiting, "the lane idles although something waits"
-    draft = world.models.draft
+    draft = world.models["draft"]
     leases = draft.leases
     assert len(set(leases)) == len(leases), "a request leases the draft twice"
     assert not leases or draft.place == "loaded", "the draft is leased and not loaded"

@@ -14,7 +14,7 @@ from states import pace, residency
 from states.life import Drafted, Speculating, State
 from states.pace import Shape
 from states.rates import Rates, span_of
-from states.residency import Residency
+from states.residency import Models
 from states.settings import Settings
 
 
@@ -56,8 +56,8 @@ def answered(lane: Lane, request: RequestId) -> Lane:
 
 
 def choose(
-    lane: Lane, models: Residency, settings: Settings, requests: Mapping[RequestId, State], rates: Rates
-) -> tuple[Lane, Residency, Chosen]:
+    lane: Lane, models: Models, settings: Settings, requests: Mapping[RequestId, State], rates: Rates
+) -> tuple[Lane, Models, Chosen]:
     """What to do next, decided when the lane is free and not before.
 
     What needs no work is answered first. DecodeTimes and everything else take turns, so a long prefill delays a

@@ -7,12 +7,12 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.draft import UnparkDraft
 from effects.ids import DeviceFailed, StoreFailed, Tokens
 from effects.job import Report
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, RunPrefill
+from effects.residency import LoadModel
 from effects.restore import RestoreBlocks
 from effects.stream import CloseStream, ReportProgress
 from states import onward, policy
@@ -39,7 +39,7 @@ from states.settings import Known, Settings
 
 Verbatim: TypeAlias = (
     Then[LookingUp, OpenSlot, FindPrefix]
-    | Then[Unparking, OpenSlot, UnparkDraft]
+    | Then[Unparking, OpenSlot, LoadModel]
     | Then[Prefilling, OpenSlot, RunPrefill]
 )
 Served: TypeAlias = Verbatim | Then[Speculating, OpenSlot, RunDecode]
@@ -75,7 +75,7 @@ Found: TypeAlias = (
     Then[Restoring, OpenSlot, RestoreBlocks]
     | Then[Restoring, OpenSlot, RestoreBlocks, RunPrefill]
     | Then[Compressing, ReleasePrefix, OpenSlot, CompressPrompt]
-    | Then[Unparking, ReleasePrefix, OpenSlot, UnparkDraft]
+    | Then[Unparking, ReleasePrefix, OpenSlot, LoadModel]
     | Then[Prefilling, ReleasePrefix, OpenSlot, RunPrefill]
     | Then[Speculating, ReleasePrefix, OpenSlot, RunDecode]
 )

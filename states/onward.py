@@ -7,12 +7,12 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.draft import ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, SlotId
 from effects.job import Report
 from effects.lookup import FindPrefix
 from effects.pflash import CompressPrompt
 from effects.prefill import OpenSlot, RunPrefill
+from effects.residency import LoadModel, UnloadModel
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, Finish
 from states import pace, policy, scope
@@ -36,25 +36,26 @@ from states.life import (
     remains,
 )
 from states.machine import Then, first
+from states.residency import unload
 from states.settings import Known, Settings
 
 Decoding: TypeAlias = Then[Speculating, RunDecode]
 Work: TypeAlias = Then[Prefilling, RunPrefill] | Decoding
 Compress: TypeAlias = Then[Compressing, CompressPrompt]
-Verbatim: TypeAlias = Then[Unparking, UnparkDraft] | Then[Prefilling, RunPrefill]  # rows are missing
+Verbatim: TypeAlias = Then[Unparking, LoadModel] | Then[Prefilling, RunPrefill]  # rows are missing
 Fill: TypeAlias = Compress | Verbatim
-Settled: TypeAlias = Then[Unparking, UnparkDraft] | Work
+Settled: TypeAlias = Then[Unparking, LoadModel] | Work
 Onward: TypeAlias = Compress | Settled
 LeaveEarly: TypeAlias = Then[Snapshotting, SaveSnapshot] | Then[Done]
-GiveBack: TypeAlias = Then[Parking, ParkDraft]
+GiveBack: TypeAlias = Then[Parking, UnloadModel]
 Leave: TypeAlias = LeaveEarly | GiveBack
 Finished: TypeAlias = (
     Then[Snapshotting, EmitTokens, CloseStream, SaveSnapshot]
-    | Then[Parking, EmitTokens, CloseStream, ParkDraft]
+    | Then[Parking, EmitTokens, CloseStream, UnloadModel]
     | Then[Done, EmitTokens, CloseStream]
 )
 FailEarly: TypeAlias = Then[Snapshotting, CloseStream, SaveSnapshot] | Then[Done, CloseStream]
-Failing: TypeAlias = FailEarly | Then[Parking, CloseStream, ParkDraft]
+Failing: TypeAlias = FailEarly | Then[Parking, CloseStream, UnloadModel]
 
 NOTHING = Generated()
 
@@ -80,7 +81,7 @@ def settled(known: Known, seat: Seat, prompt: Prompt) -> Settled:
     """What is served is certain."""
     wanted = policy.speculate(known, prompt.job)
     if wanted.go:
-        return Then(Unparking(seat, prompt), UnparkDraft())
+        return Then(Unparking(seat, prompt), LoadModel("draft"))
     return work(known.settings, seat, prompt, Undrafted(wanted.reason))
 
 
@@ -99,7 +100,7 @@ def verbatim(known: Known, seat: Seat, prompt: Prompt) -> Verbatim:
     """Rows are missing, and what is served is certain."""
     wanted = policy.speculate(known, prompt.job)
     if wanted.go:
-        return Then(Unparking(seat, prompt), UnparkDraft())
+        return Then(Unparking(seat, prompt), LoadModel("draft"))
     return Then(Prefilling(seat, prompt, Undrafted(wanted.reason)), chunk(known.settings, seat, prompt, prompt.target))
 
 
@@ -132,8 +133,8 @@ def next_decode(
     return speculation, RunDecode(seat.slot, seat.valid, last, choice.propose)
 
 
-def park(settings: Settings) -> ParkDraft:
-    return ParkDraft(release=settings.residency.draft == "release")
+def park(settings: Settings) -> UnloadModel:
+    return unload(settings.residency, "draft")
 
 
 def leave(settings: Settings, left: Remains) -> Leave:
@@ -169,7 +170,7 @@ def fail_early(known: Known, state: Open, event: DeviceFailed) -> FailEarly:
 
 def fail_emptied(
     known: Known, state: Speculating, why: str
-) -> Then[Parking, CloseStream, ParkDraft] | Then[Done, CloseStream]:
+) -> Then[Parking, CloseStream, UnloadModel] | Then[Done, CloseStream]:
     """Its rows are not to be believed."""
     return first(failed(known, state, DeviceFailed("lost", why)), let_go(known.settings, emptied(remains(state))))
 

@@ -11,11 +11,11 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import Decoded
-from effects.draft import DraftParked, DraftUnparked, ParkDraft
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced
+from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream
 from states.events import Cancelled, SlotEmptied
@@ -38,7 +38,7 @@ from states.settings import Known
 
 Lost: TypeAlias = Then[Recovering, Abandon] | Then[Draining, CloseStream, Abandon]
 Answered: TypeAlias = Then[Recovering] | Then[Waiting]
-Resumed: TypeAlias = Then[Waiting] | Then[Yielding, ParkDraft]
+Resumed: TypeAlias = Then[Waiting] | Then[Yielding, UnloadModel]
 
 TWICE = "the rows of its slot were lost a second time"
 
@@ -88,7 +88,7 @@ def compressed(state: Recovering, _: PromptCompressed, __: Known) -> Then[Waitin
     return Then(Waiting(state.remains.prompt))
 
 
-def unparked(state: Recovering, _: DraftUnparked, known: Known) -> Then[Yielding, ParkDraft]:
+def unparked(state: Recovering, _: ModelLoaded, known: Known) -> Then[Yielding, UnloadModel]:
     return Then(Yielding(evolve(state.remains, leased=True)), park(known.settings))
 
 
@@ -108,7 +108,7 @@ def resumed(state: Recovering, known: Known) -> Resumed:
     return Then(Waiting(state.remains.prompt))
 
 
-def yielded(state: Yielding, _: DraftParked | DeviceFailed, __: Known) -> Then[Waiting]:
+def yielded(state: Yielding, _: ModelUnloaded | DeviceFailed, __: Known) -> Then[Waiting]:
     return Then(Waiting(state.remains.prompt))
 
 

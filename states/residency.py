@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from effects.all import Ask, Outcome
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
-from effects.ids import DeviceFailed, RequestId
+from effects.ids import DeviceFailed, ModelName, RequestId
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
 Policy: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Use: TypeAlias = Literal["draft", "drafter"]
@@ -54,8 +54,8 @@ def resolved(policy: Policy, *, has_draft: bool, has_drafter: bool, low_memory: 
 
 
 @frozen
-class Model:
-    """One model's weights, and who needs them."""
+class Weights:
+    """One model's, and who needs them."""
 
     place: Place = "loaded"
     leases: tuple[RequestId, ...] = ()  # in order of arrival
@@ -67,67 +67,72 @@ class Model:
     error: str = ""  # of the last failure
 
 
-@frozen
-class Residency:
-    draft: Model = field(factory=Model)
+Models: TypeAlias = Mapping[ModelName, Weights]  # those whose place is decided here
 
 
-def boot(residency: Resolved) -> Residency:
+def boot(residency: Resolved) -> Models:
     """What the executors start with: a model that nobody needs yet is where it goes when nobody needs it."""
-    return Residency(Model(IDLE[residency.draft]))
+    return {"draft": Weights(IDLE[residency.draft])}
 
 
-def lease(model: Model, request: RequestId) -> Model:
+def after_use(residency: Resolved, name: ModelName) -> After:
+    return {"draft": residency.draft, "drafter": residency.drafter}.get(name, "keep")
+
+
+def unload(residency: Resolved, name: ModelName) -> UnloadModel:
+    return UnloadModel(name, keep=after_use(residency, name) != "release")
+
+
+def lease(model: Weights, request: RequestId) -> Weights:
     return evolve(model, leases=(*model.leases, request))
 
 
-def give_back(model: Model, request: RequestId) -> Model:
+def give_back(model: Weights, request: RequestId) -> Weights:
     return evolve(model, leases=tuple(other for other in model.leases if other != request))
 
 
-def at_once(models: Residency, ask: Ask, residency: Resolved) -> tuple[Residency, DraftUnparked | DraftParked | None]:
-    """The outcome of what moves no weights: a loaded draft is shared, and stays while somebody needs it.
+def at_once(models: Models, ask: Ask, residency: Resolved) -> tuple[Models, ModelLoaded | ModelUnloaded | None]:
+    """The outcome of what moves no weights: a loaded model is shared, and stays while somebody needs it.
 
     The last lease sends it away, unless the policy keeps it between requests.
     """
     match ask.effect:
-        case UnparkDraft() if models.draft.place == "loaded":
-            return evolve(models, draft=lease(models.draft, ask.request)), DraftUnparked()
-        case ParkDraft():
-            without = give_back(models.draft, ask.request)
-            if without.leases or residency.draft == "keep":
-                return evolve(models, draft=without), DraftParked()
+        case LoadModel(name) if models[name].place == "loaded":
+            return {**models, name: lease(models[name], ask.request)}, ModelLoaded()
+        case UnloadModel(name):
+            without = give_back(models[name], ask.request)
+            if without.leases or after_use(residency, name) == "keep":
+                return {**models, name: without}, ModelUnloaded()
         case _:
             pass
     return models, None
 
 
-def acknowledged(models: Residency, ask: Ask, outcome: Outcome) -> Residency:
+def acknowledged(models: Models, ask: Ask, outcome: Outcome) -> Models:
     """What really happened to the weights. A move is a transaction: one that failed leaves them where they were."""
-    draft = models.draft
     match ask.effect, outcome:
-        case UnparkDraft(), DraftUnparked(size):
-            draft = lease(arrived(draft, size), ask.request)
-        case UnparkDraft(), DeviceFailed():
-            draft = failed(draft, outcome)
-        case ParkDraft(release), DraftParked(size):
-            draft = give_back(left(draft, size, "released" if release else "parked"), ask.request)
-        case ParkDraft(), DeviceFailed():
-            draft = give_back(failed(draft, outcome), ask.request)
+        case LoadModel(name), ModelLoaded(size):
+            model = lease(arrived(models[name], size), ask.request)
+        case LoadModel(name), DeviceFailed():
+            model = failed(models[name], outcome)
+        case UnloadModel(name, keep), ModelUnloaded(size):
+            model = give_back(left(models[name], size, "parked" if keep else "released"), ask.request)
+        case UnloadModel(name), DeviceFailed():
+            model = give_back(failed(models[name], outcome), ask.request)
         case _:
             return models
-    return evolve(models, draft=draft)
+    return {**models, name: model}
 
 
-def arrived(model: Model, size: int) -> Model:
+def arrived(model: Weights, size: int) -> Weights:
     return evolve(model, place="loaded", loads=model.loads + 1, size=size or model.size, moved=model.moved + size)
 
 
-def left(model: Model, size: int, place: Place) -> Model:
+def left(model: Weights, size: int, place: Place) -> Weights:
     return evolve(model, place=place, parks=model.parks + 1, size=size or model.size, moved=model.moved + size)
 
 
-def failed(model: Model, why: DeviceFailed) -> Model:
+def failed(model: Weights, why: DeviceFailed) -> Weights:
     """A request that was abandoned before it got its turn says nothing about the model."""
     if why.kind == "abandoned":
         return model
@@ -144,19 +149,19 @@ class Deciding(Protocol):
     def block(self) -> int: ...
 
 
-def shown(
-    models: Residency, settings: Deciding, held: Mapping[str, tuple[int, int]] | None = None
-) -> Mapping[str, Any]:
+def shown(models: Models, settings: Deciding, held: Mapping[str, tuple[int, int]] | None = None) -> Mapping[str, Any]:
     """`/props.runtime.draft_residency`: the policy, and where each model really is; None for one that there is not.
 
     held: bytes of its weights (on its device, in host memory), as its executor counts them; without, what the
     acknowledgements told.
     """
-    draft = shown_model(models.draft, settings.residency.draft, (held or {}).get("draft")) if settings.block else None
+    draft = (
+        shown_model(models["draft"], settings.residency.draft, (held or {}).get("draft")) if settings.block else None
+    )
     return {"policy": settings.residency.policy, "draft": draft, "drafter": None}
 
 
-def shown_model(model: Model, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:
+def shown_model(model: Weights, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:
     device, host = held or (model.size * (model.place == "loaded"), model.size * (model.place == "parked"))
     return {
         "state": model.place,

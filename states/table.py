@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from effects.decode import Decoded
-from effects.draft import DraftParked, DraftUnparked
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced
+from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from states import ending, generate, lookup, recover, restore
@@ -49,7 +49,7 @@ TABLE = table(
     on(Compressing, DeviceFailed, lookup.verbatim),
     on(Compressing, Cancelled, ending.drain),
     on(Compressing, SlotEmptied, recover.lost),
-    on(Unparking, DraftUnparked, generate.unparked),
+    on(Unparking, ModelLoaded, generate.unparked),
     on(Unparking, DeviceFailed, generate.plain),
     on(Unparking, Cancelled, ending.drain),
     on(Unparking, SlotEmptied, recover.lost),
@@ -66,7 +66,7 @@ TABLE = table(
     on(Draining, StoreFailed, ending.settle_loss),
     on(Draining, BlocksRestored, ending.settle_restored),
     on(Draining, PromptCompressed, ending.settle),
-    on(Draining, DraftUnparked, ending.settle_draft),
+    on(Draining, ModelLoaded, ending.settle_draft),
     on(Draining, PrefillAdvanced, ending.settle_rows),
     on(Draining, Decoded, ending.settle_decode),
     on(Draining, DeviceFailed, ending.settle_failure),
@@ -76,7 +76,7 @@ TABLE = table(
     on(Snapshotting, DeviceFailed, ending.unsaved),
     ignored(Snapshotting, Cancelled),
     on(Snapshotting, SlotEmptied, recover.lost_saving),
-    on(Parking, DraftParked, ending.parked),
+    on(Parking, ModelUnloaded, ending.parked),
     on(Parking, DeviceFailed, ending.parked),
     ignored(Parking, Cancelled),
     on(Parking, SlotEmptied, recover.lost_parking),
@@ -85,13 +85,13 @@ TABLE = table(
     on(Recovering, StoreFailed, recover.loaded),
     on(Recovering, BlocksRestored, recover.loaded),
     on(Recovering, PromptCompressed, recover.compressed),
-    on(Recovering, DraftUnparked, recover.unparked),
+    on(Recovering, ModelLoaded, recover.unparked),
     on(Recovering, PrefillAdvanced, recover.computed),
     on(Recovering, Decoded, recover.decoded),
     on(Recovering, DeviceFailed, recover.computed),
     on(Recovering, Cancelled, recover.drain),
     ignored(Recovering, SlotEmptied),
-    on(Yielding, DraftParked, recover.yielded),
+    on(Yielding, ModelUnloaded, recover.yielded),
     on(Yielding, DeviceFailed, recover.yielded),
     on(Yielding, Cancelled, recover.park_on),
     ignored(Yielding, SlotEmptied),

@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 
 from effects.all import Ask, Effect, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, RequestId, SlotId, StoreFailed
+from effects.ids import DeviceFailed, ModelName, RequestId, SlotId, StoreFailed
 from effects.ids import Lane as LaneName
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.prefill import PrefillAdvanced, RunPrefill
@@ -36,7 +36,7 @@ from states.lane import Answer, Lane
 from states.life import Done, Drafted, New, Recovering, Restoring, Speculating, State, Waiting, Yielding
 from states.machine import AnyThen, IllegalEvent, step
 from states.rates import Rates
-from states.residency import Residency
+from states.residency import Models, Weights
 from states.settings import Known, Settings
 from states.slots import Slot, Slots
 from states.table import TABLE
@@ -50,7 +50,7 @@ class World:
     slots: Slots
     requests: Mapping[RequestId, State] = field(factory=dict[RequestId, State])
     lane: Lane = field(factory=Lane)
-    models: Residency = field(factory=Residency)
+    models: Models = field(factory=dict[ModelName, Weights])
     rates: Rates = field(factory=Rates)
 
 

@@ -26,9 +26,9 @@ from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, best_first, chain
 from adapters.device.truncation import column
 from adapters.models.dflash.blocks import BlockRequest
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
 log = logging.getLogger("rekindle.device")
 
@@ -108,23 +108,23 @@ class Drafting(DraftContext[D]):
 
     # --- residency ---
 
-    def unpark(self, _: RequestId, __: UnparkDraft) -> DraftUnparked | DeviceFailed:
+    def unpark(self, _: RequestId, __: LoadModel) -> ModelLoaded | DeviceFailed:
         """Raises torch.OutOfMemoryError; whatever fails leaves the draft where it was."""
         started = time.perf_counter_ns()
         try:
             moved = self.draft.unpark()
         except (CheckpointError, OSError) as error:
             return DeviceFailed("io", str(error))
-        return DraftUnparked(moved, time.perf_counter_ns() - started)
+        return ModelLoaded(moved, time.perf_counter_ns() - started)
 
-    def park(self, _: RequestId, effect: ParkDraft) -> DraftParked:
+    def park(self, _: RequestId, effect: UnloadModel) -> ModelUnloaded:
         self.catch_up(*self._late)
         started, held = time.perf_counter_ns(), self.draft.memory()["weights"]
-        if effect.release:
-            self.draft.release()
-        else:
+        if effect.keep:
             self.draft.park()
-        return DraftParked(held, time.perf_counter_ns() - started)
+        else:
+            self.draft.release()
+        return ModelUnloaded(held, time.perf_counter_ns() - started)
 
 
 def rows_of(state: SlotState, count: int) -> list[Draw]:

@@ -11,10 +11,10 @@ from attrs import evolve
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded
-from effects.draft import ParkDraft
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.residency import UnloadModel
 from tests.device.driver import (
     GREEDY,
     VOCAB,
@@ -263,7 +263,7 @@ async def test_whoever_submits_hears_the_outcomes_or_the_bug_once(on_fake):
             all_heard.set()
 
     on_fake.executor.submit(Launch(tuple(client.round() for client in clients)), done)
-    on_fake.executor.submit(Launch((Ask(clients[0].request, ParkDraft()),)), done)
+    on_fake.executor.submit(Launch((Ask(clients[0].request, UnloadModel("draft")),)), done)
     with anyio.fail_after(10):
         await all_heard.wait()
     assert [type(outcome) for outcome in heard[0]] == [Decoded, Decoded]

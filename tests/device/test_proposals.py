@@ -13,8 +13,8 @@ from adapters.device.proposer import DraftRequest
 from adapters.device.tree import Tree, chain, ordered
 from effects.all import Ask
 from effects.decode import Decoded
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from tests.device.driver import (
     BUCKETS,
     GREEDY,
@@ -154,7 +154,7 @@ async def test_no_more_is_proposed_than_a_slot_has_room_for():
 def drafted(nodes: int = 0, **options) -> tuple[Driver, FakeDraft, FakeShard]:
     fake, draft = FakeShard(), FakeDraft(**options)
     drafting = Drafting(draft, BUCKETS, nodes)
-    handlers = {UnparkDraft: drafting.unpark, ParkDraft: drafting.park}
+    handlers = {LoadModel: drafting.unpark, UnloadModel: drafting.park}
     return drive(fake, proposer=drafting, handlers=handlers), draft, fake
 
 
@@ -248,19 +248,19 @@ async def test_rows_that_were_computed_while_the_draft_was_away_are_a_gap_in_its
     client = await driver.open(prompt_of(48, 70))
     await driver.perform(client.chunk(32))
     client.valid = 32
-    (parked,) = await driver.perform(Ask(request, ParkDraft()))
-    assert parked == DraftParked(1000)
+    (parked,) = await driver.perform(Ask(request, UnloadModel("draft")))
+    assert parked == ModelUnloaded(1000)
     await driver.perform(client.chunk(40))
     client.valid = 40
-    (back,) = await driver.perform(Ask(request, UnparkDraft()))
-    assert back == DraftUnparked(1000)
+    (back,) = await driver.perform(Ask(request, LoadModel("draft")))
+    assert back == ModelLoaded(1000)
     await client.prefill()
     await driver.decode(client, propose=7)
     assert [(ask.first, ask.position) for ask in draft.asked[0]] == [(40, 69)]
-    await driver.perform(Ask(request, ParkDraft(release=True)))
+    await driver.perform(Ask(request, UnloadModel("draft", keep=False)))
     assert draft.state == "released"
     assert (await driver.decode(client, propose=7))[0].proposed == 0
-    await driver.perform(Ask(request, UnparkDraft()))
+    await driver.perform(Ask(request, LoadModel("draft")))
     assert (await driver.decode(client, propose=7))[0].proposed == 0, "the last row is missing"
     assert (await driver.decode(client, propose=7))[0].proposed == 7
     assert client.answer == straightforward(FakeShard(), prompt_of(48, 70), GREEDY, len(client.answer))
@@ -277,8 +277,8 @@ async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_prop
     for number in range(decode):
         await driver.decode(client, other, propose=0) if number % 3 else await driver.decode(client, propose=0)
     assert draft.asked == []
-    await driver.perform(Ask(RequestId(99), ParkDraft()))
-    await driver.perform(Ask(RequestId(99), UnparkDraft()))
+    await driver.perform(Ask(RequestId(99), UnloadModel("draft")))
+    await driver.perform(Ask(RequestId(99), LoadModel("draft")))
     assert len((await driver.decode(client, propose=7))[0].tokens) == 8
     await driver.perform(client.round(0), other.round(3))
     assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [
@@ -329,13 +329,13 @@ async def test_a_draft_that_finds_no_memory_proposes_nothing_and_costs_nothing_e
 )
 async def test_an_unpark_that_fails_leaves_the_draft_parked_and_the_next_one_works(what, failure):
     driver, draft, _ = drafted()
-    await driver.perform(Ask(RequestId(1), ParkDraft()))
+    await driver.perform(Ask(RequestId(1), UnloadModel("draft")))
     draft.exhausted = {what}
-    assert await driver.perform(Ask(RequestId(2), UnparkDraft())) == (failure,)
+    assert await driver.perform(Ask(RequestId(2), LoadModel("draft"))) == (failure,)
     assert draft.state == "parked"
     assert await agreed(driver, prompt_of(50, 40), count=4) == [1] * 4
     draft.exhausted = set()
-    assert isinstance((await driver.perform(Ask(RequestId(3), UnparkDraft())))[0], DraftUnparked)
+    assert isinstance((await driver.perform(Ask(RequestId(3), LoadModel("draft"))))[0], ModelLoaded)
     assert await agreed(driver, prompt_of(50, 40)) == [8, 8, 8]
     assert driver.executor.close()
 

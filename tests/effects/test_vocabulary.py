@@ -13,9 +13,9 @@ import pytest
 import effects
 from effects.all import Ask, Effect, Launch, Outcome
 from effects.decode import RunDecode
-from effects.draft import UnparkDraft
 from effects.ids import DeviceFailed, Lane, RequestId, SlotId, StoreFailed
 from effects.lookup import FindPrefix
+from effects.residency import LoadModel
 
 EFFECTS, OUTCOMES = get_args(Effect), get_args(Outcome)
 NOT_SPOKEN = {
@@ -82,5 +82,5 @@ def test_two_asks_that_say_the_same_are_the_same() -> None:
     assert one == Launch((Ask(RequestId(1), RunDecode(SlotId(0), 4, 7, propose=0)),))
     assert hash(one) == hash(Launch((Ask(RequestId(1), RunDecode(SlotId(0), 4, 7)),)))
     assert one != Launch((Ask(RequestId(2), RunDecode(SlotId(0), 4, 7)),))
-    assert UnparkDraft() == UnparkDraft()
+    assert LoadModel("draft") == LoadModel("draft")
     assert FindPrefix((1, 2), 0) != FindPrefix((1, 2), 0, memo=True)

@@ -10,12 +10,12 @@ from attrs import define, evolve, field
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded
-from effects.draft import DraftParked, DraftUnparked
 from effects.ids import DeviceFailed, LeaseId, RequestId, StoreFailed
 from effects.job import Job
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SnapshotSaved
@@ -136,9 +136,9 @@ def compressed_restored_and_speculated() -> str:
     story.tell(A, PromptCompressed(short, ((0, 80),)))
     story.tell(A, PrefixFound(LeaseId(6), 64, "host"))
     story.tell(A, BlocksRestored(32, 64, 4096), PrefillAdvanced(32))
-    story.tell(A, DraftUnparked(), PrefillAdvanced(79))
+    story.tell(A, ModelLoaded(), PrefillAdvanced(79))
     story.tell(A, Decoded((60, 61, 62), proposed=4), Decoded((63, 99, 64), proposed=2))
-    story.tell(A, SnapshotSaved(80, 5120), DraftParked())
+    story.tell(A, SnapshotSaved(80, 5120), ModelUnloaded())
     return story.end()
 
 

@@ -162,7 +162,7 @@ def test_until_shows_the_world_there(capsys: pytest.CaptureFixture[str]) -> None
         ("{bad", "line 2"),
         ('{"is":"Nonsense"}', "line 2"),
         ('{"seq":0,"at_ns":0,"request":0,"event":{"is":"Cancelled","reason":"x"},"is":"Envelope"}', "line 2"),
-        ('{"seq":0,"at_ns":0,"request":0,"event":{"is":"DraftParked"},"is":"Envelope","more":1}', "line 2"),
+        ('{"seq":0,"at_ns":0,"request":0,"event":{"is":"ModelUnloaded"},"is":"Envelope","more":1}', "line 2"),
         ('{"seq":"0","at_ns":[],"request":0,"event":null,"is":"Envelope"}', "line 2"),
         ("[" * 100_000, "line 2"),
         ("[" + "[]," * 100_000 + "0]", "more than 16384 lists and objects"),

@@ -25,9 +25,9 @@ from adapters.store.opening import open_store
 from adapters.store.store import Store
 from adapters.transfer.transfer import transfer
 from benchmarks.exactness import Answered, answered
-from effects.draft import DraftUnparked, UnparkDraft
 from effects.ids import Tokens
 from effects.job import Job, Sampling
+from effects.residency import LoadModel, ModelLoaded
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot
 from engine.assemble import Engine, engine
@@ -99,7 +99,7 @@ async def process(
     """From its start to its end; what it kept is in the folder."""
     lane, shard = DeviceLane(), RecurrentShard(SETTINGS.slots, SETTINGS.max_context, BUCKETS)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Guesses(known) if known else None)
-    executor.handle(UnparkDraft, lambda *_: DraftUnparked())
+    executor.handle(LoadModel, lambda *_: ModelLoaded())
     store = open_store(
         Layout("34" * 16, SETTINGS.block_size, shard.row_spec, state=shard.state_specs),
         folder,

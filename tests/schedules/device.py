@@ -14,11 +14,11 @@ from attrs import define, field, frozen
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, FailureKind, LeaseId, RequestId, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from states.residency import IDLE, Place
@@ -146,15 +146,15 @@ class Device:
                 if failed is None and self.rng.random() < 0.7:
                     self.store.memo[prompt] = shortened(prompt)
                 return failed or PromptCompressed(shortened(prompt), ((0, 4),))
-            case UnparkDraft():
+            case LoadModel():
                 assert self.draft != "loaded", "the draft is here already"
                 self.draft = self.draft if failed else "loaded"
-                return failed or DraftUnparked(1000, 10)
-            case ParkDraft(release):
+                return failed or ModelLoaded(1000, 10)
+            case UnloadModel(_, keep):
                 assert self.draft == "loaded", "the draft is not here"
                 if failed is None:
-                    self.draft = "released" if release else "parked"
-                return failed or DraftParked(1000, 10)
+                    self.draft = "parked" if keep else "released"
+                return failed or ModelUnloaded(1000, 10)
             case other:
                 raise AssertionError(other)
 

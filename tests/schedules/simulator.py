@@ -319,8 +319,8 @@ class Simulator:
         assert not world.slots.waiting
         assert world.lane.waiting == world.lane.running == ()
         assert not self.store.leases, "a lease was never released"
-        assert not world.models.draft.leases
-        assert device.draft == world.models.draft.place
+        assert not world.models["draft"].leases
+        assert device.draft == world.models["draft"].place
         assert self.failures or device.draft == IDLE[self.settings.residency.draft], "the draft was never parked"
         for slot, real in zip(world.slots.slots, device.slots, strict=True):
             rows = len(slot.tokens)

@@ -10,10 +10,10 @@ from attrs import evolve
 import states.world
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
-from effects.draft import DraftParked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job, Sampling
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import EmitTokens
 from states import residency
@@ -106,7 +106,7 @@ class NoRoom(Device):
     """The draft never comes back."""
 
     def perform(self, ask: Ask) -> Any:
-        if isinstance(ask.effect, UnparkDraft):
+        if isinstance(ask.effect, LoadModel):
             return DeviceFailed("out_of_memory", "no room for the draft")
         return super().perform(ask)
 
@@ -169,7 +169,7 @@ def early(slot: Any, requests: Any, _: Settings) -> Any:
 
 def alone(models: Any, ask: Ask, settings: Settings) -> Any:
     """Parks the draft although others need it."""
-    if isinstance(ask.effect, ParkDraft):
+    if isinstance(ask.effect, UnloadModel):
         return models, None
     return residency_at_once(models, ask, settings)
 
@@ -308,7 +308,7 @@ def test_a_batch_that_is_too_small_for_all_serves_them_in_turn() -> None:
 def test_what_nobody_awaits_is_refused() -> None:
     world, _ = advance(begin(Settings()), ForRequest(RequestId(0), Submitted(Job((1, 2, 3), 4))))
     world, _ = advance(world, ForRequest(RequestId(0), PrefillAdvanced(2)))
-    for unasked in (PrefillAdvanced(2), DraftParked()):
+    for unasked in (PrefillAdvanced(2), ModelUnloaded()):
         with pytest.raises(states.world.IllegalEvent):
             advance(world, ForRequest(RequestId(0), unasked))
 

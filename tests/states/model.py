@@ -15,12 +15,12 @@ from attrs import evolve, field, frozen
 
 from effects.all import Effect
 from effects.decode import Decoded, RunDecode
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, Lane, LeaseId, SlotId, StoreFailed
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
@@ -109,8 +109,8 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield StoreFailed("io", "")
         case CompressPrompt():
             yield PromptCompressed(SERVED, ((0, 1),))
-        case UnparkDraft():
-            yield DraftUnparked()
+        case LoadModel():
+            yield ModelLoaded()
         case RunPrefill(stop=stop):
             yield PrefillAdvanced(stop)
         case RunDecode(propose=propose):
@@ -118,8 +118,8 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield from (Decoded((STOP,), propose, accepted=propose), Decoded((7,))) if propose else ()
         case SaveSnapshot(_, tokens):
             yield SnapshotSaved(len(tokens), 1)
-        case ParkDraft():
-            yield DraftParked()
+        case UnloadModel():
+            yield ModelUnloaded()
     if effect.lane is Lane.DEVICE:
         yield from DEVICE_FAILURES
 
@@ -178,7 +178,7 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
         state=then.state,
         flying=node.flying - {answered},
         lease=node.lease or isinstance(event, PrefixFound),
-        draft=node.draft or isinstance(event, DraftUnparked),
+        draft=node.draft or isinstance(event, ModelLoaded),
         lost=node.lost or isinstance(event, SlotEmptied),
         losses=node.losses + isinstance(event, SlotEmptied),
         admitted=node.admitted + isinstance(event, Admitted),
@@ -200,9 +200,9 @@ def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
         case ReleasePrefix() | RestoreBlocks():
             fault = None if node.lease else "uses a lease that it does not have"
             node = evolve(node, lease=False)
-        case ParkDraft(release):
+        case UnloadModel(_, keep):
             fault = fault if node.draft else "gives back a draft that it does not have"
-            if release != (node.known.settings.residency.draft == "release"):
+            if keep == (node.known.settings.residency.draft == "release"):
                 fault = "sends the draft where the policy does not"
             node = evolve(node, draft=False)
         case RunDecode(propose=propose) if propose and not node.draft:

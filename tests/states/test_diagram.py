@@ -27,7 +27,7 @@ def test_every_arm_is_a_line_of_the_page() -> None:
     assert lines[-4:] == [
         "| Speculating | Decoded | Speculating | `EmitTokens`, `RunDecode` |",
         "| Speculating | Decoded | Snapshotting | `EmitTokens`, `CloseStream`, `SaveSnapshot` |",
-        "| Speculating | Decoded | Parking | `EmitTokens`, `CloseStream`, `ParkDraft` |",
+        "| Speculating | Decoded | Parking | `EmitTokens`, `CloseStream`, `UnloadModel` |",
         "| Speculating | Decoded | Done | `EmitTokens`, `CloseStream` |",
     ]
 

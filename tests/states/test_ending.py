@@ -8,11 +8,11 @@ import pytest
 from attrs import evolve
 
 from effects.decode import Decoded
-from effects.draft import DraftParked, DraftUnparked, ParkDraft
 from effects.ids import DeviceFailed, LeaseId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced
+from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream
@@ -98,8 +98,8 @@ def test_rows_that_were_computed_before_the_lookup_are_kept() -> None:
 
 
 def test_a_draft_that_arrives_too_late_is_given_back() -> None:
-    assert settle(some(DRAFT), DraftUnparked(), knowing(DRAFT)) == Then(
-        a(Parking, some(DRAFT, pace=leased())), ParkDraft()
+    assert settle(some(DRAFT), ModelLoaded(), knowing(DRAFT)) == Then(
+        a(Parking, some(DRAFT, pace=leased())), UnloadModel("draft")
     )
 
 
@@ -112,7 +112,9 @@ def test_a_chunk_that_was_running_is_kept() -> None:
 
 def test_of_a_decode_step_that_was_running_the_row_of_the_token_it_fed_is_kept() -> None:
     before = answering(DRAFT, pace=leased())
-    assert settle(before, Decoded((9, 10)), knowing(DRAFT)) == Then(a(Parking, evolve(before, valid=23)), ParkDraft())
+    assert settle(before, Decoded((9, 10)), knowing(DRAFT)) == Then(
+        a(Parking, evolve(before, valid=23)), UnloadModel("draft")
+    )
     assert evolve(before, valid=23).remains.rows == (*PROMPT, 7, 8)
 
 
@@ -160,7 +162,7 @@ def test_after_the_snapshot_the_draft_is_given_back_or_nothing_is_left_to_do() -
     saved = SnapshotSaved(20, 99)
     drafted = prefilled(EVERYTHING, pace=leased())
     assert ending.snapshotted(a(Snapshotting, drafted), saved, knowing(EVERYTHING)) == Then(
-        a(Parking, drafted), ParkDraft()
+        a(Parking, drafted), UnloadModel("draft")
     )
     assert ending.snapshotted(a(Snapshotting, prefilled()), saved, knowing(EVERYTHING)) == Then(a(Done, prefilled()))
 
@@ -175,7 +177,7 @@ def test_a_failed_snapshot_loses_time_and_nothing_else() -> None:
     )
     drafted = prefilled(EVERYTHING, pace=leased())
     then = ending.unsaved(a(Snapshotting, drafted), DeviceFailed("out_of_memory", ""), knowing(EVERYTHING))
-    assert then == Then(a(Parking, drafted), ParkDraft())
+    assert then == Then(a(Parking, drafted), UnloadModel("draft"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_a_slot_is_believed_only_after_failures_that_say_nothing_about_it(kind: 
     assert ending.unsaved(a(Snapshotting, hold), failure, knowing()) == Then(a(Done, evolve(hold, valid=valid)))
 
 
-@pytest.mark.parametrize("event", [DraftParked(), DeviceFailed("io", "")])
+@pytest.mark.parametrize("event", [ModelUnloaded(), DeviceFailed("io", "")])
 def test_parking_is_the_last_thing_whatever_comes_of_it(event: Any) -> None:
     assert ending.parked(a(Parking, prefilled(DRAFT)), event, knowing(DRAFT)) == Then(a(Done, prefilled(DRAFT)))
 

@@ -8,9 +8,9 @@ import pytest
 from attrs import evolve
 
 from effects.decode import Decoded, RunDecode
-from effects.draft import DraftUnparked, ParkDraft
 from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.residency import ModelLoaded, UnloadModel
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import generate, pace
@@ -42,9 +42,9 @@ OUT_OF_MEMORY = DeviceFailed("out_of_memory", "no room for a chunk")
 
 
 def test_an_unparked_draft_is_leased_and_the_work_begins() -> None:
-    then = generate.unparked(a(Unparking, some(DRAFT)), DraftUnparked(), knowing(DRAFT))
+    then = generate.unparked(a(Unparking, some(DRAFT)), ModelLoaded(), knowing(DRAFT))
     assert then == Then(a(Prefilling, some(DRAFT, **LEASED)), RunPrefill(HERE, 0, 8))
-    then = generate.unparked(a(Unparking, prefilled(DRAFT)), DraftUnparked(), knowing(DRAFT))
+    then = generate.unparked(a(Unparking, prefilled(DRAFT)), ModelLoaded(), knowing(DRAFT))
     assert then == Then(a(Speculating, prefilled(DRAFT, **LEASED)), RunDecode(HERE, 20, 120, propose=3))
 
 
@@ -162,10 +162,12 @@ def test_a_stop_token_behind_the_limit_is_never_seen() -> None:
 def test_one_token_may_be_all_that_is_wanted() -> None:
     job = a_job(max_tokens=1)
     after = prefilled(DRAFT, job=job, pace=leased(), valid=21, answer=(7,), decode_steps=1)
-    then = generate.unparked(a(Unparking, prefilled(DRAFT, job=job)), DraftUnparked(), knowing(DRAFT))
+    then = generate.unparked(a(Unparking, prefilled(DRAFT, job=job)), ModelLoaded(), knowing(DRAFT))
     assert then.effects == (RunDecode(HERE, 20, 120, propose=0),)
     then = generate.accept(a(Speculating, prefilled(DRAFT, job=job, pace=leased())), Decoded((7,)), knowing(DRAFT))
-    assert then == Then(a(Parking, after), EmitTokens((7,)), CloseStream("length", a_report(after, DRAFT)), ParkDraft())
+    assert then == Then(
+        a(Parking, after), EmitTokens((7,)), CloseStream("length", a_report(after, DRAFT)), UnloadModel("draft")
+    )
 
 
 def test_the_stream_closes_before_the_snapshot_and_the_parking() -> None:
@@ -199,7 +201,7 @@ def test_a_slot_that_broke_keeps_nothing() -> None:
     closing = CloseStream(
         "failed", evolve(a_report(before, EVERYTHING), cache=select(EVERYTHING, forgotten.remains)), "CUDA error"
     )
-    assert then == Then(a(Parking, forgotten), closing, ParkDraft())
+    assert then == Then(a(Parking, forgotten), closing, UnloadModel("draft"))
     then = generate.broken(a(Prefilling, some(PLAIN, valid=8, restored=8)), BROKEN, knowing())
     closing = CloseStream("failed", a_report(some(valid=8, restored=8)), "CUDA error")
     assert then == Then(a(Done, some(PLAIN)), closing)

@@ -9,17 +9,17 @@ from attrs import evolve
 
 from effects.all import Ask, Launch
 from effects.decode import RunDecode
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import lane, pace
 from states.lane import Answer, Lane
 from states.life import Speculating, State
 from states.rates import Rates
-from states.residency import Model, Residency
+from states.residency import Weights
 from tests.states.builders import DRAFT, ONE, SCOPED, TWO, a, prefilled
 
-NOBODY = Residency()
+NOBODY = {"draft": Weights()}
 
 
 def chunk(request: int) -> Ask:
@@ -31,14 +31,14 @@ def a_decode(request: int, propose: int = 0) -> Ask:
 
 
 def unpark(request: int) -> Ask:
-    return Ask(RequestId(request), UnparkDraft())
+    return Ask(RequestId(request), LoadModel("draft"))
 
 
 def park(request: int) -> Ask:
-    return Ask(RequestId(request), ParkDraft())
+    return Ask(RequestId(request), UnloadModel("draft"))
 
 
-def choose(*waiting: Ask, decode_last: bool = False, models: Residency = NOBODY, settings: Any = DRAFT) -> Any:
+def choose(*waiting: Ask, decode_last: bool = False, models: Models = NOBODY, settings: Any = DRAFT) -> Any:
     return lane.choose(Lane(waiting, (), decode_last), models, settings, {}, Rates())
 
 
@@ -52,9 +52,9 @@ def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
 
 
 def test_an_idle_lane_without_work_and_a_busy_one_choose_nothing() -> None:
-    assert choose() == (Lane(), Residency(), None)
+    assert choose() == (Lane(), {"draft": Weights()}, None)
     busy = Lane((a_decode(1),), (chunk(2),))
-    assert lane.choose(busy, Residency(), DRAFT, {}, Rates()) == (busy, Residency(), None)
+    assert lane.choose(busy, {"draft": Weights()}, DRAFT, {}, Rates()) == (busy, {"draft": Weights()}, None)
 
 
 def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
@@ -65,7 +65,7 @@ def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
 
 
 def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> None:
-    assert launched(chunk(2), chunk(1), unpark(3), models=Residency(Model("parked"))) == (chunk(2),)
+    assert launched(chunk(2), chunk(1), unpark(3), models={"draft": Weights("parked")}) == (chunk(2),)
 
 
 def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
@@ -96,7 +96,7 @@ def proposed(
     """Plain decode steps of several take as long as of one here, which has been measured."""
     asks = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
     rates = Rates(decode=(*decode_steps, *((0, members, 0, 1000) for members in (2, 3, 4))))
-    _, _, chosen = lane.choose(Lane(asks), Residency(), evolve(DRAFT, batch_rows=rows), requests, rates)
+    _, _, chosen = lane.choose(Lane(asks), {"draft": Weights()}, evolve(DRAFT, batch_rows=rows), requests, rates)
     assert isinstance(chosen, Launch)
     return [ask.effect.propose for ask in chosen.asks if isinstance(ask.effect, RunDecode)]
 
@@ -123,7 +123,7 @@ def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
     requests, waiting = decoding(1, **SURE), Lane((a_decode(1, 15),))
     rates, settings, found = Rates(decode=CHEAP), evolve(DRAFT, batch_rows=64), list[int]()
     for _ in range(2 * lane.OFTEN + 2):
-        after, _, chosen = lane.choose(waiting, Residency(), settings, requests, rates)
+        after, _, chosen = lane.choose(waiting, {"draft": Weights()}, settings, requests, rates)
         assert isinstance(chosen, Launch)
         found.append(chosen.asks[0].effect.propose)  # type: ignore[union-attr]
         waiting = evolve(after, waiting=waiting.waiting, running=())
@@ -156,25 +156,25 @@ def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() ->
 
 
 def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_else() -> None:
-    there, shared = Residency(Model("loaded", (ONE,))), Residency(Model("loaded", (ONE, TWO)))
+    there, shared = {"draft": Weights("loaded", (ONE,))}, {"draft": Weights("loaded", (ONE, TWO))}
     assert choose(chunk(1), a_decode(3), unpark(2), models=there) == (
         Lane((chunk(1), a_decode(3))),
         shared,
-        Answer(TWO, DraftUnparked()),
+        Answer(TWO, ModelLoaded()),
     )
 
 
 def test_moving_weights_takes_a_turn_like_a_chunk() -> None:
-    away = Residency(Model("parked"))
+    away = {"draft": Weights("parked")}
     assert launched(a_decode(1), unpark(2), models=away, settings=SCOPED) == (a_decode(1),)
     assert launched(a_decode(1), unpark(2), decode_last=True, models=away, settings=SCOPED) == (unpark(2),)
-    last = Residency(Model("loaded", (TWO,)))
+    last = {"draft": Weights("loaded", (TWO,))}
     assert launched(a_decode(1), park(2), decode_last=True, models=last, settings=SCOPED) == (park(2),)
 
 
 def test_a_draft_is_not_sent_away_while_somebody_waits_for_it() -> None:
-    last, two = Residency(Model("loaded", (ONE,))), Residency(Model("loaded", (ONE, TWO)))
+    last, two = {"draft": Weights("loaded", (ONE,))}, {"draft": Weights("loaded", (ONE, TWO))}
     after, models, chosen = choose(park(1), unpark(2), models=last, settings=SCOPED)
-    assert (after, models, chosen) == (Lane((park(1),)), two, Answer(TWO, DraftUnparked()))
-    left = Residency(Model("loaded", (TWO,)))
-    assert lane.choose(after, models, SCOPED, {}, Rates())[1:] == (left, Answer(ONE, DraftParked()))
+    assert (after, models, chosen) == (Lane((park(1),)), two, Answer(TWO, ModelLoaded()))
+    left = {"draft": Weights("loaded", (TWO,))}
+    assert lane.choose(after, models, SCOPED, {}, Rates())[1:] == (left, Answer(ONE, ModelUnloaded()))

@@ -6,12 +6,12 @@ import pytest
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.draft import UnparkDraft
 from effects.ids import DeviceFailed, LeaseId, SlotId, StoreFailed
 from effects.job import Report, Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, RunPrefill
+from effects.residency import LoadModel
 from effects.restore import RestoreBlocks
 from effects.scope import Scope
 from effects.stream import CloseStream, ReportProgress
@@ -85,7 +85,7 @@ def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
     job = a_job(prompt=(7,))
     then = lookup.admit(a_waiting(job), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
     hold = some(EVERYTHING, job=job, prompt=(7,))
-    assert then == Then(a(Unparking, hold), opening(prompt=(7,)), UnparkDraft())
+    assert then == Then(a(Unparking, hold), opening(prompt=(7,)), LoadModel("draft"))
     then = lookup.admit(a_waiting(job), Admitted(HERE, HERE, 0), knowing())
     assert then == Then(
         a(Speculating, evolve(hold, speculation="no_draft")),
@@ -112,7 +112,7 @@ def test_a_long_prompt_is_compressed_and_a_draft_is_fetched_before_prefill() -> 
     then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(PFLASH))
     assert then == Then(a(Compressing, some(PFLASH)), opening(), CompressPrompt(PROMPT, 250))
     then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(DRAFT))
-    assert then == Then(a(Unparking, some(DRAFT)), opening(), UnparkDraft())
+    assert then == Then(a(Unparking, some(DRAFT)), opening(), LoadModel("draft"))
 
 
 def test_a_hit_is_restored_up_to_the_last_grain_before_the_last_token() -> None:
@@ -152,7 +152,7 @@ def test_a_store_that_is_slower_than_computing_is_let_go() -> None:
 def test_a_hit_that_adds_nothing_is_let_go() -> None:
     hold = some(DRAFT, valid=16, restored=16, tier="device", miss="")
     then = lookup.found(a(LookingUp, hold), found(16), knowing(evolve(STORE, block=3)))
-    assert then == Then(a(Unparking, evolve(hold, stored=16)), ReleasePrefix(LEASE), opening(16), UnparkDraft())
+    assert then == Then(a(Unparking, evolve(hold, stored=16)), ReleasePrefix(LEASE), opening(16), LoadModel("draft"))
 
 
 def test_a_hit_that_leaves_too_much_missing_is_let_go_and_the_prompt_compressed() -> None:

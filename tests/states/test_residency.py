@@ -10,16 +10,16 @@ from attrs import evolve, frozen
 
 from effects.all import Ask, Effect, Launch
 from effects.decode import Decoded, RunDecode
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import lane, residency
 from states.events import Cancelled, Event, ForRequest, Submitted
 from states.invariants import check
 from states.lane import Answer, Lane
 from states.rates import Rates
-from states.residency import IDLE, Model, Policy, Residency, Resolved, Use, boot, resolve, resolved, shown
+from states.residency import IDLE, Policy, Resolved, Use, Weights, boot, resolve, resolved, shown
 from states.settings import Settings
 from states.world import Out, World, advance, begin
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, THREE, TWO, asks
@@ -79,69 +79,69 @@ def test_a_hint_of_low_memory_parks_the_draft_of_auto() -> None:
 
 @pytest.mark.parametrize(("after", "place"), [("keep", "loaded"), ("park", "parked"), ("release", "released")])
 def test_at_boot_a_draft_is_where_it_goes_when_nobody_needs_it(after: Any, place: str) -> None:
-    assert boot(Resolved("auto", after)) == Residency(Model(place))  # type: ignore[arg-type]
+    assert boot(Resolved("auto", after)) == {"draft": Weights(place)}  # type: ignore[arg-type]
 
 
 def unpark(request: int) -> Ask:
-    return Ask(RequestId(request), UnparkDraft())
+    return Ask(RequestId(request), LoadModel("draft"))
 
 
 def park(request: int, *, release: bool = False) -> Ask:
-    return Ask(RequestId(request), ParkDraft(release))
+    return Ask(RequestId(request), UnloadModel("draft", keep=not release))
 
 
 def test_the_first_to_need_a_draft_leases_it_once_it_is_there() -> None:
-    away = Residency(Model("parked", size=5, moved=5, parks=1))
-    there = Residency(Model("loaded", (ONE,), size=9, moved=14, loads=1, parks=1))
-    assert residency.acknowledged(away, unpark(1), DraftUnparked(9, 3)) == there
+    away = {"draft": Weights("parked", size=5, moved=5, parks=1)}
+    there = {"draft": Weights("loaded", (ONE,), size=9, moved=14, loads=1, parks=1)}
+    assert residency.acknowledged(away, unpark(1), ModelLoaded(9, 3)) == there
     assert residency.at_once(away, unpark(1), SCOPED.residency) == (away, None)
 
 
 def test_a_move_that_told_no_bytes_leaves_the_size_as_it_was_known() -> None:
-    away = Residency(Model("parked", size=5))
-    assert residency.acknowledged(away, unpark(1), DraftUnparked()).draft.size == 5
+    away = {"draft": Weights("parked", size=5)}
+    assert residency.acknowledged(away, unpark(1), ModelLoaded()).draft.size == 5
 
 
 @pytest.mark.parametrize("place", ["parked", "released"])
 def test_a_failed_unpark_leaves_the_previous_state(place: Any) -> None:
-    away = Residency(Model(place, size=5))
+    away = {"draft": Weights(place, size=5)}
     failed = residency.acknowledged(away, unpark(1), DeviceFailed("out_of_memory", "no room"))
-    assert failed == Residency(Model(place, size=5, failures=1, error="out_of_memory: no room"))
-    again = residency.acknowledged(failed, unpark(2), DraftUnparked(5))
+    assert failed == {"draft": Weights(place, size=5, failures=1, error="out_of_memory: no room")}
+    again = residency.acknowledged(failed, unpark(2), ModelLoaded(5))
     assert (again.draft.place, again.draft.leases, again.draft.loads) == ("loaded", (TWO,), 1)
 
 
 def test_who_gave_up_its_place_in_the_queue_says_nothing_about_the_draft() -> None:
-    away = Residency(Model("parked"))
+    away = {"draft": Weights("parked")}
     assert residency.acknowledged(away, unpark(1), DeviceFailed("abandoned", "")) == away
 
 
 @pytest.mark.parametrize(("release", "place"), [(False, "parked"), (True, "released")])
 def test_the_last_lease_sends_the_draft_where_it_was_asked_to_go(release: bool, place: str) -> None:
-    last = Residency(Model("loaded", (ONE,), loads=1))
-    gone = residency.acknowledged(last, park(1, release=release), DraftParked(9))
-    assert gone == Residency(Model(place, size=9, moved=9, loads=1, parks=1))  # type: ignore[arg-type]
+    last = {"draft": Weights("loaded", (ONE,), loads=1)}
+    gone = residency.acknowledged(last, park(1, release=release), ModelUnloaded(9))
+    assert gone == {"draft": Weights(place, size=9, moved=9, loads=1, parks=1)}  # type: ignore[arg-type]
 
 
 def test_a_failed_parking_leaves_it_loaded_for_the_next_one() -> None:
-    last = Residency(Model("loaded", (ONE,)))
+    last = {"draft": Weights("loaded", (ONE,))}
     left = residency.acknowledged(last, park(1), DeviceFailed("out_of_memory", "no pinned memory"))
-    assert left == Residency(Model("loaded", failures=1, error="out_of_memory: no pinned memory"))
-    assert residency.at_once(left, unpark(2), SCOPED.residency)[1] == DraftUnparked()
+    assert left == {"draft": Weights("loaded", failures=1, error="out_of_memory: no pinned memory")}
+    assert residency.at_once(left, unpark(2), SCOPED.residency)[1] == ModelLoaded()
 
 
 @pytest.mark.parametrize("settings", [DRAFT, SCOPED], ids=["kept", "request-scoped"])
 def test_a_draft_that_somebody_else_needs_stays(settings: Settings) -> None:
-    shared, left = Residency(Model("loaded", (ONE, TWO))), Residency(Model("loaded", (TWO,)))
-    assert lane.choose(Lane((park(1),)), shared, settings, {}, Rates()) == (Lane(), left, Answer(ONE, DraftParked()))
+    shared, left = {"draft": Weights("loaded", (ONE, TWO))}, {"draft": Weights("loaded", (TWO,))}
+    assert lane.choose(Lane((park(1),)), shared, settings, {}, Rates()) == (Lane(), left, Answer(ONE, ModelUnloaded()))
 
 
 def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
-    last, waiting = Residency(Model("loaded", (ONE,))), Lane((park(1),))
+    last, waiting = {"draft": Weights("loaded", (ONE,))}, Lane((park(1),))
     assert lane.choose(waiting, last, DRAFT, {}, Rates()) == (
         Lane(),
-        Residency(Model("loaded")),
-        Answer(ONE, DraftParked()),
+        {"draft": Weights("loaded")},
+        Answer(ONE, ModelUnloaded()),
     )
     assert lane.choose(waiting, last, SCOPED, {}, Rates()) == (
         Lane((), (park(1),), members=1),
@@ -151,14 +151,14 @@ def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
 
 
 def test_other_outcomes_leave_the_residency_alone() -> None:
-    models = Residency(Model("loaded", (ONE, THREE)))
+    models = {"draft": Weights("loaded", (ONE, THREE))}
     (a_decode,) = asks(ONE, RunDecode(0, 20, 7))  # type: ignore[arg-type]
     assert residency.acknowledged(models, a_decode, Decoded((7,))) is models
     assert residency.acknowledged(models, a_decode, DeviceFailed("broken", "")) is models
 
 
 def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() -> None:
-    parked = Residency(Model("parked", size=9, moved=18, loads=1, parks=1, failures=1, error="io: bad"))
+    parked = {"draft": Weights("parked", size=9, moved=18, loads=1, parks=1, failures=1, error="io: bad")}
     told = shown(parked, SCOPED)
     assert told["policy"] == "request-scoped"
     assert told["draft"] == {
@@ -173,12 +173,12 @@ def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() ->
         "failures": 1,
         "last_error": "io: bad",
     }
-    counted = shown(Residency(), DRAFT, {"draft": (7, 8)})["draft"]
+    counted = shown({"draft": Weights()}, DRAFT, {"draft": (7, 8)})["draft"]
     assert (counted["state"], counted["device_bytes"], counted["host_bytes"], counted["last_error"]) == (
         *("loaded", 7, 8),
         None,
     )
-    assert shown(Residency(), PLAIN) == {"policy": "auto", "draft": None, "drafter": None}
+    assert shown({"draft": Weights()}, PLAIN) == {"policy": "auto", "draft": None, "drafter": None}
 
 
 # Every order in which three requests come, draft, leave and fail: the whole fold, walked to its end.
@@ -192,10 +192,10 @@ def answers(effect: Effect, failures: tuple[DeviceFailed, ...]) -> Iterator[Any]
     match effect:
         case RunPrefill(_, _, stop):
             yield PrefillAdvanced(stop)
-        case UnparkDraft():
-            yield DraftUnparked()
-        case ParkDraft():
-            yield DraftParked()
+        case LoadModel():
+            yield ModelLoaded()
+        case UnloadModel():
+            yield ModelUnloaded()
         case RunDecode(propose=propose):
             yield Decoded((7, 8)[: propose + 1], propose)
     yield from failures
@@ -222,28 +222,28 @@ class Reached:
 
 def forgetful(world: World) -> World:
     """Counts and idle sequences do not matter here, and would never come back to a world that was seen."""
-    draft = evolve(world.models.draft, loads=0, parks=0, failures=0, error="")
+    draft = evolve(world.models["draft"], loads=0, parks=0, failures=0, error="")
     slots = tuple(evolve(slot, tokens=(), used=0) for slot in world.slots.slots)
-    return evolve(world, models=Residency(draft), slots=evolve(world.slots, slots=slots, turn=0))
+    return evolve(world, models={"draft": draft}, slots=evolve(world.slots, slots=slots, turn=0))
 
 
 def sound(before: World, world: World, outs: tuple[Out, ...]) -> None:
     check(world)
-    draft = world.models.draft
+    draft = world.models["draft"]
     for out in outs:
         for ask in out.asks if isinstance(out, Launch) else ():
             match ask.effect:
                 case RunDecode(propose=propose):
                     assert not propose or (draft.place == "loaded" and ask.request in draft.leases)
-                case UnparkDraft():
+                case LoadModel():
                     assert draft.place != "loaded", "what is there is asked for"
-                case ParkDraft(release):
+                case UnloadModel(_, keep):
                     assert draft.place == "loaded"
                     assert draft.leases == (ask.request,), "sent away although somebody needs it"
-                    assert IDLE[world.settings.residency.draft] == ("released" if release else "parked")
-    if draft.place != before.models.draft.place:
+                    assert IDLE[world.settings.residency.draft] == ("parked" if keep else "released")
+    if draft.place != before.models["draft"].place:
         (moved,) = before.lane.running
-        assert isinstance(moved.effect, UnparkDraft | ParkDraft), "weights moved that nobody acknowledged"
+        assert isinstance(moved.effect, LoadModel | UnloadModel), "weights moved that nobody acknowledged"
 
 
 @pytest.mark.parametrize("failures", [(), FAILED], ids=["calm", "failing"])
@@ -253,13 +253,13 @@ def sound(before: World, world: World, outs: tuple[Out, ...]) -> None:
 def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
     after: Any, place: Any, failures: tuple[DeviceFailed, ...]
 ) -> None:
-    start = evolve(begin(evolve(HOUSE, residency=Resolved("auto", after))), models=Residency(Model(place)))
+    start = evolve(begin(evolve(HOUSE, residency=Resolved("auto", after))), models={"draft": Weights(place)})
     todo, seen, ends = [Reached(start)], {repr(Reached(start))}, set[str]()
     while todo:
         node = todo.pop()
         if not node.world.requests and len(node.come) == len(JOBS):
-            assert not node.world.models.draft.leases
-            ends.add(node.world.models.draft.place)
+            assert not node.world.models["draft"].leases
+            ends.add(node.world.models["draft"].place)
         for request, event in node.possible(failures):
             reached = node.after(request, event)
             if repr(reached) not in seen:

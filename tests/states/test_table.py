@@ -10,13 +10,13 @@ from attrs import evolve
 
 from effects.all import Effect, Outcome
 from effects.decode import Decoded
-from effects.draft import DraftUnparked, ParkDraft
 from effects.ids import Lane
 from effects.lookup import PrefixFound, ReleasePrefix
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.residency import ModelLoaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from states.events import Cancelled
+from states.events import Cancelled, SlotEmptied
 from states.life import (
     Compressing,
     Done,
@@ -25,17 +25,19 @@ from states.life import (
     New,
     Parking,
     Prefilling,
+    Recovering,
     Restoring,
     Snapshotting,
     Speculating,
     State,
     Unparking,
     Waiting,
+    Yielding,
 )
 from states.machine import IllegalEvent, Row, Table, Then, arms_of, on, step, table
 from states.settings import Known
 from states.table import TABLE
-from tests.states.model import BEHIND_THE_CLIENT, SETTINGS, Walk, endless, explore
+from tests.states.model import BEHIND_THE_CLIENT, LOSING, SETTINGS, Walk, endless, explore
 
 EVERYTHING = tuple(one for one in SETTINGS if one.block_size == one.store == one.block == 1 and one.compress_threshold)[
     :1
@@ -114,8 +116,8 @@ def test_a_pair_cannot_appear_twice() -> None:
 
 
 def test_an_annotation_is_read_as_its_arms() -> None:
-    annotation = Then[Speculating, EmitTokens] | Then[Parking, CloseStream, ParkDraft] | Then[Done]
-    assert list(arms_of(annotation)) == [(Speculating, EmitTokens), (Parking, CloseStream, ParkDraft), (Done,)]
+    annotation = Then[Speculating, EmitTokens] | Then[Parking, CloseStream, UnloadModel] | Then[Done]
+    assert list(arms_of(annotation)) == [(Speculating, EmitTokens), (Parking, CloseStream, UnloadModel), (Done,)]
 
 
 # Mutants: what would go wrong, and that the checker says so.
@@ -141,7 +143,9 @@ def faults(rows: Table) -> set[str]:
 @pytest.mark.parametrize("pair", list(TABLE)[::8], ids=lambda pair: f"{pair[0].__name__}-{pair[1].__name__}")
 def test_a_deleted_row_is_noticed(pair: tuple[type, type]) -> None:
     rows = {key: row for key, row in TABLE.items() if key != pair}
-    assert f"{pair[0].__name__}, {pair[1].__name__}: no row" in faults(rows)
+    recovers = pair[1] is SlotEmptied or pair[0] in {Recovering, Yielding}
+    found = explore(rows, LOSING if recovers else EVERYTHING).faults
+    assert f"{pair[0].__name__}, {pair[1].__name__}: no row" in found
 
 
 LIVE = (LookingUp, Restoring, Compressing, Unparking, Prefilling, Speculating)
@@ -171,8 +175,8 @@ def test_a_lease_released_twice_is_noticed() -> None:
 
 
 def test_a_draft_that_comes_too_late_and_is_forgotten_is_noticed() -> None:
-    rows = changed(Draining, DraftUnparked, lambda before, *_: Then(Done(before.remains)))
-    assert faults(rows) == {"Draining, DraftUnparked: ends with the draft"}
+    rows = changed(Draining, ModelLoaded, lambda before, *_: Then(Done(before.remains)))
+    assert faults(rows) == {"Draining, ModelLoaded: ends with the draft"}
 
 
 def test_a_second_chunk_while_one_runs_is_noticed() -> None:
@@ -212,6 +216,23 @@ def test_a_life_without_an_end_is_noticed() -> None:
 
     stuck = explore(changed(Prefilling, PrefillAdvanced, again), EVERYTHING)
     assert any(isinstance(node.state, Prefilling) for node in endless(stuck))
+
+
+def test_rows_that_come_in_after_a_loss_and_are_believed_are_noticed() -> None:
+    def trusting(before: Draining, seen: PrefillAdvanced, known: Known) -> Any:
+        return TABLE[Draining, PrefillAdvanced].arrow(evolve(before, lost=False), seen, known)
+
+    found = explore(changed(Draining, PrefillAdvanced, trusting), LOSING).faults
+    assert "Draining, PrefillAdvanced: leaves rows to a slot that was lost" in found
+
+
+def test_a_third_try_is_noticed() -> None:
+    def patient(before: Prefilling, seen: SlotEmptied, known: Known) -> Any:
+        prompt = evolve(before.prompt, heard=None)
+        return TABLE[Prefilling, SlotEmptied].arrow(evolve(before, prompt=prompt), seen, known)
+
+    found = explore(changed(Prefilling, SlotEmptied, patient), LOSING).faults
+    assert any("is looked up a third time" in fault for fault in found)
 
 
 def test_a_cancellation_that_cuts_a_snapshot_short_is_noticed() -> None:

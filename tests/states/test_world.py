@@ -9,10 +9,10 @@ from attrs import evolve
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
-from effects.draft import DraftParked, DraftUnparked, ParkDraft, UnparkDraft
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Report
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states import lane, pace
@@ -22,7 +22,7 @@ from states.life import Draining, Prefilling
 from states.machine import IllegalEvent
 from states.onward import report
 from states.rates import Rates
-from states.residency import Model, Residency
+from states.residency import Weights
 from states.settings import Settings
 from states.slots import Slot
 from states.world import Out, World, advance, begin
@@ -155,35 +155,35 @@ def test_two_decode_steps_that_wait_become_one_launch() -> None:
 
 def test_a_draft_that_stays_is_leased_without_a_word() -> None:
     world, outs = after(DRAFT, submitted(ONE, prompt=(1,)))
-    assert world.models.draft.leases == (ONE,)
+    assert world.models["draft"].leases == (ONE,)
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, propose=3))
 
 
 def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
     one, two = {"prompt": (1,), "max_tokens": 2}, {"prompt": (2,), "max_tokens": 2}
-    events = submitted(ONE, **one), submitted(TWO, **two), (ONE, DraftUnparked(9))
+    events = submitted(ONE, **one), submitted(TWO, **two), (ONE, ModelLoaded(9))
     world, outs = after(SCOPED, *events)
-    assert world.models.draft == Model("loaded", (ONE, TWO), size=9, moved=9, loads=1)
+    assert world.models["draft"] == Weights("loaded", (ONE, TWO), size=9, moved=9, loads=1)
     decode_steps = Ask(ONE, RunDecode(HERE, 0, 1, propose=1)), Ask(TWO, RunDecode(SlotId(1), 0, 2, propose=1))
     assert outs == (Launch(decode_steps),)
     world, _ = after(SCOPED, *events, (ONE, Decoded((7, 8), 1)))
     assert list(world.requests) == [ONE, TWO], "the batch is not back yet"
     world, outs = after(SCOPED, *events, (ONE, Decoded((7, 8), 1)), (TWO, Decoded((7, 8), 1)))
     assert list(world.requests) == [TWO]
-    assert outs[-1] == alone(TWO, ParkDraft())
-    world, _ = advance(world, ForRequest(TWO, DraftParked(9)))
+    assert outs[-1] == alone(TWO, UnloadModel("draft"))
+    world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert not world.requests
-    assert world.models.draft == Model("parked", size=9, moved=18, loads=1, parks=1)
+    assert world.models["draft"] == Weights("parked", size=9, moved=18, loads=1, parks=1)
 
 
 def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
     failed = DeviceFailed("out_of_memory", "no room")
     one, two = {"prompt": (1,)}, {"prompt": (2,)}
     world, outs = after(SCOPED, submitted(ONE, **one), submitted(TWO, **two), (ONE, failed))
-    assert world.models.draft == Model("parked", failures=1, error="out_of_memory: no room")
+    assert world.models["draft"] == Weights("parked", failures=1, error="out_of_memory: no room")
     assert outs == (alone(ONE, RunDecode(HERE, 0, 1)),)
     _, outs = advance(world, ForRequest(ONE, Decoded((7,))))
-    assert outs[-1] == alone(TWO, UnparkDraft())
+    assert outs[-1] == alone(TWO, LoadModel("draft"))
 
 
 def test_a_launch_tells_once_what_such_launches_cost() -> None:
@@ -234,12 +234,12 @@ def test_a_request_decides_by_the_rates_as_they_are() -> None:
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1)), "four tokens in the time of four decode steps"
     assert world.requests[ONE].speculation.reason == "never_pays"  # type: ignore[union-attr]
-    assert world.models.draft.leases == ()
+    assert world.models["draft"].leases == ()
 
 
 @pytest.mark.parametrize(
     ("request_id", "event"),
-    [(TWO, Decoded((1,))), (ONE, Decoded((1,))), (ONE, Submitted(a_job())), (ONE, DraftUnparked())],
+    [(TWO, Decoded((1,))), (ONE, Decoded((1,))), (ONE, Submitted(a_job())), (ONE, ModelLoaded())],
 )
 def test_what_cannot_happen_is_a_bug(request_id: RequestId, event: Event) -> None:
     world, _ = after(PLAIN, submitted(ONE))
@@ -261,7 +261,7 @@ def test_an_invariant_that_breaks_says_which() -> None:
     with pytest.raises(AssertionError, match="the lane works for a request without a slot"):
         check(evolve(world, requests={}, slots=begin(PLAIN).slots))
     with pytest.raises(AssertionError, match="leased and not loaded"):
-        check(evolve(world, models=Residency(Model("parked", (ONE,)))))
+        check(evolve(world, models={"draft": Weights("parked", (ONE,))}))
     idle = evolve(world.lane, running=(), waiting=world.lane.running)
     with pytest.raises(AssertionError, match="the lane idles"):
         check(evolve(world, lane=idle))
