@@ -16,10 +16,10 @@ from states import lane, pace
 from states.lane import Answer, Lane
 from states.life import Speculating, State
 from states.rates import Rates
-from states.residency import Weights
+from states.residency import Models, Weights
 from tests.states.builders import DRAFT, ONE, SCOPED, TWO, a, prefilled
 
-NOBODY = {"draft": Weights()}
+NOBODY: Models = {"draft": Weights()}
 
 
 def chunk(request: int) -> Ask:
