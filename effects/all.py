@@ -9,7 +9,7 @@ from attrs import frozen
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed
+from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
@@ -20,6 +20,7 @@ Outcome: TypeAlias = (
     PrefixFound
     | PrefixMissed
     | BlocksRestored
+    | PromptScored
     | PromptCompressed
     | ModelLoaded
     | PrefillAdvanced

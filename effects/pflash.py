@@ -16,8 +16,24 @@ class PromptCompressed:
 
 
 @frozen
+class PromptScored:
+    """Of the prompt, tokens `[0, stop)`; more follow."""
+
+    stop: int
+    ns: int = 0  # what these took on the lane; 0: not measured
+
+
+@frozen
 class CompressPrompt:
-    outcomes: ClassVar = (PromptCompressed, DeviceFailed)
+    """Score the next tokens of a prompt, one chunk, at most C of them; with its last ones, pick what is kept.
+
+    What was scored of a request's prompt before is remembered, from `start` 0 on, until the prompt that will be served
+    is told, or the work has failed or was abandoned.
+    """
+
+    outcomes: ClassVar = (PromptScored, PromptCompressed, DeviceFailed)
     lane: ClassVar = Lane.DEVICE
-    prompt: Tokens
+    tokens: Tokens  # `[start, start + len(tokens))` of the prompt
+    start: int
+    total: int  # tokens of the prompt
     keep_permille: int

@@ -9,7 +9,7 @@ from attrs import evolve
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import PromptCompressed
+from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced
 from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
@@ -52,7 +52,7 @@ def drain_both(state: Restoring, event: Cancelled, known: Known) -> Then[Drainin
     return Then(Draining(remains(state), state.loading + state.computing), closing, Abandon())
 
 
-def settle(state: Draining, _: PrefixMissed | PromptCompressed, known: Known) -> LeaveEarly:
+def settle(state: Draining, _: PrefixMissed | PromptScored | PromptCompressed, known: Known) -> LeaveEarly:
     """It was all that was in flight, and nothing came of it that would be worth keeping."""
     return leave_early(known.settings, state.remains)
 

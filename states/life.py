@@ -127,6 +127,8 @@ class Restoring:
 
 @frozen
 class Compressing:
+    """Chunk after chunk is scored; one is in flight."""
+
     seat: Seat
     prompt: Prompt
 

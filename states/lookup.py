@@ -10,7 +10,7 @@ from effects.decode import RunDecode
 from effects.ids import DeviceFailed, StoreFailed, Tokens
 from effects.job import Report
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed
+from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel
 from effects.restore import RestoreBlocks
@@ -127,6 +127,10 @@ def unanswered(state: LookingUp, event: StoreFailed, known: Known) -> Onward:
 def without(settings: Settings, seat: Seat, prompt: Prompt, reason: str) -> Prompt:
     """Nothing came of the lookup; nothing is missed where all was on the device."""
     return evolve(prompt, miss=reason) if policy.missing(settings, seat, prompt) else prompt
+
+
+def scored(state: Compressing, event: PromptScored, known: Known) -> Then[Compressing, CompressPrompt]:
+    return onward.compress(known.settings, state.seat, state.prompt, event.stop)
 
 
 def compressed(state: Compressing, event: PromptCompressed, known: Known) -> Served:

@@ -92,8 +92,11 @@ def fill(known: Known, seat: Seat, prompt: Prompt) -> Fill:
     return verbatim(known, seat, prompt)
 
 
-def compress(settings: Settings, seat: Seat, prompt: Prompt) -> Compress:
-    return Then(Compressing(seat, prompt), CompressPrompt(prompt.tokens, settings.keep_permille))
+def compress(settings: Settings, seat: Seat, prompt: Prompt, start: int = 0) -> Compress:
+    """The next tokens to be scored: a chunk like one of a prefill, so that neighbours decode on in between."""
+    tokens = prompt.tokens[start : start + settings.chunk]
+    scoring = CompressPrompt(tokens, start, len(prompt.tokens), settings.keep_permille)
+    return Then(Compressing(seat, prompt), scoring)
 
 
 def verbatim(known: Known, seat: Seat, prompt: Prompt) -> Verbatim:

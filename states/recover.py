@@ -13,7 +13,7 @@ from attrs import evolve
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import PromptCompressed
+from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced
 from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
@@ -84,7 +84,7 @@ def loaded(state: Recovering, _: BlocksRestored | StoreFailed, __: Known) -> Ans
     return Then(Waiting(state.remains.prompt))
 
 
-def compressed(state: Recovering, _: PromptCompressed, __: Known) -> Then[Waiting]:
+def compressed(state: Recovering, _: PromptScored | PromptCompressed, __: Known) -> Then[Waiting]:
     return Then(Waiting(state.remains.prompt))
 
 

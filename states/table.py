@@ -5,7 +5,7 @@ from __future__ import annotations
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
-from effects.pflash import PromptCompressed
+from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced
 from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
@@ -45,6 +45,7 @@ TABLE = table(
     on(Restoring, DeviceFailed, restore.broken),
     on(Restoring, Cancelled, ending.drain_both),
     on(Restoring, SlotEmptied, recover.lost),
+    on(Compressing, PromptScored, lookup.scored),
     on(Compressing, PromptCompressed, lookup.compressed),
     on(Compressing, DeviceFailed, lookup.verbatim),
     on(Compressing, Cancelled, ending.drain),
@@ -65,6 +66,7 @@ TABLE = table(
     on(Draining, PrefixMissed, ending.settle),
     on(Draining, StoreFailed, ending.settle_loss),
     on(Draining, BlocksRestored, ending.settle_restored),
+    on(Draining, PromptScored, ending.settle),
     on(Draining, PromptCompressed, ending.settle),
     on(Draining, ModelLoaded, ending.settle_draft),
     on(Draining, PrefillAdvanced, ending.settle_rows),
@@ -84,6 +86,7 @@ TABLE = table(
     on(Recovering, PrefixMissed, recover.missed),
     on(Recovering, StoreFailed, recover.loaded),
     on(Recovering, BlocksRestored, recover.loaded),
+    on(Recovering, PromptScored, recover.compressed),
     on(Recovering, PromptCompressed, recover.compressed),
     on(Recovering, ModelLoaded, recover.unparked),
     on(Recovering, PrefillAdvanced, recover.computed),

@@ -13,7 +13,7 @@ from effects.decode import Decoded
 from effects.ids import DeviceFailed, LeaseId, RequestId, StoreFailed
 from effects.job import Job
 from effects.lookup import PrefixFound, PrefixMissed
-from effects.pflash import PromptCompressed
+from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
@@ -133,7 +133,7 @@ def compressed_restored_and_speculated() -> str:
     """A long prompt is compressed, found on disk in its short form, loaded while its front is computed, and drafted."""
     story, short = Teller(RICH), tuple(range(0, 160, 2))
     story.tell(A, Submitted(Job(tuple(range(160)), 6, stop_tokens=(99,))), PrefixMissed("empty_store"))
-    story.tell(A, PromptCompressed(short, ((0, 80),)))
+    story.tell(A, *(PromptScored(stop) for stop in range(32, 160, 32)), PromptCompressed(short, ((0, 80),)))
     story.tell(A, PrefixFound(LeaseId(6), 64, "host"))
     story.tell(A, BlocksRestored(32, 64, 4096), PrefillAdvanced(32))
     story.tell(A, ModelLoaded(), PrefillAdvanced(79))

@@ -16,7 +16,7 @@ from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, FailureKind, LeaseId, RequestId, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed
+from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
@@ -94,6 +94,7 @@ class Device:
     slots: list[DeviceSlot] = field(init=False)
     lane: deque[Ask | Launch | Transfer] = field(factory=deque)
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
+    scored: dict[RequestId, Tokens] = field(factory=dict)  # of prompts that are being compressed
     draft: Place = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -142,7 +143,14 @@ class Device:
                 if slot.broken:
                     return DeviceFailed(slot.broken, "the slot went out of step")
                 return self.perform_in(slot, ask.effect, failed)
-            case CompressPrompt(prompt):
+            case CompressPrompt(tokens, start, total):
+                before = self.scored.pop(ask.request, ()) if start else ()
+                assert len(before) == start, "a prompt is scored from its beginning, without a gap"
+                assert 0 < len(tokens) <= self.settings.chunk, "a chunk has a limit"
+                prompt = before + tokens
+                if len(prompt) < total and failed is None:
+                    self.scored[ask.request] = prompt
+                    return PromptScored(len(prompt))
                 if failed is None and self.rng.random() < 0.7:
                     self.store.memo[prompt] = shortened(prompt)
                 return failed or PromptCompressed(shortened(prompt), ((0, 4),))

@@ -106,6 +106,8 @@ class Client:
         assert settings.store, "there is nothing to keep it in"
         assert len(tokens) + settings.block_size > settings.min_tokens, "so few tokens are not worth keeping"
         match scope.kind:
+            case "full" if self.losses and tokens == prompt[: len(tokens)]:
+                pass  # kept before the loss; it was compressed only then
             case "full":
                 assert (
                     tokens

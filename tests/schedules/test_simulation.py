@@ -12,6 +12,7 @@ from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job, Sampling
+from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
@@ -28,6 +29,7 @@ from states.world import advance, begin
 from tests.schedules.device import Device
 from tests.schedules.simulator import Simulator
 
+ONE, TWO = RequestId(1), RequestId(2)
 CHUNK = 100
 SCHEDULES = 4_000
 
@@ -285,6 +287,26 @@ def test_a_long_prefill_delays_a_decoding_neighbour_by_one_chunk() -> None:
     launches = in_turn([1, 400], Settings(chunk=4, block_size=4))
     first = launches.index((RequestId(0),))
     assert launches[first : first + 58] == [(RequestId(0),), (RequestId(1),)] * 29
+
+
+def test_scoring_delays_a_decoding_neighbour_by_one_chunk() -> None:
+    """A prompt that is compressed takes turns like one that is prefilled."""
+    settings = Settings(chunk=4, block_size=4, compress_threshold=8)
+    world, outs = advance(begin(settings), ForRequest(ONE, Submitted(Job((1,), 30))))
+    world, more = advance(world, ForRequest(TWO, Submitted(Job(tuple(range(40)), 30))))
+    kinds, todo = list[type](), [out for out in (*outs, *more) if isinstance(out, Launch)]
+    while len(kinds) < 21:
+        (ask,) = todo.pop(0).asks
+        kinds.append(type(ask.effect))
+        match ask.effect:
+            case CompressPrompt(tokens, start, total):
+                stop = start + len(tokens)
+                done: Any = PromptScored(stop) if stop < total else PromptCompressed((1, 2), ((0, 2),))
+            case _:
+                done = Decoded((5,))
+        world, outs = advance(world, ForRequest(ask.request, done))
+        todo += [out for out in outs if isinstance(out, Launch)]
+    assert kinds == [RunDecode, *(CompressPrompt, RunDecode) * 10]
 
 
 def test_two_long_prefills_share_the_turns_that_decoding_leaves() -> None:

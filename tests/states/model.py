@@ -18,7 +18,7 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, Lane, LeaseId, SlotId, StoreFailed
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed
+from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
@@ -107,8 +107,9 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield BlocksRestored(start + 1, stop, 1)
             yield BlocksRestored(start, stop - 1, 1)
             yield StoreFailed("io", "")
-        case CompressPrompt():
-            yield PromptCompressed(SERVED, ((0, 1),))
+        case CompressPrompt(tokens, start, total):
+            stop = start + len(tokens)
+            yield PromptScored(stop) if stop < total else PromptCompressed(SERVED, ((0, 1),))
         case LoadModel():
             yield ModelLoaded()
         case RunPrefill(stop=stop):

@@ -9,7 +9,7 @@ from effects.decode import RunDecode
 from effects.ids import DeviceFailed, LeaseId, SlotId, StoreFailed
 from effects.job import Report, Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed
+from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel
 from effects.restore import RestoreBlocks
@@ -110,7 +110,7 @@ def test_where_prompts_may_be_compressed_the_memo_is_asked_too() -> None:
 
 def test_a_long_prompt_is_compressed_and_a_draft_is_fetched_before_prefill() -> None:
     then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(PFLASH))
-    assert then == Then(a(Compressing, some(PFLASH)), opening(), CompressPrompt(PROMPT, 250))
+    assert then == Then(a(Compressing, some(PFLASH)), opening(), CompressPrompt(PROMPT[:8], 0, 21, 250))
     then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(DRAFT))
     assert then == Then(a(Unparking, some(DRAFT)), opening(), LoadModel("draft"))
 
@@ -158,7 +158,7 @@ def test_a_hit_that_adds_nothing_is_let_go() -> None:
 def test_a_hit_that_leaves_too_much_missing_is_let_go_and_the_prompt_compressed() -> None:
     then = lookup.found(a(LookingUp, some(EVERYTHING)), found(8), knowing(EVERYTHING))
     compressing = a(Compressing, some(EVERYTHING, miss="compression_is_quicker", stored=8))
-    assert then == Then(compressing, ReleasePrefix(LEASE), opening(), CompressPrompt(PROMPT, 250))
+    assert then == Then(compressing, ReleasePrefix(LEASE), opening(), CompressPrompt(PROMPT[:8], 0, 21, 250))
 
 
 def test_a_continuation_is_not_compressed() -> None:
@@ -233,6 +233,14 @@ def test_positional_state_is_loaded_whole_or_not_at_all() -> None:
 def test_a_failed_lookup_is_a_miss() -> None:
     then = lookup.unanswered(a(LookingUp, some(STORE)), StoreFailed("timed_out", "slow disk"), knowing(STORE))
     assert then == Then(a(Prefilling, some(STORE, miss="lookup_timed_out")), RunPrefill(HERE, 0, 8))
+
+
+def test_a_prompt_is_scored_chunk_by_chunk() -> None:
+    before = a(Compressing, some(PFLASH))
+    then = lookup.scored(before, PromptScored(8), knowing(PFLASH))
+    assert then == Then(before, CompressPrompt(PROMPT[8:16], 8, 21, 250))
+    then = lookup.scored(before, PromptScored(16), knowing(PFLASH))
+    assert then == Then(before, CompressPrompt(PROMPT[16:], 16, 21, 250))
 
 
 def test_a_compressed_prompt_is_looked_for_once_more() -> None:

@@ -92,7 +92,7 @@ def test_a_failed_restore_keeps_the_front_that_is_being_computed() -> None:
 
 def test_after_a_failed_restore_the_gate_looks_again_at_what_is_missing() -> None:
     then = restore.lost(a(Restoring, some(EVERYTHING), 0, 12, "disk"), StoreFailed("io", "EIO"), knowing(EVERYTHING))
-    assert then == Then(a(Compressing, some(EVERYTHING, miss="restore_io")), CompressPrompt(PROMPT, 250))
+    assert then == Then(a(Compressing, some(EVERYTHING, miss="restore_io")), CompressPrompt(PROMPT[:8], 0, 21, 250))
 
 
 def test_rows_that_were_not_acknowledged_are_computed() -> None:
