@@ -34,7 +34,7 @@ from states.events import (
 )
 from states.lane import Answer, Lane
 from states.life import Done, Drafted, New, Recovering, Restoring, Speculating, State, Waiting, Yielding
-from states.machine import AnyThen, IllegalEvent, step
+from states.machine import IllegalEvent, step
 from states.rates import Rates
 from states.residency import Models, Weights
 from states.settings import Known, Settings
@@ -158,7 +158,7 @@ class Fold:
         before = self.requests.get(request, New())
         then = step(TABLE, before, event, Known(self.settings, self.rates))
         if isinstance(before, Speculating) and not isinstance(then.state, Speculating):
-            self.remember(before, event, then)
+            self.remember(before, event)
         if isinstance(event, PrefixFound) and not getattr(then.state, "computing", False):
             self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
         if isinstance(before, New) and isinstance(event, Submitted):
@@ -175,14 +175,13 @@ class Fold:
         for effect in then.effects:
             self.route(Ask(request, effect))
 
-    def remember(self, before: Speculating, event: Event, then: AnyThen) -> None:
+    def remember(self, before: Speculating, event: Event) -> None:
         """What the draft has taught in this answer."""
         if not isinstance(before.speculation, Drafted):
             return
         last = before.speculation.pace
         if isinstance(event, Decoded):
-            tokens = len(then.effects[0].tokens)
-            last = pace.after(last, event.proposed, event.accepted, tokens, event.ns)
+            last = pace.after(last, event.proposed, event.accepted, len(event.tokens), event.ns)
         self.rates = pace.remembered(self.rates, last)
 
     def route(self, ask: Ask) -> None:
