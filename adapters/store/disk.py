@@ -91,10 +91,9 @@ class Disk:
     def _load(self, listing: dict[str, int]) -> None:
         kept = self._journal.read(listing)
         listing.pop(LOCK, None)
-        for entry in kept.entries.values():
-            name = self.name(entry)
-            if listing.get(name) == entry.size and self.index.add(entry):
-                del listing[name]  # known, and not looked at: what follows is about the others
+        there = [entry for entry in kept.entries.values() if listing.get(self.name(entry)) == entry.size]
+        for entry in self.index.fill(there):
+            del listing[self.name(entry)]  # known, and not looked at: what follows is about the others
         self._recent.load(listing)
         for name in [name for name in listing if what(name) == "temporary"]:
             self._upkeep.remove(name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from attrs import evolve
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -96,6 +99,44 @@ def test_a_block_is_kept_once() -> None:
     assert index.add(entry(index, (1, 2, 3, 4)))
     assert not index.add(entry(index, (1, 2)))
     assert (len(index), index.held) == (1, 10)
+
+
+def copied(entries: Sequence[Entry]) -> list[Entry]:
+    return [evolve(one, children=0) for one in entries]
+
+
+def state(index: Index) -> tuple[object, ...]:
+    entries = {handle: (one.keys, one.children) for handle, one in index.entries.items()}
+    return (
+        entries,
+        index.held,
+        index.turn,
+        {key: index.holding(key).handle for one in entries.values() for key in one[0]},
+    )
+
+
+@pytest.mark.parametrize("odd", ["none", "a block twice", "a handle twice", "no blocks", "not the first"])
+def test_many_at_once_are_as_one_by_one(odd: str) -> None:
+    one_by_one, at_once, made = Index(1000, BLOCK_SIZE), Index(1000, BLOCK_SIZE), Index(1000, BLOCK_SIZE)
+    entries = [entry(made, (1, 2, 3, 4)[:stop] + tail, start) for stop, start, tail in SHAPES]
+    match odd:
+        case "a block twice":
+            entries.append(entry(made, (1, 2)))
+        case "a handle twice":
+            entries.append(evolve(entry(made, (9, 9)), handle=entries[0].handle))
+        case "no blocks":
+            entries.append(evolve(entry(made, (9, 9)), keys=()))
+        case "not the first":
+            for index in (one_by_one, at_once):
+                assert index.add(evolve(entry(made, (7, 7)), handle=77))
+    entries.reverse()
+    first = [other.handle for other in copied(entries) if one_by_one.add(other)]
+    assert [other.handle for other in at_once.fill(copied(entries))] == first
+    assert state(at_once) == state(one_by_one)
+    assert at_once.remove(at_once.entries[first[-1]])
+
+
+SHAPES = [(2, 0, ()), (4, 2, ()), (4, 4, (5, 6)), (4, 4, (7, 8)), (0, 0, (3, 3))]
 
 
 @st.composite
