@@ -50,7 +50,7 @@ async def loaded() -> AsyncIterator[Target]:
         await target.close()
 
 
-class Session:
+class Recording:
     """One request, whose restore is done when its front is not yet, recorded as the runner would."""
 
     def __init__(self, target: Target, file: Path) -> None:
@@ -104,15 +104,15 @@ class Session:
 
 
 @pytest.fixture(scope="module")
-async def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+async def session(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     async with loaded() as target:
-        session = Session(target, tmp_path_factory.mktemp("trace") / "mixed.jsonl")
+        session = Recording(target, tmp_path_factory.mktemp("trace") / "mixed.jsonl")
         await session.play()
     return session
 
 
 @pytest.mark.timeout(120)
-async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: Session) -> None:
+async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: Recording) -> None:
     at = {type(event): place for place, event in reversed(list(enumerate(session.order)))}
     assert session.loaded is not None
     assert session.loaded.start > session.settings.chunk, "the front has several chunks"
@@ -123,7 +123,7 @@ async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: S
 
 
 @pytest.mark.timeout(120)
-async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session: Session, tmp_path: Path) -> None:
+async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session: Recording, tmp_path: Path) -> None:
     raw = json.loads(session.file.read_text().partition("\n")[0])
     raw["settings"] |= {"chunk": 2 * raw["settings"]["chunk"], "store": False}
     file, world = tmp_path / "odd.jsonl", begin(converter.structure(raw, Header).settings)
@@ -151,7 +151,7 @@ def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
 
 
 @pytest.mark.timeout(120)
-async def test_a_bomb_is_refused_where_it_goes_off_and_not_read_whole(session: Session, tmp_path: Path) -> None:
+async def test_a_bomb_is_refused_where_it_goes_off_and_not_read_whole(session: Recording, tmp_path: Path) -> None:
     """Two million decode steps of a request that never came: the first one is the last that is read."""
     file = tmp_path / "bomb.jsonl.zst"
     line = '{"seq":0,"at_ns":0,"request":7,"event":{"tokens":[1],"is":"Decoded"},"is":"Envelope"}\n'

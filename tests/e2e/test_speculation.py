@@ -91,7 +91,7 @@ class Guided:
 
 
 @define(eq=False)
-class Watched(Guided):
+class WatchedDraft(Guided):
     """The draft's own proposals, written down."""
 
     seen: list[tuple[Tokens, ...]] = field(factory=list)
@@ -134,14 +134,14 @@ async def jobs(target) -> list[Job]:
 
 
 @define
-class Told:
+class Heard:
     tokens: Tokens = ()
     logprobs: tuple[Logprob, ...] = ()
     closed: Closed | None = None
 
 
-async def told(running: Engine, job: Job) -> Told:
-    heard = Told()
+async def told(running: Engine, job: Job) -> Heard:
+    heard = Heard()
     async for message in running.door.submit(job):
         match message:
             case EmitTokens(tokens, logprobs):
@@ -154,8 +154,8 @@ async def told(running: Engine, job: Job) -> Told:
     return heard
 
 
-async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **settings) -> list[Told]:
-    found = [Told()] * len(jobs)
+async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **settings) -> list[Heard]:
+    found = [Heard()] * len(jobs)
 
     async def one(running: Engine, number: int) -> None:
         found[number] = await told(running, jobs[number])
@@ -171,7 +171,7 @@ async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **se
 
 
 @pytest.fixture(scope="module")
-async def plain(target, jobs) -> list[Told]:
+async def plain(target, jobs) -> list[Heard]:
     """Every answer without a draft."""
     found = await answers(target, [evolve(job, speculate=False) for job in jobs])
     assert all(one.closed.report.proposed == 0 for one in found)
@@ -189,7 +189,7 @@ def guided(target, jobs, plain):
     target.executor.proposed_to(drafting)
 
 
-def words(found: Sequence[Told]) -> list[tuple]:
+def words(found: Sequence[Heard]) -> list[tuple]:
     return [(one.tokens, one.logprobs, one.closed.finish) for one in found]
 
 
@@ -261,7 +261,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
         def shown() -> dict:
             return running.door.status().props["runtime"]["draft_residency"]
 
-        async def asked() -> Told:
+        async def asked() -> Heard:
             heard = await told(running, jobs[0])
             with anyio.fail_after(20):
                 await running.door.empty()
@@ -303,7 +303,7 @@ async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target
     recorder = Recorder(trace, header)
     recorder.start()
     async with engine(settings, target.executor, facts={}, recorder=recorder) as running:
-        found = list[Told]()
+        found = list[Heard]()
         async with anyio.create_task_group() as tasks:
             for job in jobs:
                 tasks.start_soon(keep, found, running, job)
@@ -318,7 +318,7 @@ async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target
     assert tokens >= sum(len(one.tokens) for one in found)
 
 
-async def keep(found: list[Told], running: Engine, job: Job) -> None:
+async def keep(found: list[Heard], running: Engine, job: Job) -> None:
     found.append(await told(running, job))
 
 
@@ -331,7 +331,7 @@ async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(targe
     for names, budget in ((("cold", "host"), 64), (("disk",), 0)):
         other = await load_target(Options(draft=str(draft_folder), host_cache_budget=budget, **shape))
         for name in names:
-            watched = Watched(other, other.executor._proposer, (), random.Random())  # noqa: SLF001 - as in `guided`
+            watched = WatchedDraft(other, other.executor._proposer, (), random.Random())  # noqa: SLF001 - as in `guided`
             other.executor.proposed_to(watched)
             rows = await answers(other, asked)
             other.executor.proposed_to(watched.drafting)

@@ -78,7 +78,7 @@ class Guesses:
 
 
 @define
-class Process:
+class OneStart:
     engine: Engine
     store: Store
 
@@ -95,7 +95,7 @@ class Process:
 @asynccontextmanager
 async def process(
     folder: Path, host: int = 0, known: Sequence[Tokens] = (), **changes: object
-) -> AsyncIterator[Process]:
+) -> AsyncIterator[OneStart]:
     """From its start to its end; what it kept is in the folder."""
     lane, shard = DeviceLane(), RecurrentShard(SETTINGS.slots, SETTINGS.max_context, BUCKETS)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Guesses(known) if known else None)
@@ -112,7 +112,7 @@ async def process(
     executor.checkpointed_by(moving.saver.checkpoint)
     settings = evolve(SETTINGS, block=7 if known else 0, **changes)
     async with engine(settings, executor, transfer=moving, facts={}, paranoid=True) as running:
-        yield Process(running, store)
+        yield OneStart(running, store)
         await anyio.to_thread.run_sync(settled, store)
     assert store.figures()["leases"] == 0
     assert executor.close()
@@ -141,7 +141,7 @@ async def test_every_way_to_a_state_gives_the_tokens_of_a_cold_one(tmp_path: Pat
         folder = tmp_path / tier
         async with process(folder, host) as running:
 
-            async def asked(job: Job, running: Process = running) -> tuple[str, int]:
+            async def asked(job: Job, running: OneStart = running) -> tuple[str, int]:
                 tokens, restored = await running.told(job)
                 assert tokens == answers[id(job)]
                 return restored

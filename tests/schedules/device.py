@@ -76,7 +76,7 @@ class DeviceSlot:
 
 
 @frozen
-class Transfer:
+class CheckedTransfer:
     """Rows on their way into a slot. Written on the lane, like everything else that touches one."""
 
     ask: Ask
@@ -89,10 +89,10 @@ class Device:
 
     settings: Settings
     rng: random.Random
-    store: Store
+    store: CheckedStore
     failures: float
     slots: list[DeviceSlot] = field(init=False)
-    lane: deque[Ask | Launch | Transfer] = field(factory=deque)
+    lane: deque[Ask | Launch | CheckedTransfer] = field(factory=deque)
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
     scored: dict[RequestId, Tokens] = field(factory=dict)  # of prompts that are being compressed
     draft: Place = field(init=False)
@@ -114,7 +114,7 @@ class Device:
             case Ask(request, OpenSlot() as opening):
                 self.open(request, opening)
                 return []
-            case Transfer() as transfer:
+            case CheckedTransfer() as transfer:
                 return [(transfer.ask.request, self.write(transfer))]
             case other:
                 raise AssertionError(other)
@@ -236,12 +236,12 @@ class Device:
         proposed = self.rng.choice((most, most, most, most // 2, 0))
         return proposed, self.rng.choice((proposed, 0, self.rng.randint(0, proposed)))
 
-    def write(self, transfer: Transfer) -> Any:
+    def write(self, transfer: CheckedTransfer) -> Any:
         answer = self.written(transfer)
         self.store.abandoned.discard(transfer.ask.request)
         return answer
 
-    def written(self, transfer: Transfer) -> Any:
+    def written(self, transfer: CheckedTransfer) -> Any:
         restore = transfer.ask.effect
         assert isinstance(restore, RestoreBlocks)
         slot = self.slots[restore.slot]
@@ -286,7 +286,7 @@ DEVICE_FAILURES: tuple[FailureKind, ...] = ("out_of_memory", "timed_out", "broke
 
 
 @define
-class Store:
+class CheckedStore:
     """Prefixes that were kept, evicted at random but never from under a lease."""
 
     settings: Settings
@@ -344,7 +344,7 @@ class Store:
         self.leases[LeaseId(self.given)] = prompt[:longest]
         return PrefixFound(LeaseId(self.given), longest, self.rng.choice(("host", "disk")), served, shared)
 
-    def load(self, ask: Ask) -> Transfer | StoreFailed:
+    def load(self, ask: Ask) -> CheckedTransfer | StoreFailed:
         """Read what the lease keeps; it goes into the slot over the device's lane."""
         restore = ask.effect
         assert isinstance(restore, RestoreBlocks)
@@ -354,7 +354,7 @@ class Store:
         if self.rng.random() < self.failures:
             self.let_go(restore.lease)
             return StoreFailed("io", "simulated")
-        return Transfer(ask, tuple(rows_of(tokens)[restore.start : restore.stop]))
+        return CheckedTransfer(ask, tuple(rows_of(tokens)[restore.start : restore.stop]))
 
     def release(self, release: ReleasePrefix) -> None:
         self.let_go(release.lease)

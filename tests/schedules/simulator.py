@@ -22,7 +22,7 @@ from states.rates import Rates
 from states.residency import IDLE, Resolved
 from states.settings import Settings
 from states.world import Out, advance, begin
-from tests.schedules.device import Answer, Device, Store, Transfer, answer_of, rows_of, shortened
+from tests.schedules.device import Answer, CheckedStore, CheckedTransfer, Device, answer_of, rows_of, shortened
 
 SCOPES = (*(Scope("full"),) * 4, Scope("off"), Scope("fixed", 9), Scope("auto", 2), Scope("auto", 30))
 REASONS = ("client_gone", "deadline", "stop_string", "shutdown")
@@ -133,7 +133,7 @@ class Simulator:
         self.losses = 0.0 if calm else self.rng.choice((0.0, 0.0, 0.01, 0.05))
         self.arrivals = self.rng.choice((0.01, 0.05, 0.2))
         self.settings = settings or self.some_settings()
-        self.store = Store(self.settings, self.rng, self.failures)
+        self.store = CheckedStore(self.settings, self.rng, self.failures)
         self.device = Device(self.settings, self.rng, self.store, self.failures)
         self.jobs = self.some_jobs() if jobs is None else jobs
         self.remember(self.jobs)
@@ -267,7 +267,7 @@ class Simulator:
     def load(self) -> None:
         ask = self.loading.pop(self.rng.randrange(len(self.loading)))
         found = self.store.find(ask.request, ask.effect) if isinstance(ask.effect, FindPrefix) else self.store.load(ask)
-        if isinstance(found, Transfer):
+        if isinstance(found, CheckedTransfer):
             self.device.lane.append(found)
         else:
             self.answers.append((ask.request, found))
@@ -311,7 +311,7 @@ class Simulator:
         """A flag for what is in flight, on each lane, and for nothing that is asked later."""
         if request in self.launched - {waiting for waiting, _ in self.answers}:
             self.device.abandoned.add(request)
-        moving = [one.ask for one in self.device.lane if isinstance(one, Transfer)]
+        moving = [one.ask for one in self.device.lane if isinstance(one, CheckedTransfer)]
         if request in {ask.request for ask in (*self.loading, *moving)}:
             self.store.abandoned.add(request)
 

@@ -46,7 +46,7 @@ class Logs:
 
 
 @define
-class Reader:
+class LogReader:
     """model: folder of the checkpoint whose tokenizer texts are read with; None: the demo's."""
 
     model: Path | None = None
@@ -153,7 +153,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def read_logs(paths: Sequence[Path], model: Path | None = None, *, shared_head: bool = False) -> Logs:
     """Raises Refusal or OSError."""
-    reader = Reader(model, shared_head)
+    reader = LogReader(model, shared_head)
     with progress("read logs", len(paths)) as step:
         for path in paths:
             reader.read(path)
