@@ -154,7 +154,8 @@ def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
 async def test_a_bomb_is_refused_where_it_goes_off_and_not_read_whole(session: Recording, tmp_path: Path) -> None:
     """Two million decode steps of a request that never came: the first one is the last that is read."""
     file = tmp_path / "bomb.jsonl.zst"
-    line = '{"seq":0,"at_ns":0,"request":7,"event":{"tokens":[1],"is":"Decoded"},"is":"Envelope"}\n'
+    happened = '{"request":7,"event":{"tokens":[1],"is":"Decoded"},"is":"ForRequest"}'
+    line = f'{{"seq":0,"at_ns":0,"happened":{happened},"is":"Envelope"}}\n'
     with file.open("wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as writer:
         writer.write(session.file.read_bytes().partition(b"\n")[0] + b"\n")
         for _ in range(200):

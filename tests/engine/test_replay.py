@@ -156,14 +156,21 @@ def test_until_shows_the_world_there(capsys: pytest.CaptureFixture[str]) -> None
     assert shown == json.loads(json.dumps(world_json(replay_file(GOLDEN / "a_full_house.jsonl", 3).world)))
 
 
+def enveloped(event: str, more: str = "") -> str:
+    """A record's line, whose event is in a request's name."""
+    happened = f'{{"request":0,"event":{event},"is":"ForRequest"}}'
+    return f'{{"seq":0,"at_ns":0,{more}"happened":{happened},"is":"Envelope"}}'
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("{bad", "line 2"),
         ('{"is":"Nonsense"}', "line 2"),
-        ('{"seq":0,"at_ns":0,"request":0,"event":{"is":"Cancelled","reason":"x"},"is":"Envelope"}', "line 2"),
-        ('{"seq":0,"at_ns":0,"request":0,"event":{"is":"ModelUnloaded"},"is":"Envelope","more":1}', "line 2"),
-        ('{"seq":"0","at_ns":[],"request":0,"event":null,"is":"Envelope"}', "line 2"),
+        (enveloped('{"is":"Cancelled","reason":"x"}'), "line 2"),
+        (enveloped('{"is":"Cancelled","reason":"shutdown"}', '"more":1,'), "line 2"),
+        (enveloped("null"), "line 2"),
+        ('{"seq":"0","at_ns":[],"happened":null,"is":"Envelope"}', "line 2"),
         ("[" * 100_000, "line 2"),
         ("[" + "[]," * 100_000 + "0]", "more than 16384 lists and objects"),
         ('{"is":"Digest","seq":1e999,"world":""}', "line 2"),
@@ -199,7 +206,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_million_wrong_tokens_are_one_mistake(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     event = '{"tokens":[' + ",".join(['"x"'] * 1_000_000) + '],"is":"Decoded"}'
-    line = f'{{"seq":0,"at_ns":0,"request":0,"event":{event},"is":"Envelope"}}'
+    line = enveloped(event)
     path.write_text(STORIES["a_full_house"]().splitlines()[0] + "\n" + line + "\n")
     tracemalloc.start()
     with pytest.raises(BadTrace, match="line 2 is no record"):
