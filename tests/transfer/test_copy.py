@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from adapters.layout import RowSpec, dtype_name
+from adapters.models.shard import Segment, Step
+from adapters.store.format import Layout
 from adapters.store.memory import Memory
-from adapters.transfer.copy import Mover, movers
+from adapters.transfer.copy import Mover, StateMover, movers
+from tests.models.recurrent_shard import RecurrentShard
 
 LAYERS, SLOTS, HEADS, CAPACITY, WIDTH = 3, 2, 2, 96, 8
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
@@ -135,3 +138,18 @@ def test_parts_that_are_not_what_is_kept_are_refused_by_name() -> None:
         movers((Direct("cpu", torch.float32, range(2)),), layout)
     with pytest.raises(ValueError, match="their order is odd"):
         movers([Direct("cpu", torch.float32, one) for one in (range(1, 3), range(1))], layout)
+
+
+def test_a_state_comes_from_the_parts_that_have_one_and_goes_back_to_them() -> None:
+    plain, hybrid = Direct("cpu", torch.float32), RecurrentShard(2, 64, (8,))
+    plain.state_specs = ()
+    for slot, tokens in enumerate(([3, 1, 4, 1, 5], [9, 2, 6])):
+        hybrid.forward(Step((Segment(slot, 0, len(tokens)),), 8, rows_only=True), torch.tensor(tokens))
+    layout = Layout("ab" * 16, 8, hybrid.row_spec, state=hybrid.state_specs)
+    mover, buffer = StateMover((plain, hybrid), layout.state), Memory().take(layout.size("state", 0))
+    mover.take(0, buffer.data)
+    before = hybrid.export_state(1)
+    mover.put(1, buffer.data)
+    after, truth = hybrid.export_state(1), hybrid.export_state(0)
+    assert all(torch.equal(after[name], truth[name]) for name in truth)
+    assert not any(torch.equal(before[name], truth[name]) for name in truth)
