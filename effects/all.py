@@ -7,7 +7,7 @@ from typing import TypeAlias
 from attrs import frozen
 
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, RequestId, StoreFailed
+from effects.ids import MAIN, DeviceFailed, LaneId, RequestId, StoreFailed
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -58,7 +58,8 @@ class Ask:
 
 @frozen
 class Launch:
-    """Asks that the device lane carries out together, in this order: a batch of decode steps, or one of anything
+    """Asks that a device's lane carries out together, in this order: a batch of decode steps, or one of anything
     else."""
 
     asks: tuple[Ask, ...]
+    lane: LaneId = MAIN

@@ -6,7 +6,7 @@ from typing import ClassVar, TypeAlias
 
 from attrs import Factory, field, frozen
 
-from effects.ids import DeviceFailed, Lane, SlotId, Tokens
+from effects.ids import DeviceFailed, Side, SlotId, Tokens
 
 # One token's natural-log probability and its alternatives, likeliest first: (logprob, ((token, logprob), ...))
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
@@ -40,7 +40,7 @@ class RunDecode:
     """
 
     outcomes: ClassVar = (Decoded, DeviceFailed)
-    lane: ClassVar = Lane.DEVICE
+    side: ClassVar = Side.DEVICE
     slot: SlotId
     position: int  # rows [0, position) are valid
     token: int

@@ -9,7 +9,9 @@ from attrs import frozen
 
 RequestId = NewType("RequestId", int)
 SlotId = NewType("SlotId", int)
+LaneId = NewType("LaneId", int)  # a device that work is queued for; the target's is MAIN
 LeaseId = NewType("LeaseId", int)  # a hit in the block store: held until its rows are restored or released
+MAIN = LaneId(0)
 Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
 ModelName: TypeAlias = Literal["target", "draft", "drafter"]
@@ -17,10 +19,10 @@ Tier: TypeAlias = Literal["none", "device", "host", "disk"]
 FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken", "lost"]
 
 
-class Lane(Enum):
+class Side(Enum):
     """Who carries an effect out. A request has at most one awaited effect in flight on each."""
 
-    DEVICE = "device"  # one OS thread; the pure core decides the order
+    DEVICE = "device"  # one OS thread for each device, its lane; the pure core decides the order
     STORE = "store"  # host memory and disk; concurrent, bounded by the executor
 
 

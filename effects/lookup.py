@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from effects.ids import Lane, LeaseId, StoreFailed, Tier, Tokens
+from effects.ids import LeaseId, Side, StoreFailed, Tier, Tokens
 
 
 @frozen
@@ -36,7 +36,7 @@ class FindPrefix:
     """Look for more than the `beyond` tokens that are on the device already."""
 
     outcomes: ClassVar = (PrefixFound, PrefixMissed, StoreFailed)
-    lane: ClassVar = Lane.STORE
+    side: ClassVar = Side.STORE
     prompt: Tokens
     beyond: int
     memo: bool = False  # may what an earlier compression made of this prompt be found, and served, instead

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from effects.ids import DeviceFailed, Lane, Span, Tokens
+from effects.ids import DeviceFailed, Side, Span, Tokens
 
 
 @frozen
@@ -32,7 +32,7 @@ class CompressPrompt:
     """
 
     outcomes: ClassVar = (PromptScored, PromptCompressed, DeviceFailed)
-    lane: ClassVar = Lane.DEVICE
+    side: ClassVar = Side.DEVICE
     tokens: Tokens  # `[start, start + len(tokens))` of the prompt
     start: int
     total: int  # tokens of the prompt

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from effects.ids import DeviceFailed, Lane, SlotId, Tokens
+from effects.ids import DeviceFailed, Side, SlotId, Tokens
 from effects.job import Sampling
 
 
@@ -19,7 +19,7 @@ class OpenSlot:
     """
 
     outcomes: ClassVar = ()
-    lane: ClassVar = Lane.DEVICE
+    side: ClassVar = Side.DEVICE
     slot: SlotId
     source: SlotId
     keep: int
@@ -44,7 +44,7 @@ class RunPrefill:
     """
 
     outcomes: ClassVar = (PrefillAdvanced, DeviceFailed)
-    lane: ClassVar = Lane.DEVICE
+    side: ClassVar = Side.DEVICE
     slot: SlotId
     start: int
     stop: int

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from effects.ids import DeviceFailed, Lane, ModelName
+from effects.ids import DeviceFailed, ModelName, Side
 
 
 @frozen
@@ -28,7 +28,7 @@ class ModelUnloaded:
 @frozen
 class LoadModel:
     outcomes: ClassVar = (ModelLoaded, DeviceFailed)
-    lane: ClassVar = Lane.DEVICE
+    side: ClassVar = Side.DEVICE
     name: ModelName
 
 
@@ -37,6 +37,6 @@ class UnloadModel:
     """Nobody needs it now. Its weights go to host memory where they are kept, or else nowhere."""
 
     outcomes: ClassVar = (ModelUnloaded, DeviceFailed)
-    lane: ClassVar = Lane.DEVICE
+    side: ClassVar = Side.DEVICE
     name: ModelName
     keep: bool = True

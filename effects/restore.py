@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from effects.ids import Lane, LeaseId, SlotId, StoreFailed
+from effects.ids import LeaseId, Side, SlotId, StoreFailed
 
 
 @frozen
@@ -31,7 +31,7 @@ class RestoreBlocks:
     """
 
     outcomes: ClassVar = (BlocksRestored, StoreFailed)
-    lane: ClassVar = Lane.STORE
+    side: ClassVar = Side.STORE
     lease: LeaseId
     slot: SlotId
     start: int

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from effects.ids import DeviceFailed, Lane, SlotId, Tokens
+from effects.ids import DeviceFailed, Side, SlotId, Tokens
 
 
 @frozen
@@ -20,6 +20,6 @@ class SnapshotSaved:
 @frozen
 class SaveSnapshot:
     outcomes: ClassVar = (SnapshotSaved, DeviceFailed)
-    lane: ClassVar = Lane.DEVICE
+    side: ClassVar = Side.DEVICE
     slot: SlotId
     tokens: Tokens  # what rows [0, len(tokens)) stand for

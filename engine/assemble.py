@@ -14,7 +14,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
-from effects.ids import RequestId
+from effects.ids import MAIN, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.ports import Closed, Perform
 from effects.prefill import OpenSlot
@@ -79,7 +79,7 @@ async def engine(
         perform |= {FindPrefix: transfer.lookup.find, RestoreBlocks: transfer.restorer.restore}
     runner = Runner(
         begin(settings),
-        Executors(executor.submit, perform, notify),
+        Executors({MAIN: executor.submit}, perform, notify),
         time.monotonic_ns,
         settings.slots + settings.max_queue + SPARE,
         None if recorder is None else recorder.record,

@@ -115,7 +115,7 @@ def world_json(world: World) -> Any:
             for request, state in sorted(world.requests.items())
         },
         "slots": converter.unstructure(world.slots),
-        "lane": converter.unstructure(world.lane),
+        "lanes": converter.unstructure(world.lanes),
         "models": converter.unstructure(world.models),
     }
 

@@ -11,7 +11,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from attrs import define, field, frozen
 
 from effects.all import Ask, Launch, Outcome
-from effects.ids import DeviceFailed, FailureKind, StoreFailed
+from effects.ids import DeviceFailed, FailureKind, LaneId, StoreFailed
 from effects.ports import Notify, Perform, RowsLost, Submit
 from states.events import ForEngine, ForRequest, Happened, SlotsLost
 from states.world import Out, World, advance
@@ -32,11 +32,11 @@ class Envelope:
 class Executors:
     """The second table: what carries each effect out.
 
-    submit: the device lane takes a launch. perform: awaited store effects, a task each. notify: effects nobody awaits,
+    submit: a device's lane takes a launch. perform: awaited store effects, a task each. notify: effects nobody awaits,
     done at once, in order, never blocking.
     """
 
-    submit: Submit
+    submit: Mapping[LaneId, Submit]
     perform: Mapping[type, Perform]
     notify: Mapping[type, tuple[Notify, ...]]
 
@@ -96,7 +96,7 @@ class Runner:
             async for happened in self._inbox:
                 for out in self.fold(happened):
                     if isinstance(out, Launch):
-                        self.executors.submit(out, partial(self.launched, out))
+                        self.executors.submit[out.lane](out, partial(self.launched, out))
                     elif out.effect.outcomes:
                         tasks.start_soon(self.perform, out)
                     else:

@@ -37,10 +37,11 @@ def check(world: World) -> None:
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
     assert not waiting or len(holders) == len(world.slots.slots), "somebody waits although a slot is free"
     assert not any(isinstance(state, New | Done) for state in world.requests.values()), "a request outlived its end"
-    on_lane = [ask.request for ask in (*world.lane.waiting, *world.lane.running)]
-    assert len(set(on_lane)) == len(on_lane), "a request has two effects on the lane"
-    assert set(on_lane) <= held.keys(), "the lane works for a request without a slot"
-    assert bool(world.lane.running) or not world.lane.waiting, "the lane idles although something waits"
+    on_lanes = [ask.request for lane in world.lanes.values() for ask in (*lane.waiting, *lane.running)]
+    assert len(set(on_lanes)) == len(on_lanes), "a request has two effects on devices"
+    assert set(on_lanes) <= held.keys(), "a lane works for a request without a slot"
+    for lane in world.lanes.values():
+        assert bool(lane.running) or not lane.waiting, "a lane idles although something waits"
     draft = world.models["draft"]
     leases = draft.leases
     assert len(set(leases)) == len(leases), "a request leases the draft twice"

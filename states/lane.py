@@ -7,9 +7,11 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from effects.all import Ask, Launch, Outcome
+from effects.all import Ask, Effect, Launch, Outcome
 from effects.decode import RunDecode
-from effects.ids import RequestId
+from effects.ids import MAIN, LaneId, RequestId
+from effects.pflash import CompressPrompt
+from effects.residency import LoadModel, UnloadModel
 from states import pace, residency
 from states.life import Drafted, Speculating, State
 from states.pace import Shape
@@ -38,6 +40,15 @@ class Lane:
 Chosen: TypeAlias = Launch | Answer | None
 
 OFTEN = 64  # launches with proposals; then comes a plain one, so that what they are compared with stays true
+
+
+def lane_of(settings: Settings, effect: Effect) -> LaneId:
+    """Which device an effect is for: a second one is a place in the settings."""
+    match effect:
+        case CompressPrompt() | LoadModel("drafter") | UnloadModel("drafter"):
+            return settings.drafter_lane
+        case _:
+            return MAIN
 
 
 def join(lane: Lane, ask: Ask) -> Lane:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
+from effects.ids import MAIN, LaneId
 from states.rates import Rates
 from states.residency import Resolved
 
@@ -29,6 +30,7 @@ class Settings:
     residency: Resolved = field(factory=Resolved)  # what becomes of the draft's weights between requests
     compress_threshold: int = 0  # prompt tokens still missing from which PFlash pays; 0: never
     keep_permille: int = 100  # of the prompt's tokens, how many a compression keeps
+    drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or one of its own
     rates: Rates = field(factory=Rates)  # as measured at start
 
     def __attrs_post_init__(self) -> None:
@@ -36,7 +38,7 @@ class Settings:
         positive = (self.slots, self.max_context, self.chunk, self.block_size, self.batch_rows)
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
-            *(self.compress_threshold, self.keep_permille),
+            *(self.compress_threshold, self.keep_permille, self.drafter_lane),
         )
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or self.slots > MOST_SLOTS:
             raise ValueError(f"settings that cannot be: {self}")

@@ -10,8 +10,7 @@ from attrs import evolve, field, frozen
 
 from effects.all import Ask, Effect, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, ModelName, RequestId, SlotId, StoreFailed
-from effects.ids import Lane as LaneName
+from effects.ids import MAIN, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
@@ -49,14 +48,15 @@ class World:
     settings: Settings
     slots: Slots
     requests: Mapping[RequestId, State] = field(factory=dict[RequestId, State])
-    lane: Lane = field(factory=Lane)
+    lanes: Mapping[LaneId, Lane] = field(factory=lambda: {MAIN: Lane()})
     models: Models = field(factory=dict[ModelName, Weights])
     rates: Rates = field(factory=Rates)
 
 
 def begin(settings: Settings) -> World:
     slots, models = Slots((Slot(),) * settings.slots), residency.boot(settings.residency)
-    return World(settings, slots, models=models, rates=settings.rates)
+    lanes = {MAIN: Lane(), settings.drafter_lane: Lane()}
+    return World(settings, slots, lanes=lanes, models=models, rates=settings.rates)
 
 
 def advance(world: World, happened: Happened) -> tuple[World, tuple[Out, ...]]:
@@ -77,7 +77,7 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Out, ...]]:
             fold.play(request, event)
         case ForEngine(SlotsLost(slots)):
             fold.lose(slots)
-    after = World(world.settings, fold.slots, fold.requests, fold.lane, fold.models, fold.rates)
+    after = World(world.settings, fold.slots, fold.requests, fold.lanes, fold.models, fold.rates)
     return after, tuple(fold.out)
 
 
@@ -85,8 +85,8 @@ class Fold:
     """One event and all that follows from it at once. Lives inside `advance` only."""
 
     def __init__(self, world: World) -> None:
-        self.settings, self.slots, self.lane, self.models = world.settings, world.slots, world.lane, world.models
-        self.requests, self.rates = dict(world.requests), world.rates
+        self.settings, self.slots, self.models = world.settings, world.slots, world.models
+        self.requests, self.lanes, self.rates = dict(world.requests), dict(world.lanes), world.rates
         self.out: list[Out] = []
         self.todo: deque[tuple[RequestId, Event]] = deque()
 
@@ -96,18 +96,19 @@ class Fold:
         return not seated and len(self.slots.waiting) >= self.settings.max_queue
 
     def acknowledge(self, answer: Answer) -> None:
-        """Take an outcome off the lane, or leave it to the table if it is the store's."""
-        for ask in self.lane.running:
-            if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
-                self.models = residency.acknowledged(self.models, ask, answer.outcome)
-                self.learn(ask.effect, answer)
-                self.lane = lanes.answered(self.lane, answer.request)
-                return
+        """Take an outcome off its lane, or leave it to the table if it is the store's."""
+        for number, lane in self.lanes.items():
+            for ask in lane.running:
+                if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
+                    self.models = residency.acknowledged(self.models, ask, answer.outcome)
+                    self.learn(ask.effect, answer, lane)
+                    self.lanes[number] = lanes.answered(lane, answer.request)
+                    return
         if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | StoreFailed):
-            raise IllegalEvent(f"nothing on the lane for request {answer.request} awaits {answer.outcome}")
-        self.learn(None, answer)
+            raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
+        self.learn(None, answer, Lane())
 
-    def learn(self, effect: Effect | None, answer: Answer) -> None:
+    def learn(self, effect: Effect | None, answer: Answer, lane: Lane) -> None:
         """How long it took, if that says what it would take again."""
         state = self.requests.get(answer.request)
         match effect, answer.outcome:
@@ -122,11 +123,9 @@ class Fold:
                 self.rates = rates.restored(self.rates, state.tier, stop - start, ns, beside=beside)
             case RunDecode(propose=propose), Decoded(proposed=proposed, ns=ns) if (
                 # a launch is timed once, by the first of its members to answer
-                ns and proposed == propose and len(self.lane.running) == self.lane.members
+                ns and proposed == propose and len(lane.running) == lane.members
             ):
-                self.rates = evolve(
-                    self.rates, decode=pace.timed(self.rates.decode, lanes.shape(self.lane.running), ns)
-                )
+                self.rates = evolve(self.rates, decode=pace.timed(self.rates.decode, lanes.shape(lane.running), ns))
             case _:
                 pass
 
@@ -186,29 +185,37 @@ class Fold:
 
     def route(self, ask: Ask) -> None:
         """Queue it for the lane, or hand it on; a place in the queue is given up on the spot."""
-        if ask.effect.outcomes and ask.effect.lane is LaneName.DEVICE:
-            self.lane = lanes.join(self.lane, ask)
+        if ask.effect.outcomes and ask.effect.side is Side.DEVICE:
+            number = lanes.lane_of(self.settings, ask.effect)
+            self.lanes[number] = lanes.join(self.lanes[number], ask)
             return
-        if isinstance(ask.effect, Abandon):
-            self.lane, left = lanes.leave(self.lane, ask.request)
+        for number, lane in self.lanes.items() if isinstance(ask.effect, Abandon) else ():
+            self.lanes[number], left = lanes.leave(lane, ask.request)
             if left:
                 self.todo.append((ask.request, DeviceFailed("abandoned", "gave up its place in the queue")))
         self.out.append(ask)
 
     def launch(self) -> None:
         """Decided at launch, not when the effect was queued: by then the world may look different."""
-        while not self.todo:
-            self.lane, self.models, chosen = lanes.choose(
-                self.lane, self.models, self.settings, self.requests, self.rates
-            )
-            match chosen:
-                case Launch():
-                    self.requests |= lanes.told(chosen, self.requests, self.rates, self.settings.batch_rows)
-                    self.out.append(chosen)
-                case Answer(request, outcome):
-                    self.todo.append((request, outcome))
-                case None:
-                    return
+        for number in self.lanes:
+            while not self.todo and self.launch_on(number):
+                pass
+
+    def launch_on(self, number: LaneId) -> bool:
+        """False: there is nothing to do on this lane."""
+        lane, self.models, chosen = lanes.choose(
+            self.lanes[number], self.models, self.settings, self.requests, self.rates
+        )
+        match chosen:
+            case Launch(asks):
+                self.requests |= lanes.told(chosen, self.requests, self.rates, self.settings.batch_rows)
+                self.out.append(Launch(asks, number))
+            case Answer(request, outcome):
+                self.todo.append((request, outcome))
+            case None:
+                return False
+        self.lanes[number] = lane
+        return True
 
     def admit(self) -> None:
         seated = seats.admit(self.slots, self.requests, self.settings)

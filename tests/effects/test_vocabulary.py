@@ -13,7 +13,7 @@ import pytest
 import effects
 from effects.all import Ask, Effect, Launch, Outcome
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, Lane, RequestId, SlotId, StoreFailed
+from effects.ids import DeviceFailed, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import FindPrefix
 from effects.residency import LoadModel
 
@@ -51,7 +51,7 @@ def test_every_word_is_in_one_of_the_unions() -> None:
 def test_an_effect_that_is_awaited_names_its_lane_and_its_outcomes(effect: Any) -> None:
     assert set(effect.outcomes) <= set(OUTCOMES)
     if effect.outcomes:
-        failure = {Lane.DEVICE: DeviceFailed, Lane.STORE: StoreFailed}[effect.lane]
+        failure = {Side.DEVICE: DeviceFailed, Side.STORE: StoreFailed}[effect.side]
         assert effect.outcomes[-1] is failure
         assert len(effect.outcomes) >= 2, "an effect that can only fail"
 
@@ -67,7 +67,7 @@ def test_words_are_values_without_a_life_of_their_own(word: Any) -> None:
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         object.__new__(word).anything = 1
     assert word.__hash__ is not object.__hash__
-    public = {method for method in vars(word) if not method.startswith("_")} - {"outcomes", "lane"}
+    public = {method for method in vars(word) if not method.startswith("_")} - {"outcomes", "side"}
     assert public <= {field.name for field in attrs.fields(word)}, "data, and nothing it does"
 
 

@@ -14,7 +14,7 @@ from attrs import define, field
 
 from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, RequestId
+from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
 from effects.ports import Closed, Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -128,7 +128,7 @@ async def engine(
 
         tasks.start_soon(carry_out)
 
-    runner = Runner(begin(settings), Executors(submit, {}, notify), tick, 64)
+    runner = Runner(begin(settings), Executors({MAIN: submit}, {}, notify), tick, 64)
     door = EngineDoor(runner, meter, {}, dict, closed.append)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 

@@ -10,7 +10,7 @@ from attrs import define, evolve, field
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded
-from effects.ids import DeviceFailed, LeaseId, RequestId, StoreFailed
+from effects.ids import DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed
 from effects.job import Job
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed, PromptScored
@@ -21,7 +21,7 @@ from effects.scope import Scope
 from effects.snapshot import SnapshotSaved
 from engine.runner import Envelope
 from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
-from states.events import Cancelled, Event, ForRequest, Submitted
+from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Settings
@@ -59,12 +59,15 @@ class Teller:
     def tell(self, request: RequestId, *events: Event) -> tuple[Out, ...]:
         outs: tuple[Out, ...] = ()
         for event in events:
-            self.world, outs = advance(self.world, ForRequest(request, event))
-            envelope = Envelope(self.seq, self.seq * 1000, ForRequest(request, event))
-            self.lines += [encode(envelope), *map(encode, outs)]
-            if self.seq % DIGEST_EVERY == DIGEST_EVERY - 1:
-                self.lines.append(encode(Digest(self.seq, digest(self.world))))
-            self.seq += 1
+            outs = self.happen(ForRequest(request, event))
+        return outs
+
+    def happen(self, happened: Happened) -> tuple[Out, ...]:
+        self.world, outs = advance(self.world, happened)
+        self.lines += [encode(Envelope(self.seq, self.seq * 1000, happened)), *map(encode, outs)]
+        if self.seq % DIGEST_EVERY == DIGEST_EVERY - 1:
+            self.lines.append(encode(Digest(self.seq, digest(self.world))))
+        self.seq += 1
         return outs
 
     def end(self) -> str:
@@ -163,6 +166,27 @@ def sessions_of_one_agent() -> str:
     return story.end()
 
 
+def a_device_that_dies() -> str:
+    """All slots are lost while A decodes and B waits for the lane: both start again, A says nothing twice. When A's
+    slot is lost once more, it fails; what B's slot holds is found by C.
+    """
+    story, prompt = Teller(PLAIN), tuple(range(40))
+    story.tell(A, Submitted(Job(prompt[:2], 4)), PrefillAdvanced(1), Decoded((50,)))
+    story.tell(B, Submitted(Job(prompt, 1)))
+    story.happen(ForEngine(SlotsLost((SlotId(0), SlotId(1)))))
+    story.tell(A, DeviceFailed("lost", "the device died"))
+    story.tell(B, PrefillAdvanced(32))
+    story.tell(A, PrefillAdvanced(1))
+    story.tell(B, PrefillAdvanced(39))
+    story.tell(A, Decoded((50,)))
+    story.tell(B, Decoded((60,)))
+    story.tell(A, Decoded((51,)))
+    story.happen(ForEngine(SlotsLost((SlotId(0),))))
+    story.tell(A, DeviceFailed("lost", "the device died again"))
+    story.tell(C, Submitted(Job((*prompt, 60, 61), 1)), PrefillAdvanced(41), Decoded((70,)))
+    return story.end()
+
+
 STORIES: dict[str, Callable[[], str]] = {
     story.__name__: story
     for story in (
@@ -172,6 +196,7 @@ STORIES: dict[str, Callable[[], str]] = {
         everything_goes_wrong_and_the_answer_comes,
         compressed_restored_and_speculated,
         sessions_of_one_agent,
+        a_device_that_dies,
     )
 }
 

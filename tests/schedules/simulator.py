@@ -319,7 +319,7 @@ class Simulator:
         world, device = self.world, self.device
         assert not world.requests, "a request outlived its end"
         assert not world.slots.waiting
-        assert world.lane.waiting == world.lane.running == ()
+        assert all(lane.waiting == lane.running == () for lane in world.lanes.values())
         assert not self.store.leases, "a lease was never released"
         assert not world.models["draft"].leases
         assert device.draft == world.models["draft"].place

@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from effects.all import Effect
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, Lane, LeaseId, SlotId, StoreFailed
+from effects.ids import DeviceFailed, LeaseId, Side, SlotId, StoreFailed
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
@@ -121,7 +121,7 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield SnapshotSaved(len(tokens), 1)
         case UnloadModel():
             yield ModelUnloaded()
-    if effect.lane is Lane.DEVICE:
+    if effect.side is Side.DEVICE:
         yield from DEVICE_FAILURES
 
 
@@ -195,7 +195,7 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
 def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
     """What an effect changes, and what is wrong with asking for it now."""
     fault = None
-    if effect.outcomes and any(other.lane is effect.lane for other in node.flying):
+    if effect.outcomes and any(other.side is effect.side for other in node.flying):
         fault = "two effects in flight on one lane"
     match effect:
         case ReleasePrefix() | RestoreBlocks():

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 
 from effects.all import Ask, Effect, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, RequestId
+from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
@@ -210,7 +210,7 @@ class Reached:
     def possible(self, failures: tuple[DeviceFailed, ...]) -> Iterator[tuple[RequestId, Event]]:
         yield from ((request, Submitted(job)) for request, job in JOBS.items() if request not in self.come)
         yield from ((request, Cancelled("client_gone")) for request in self.world.requests.keys() - self.cancelled)
-        for ask in self.world.lane.running:
+        for ask in self.world.lanes[MAIN].running:
             yield from ((ask.request, outcome) for outcome in answers(ask.effect, failures))
 
     def after(self, request: RequestId, event: Event) -> Reached:
@@ -242,7 +242,7 @@ def sound(before: World, world: World, outs: tuple[Out, ...]) -> None:
                     assert draft.leases == (ask.request,), "sent away although somebody needs it"
                     assert IDLE[world.settings.residency.draft] == ("parked" if keep else "released")
     if draft.place != before.models["draft"].place:
-        (moved,) = before.lane.running
+        (moved,) = before.lanes[MAIN].running
         assert isinstance(moved.effect, LoadModel | UnloadModel), "weights moved that nobody acknowledged"
 
 

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from effects.all import Effect, Outcome
 from effects.decode import Decoded
-from effects.ids import Lane
+from effects.ids import Side
 from effects.lookup import PrefixFound, ReleasePrefix
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, UnloadModel
@@ -79,7 +79,7 @@ def test_the_stream_closes_where_the_work_for_the_client_ends_and_nowhere_else(r
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: f"{row.state.__name__}-{row.event.__name__}")
 def test_an_arm_asks_for_one_awaited_effect_on_a_lane_at_most_and_the_end_for_none(row: Row) -> None:
     for target, *asks in row.arms:
-        lanes = [ask.lane for ask in asks if ask.outcomes]
+        lanes = [ask.side for ask in asks if ask.outcomes]
         assert len(lanes) == len(set(lanes))
         assert not (target is Done and lanes)
 
@@ -241,4 +241,4 @@ def test_a_cancellation_that_cuts_a_snapshot_short_is_noticed() -> None:
 
 
 def test_lanes_are_the_two_that_the_checker_counts() -> None:
-    assert {effect.lane for (effect,) in arms_of_union(Effect) if effect.outcomes} == {Lane.DEVICE, Lane.STORE}
+    assert {effect.side for (effect,) in arms_of_union(Effect) if effect.outcomes} == {Side.DEVICE, Side.STORE}

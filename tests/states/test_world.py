@@ -9,19 +9,22 @@ from attrs import evolve
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.ids import MAIN, DeviceFailed, LaneId, RequestId, SlotId
 from effects.job import Report
+from effects.pflash import CompressPrompt, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states import lane, pace
-from states.events import Cancelled, Event, ForRequest, Submitted
+from states.events import Cancelled, Event, ForEngine, ForRequest, SlotsLost, Submitted
 from states.invariants import check
-from states.life import Draining, Prefilling
+from states.lane import Lane
+from states.life import Draining, Prefilling, Recovering
 from states.machine import IllegalEvent
 from states.onward import report
 from states.rates import Rates
+from states.recover import TWICE
 from states.residency import Weights
 from states.settings import Settings
 from states.slots import Slot
@@ -116,7 +119,7 @@ def test_a_finished_request_leaves_nothing_but_the_rows_of_its_slot() -> None:
     world, _ = after(PLAIN, submitted(ONE, **short), (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,))))
     fresh = begin(PLAIN)
     kept = evolve(fresh.slots, slots=(Slot((1, 2), None, 1), Slot()), turn=1)
-    assert world == evolve(fresh, slots=kept, lane=evolve(fresh.lane, decode_last=True, members=1))
+    assert world == evolve(fresh, slots=kept, lanes={MAIN: Lane(decode_last=True, members=1)})
 
 
 def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> None:
@@ -176,6 +179,55 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
     assert world.models["draft"] == Weights("parked", size=9, moved=18, loads=1, parks=1)
 
 
+def test_a_second_device_is_a_place_in_the_settings() -> None:
+    """A prompt is scored on it while another one is computed on the target's; each lane has its own queue."""
+    beside = LaneId(1)
+    apart = evolve(PLAIN, compress_threshold=12, drafter_lane=beside)
+    world, outs = after(apart, submitted(ONE, prompt=(1,)), submitted(TWO))
+    assert outs[-1] == Launch((Ask(TWO, CompressPrompt(PROMPT[:8], 0, 21, 100)),), beside)
+    assert [ask.request for ask in world.lanes[MAIN].running] == [ONE]
+    world, outs = advance(world, ForRequest(TWO, PromptScored(8)))
+    assert outs == (Launch((Ask(TWO, CompressPrompt(PROMPT[8:16], 8, 21, 100)),), beside),)
+    world, _ = advance(world, ForRequest(TWO, GONE))
+    world, _ = advance(world, ForRequest(TWO, PromptScored(16)))
+    assert list(world.requests) == [ONE]
+    assert world.lanes[beside].running == ()
+
+
+def test_slots_that_are_lost_are_empty_and_their_requests_wait_for_one_again() -> None:
+    world, _ = after(PLAIN, submitted(ONE), (ONE, PrefillAdvanced(8)))
+    world, outs = advance(world, ForEngine(SlotsLost((HERE, SlotId(1), HERE))))
+    check(world)
+    assert outs == (Ask(ONE, Abandon()),)
+    assert isinstance(world.requests[ONE], Recovering)
+    world, outs = advance(world, ForRequest(ONE, DeviceFailed("lost", "the device died")))
+    check(world)
+    opening, launch = outs
+    assert isinstance(opening, Ask)
+    assert isinstance(opening.effect, OpenSlot)
+    assert opening.effect.keep == 0
+    assert launch == alone(ONE, RunPrefill(HERE, 0, 8))
+    world, outs = advance(world, ForEngine(SlotsLost((HERE,))))
+    assert isinstance(world.requests[ONE], Draining)
+    closing = outs[0]
+    assert isinstance(closing, Ask)
+    assert isinstance(closing.effect, CloseStream)
+    assert (closing.effect.finish, closing.effect.detail) == ("failed", TWICE)
+    world, _ = advance(world, ForRequest(ONE, PrefillAdvanced(8)))
+    assert (world.requests, world.slots.slots[HERE].tokens) == ({}, ()), "what comes in after a loss is not believed"
+
+
+def test_a_slot_that_nobody_holds_is_forgotten_and_one_that_there_is_not_is_a_bug() -> None:
+    short = {"prompt": (1, 2), "max_tokens": 1}
+    world, _ = after(PLAIN, submitted(ONE, **short), (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,))))
+    assert world.slots.slots[HERE].tokens
+    world, outs = advance(world, ForEngine(SlotsLost((HERE,))))
+    assert (world.slots.slots[HERE].tokens, outs) == ((), ())
+    for slot in (SlotId(2), SlotId(-1)):
+        with pytest.raises(IllegalEvent, match="no slot"):
+            advance(world, ForEngine(SlotsLost((slot,))))
+
+
 def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
     failed = DeviceFailed("out_of_memory", "no room")
     one, two = {"prompt": (1,)}, {"prompt": (2,)}
@@ -210,7 +262,7 @@ def test_what_proposals_are_compared_with_is_measured_again_now_and_then() -> No
     world, _ = after(measured, submitted(ONE, prompt=(1,), max_tokens=600))
     plain = list[int]()
     for number in range(140):
-        (asked,) = world.lane.running
+        (asked,) = world.lanes[MAIN].running
         assert isinstance(asked.effect, RunDecode)
         if not asked.effect.propose:
             plain.append(number)
@@ -258,10 +310,10 @@ def test_an_invariant_that_breaks_says_which() -> None:
     world, _ = after(PLAIN, submitted(ONE))
     with pytest.raises(AssertionError, match="slots and requests disagree"):
         check(evolve(world, requests={}))
-    with pytest.raises(AssertionError, match="the lane works for a request without a slot"):
+    with pytest.raises(AssertionError, match="a lane works for a request without a slot"):
         check(evolve(world, requests={}, slots=begin(PLAIN).slots))
     with pytest.raises(AssertionError, match="leased and not loaded"):
         check(evolve(world, models={"draft": Weights("parked", (ONE,))}))
-    idle = evolve(world.lane, running=(), waiting=world.lane.running)
-    with pytest.raises(AssertionError, match="the lane idles"):
-        check(evolve(world, lane=idle))
+    idle = evolve(world.lanes[MAIN], running=(), waiting=world.lanes[MAIN].running)
+    with pytest.raises(AssertionError, match="a lane idles"):
+        check(evolve(world, lanes={MAIN: idle}))
