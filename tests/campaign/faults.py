@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from threading import RLock
 
 from attrs import define, field, frozen
 
@@ -63,7 +64,10 @@ class Image:
 
 
 class Unreliable(Folder):
-    """rate: of calls that fail. cut_at: the call at which the power goes; everything goes on, to be forgotten."""
+    """rate: of calls that fail. cut_at: the call at which the power goes; everything goes on, to be forgotten.
+
+    The writer's thread and readers call at once, and the power goes at one instant: `at_once` guards what is noted.
+    """
 
     random: Random
     rate: float = 0
@@ -75,7 +79,7 @@ class Unreliable(Folder):
         def make(path: Path) -> Unreliable:
             found = cls.open(path)
             assert isinstance(found, Unreliable)
-            found.random, found.cut_at = random, cut_at
+            found.random, found.cut_at, found.at_once = random, cut_at, RLock()
             found.calls, found.failed_runs, found.promised, found.changes, found.writing = 0, 0, set(), [], {}
             found.now = {name: content_of(path / name) for name, _ in found.names()}
             found.durable, found.rate = dict(found.now), rate
@@ -83,6 +87,7 @@ class Unreliable(Folder):
 
         return make
 
+    at_once: RLock
     calls: int
     failed_runs: int  # writes of runs that were said to have failed
     promised: set[str]
@@ -92,9 +97,10 @@ class Unreliable(Folder):
     writing: dict[int, Content]  # by descriptor
 
     def point(self) -> None:
-        self.calls += 1
-        if self.calls == self.cut_at:
-            self.image = self.cut()
+        with self.at_once:
+            self.calls += 1
+            if self.calls == self.cut_at:
+                self.image = self.left()
 
     def may_fail(self) -> None:
         self.point()
@@ -103,6 +109,10 @@ class Unreliable(Folder):
             raise OSError(number, os.strerror(number))
 
     def cut(self) -> Image:
+        with self.at_once:
+            return self.left()
+
+    def left(self) -> Image:
         names, likely = dict(self.durable), self.random.choice((0.0, 0.5, 0.9, 1.0))
         for change in self.changes:
             if self.random.random() < likely:
@@ -111,8 +121,9 @@ class Unreliable(Folder):
         return Image(files, frozenset(self.promised))
 
     def change(self, change: Change) -> None:
-        changed(self.now, change)
-        self.changes.append(change)
+        with self.at_once:
+            changed(self.now, change)
+            self.changes.append(change)
 
     # --- as the folder does it ---
 
@@ -122,7 +133,8 @@ class Unreliable(Folder):
         except OSError:
             self.failed_runs += what(name) == "run"
             raise
-        self.promised.add(name)
+        with self.at_once:
+            self.promised.add(name)
         return count
 
     def create(self, name: str, _: int = 0) -> int:
@@ -167,21 +179,24 @@ class Unreliable(Folder):
         self.may_fail()
 
     def rename(self, old: str, new: str) -> None:
-        self.may_fail()
-        super().rename(old, new)
-        self.promised.discard(old)
-        self.change(Change(new, self.now[old], gone=old))
+        with self.at_once:
+            self.may_fail()
+            super().rename(old, new)
+            self.promised.discard(old)
+            self.change(Change(new, self.now[old], gone=old))
 
     def sync_folder(self) -> None:
-        self.may_fail()
-        super().sync_folder()
-        self.durable, self.changes = dict(self.now), []
+        with self.at_once:
+            self.may_fail()
+            super().sync_folder()
+            self.durable, self.changes = dict(self.now), []
 
     def remove(self, name: str) -> None:
-        self.promised.discard(name)
-        self.may_fail()
-        super().remove(name)
-        self.change(Change(name, None))
+        with self.at_once:
+            self.promised.discard(name)
+            self.may_fail()
+            super().remove(name)
+            self.change(Change(name, None))
 
     def opener(self, name: str) -> int:
         self.may_fail()

@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 from attrs import define, field
 
+from tests.importing import importing
+
 READY = re.compile(r"ready  (http://\S+)  ")
 
 
@@ -64,7 +66,7 @@ def command(*words: str) -> list[str]:
 def serving(*words: str, cwd: Path | None = None) -> Iterator[Running]:
     """Ready inside the block; killed at its end if it still runs."""
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **importing(root), "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
     process = subprocess.Popen(
         command("serve", "--port", "0", *words),

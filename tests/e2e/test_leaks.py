@@ -25,6 +25,7 @@ from engine.begin import begin
 from engine.options import Options
 from engine.serve import Gate, listen, serve_model
 from engine.startup import Steps
+from tests.importing import importing
 
 CONTAINERS = (dict, set, list, deque)
 WARM, SPANS, STEPS = 3, 4, 8
@@ -119,9 +120,8 @@ with torch.inference_mode():
     for rows in (*range(1, {capacity} + 2), {capacity} + 1, 1):
         product(torch.zeros(rows, 64), weight)
 """
-    root = str(Path(__file__).parents[2])
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("ONEDNN", "DNNL"))}
-    environment |= {"PYTHONPATH": root, "ONEDNN_VERBOSE": "profile_create"}
+    environment |= {**importing(Path(__file__).parents[2]), "ONEDNN_VERBOSE": "profile_create"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     made = [line for line in done.stdout.splitlines() if ",create:cache_" in line and "ic64oc64" in line]
     if not made:
@@ -154,8 +154,7 @@ with tempfile.NamedTemporaryFile() as told:
     print(told.read().count(b"<heap "))
 met.wait(30)
 """
-    root = str(Path(__file__).parents[2])
     environment = {key: value for key, value in os.environ.items() if key not in {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}}
-    environment |= {"PYTHONPATH": root}
+    environment |= importing(Path(__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) == 4

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.importing import importing
+
 ROOT = Path(__file__).parents[2]
 CAPS = {
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
@@ -24,7 +26,7 @@ def test_the_exact_part_of_the_suite_holds_under_an_instruction_set(cap: str) ->
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *EXACT],
         cwd=ROOT,
-        env={**os.environ, **CAPS[cap], "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **CAPS[cap], **importing(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -51,7 +51,8 @@ def test_longer_spans_than_were_proven_are_proven_and_where_they_differ_everythi
     kernels = Counting(odd=1280)
     plan = kernels.prove(DRAFT, known).plan
     assert (256, 16) in kernels.asked
-    assert plan is None or not {4, 8} & set(plan.attention(2, 16).rows)
+    rows = set() if plan is None else set(plan.attention(2, 16).rows)
+    assert rows.isdisjoint({4, 8}) or rows <= {4, 8}, "those that agree with each other, whichever serve faster here"
 
 
 @pytest.mark.parametrize("other", [{"rows": (4, 8, 16, 32, 64, 128)}, {"threads": (2, 2)}], ids=str)

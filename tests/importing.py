@@ -1,0 +1,12 @@
+"""How a process that a test starts finds this tree, and whatever the test itself was told to find."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def importing(root: Path) -> dict[str, str]:
+    """For its environment: this tree first."""
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(root), *([before] if before else [])])}
