@@ -5,6 +5,8 @@ from __future__ import annotations
 from attrs import evolve, frozen
 
 from effects.ids import Tier
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored
 
 ALONE = 1000  # thousandths: as long as alone
 SLOWEST = 64 * ALONE  # no measurement counts for more
@@ -75,6 +77,19 @@ def prefill_time(rates: Rates, start: int, stop: int) -> int:
 def load_time(rates: Rates, tier: Tier) -> int:
     """To load one token's rows; 0: unknown."""
     return {"host": rates.host, "disk": rates.disk}.get(tier, 0)
+
+
+def computed(rates: Rates, asked: RunPrefill, done: PrefillAdvanced, chunk: int, *, beside: bool) -> Rates:
+    """What an acknowledgement says of the next one: only of whole chunks, and where it was timed."""
+    if not done.ns or done.stop - asked.start != chunk:
+        return rates
+    return prefilled(rates, asked.start, chunk, done.ns, beside=beside)
+
+
+def loaded(rates: Rates, tier: Tier, done: BlocksRestored, chunk: int, *, beside: bool) -> Rates:
+    """The same. Of a load shorter than a chunk most of the time is waiting, which says nothing about a longer one."""
+    rows = done.stop - done.start
+    return restored(rates, tier, rows, done.ns, beside=beside) if done.ns and rows >= chunk else rates
 
 
 def prefilled(rates: Rates, start: int, rows: int, took_ns: int, *, beside: bool) -> Rates:

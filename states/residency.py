@@ -54,8 +54,8 @@ def resolved(policy: Policy, *, has_draft: bool, has_drafter: bool, low_memory: 
 
 
 @frozen
-class Weights:
-    """One model's, and who needs them."""
+class Residence:
+    """Where one model's weights are, and who needs them there."""
 
     place: Place = "loaded"
     leases: tuple[RequestId, ...] = ()  # in order of arrival
@@ -67,12 +67,12 @@ class Weights:
     error: str = ""  # of the last failure
 
 
-Models: TypeAlias = Mapping[ModelName, Weights]  # those whose place is decided here
+Models: TypeAlias = Mapping[ModelName, Residence]  # those whose place is decided here
 
 
 def boot(residency: Resolved) -> Models:
     """What the executors start with: a model that nobody needs yet is where it goes when nobody needs it."""
-    return {"draft": Weights(IDLE[residency.draft])}
+    return {"draft": Residence(IDLE[residency.draft])}
 
 
 def after_use(residency: Resolved, name: ModelName) -> After:
@@ -83,11 +83,11 @@ def unload(residency: Resolved, name: ModelName) -> UnloadModel:
     return UnloadModel(name, keep=after_use(residency, name) != "release")
 
 
-def lease(model: Weights, request: RequestId) -> Weights:
+def lease(model: Residence, request: RequestId) -> Residence:
     return evolve(model, leases=(*model.leases, request))
 
 
-def give_back(model: Weights, request: RequestId) -> Weights:
+def give_back(model: Residence, request: RequestId) -> Residence:
     return evolve(model, leases=tuple(other for other in model.leases if other != request))
 
 
@@ -124,15 +124,15 @@ def acknowledged(models: Models, ask: Ask, outcome: Outcome) -> Models:
     return {**models, name: model}
 
 
-def arrived(model: Weights, size: int) -> Weights:
+def arrived(model: Residence, size: int) -> Residence:
     return evolve(model, place="loaded", loads=model.loads + 1, size=size or model.size, moved=model.moved + size)
 
 
-def left(model: Weights, size: int, place: Place) -> Weights:
+def left(model: Residence, size: int, place: Place) -> Residence:
     return evolve(model, place=place, parks=model.parks + 1, size=size or model.size, moved=model.moved + size)
 
 
-def failed(model: Weights, why: DeviceFailed) -> Weights:
+def failed(model: Residence, why: DeviceFailed) -> Residence:
     """A request that was abandoned before it got its turn says nothing about the model."""
     if why.kind == "abandoned":
         return model
@@ -161,7 +161,7 @@ def shown(models: Models, settings: Deciding, held: Mapping[str, tuple[int, int]
     return {"policy": settings.residency.policy, "draft": draft, "drafter": None}
 
 
-def shown_model(model: Weights, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:
+def shown_model(model: Residence, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:
     device, host = held or (model.size * (model.place == "loaded"), model.size * (model.place == "parked"))
     return {
         "state": model.place,

@@ -35,7 +35,7 @@ from states.lane import Answer, Lane
 from states.life import Done, Drafted, New, Recovering, Restoring, Speculating, State, Waiting, Yielding
 from states.machine import IllegalEvent, step
 from states.rates import Rates
-from states.residency import Models, Weights
+from states.residency import Models, Residence
 from states.settings import Known, Settings
 from states.slots import Slot, Slots
 from states.table import TABLE
@@ -49,7 +49,7 @@ class World:
     slots: Slots
     requests: Mapping[RequestId, State] = field(factory=dict[RequestId, State])
     lanes: Mapping[LaneId, Lane] = field(factory=lambda: {MAIN: Lane()})
-    models: Models = field(factory=dict[ModelName, Weights])
+    models: Models = field(factory=dict[ModelName, Residence])
     rates: Rates = field(factory=Rates)
 
 
@@ -112,15 +112,12 @@ class Fold:
         """How long it took, if that says what it would take again."""
         state = self.requests.get(answer.request)
         match effect, answer.outcome:
-            case RunPrefill(_, start, stop), PrefillAdvanced(end, ns) if ns and end - start == self.settings.chunk:
+            case RunPrefill(), PrefillAdvanced():
                 beside = isinstance(state, Restoring) and state.loading
-                self.rates = rates.prefilled(self.rates, start, stop - start, ns, beside=beside)
-            case None, BlocksRestored(start, stop, _, ns) if (
-                # of a shorter load most of the time is waiting, which says nothing about a longer one
-                ns and stop - start >= self.settings.chunk and isinstance(state, Restoring)
-            ):
+                self.rates = rates.computed(self.rates, effect, answer.outcome, self.settings.chunk, beside=beside)
+            case None, BlocksRestored() if isinstance(state, Restoring):
                 beside = state.front > state.seat.restored
-                self.rates = rates.restored(self.rates, state.tier, stop - start, ns, beside=beside)
+                self.rates = rates.loaded(self.rates, state.tier, answer.outcome, self.settings.chunk, beside=beside)
             case RunDecode(propose=propose), Decoded(proposed=proposed, ns=ns) if (
                 # a launch is timed once, by the first of its members to answer
                 ns and proposed == propose and len(lane.running) == lane.members
@@ -162,7 +159,7 @@ class Fold:
             self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
         if isinstance(before, New) and isinstance(event, Submitted):
             self.slots = seats.enqueue(self.slots, request)
-        if isinstance(before, Recovering | Yielding) and isinstance(then.state, Waiting):
+        if isinstance(then.state, Waiting) and isinstance(before, Recovering | Yielding):
             self.slots = seats.give_up(self.slots, request, before.remains.seat.slot)
         if isinstance(then.state, Done):
             self.requests.pop(request, None)

@@ -16,10 +16,10 @@ from states import lane, pace
 from states.lane import Answer, Lane
 from states.life import Speculating, State
 from states.rates import Rates
-from states.residency import Models, Weights
+from states.residency import Models, Residence
 from tests.states.builders import DRAFT, ONE, SCOPED, TWO, a, prefilled
 
-NOBODY: Models = {"draft": Weights()}
+NOBODY: Models = {"draft": Residence()}
 
 
 def chunk(request: int) -> Ask:
@@ -52,9 +52,9 @@ def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
 
 
 def test_an_idle_lane_without_work_and_a_busy_one_choose_nothing() -> None:
-    assert choose() == (Lane(), {"draft": Weights()}, None)
+    assert choose() == (Lane(), {"draft": Residence()}, None)
     busy = Lane((a_decode(1),), (chunk(2),))
-    assert lane.choose(busy, {"draft": Weights()}, DRAFT, {}, Rates()) == (busy, {"draft": Weights()}, None)
+    assert lane.choose(busy, {"draft": Residence()}, DRAFT, {}, Rates()) == (busy, {"draft": Residence()}, None)
 
 
 def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
@@ -65,7 +65,7 @@ def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
 
 
 def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> None:
-    assert launched(chunk(2), chunk(1), unpark(3), models={"draft": Weights("parked")}) == (chunk(2),)
+    assert launched(chunk(2), chunk(1), unpark(3), models={"draft": Residence("parked")}) == (chunk(2),)
 
 
 def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
@@ -96,7 +96,7 @@ def proposed(
     """Plain decode steps of several take as long as of one here, which has been measured."""
     asks = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
     rates = Rates(decode=(*decode_steps, *((0, members, 0, 1000) for members in (2, 3, 4))))
-    _, _, chosen = lane.choose(Lane(asks), {"draft": Weights()}, evolve(DRAFT, batch_rows=rows), requests, rates)
+    _, _, chosen = lane.choose(Lane(asks), {"draft": Residence()}, evolve(DRAFT, batch_rows=rows), requests, rates)
     assert isinstance(chosen, Launch)
     return [ask.effect.propose for ask in chosen.asks if isinstance(ask.effect, RunDecode)]
 
@@ -123,7 +123,7 @@ def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
     requests, waiting = decoding(1, **SURE), Lane((a_decode(1, 15),))
     rates, settings, found = Rates(decode=CHEAP), evolve(DRAFT, batch_rows=64), list[int]()
     for _ in range(2 * lane.OFTEN + 2):
-        after, _, chosen = lane.choose(waiting, {"draft": Weights()}, settings, requests, rates)
+        after, _, chosen = lane.choose(waiting, {"draft": Residence()}, settings, requests, rates)
         assert isinstance(chosen, Launch)
         found.append(chosen.asks[0].effect.propose)  # type: ignore[union-attr]
         waiting = evolve(after, waiting=waiting.waiting, running=())
@@ -156,7 +156,7 @@ def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() ->
 
 
 def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_else() -> None:
-    there, shared = {"draft": Weights("loaded", (ONE,))}, {"draft": Weights("loaded", (ONE, TWO))}
+    there, shared = {"draft": Residence("loaded", (ONE,))}, {"draft": Residence("loaded", (ONE, TWO))}
     assert choose(chunk(1), a_decode(3), unpark(2), models=there) == (
         Lane((chunk(1), a_decode(3))),
         shared,
@@ -165,16 +165,16 @@ def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_el
 
 
 def test_moving_weights_takes_a_turn_like_a_chunk() -> None:
-    away = {"draft": Weights("parked")}
+    away = {"draft": Residence("parked")}
     assert launched(a_decode(1), unpark(2), models=away, settings=SCOPED) == (a_decode(1),)
     assert launched(a_decode(1), unpark(2), decode_last=True, models=away, settings=SCOPED) == (unpark(2),)
-    last = {"draft": Weights("loaded", (TWO,))}
+    last = {"draft": Residence("loaded", (TWO,))}
     assert launched(a_decode(1), park(2), decode_last=True, models=last, settings=SCOPED) == (park(2),)
 
 
 def test_a_draft_is_not_sent_away_while_somebody_waits_for_it() -> None:
-    last, two = {"draft": Weights("loaded", (ONE,))}, {"draft": Weights("loaded", (ONE, TWO))}
+    last, two = {"draft": Residence("loaded", (ONE,))}, {"draft": Residence("loaded", (ONE, TWO))}
     after, models, chosen = choose(park(1), unpark(2), models=last, settings=SCOPED)
     assert (after, models, chosen) == (Lane((park(1),)), two, Answer(TWO, ModelLoaded()))
-    left = {"draft": Weights("loaded", (TWO,))}
+    left = {"draft": Residence("loaded", (TWO,))}
     assert lane.choose(after, models, SCOPED, {}, Rates())[1:] == (left, Answer(ONE, ModelUnloaded()))

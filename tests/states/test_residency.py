@@ -19,7 +19,7 @@ from states.events import Cancelled, Event, ForRequest, Submitted
 from states.invariants import check
 from states.lane import Answer, Lane
 from states.rates import Rates
-from states.residency import IDLE, Policy, Resolved, Use, Weights, boot, resolve, resolved, shown
+from states.residency import IDLE, Policy, Residence, Resolved, Use, boot, resolve, resolved, shown
 from states.settings import Settings
 from states.world import Out, World, advance, begin
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, THREE, TWO, asks
@@ -79,7 +79,7 @@ def test_a_hint_of_low_memory_parks_the_draft_of_auto() -> None:
 
 @pytest.mark.parametrize(("after", "place"), [("keep", "loaded"), ("park", "parked"), ("release", "released")])
 def test_at_boot_a_draft_is_where_it_goes_when_nobody_needs_it(after: Any, place: str) -> None:
-    assert boot(Resolved("auto", after)) == {"draft": Weights(place)}  # type: ignore[arg-type]
+    assert boot(Resolved("auto", after)) == {"draft": Residence(place)}  # type: ignore[arg-type]
 
 
 def unpark(request: int) -> Ask:
@@ -91,56 +91,56 @@ def park(request: int, *, release: bool = False) -> Ask:
 
 
 def test_the_first_to_need_a_draft_leases_it_once_it_is_there() -> None:
-    away = {"draft": Weights("parked", size=5, moved=5, parks=1)}
-    there = {"draft": Weights("loaded", (ONE,), size=9, moved=14, loads=1, parks=1)}
+    away = {"draft": Residence("parked", size=5, moved=5, parks=1)}
+    there = {"draft": Residence("loaded", (ONE,), size=9, moved=14, loads=1, parks=1)}
     assert residency.acknowledged(away, unpark(1), ModelLoaded(9, 3)) == there
     assert residency.at_once(away, unpark(1), SCOPED.residency) == (away, None)
 
 
 def test_a_move_that_told_no_bytes_leaves_the_size_as_it_was_known() -> None:
-    away = {"draft": Weights("parked", size=5)}
+    away = {"draft": Residence("parked", size=5)}
     assert residency.acknowledged(away, unpark(1), ModelLoaded()).draft.size == 5
 
 
 @pytest.mark.parametrize("place", ["parked", "released"])
 def test_a_failed_unpark_leaves_the_previous_state(place: Any) -> None:
-    away = {"draft": Weights(place, size=5)}
+    away = {"draft": Residence(place, size=5)}
     failed = residency.acknowledged(away, unpark(1), DeviceFailed("out_of_memory", "no room"))
-    assert failed == {"draft": Weights(place, size=5, failures=1, error="out_of_memory: no room")}
+    assert failed == {"draft": Residence(place, size=5, failures=1, error="out_of_memory: no room")}
     again = residency.acknowledged(failed, unpark(2), ModelLoaded(5))
     assert (again.draft.place, again.draft.leases, again.draft.loads) == ("loaded", (TWO,), 1)
 
 
 def test_who_gave_up_its_place_in_the_queue_says_nothing_about_the_draft() -> None:
-    away = {"draft": Weights("parked")}
+    away = {"draft": Residence("parked")}
     assert residency.acknowledged(away, unpark(1), DeviceFailed("abandoned", "")) == away
 
 
 @pytest.mark.parametrize(("release", "place"), [(False, "parked"), (True, "released")])
 def test_the_last_lease_sends_the_draft_where_it_was_asked_to_go(release: bool, place: str) -> None:
-    last = {"draft": Weights("loaded", (ONE,), loads=1)}
+    last = {"draft": Residence("loaded", (ONE,), loads=1)}
     gone = residency.acknowledged(last, park(1, release=release), ModelUnloaded(9))
-    assert gone == {"draft": Weights(place, size=9, moved=9, loads=1, parks=1)}  # type: ignore[arg-type]
+    assert gone == {"draft": Residence(place, size=9, moved=9, loads=1, parks=1)}  # type: ignore[arg-type]
 
 
 def test_a_failed_parking_leaves_it_loaded_for_the_next_one() -> None:
-    last = {"draft": Weights("loaded", (ONE,))}
+    last = {"draft": Residence("loaded", (ONE,))}
     left = residency.acknowledged(last, park(1), DeviceFailed("out_of_memory", "no pinned memory"))
-    assert left == {"draft": Weights("loaded", failures=1, error="out_of_memory: no pinned memory")}
+    assert left == {"draft": Residence("loaded", failures=1, error="out_of_memory: no pinned memory")}
     assert residency.at_once(left, unpark(2), SCOPED.residency)[1] == ModelLoaded()
 
 
 @pytest.mark.parametrize("settings", [DRAFT, SCOPED], ids=["kept", "request-scoped"])
 def test_a_draft_that_somebody_else_needs_stays(settings: Settings) -> None:
-    shared, left = {"draft": Weights("loaded", (ONE, TWO))}, {"draft": Weights("loaded", (TWO,))}
+    shared, left = {"draft": Residence("loaded", (ONE, TWO))}, {"draft": Residence("loaded", (TWO,))}
     assert lane.choose(Lane((park(1),)), shared, settings, {}, Rates()) == (Lane(), left, Answer(ONE, ModelUnloaded()))
 
 
 def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
-    last, waiting = {"draft": Weights("loaded", (ONE,))}, Lane((park(1),))
+    last, waiting = {"draft": Residence("loaded", (ONE,))}, Lane((park(1),))
     assert lane.choose(waiting, last, DRAFT, {}, Rates()) == (
         Lane(),
-        {"draft": Weights("loaded")},
+        {"draft": Residence("loaded")},
         Answer(ONE, ModelUnloaded()),
     )
     assert lane.choose(waiting, last, SCOPED, {}, Rates()) == (
@@ -151,14 +151,14 @@ def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
 
 
 def test_other_outcomes_leave_the_residency_alone() -> None:
-    models = {"draft": Weights("loaded", (ONE, THREE))}
+    models = {"draft": Residence("loaded", (ONE, THREE))}
     (a_decode,) = asks(ONE, RunDecode(0, 20, 7))  # type: ignore[arg-type]
     assert residency.acknowledged(models, a_decode, Decoded((7,))) is models
     assert residency.acknowledged(models, a_decode, DeviceFailed("broken", "")) is models
 
 
 def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() -> None:
-    parked = {"draft": Weights("parked", size=9, moved=18, loads=1, parks=1, failures=1, error="io: bad")}
+    parked = {"draft": Residence("parked", size=9, moved=18, loads=1, parks=1, failures=1, error="io: bad")}
     told = shown(parked, SCOPED)
     assert told["policy"] == "request-scoped"
     assert told["draft"] == {
@@ -173,12 +173,12 @@ def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() ->
         "failures": 1,
         "last_error": "io: bad",
     }
-    counted = shown({"draft": Weights()}, DRAFT, {"draft": (7, 8)})["draft"]
+    counted = shown({"draft": Residence()}, DRAFT, {"draft": (7, 8)})["draft"]
     assert (counted["state"], counted["device_bytes"], counted["host_bytes"], counted["last_error"]) == (
         *("loaded", 7, 8),
         None,
     )
-    assert shown({"draft": Weights()}, PLAIN) == {"policy": "auto", "draft": None, "drafter": None}
+    assert shown({"draft": Residence()}, PLAIN) == {"policy": "auto", "draft": None, "drafter": None}
 
 
 # Every order in which three requests come, draft, leave and fail: the whole fold, walked to its end.
@@ -253,7 +253,7 @@ def sound(before: World, world: World, outs: tuple[Out, ...]) -> None:
 def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
     after: Any, place: Any, failures: tuple[DeviceFailed, ...]
 ) -> None:
-    start = evolve(begin(evolve(HOUSE, residency=Resolved("auto", after))), models={"draft": Weights(place)})
+    start = evolve(begin(evolve(HOUSE, residency=Resolved("auto", after))), models={"draft": Residence(place)})
     todo, seen, ends = [Reached(start)], {repr(Reached(start))}, set[str]()
     while todo:
         node = todo.pop()

@@ -25,7 +25,7 @@ from states.machine import IllegalEvent
 from states.onward import report
 from states.rates import Rates
 from states.recover import TWICE
-from states.residency import Weights
+from states.residency import Residence
 from states.settings import Settings
 from states.slots import Slot
 from states.world import Out, World, advance, begin
@@ -166,7 +166,7 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
     one, two = {"prompt": (1,), "max_tokens": 2}, {"prompt": (2,), "max_tokens": 2}
     events = submitted(ONE, **one), submitted(TWO, **two), (ONE, ModelLoaded(9))
     world, outs = after(SCOPED, *events)
-    assert world.models["draft"] == Weights("loaded", (ONE, TWO), size=9, moved=9, loads=1)
+    assert world.models["draft"] == Residence("loaded", (ONE, TWO), size=9, moved=9, loads=1)
     decode_steps = Ask(ONE, RunDecode(HERE, 0, 1, propose=1)), Ask(TWO, RunDecode(SlotId(1), 0, 2, propose=1))
     assert outs == (Launch(decode_steps),)
     world, _ = after(SCOPED, *events, (ONE, Decoded((7, 8), 1)))
@@ -176,7 +176,7 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
     assert outs[-1] == alone(TWO, UnloadModel("draft"))
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert not world.requests
-    assert world.models["draft"] == Weights("parked", size=9, moved=18, loads=1, parks=1)
+    assert world.models["draft"] == Residence("parked", size=9, moved=18, loads=1, parks=1)
 
 
 def test_a_second_device_is_a_place_in_the_settings() -> None:
@@ -232,7 +232,7 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
     failed = DeviceFailed("out_of_memory", "no room")
     one, two = {"prompt": (1,)}, {"prompt": (2,)}
     world, outs = after(SCOPED, submitted(ONE, **one), submitted(TWO, **two), (ONE, failed))
-    assert world.models["draft"] == Weights("parked", failures=1, error="out_of_memory: no room")
+    assert world.models["draft"] == Residence("parked", failures=1, error="out_of_memory: no room")
     assert outs == (alone(ONE, RunDecode(HERE, 0, 1)),)
     _, outs = advance(world, ForRequest(ONE, Decoded((7,))))
     assert outs[-1] == alone(TWO, LoadModel("draft"))
@@ -313,7 +313,7 @@ def test_an_invariant_that_breaks_says_which() -> None:
     with pytest.raises(AssertionError, match="a lane works for a request without a slot"):
         check(evolve(world, requests={}, slots=begin(PLAIN).slots))
     with pytest.raises(AssertionError, match="leased and not loaded"):
-        check(evolve(world, models={"draft": Weights("parked", (ONE,))}))
+        check(evolve(world, models={"draft": Residence("parked", (ONE,))}))
     idle = evolve(world.lanes[MAIN], running=(), waiting=world.lanes[MAIN].running)
     with pytest.raises(AssertionError, match="a lane idles"):
         check(evolve(world, lanes={MAIN: idle}))
