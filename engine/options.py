@@ -102,7 +102,7 @@ class ModelOption:
     """The one option that needs no flag."""
 
     model: Annotated[str, flag(MODEL)] = "demo"
-    """Folder of a Hugging Face checkpoint (Qwen3), or `demo`, the small model that comes with Rekindle."""
+    """Folder of a Hugging Face checkpoint (Qwen3, Qwen2, Llama), or `demo`, the small model that comes with it."""
 
 
 @frozen(kw_only=True)

@@ -91,7 +91,7 @@ def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
 
 
 @frozen
-class Reader:
+class WeightReader:
     """Reads weights onto a device, in the model's dtype."""
 
     weights: Weights
@@ -104,7 +104,7 @@ class Reader:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
 
-def load_layer(read: Reader, kernels: Kernels, shape: LayerShape, prefix: str) -> DecoderLayer:
+def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str) -> DecoderLayer:
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     return DecoderLayer(
         input_norm=read(prefix + "input_layernorm.weight"),

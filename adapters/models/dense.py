@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.checkpoint.weights import Weights
 from adapters.layout import RowSpec, TensorSpec
-from adapters.models.decoder import DecoderLayer, Reader, finished, load_layer, projected
+from adapters.models.decoder import DecoderLayer, WeightReader, finished, load_layer, projected
 from adapters.models.dense_config import DenseConfig
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.interface import Kernels
@@ -66,9 +66,9 @@ class DenseShard:
         names = [f"layers.{layer}" for layer in self._layers]
         shape = (slots, config.num_kv_heads, self._capacity, config.head_dim)
         self._cache = KvCache(names, shape, dtype=dtype, device=self._device)
-        self._load(Reader(weights, self._device, dtype))
+        self._load(WeightReader(weights, self._device, dtype))
 
-    def _load(self, read: Reader) -> None:
+    def _load(self, read: WeightReader) -> None:
         config, kernels = self._config, self._kernels
         last = self._layers.stop == config.num_layers
         self._embedding: Tensor | None = None

@@ -16,7 +16,9 @@ from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.text_files import find_template
 from adapters.checkpoint.weights import read_header
+from adapters.models import FAMILIES
 from adapters.models.dflash.config import parse_draft_config, refuse_other_formats
+from adapters.models.family import family_of
 from adapters.models.qwen3 import parse
 from adapters.text.template import ChatTemplate
 from adapters.text.text import Text
@@ -68,7 +70,8 @@ def configurations(_: Path) -> Iterator[Case]:
     def check(random: Random) -> None:
         changed = spoilt(target, random)
         if isinstance(changed, dict):  # or `read_json` refuses it
-            taken(lambda: parse(changed))
+            for kind in FAMILIES:
+                taken(lambda kind=kind: family_of({"model_type": kind}).parse(changed))
         changed = spoilt(draft, random)
         if isinstance(changed, dict):
             taken(lambda: refuse_other_formats(changed))

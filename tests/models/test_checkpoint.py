@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from adapters.checkpoint.errors import CheckpointError
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.dense import DenseShard
+from adapters.models.family import family_of
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import parse
-from tests.models.checkpoints import run_in_pieces, same_bits, save_qwen3, shard_of, tokens_of
+from tests.models.checkpoints import LLAMA3, run_in_pieces, same_bits, save_model, save_qwen3, shard_of, tokens_of
 
 
 @pytest.fixture
@@ -121,6 +122,41 @@ def test_a_configuration_that_cannot_be_served_is_refused_in_one_line(folder, ch
     (folder / "generation_config.json").unlink(missing_ok=True)
     edit_config(folder, **changes)
     assert line in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "line"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias true is not supported; accepted: false"),
+        ("llama", {"mlp_bias": True}, "mlp_bias true is not supported; accepted: false"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2}},
+            "rope type 'dynamic' is not supported; accepted: 'default', 'linear', 'llama3', 'yarn'",
+        ),
+        ("llama", {"rope_parameters": "absent", "rope_scaling": {"type": "longrope"}}, "rope type 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor of rope type 'linear' is missing"),
+        ("llama", {"rope_parameters": {**LLAMA3, "rope_type": "llama3", "low_freq_factor": 4}}, "4 is not below"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor of rope type 'llama3'"),
+        ("qwen2", {"use_sliding_window": True}, "sliding window attention is not supported; accepted: full"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding window"),
+        ("qwen2", {"rope_parameters": "absent"}, "rope_theta is missing"),
+        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope type 'yarn'"),
+        ("qwen2", {"model_type": "llama"}, "k_proj.bias is not part of a 3-layer llama"),
+        ("llama", {"model_type": "qwen2"}, "q_proj.bias is missing"),
+    ],
+)
+def test_other_families_refuse_what_they_do_not_have(tmp_path, model_type, changes, line):
+    save_model(tmp_path, model_type)
+    edit_config(tmp_path, **changes)
+    assert line in refusal(tmp_path)
+
+
+def test_old_llama_files_tell_neither_theta_nor_head_size():
+    raw = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "vocab_size": 64, "rope_scaling": None}
+    raw |= {"intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 64, "torch_dtype": "float16"}
+    config = family_of(raw).parse(raw)
+    assert (config.rope_theta, config.head_dim, config.num_kv_heads, config.rope_scaling) == (1e4, 24, 4, None)
 
 
 def test_a_folder_that_is_not_a_checkpoint_is_refused_in_one_line(folder):

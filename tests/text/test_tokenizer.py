@@ -92,6 +92,8 @@ async def test_encoding_a_long_prompt_does_not_hold_up_the_event_loop(tokenizer:
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template"),
         ("generation_config.json", '{"do_sample": true, "top_p": 7}', r"top_p is 7, not a number in \[1e-06, 1\]"),
         ("generation_config.json", '{"do_sample": "yes"}', "do_sample is 'yes', not true or false"),
+        ("generation_config.json", '{"eos_token_id": [2, -1]}', "eos_token_id -1 is not a token id in 0"),
+        ("generation_config.json", '{"eos_token_id": true}', "eos_token_id True is not a token id in 0"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, file: str, content: str | None, says: str) -> None:

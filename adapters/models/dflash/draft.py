@@ -21,7 +21,7 @@ from attrs import define
 from torch import Tensor
 
 from adapters.layout import RowSpec
-from adapters.models.decoder import Reader, finished, projected
+from adapters.models.decoder import WeightReader, finished, projected
 from adapters.models.dflash.blocks import MOST_ROWS, BlockRequest, check_requests, turns
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.weights import DraftWeights, LoadedDraft, cache_rows, load_draft
@@ -285,7 +285,7 @@ class DFlashDraft:
         return loaded
 
     def _load(self, weights: DraftWeights) -> LoadedDraft:
-        return load_draft(Reader(weights, self._device, self._dtype), weights, self._kernels, self._config)
+        return load_draft(WeightReader(weights, self._device, self._dtype), weights, self._kernels, self._config)
 
     def _context(self, bucket: int) -> ContextBuffers:
         if bucket not in self._contexts:

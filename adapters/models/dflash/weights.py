@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.weights import Weights
-from adapters.models.decoder import DecoderLayer, Reader, layer_products, load_layer
+from adapters.models.decoder import DecoderLayer, WeightReader, layer_products, load_layer
 from adapters.models.dflash.checkpoint import MASK_EMBEDDING
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.kernels.interface import Kernels
@@ -44,7 +44,7 @@ class LoadedDraft:
     layers: tuple[DraftLayer, ...]
 
 
-def load_draft(read: Reader, weights: DraftWeights, kernels: Kernels, config: DFlashConfig) -> LoadedDraft:
+def load_draft(read: WeightReader, weights: DraftWeights, kernels: Kernels, config: DFlashConfig) -> LoadedDraft:
     def layer(prefix: str) -> DraftLayer:
         kv = read(*(f"{prefix}self_attn.{part}_proj.weight" for part in "kv"))
         return DraftLayer(load_layer(read, kernels, config, prefix), kernels.pack(kv))
