@@ -132,7 +132,7 @@ def build(lane: DeviceLane) -> Pair:
     drafts = DFlashConfig(
         4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
     )
-    draft = DFlashDraft(drafts, DeviceDraft(drafts), shard.kernels.fresh(), shard.head, **shape)
+    draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), shard.head, **shape)
     executor, drafting = DeviceExecutor(shard, BUCKETS, lane=lane), Drafting(draft, BUCKETS)
     executor.handle(LoadModel, drafting.unpark)
     executor.handle(UnloadModel, drafting.park)
