@@ -58,7 +58,7 @@ def read_json(path: Path, most: Most = CONFIG) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError."""
     try:
         with open_regular(path) as file:
-            data = file.read(most.size + 1)
+            data = file.read(min(most.size, os.fstat(file.fileno()).st_size) + 1)  # so much is set aside before
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except OSError as error:
