@@ -27,7 +27,7 @@ from transformers import Qwen3ForCausalLM, StaticCache
 
 from adapters.checkpoint.config import DTYPES
 from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.weights import Weights
+from adapters.checkpoint.weights import WeightSource
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.torch_cpu import CpuKernels
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 BLOCK = 8  # tokens that one side decodes before the other goes on, as a cache warms up in use
 
 
-def weights_of(folder: Path | None) -> tuple[str, Qwen3Config, Weights]:
+def weights_of(folder: Path | None) -> tuple[str, Qwen3Config, WeightSource]:
     try:
         checkpoint = Checkpoint.open(folder or DEMO)
     except CheckpointError:
@@ -54,7 +54,7 @@ def weights_of(folder: Path | None) -> tuple[str, Qwen3Config, Weights]:
     return str(checkpoint.folder.name), checkpoint.config, checkpoint
 
 
-def oracle_of(config: Qwen3Config, weights: Weights, dtype: torch.dtype) -> Any:
+def oracle_of(config: Qwen3Config, weights: WeightSource, dtype: torch.dtype) -> Any:
     model = Qwen3ForCausalLM(oracle_config(config))
     for name, parameter in model.named_parameters():
         parameter.data = weights.read(name).to(dtype)

@@ -31,7 +31,7 @@ _PIECES = 64
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by their published names
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Where a shard gets its tensors from, by their Hugging Face names."""
 
     def read(self, name: str) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.checkpoint.weights import Shapes, Weights
+from adapters.checkpoint.weights import Shapes, WeightSource
 from adapters.models.kernels.interface import HeadPrep, Kernels
 from adapters.models.kernels.products import Weight
 
@@ -94,7 +94,7 @@ def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
 class WeightReader:
     """Reads weights onto a device, in the model's dtype."""
 
-    weights: Weights
+    weights: WeightSource
     device: torch.device
     dtype: torch.dtype
 

@@ -9,7 +9,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.checkpoint.weights import Weights
+from adapters.checkpoint.weights import WeightSource
 from adapters.layout import RowSpec, TensorSpec
 from adapters.models.decoder import DecoderLayer, WeightReader, finished, load_layer, projected
 from adapters.models.dense_config import DenseConfig
@@ -43,7 +43,7 @@ class DenseShard:
     def __init__(
         self,
         config: DenseConfig,
-        weights: Weights,
+        weights: WeightSource,
         kernels: Kernels,
         *,
         device: torch.device | str = "cpu",

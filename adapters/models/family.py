@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 
 from adapters.checkpoint.errors import CheckpointError, shown
-from adapters.checkpoint.weights import Shapes, Weights
+from adapters.checkpoint.weights import Shapes, WeightSource
 from adapters.models import FAMILIES
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import Products
@@ -61,7 +61,7 @@ class Build(Protocol):
     def __call__(
         self,
         config: Any,
-        weights: Weights,
+        weights: WeightSource,
         kernels: Kernels,
         *,
         device: torch.device,

@@ -71,6 +71,15 @@ def test_the_core_catches_nothing() -> None:
     assert not [name(path) for path in core for node in ast.walk(tree(path)) if isinstance(node, ast.Try)]
 
 
+def test_one_class_name_means_one_thing_in_the_whole_tree() -> None:
+    places: dict[str, list[str]] = {}
+    for path in ALL:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name(path))
+    assert {each: found for each, found in places.items() if len(found) > 1} == {}
+
+
 def test_no_file_that_ships_is_long() -> None:
     long = {name(path): len(path.read_text().splitlines()) for path in CODE if "training" not in path.parts}
     assert {path: lines for path, lines in long.items() if lines > 350} == {}

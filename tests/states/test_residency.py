@@ -99,7 +99,7 @@ def test_the_first_to_need_a_draft_leases_it_once_it_is_there() -> None:
 
 def test_a_move_that_told_no_bytes_leaves_the_size_as_it_was_known() -> None:
     away = {"draft": Residence("parked", size=5)}
-    assert residency.acknowledged(away, unpark(1), ModelLoaded()).draft.size == 5
+    assert residency.acknowledged(away, unpark(1), ModelLoaded())["draft"].size == 5
 
 
 @pytest.mark.parametrize("place", ["parked", "released"])
@@ -108,7 +108,7 @@ def test_a_failed_unpark_leaves_the_previous_state(place: Any) -> None:
     failed = residency.acknowledged(away, unpark(1), DeviceFailed("out_of_memory", "no room"))
     assert failed == {"draft": Residence(place, size=5, failures=1, error="out_of_memory: no room")}
     again = residency.acknowledged(failed, unpark(2), ModelLoaded(5))
-    assert (again.draft.place, again.draft.leases, again.draft.loads) == ("loaded", (TWO,), 1)
+    assert (again["draft"].place, again["draft"].leases, again["draft"].loads) == ("loaded", (TWO,), 1)
 
 
 def test_who_gave_up_its_place_in_the_queue_says_nothing_about_the_draft() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.checkpoint.weights import Weights
+from adapters.checkpoint.weights import WeightSource
 from adapters.models.decoder import DecoderLayer, WeightReader, layer_products, load_layer
 from adapters.models.dflash.checkpoint import MASK_EMBEDDING
 from adapters.models.dflash.config import DFlashConfig
@@ -15,7 +15,7 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import TILE, Heads, Products, Weight
 
 
-class DraftWeights(Weights, Protocol):
+class DraftWeights(WeightSource, Protocol):
     """Where the draft gets its tensors from, by their published names."""
 
     def has(self, name: str) -> bool: ...
