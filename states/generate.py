@@ -32,11 +32,11 @@ def plain(state: Unparking, event: DeviceFailed, known: Known) -> Work:
 def prefilled(
     state: Prefilling, event: PrefillAdvanced, known: Known
 ) -> Then[Prefilling, ReportProgress, RunPrefill] | Then[Speculating, ReportProgress, RunDecode]:
-    seat, prompt = evolve(state.seat, valid=event.stop), state.prompt
+    seat, prompt, speculation = evolve(state.seat, valid=event.stop), state.prompt, state.speculation
     if event.stop < prompt.target:
         following = chunk(known.settings, seat, prompt, prompt.target)
-        return Then(Prefilling(seat, prompt, state.speculation), progress(seat, prompt), following)
-    speculation, one = next_decode(seat, prompt, state.speculation, NOTHING)
+        return Then(Prefilling(seat, prompt, speculation), progress(seat, prompt), following)
+    one = next_decode(seat, prompt, speculation, NOTHING)
     return Then(Speculating(seat, prompt, speculation, NOTHING), progress(seat, prompt), one)
 
 
@@ -67,17 +67,15 @@ def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
     accepted = before.accepted + min(event.accepted, len(tokens))
     answer = Generated(said + tokens, before.decode_steps + 1, before.proposed + event.proposed, accepted)
     if isinstance(speculation, Drafted):
-        learnt = pace.after(speculation.pace, event.proposed, event.accepted, len(tokens), event.ns)
-        speculation = Drafted(learnt, speculation.reason)
+        speculation = Drafted(pace.after(speculation.pace, event), speculation.reason)
+    after = Speculating(seat, prompt, speculation, answer)
     heard = prompt.heard[len(said) : len(said) + len(tokens)] if prompt.heard else ()
     if heard and tokens[: len(heard)] != heard:
-        return fail_emptied(known, Speculating(seat, prompt, speculation, answer), DIFFERS)
+        return fail_emptied(known, after, DIFFERS)
     emit = EmitTokens(tokens[len(heard) :], event.logprobs[len(heard) : len(tokens)])
     if stops or len(answer.tokens) == job.max_tokens:
-        ended = Speculating(seat, prompt, speculation, answer)
-        return finish(known, ended, emit, "stop" if stops else "length")
-    speculation, one = next_decode(seat, prompt, speculation, answer)
-    after = Speculating(seat, prompt, speculation, answer)
+        return finish(known, after, emit, "stop" if stops else "length")
+    one = next_decode(seat, prompt, speculation, answer)
     return Then(after, emit, one) if emit.tokens else Then(after, one)
 
 

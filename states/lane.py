@@ -14,7 +14,7 @@ from effects.pflash import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
 from states import pace, residency
 from states.life import Drafted, Speculating, State
-from states.pace import Shape
+from states.pace import NOBODY, UNIT, Plan, Shape
 from states.rates import Rates, span_of
 from states.residency import Models
 from states.settings import Settings
@@ -35,6 +35,7 @@ class Lane:
     decode_last: bool = False  # the last launch was a batch of decode steps
     members: int = 0  # of the last launch
     proposing: int = 0  # launches since one in which nobody proposed anything
+    plan: Plan = NOBODY  # of the last launch
 
 
 Chosen: TypeAlias = Launch | Answer | None
@@ -84,26 +85,28 @@ def choose(
     decode_steps = [ask for ask in lane.waiting if isinstance(ask.effect, RunDecode)]
     others = [ask for ask in lane.waiting if not isinstance(ask.effect, RunDecode)]
     if decode_steps and not (others and lane.decode_last):
-        limit = 0 if lane.proposing == OFTEN else settings.batch_rows
-        batch = fitting(shared(decode_steps, requests, rates, limit), settings.batch_rows)
-        return start(lane, batch, decode_steps=True), models, Launch(batch)
-    return start(lane, (others[0],), decode_steps=False), models, Launch((others[0],))
+        company = decode_steps[: settings.batch_rows]
+        plan = planned(company, requests, rates, settings.batch_rows, lane.proposing)
+        pairs = zip(company, effects_of(company), plan.proposals, strict=True)
+        batch = tuple(evolve(ask, effect=evolve(one, propose=propose)) for ask, one, propose in pairs)
+        return start(lane, batch, plan), models, Launch(batch)
+    return start(lane, (others[0],)), models, Launch((others[0],))
 
 
-def shared(decode_steps: list[Ask], requests: Mapping[RequestId, State], rates: Rates, limit: int) -> list[Ask]:
-    """The same decode steps, with as many proposals as pay. limit: of rows; 0: nobody proposes."""
-    effects = effects_of(decode_steps)
+def planned(
+    decode_steps: Sequence[Ask], requests: Mapping[RequestId, State], rates: Rates, limit: int, proposing: int
+) -> Plan:
+    """limit: of rows. proposing: launches since a plain one, which is then measured again."""
+    effects, company = effects_of(decode_steps), shape(decode_steps)
     wanted = [(one.propose, pace_of(requests, ask)) for one, ask in zip(effects, decode_steps, strict=True)]
-    offer = offered(decode_steps, rates, limit)
-    return [
-        ask if propose == one.propose else evolve(ask, effect=evolve(one, propose=propose))
-        for ask, one, propose in zip(decode_steps, effects, pace.share(wanted, offer, limit), strict=True)
-    ]
+    offer = pace.terms(rates.decode, company.span, company.members, limit)
+    return pace.share(wanted, offer, rates, 0 if proposing == OFTEN or (proposing and offer.held_up) else limit)
 
 
-def offered(decode_steps: Sequence[Ask], rates: Rates, limit: int) -> pace.Terms:
-    company = shape(decode_steps)
-    return pace.terms(rates.decode, company.span, company.members, limit)
+def tells(lane: Lane, ns: int) -> bool:
+    """Once a launch: is that what such ones usually take? Where the draft had to catch up they take less."""
+    usual = not lane.plan.late or UNIT * ns < lane.plan.price * lane.plan.plain
+    return len(lane.running) == lane.members and usual
 
 
 def shape(decode_steps: Sequence[Ask]) -> Shape:
@@ -129,37 +132,25 @@ def pace_of(requests: Mapping[RequestId, State], ask: Ask) -> pace.Pace | None:
     return None if speculation is None else speculation.pace
 
 
-def told(launch: Launch, requests: Mapping[RequestId, State], rates: Rates, limit: int) -> dict[RequestId, State]:
-    """Those of its requests that have a draft, which now know what the launch will cost them."""
-    if not effects_of(launch.asks):
-        return {}
-    offer, rows, knowing = offered(launch.asks, rates, limit), shape(launch.asks).rows, dict[RequestId, State]()
-    for ask in launch.asks:
+def told(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, State]:
+    """Those of its requests that have a draft: what the launch costs them, and why they propose nothing."""
+    knowing = dict[RequestId, State]()
+    for ask, propose in zip(lane.running, lane.plan.proposals, strict=True):
         state = requests[ask.request]
         if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
-            speculation = evolve(state.speculation, pace=pace.launched(state.speculation.pace, offer, rows))
-            knowing[ask.request] = evolve(state, speculation=speculation)
+            tells = lane.plan.reason and state.answer.room(state.prompt.job)
+            why = ("" if propose else lane.plan.reason) if tells else state.speculation.reason
+            drafted = Drafted(evolve(state.speculation.pace, plan=lane.plan), why)
+            knowing[ask.request] = evolve(state, speculation=drafted)
     return knowing
 
 
-def fitting(decode_steps: list[Ask], limit: int) -> tuple[Ask, ...]:
-    """The longest run of decode steps, from the front, whose rows fit; at least one."""
-    taken, rows = list[Ask](), 0
-    for ask in decode_steps:
-        assert isinstance(ask.effect, RunDecode)
-        rows += 1 + ask.effect.propose
-        if taken and rows > limit:
-            break
-        taken.append(ask)
-    return tuple(taken)
-
-
-def start(lane: Lane, asks: tuple[Ask, ...], *, decode_steps: bool) -> Lane:
+def start(lane: Lane, asks: tuple[Ask, ...], plan: Plan = NOBODY) -> Lane:
     leaving = {ask.request for ask in asks}  # a request waits with one ask at most
     waiting, proposing = tuple(ask for ask in lane.waiting if ask.request not in leaving), lane.proposing
-    if decode_steps:
-        proposing = proposing + 1 if any(one.propose for one in effects_of(asks)) else 0
-    return Lane(waiting, asks, decode_steps, len(asks), proposing)
+    if plan.proposals:
+        proposing = proposing + 1 if any(plan.proposals) else 0
+    return Lane(waiting, asks, bool(plan.proposals), len(asks), proposing, plan)
 
 
 def drop(lane: Lane, ask: Ask) -> Lane:

@@ -76,6 +76,10 @@ class Generated:
     proposed: int = 0
     accepted: int = 0  # proposals that became tokens of the answer
 
+    def room(self, job: Job) -> int:
+        """For proposals: tokens that may follow the next one."""
+        return job.max_tokens - len(self.tokens) - 1
+
 
 @frozen
 class Remains:

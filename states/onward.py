@@ -15,7 +15,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel, UnloadModel
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, Finish
-from states import pace, policy, scope
+from states import policy, scope
 from states.life import (
     Compressing,
     Done,
@@ -110,8 +110,7 @@ def verbatim(known: Known, seat: Seat, prompt: Prompt) -> Verbatim:
 def work(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculation) -> Work:
     if seat.valid < prompt.target:
         return Then(Prefilling(seat, prompt, speculation), chunk(settings, seat, prompt, prompt.target))
-    speculation, one = next_decode(seat, prompt, speculation, NOTHING)
-    return Then(Speculating(seat, prompt, speculation, NOTHING), one)
+    return Then(Speculating(seat, prompt, speculation, NOTHING), next_decode(seat, prompt, speculation, NOTHING))
 
 
 def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPrefill:
@@ -122,18 +121,11 @@ def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPre
     return RunPrefill(seat.slot, seat.valid, mark, checkpoint=True)
 
 
-def next_decode(
-    seat: Seat, prompt: Prompt, speculation: Speculation, answer: Generated
-) -> tuple[Speculation, RunDecode]:
-    """And why it proposes nothing, if so; the last token there is room for says nothing about that."""
+def next_decode(seat: Seat, prompt: Prompt, speculation: Speculation, answer: Generated) -> RunDecode:
+    """It may propose as much as is of use; how much it does is decided with those that it is launched with."""
     last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
-    room = prompt.job.max_tokens - len(answer.tokens) - 1
-    if isinstance(speculation, Undrafted) or room == 0:
-        return speculation, RunDecode(seat.slot, seat.valid, last)
-    choice = pace.choose(speculation.pace, room)
-    if choice.reason != speculation.reason:
-        speculation = Drafted(speculation.pace, choice.reason)
-    return speculation, RunDecode(seat.slot, seat.valid, last, choice.propose)
+    propose = min(speculation.pace.widths[-1], answer.room(prompt.job)) if isinstance(speculation, Drafted) else 0
+    return RunDecode(seat.slot, seat.valid, last, propose)
 
 
 def park(settings: Settings) -> UnloadModel:

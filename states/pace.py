@@ -1,39 +1,39 @@
 """When to speculate and how wide: what a launch of decode steps costs against what it is likely to give.
 
 Counted in thousandths: of a token, for what decode steps give, and of a plain launch, for what they cost: one of the
-same requests, at the same length of context, in which nobody proposes anything. So a request knows at every moment how
-much longer it took than without a draft. It starts with SPARE plain rounds of such time, earns REFILL of one with each
-token, and begins no launch that could cost more than it has: an answer of N tokens takes at most SPARE + N REFILL
-longer, whatever the draft proposes, which is 1.5 % for 512 tokens. What it has left, up to SPARE, is all that the next
-answer starts with, so a thousand short answers lose no more than a long one.
+same requests, at the same length of context, in which nobody proposes anything. Three things are known, all folded from
+what launches took and gave: prices (`Rates.decode`); how often proposals are right, of each request, which starts from
+what all of them have taught; and how much may yet be lost, an account of the server's and one of each request.
 
-Requests that decode together decide together. A launch has one price, which each of them pays whether it proposes or
-not; it begins if they have that much between them. Beside this hard limit there is judgement: the width with the most
-expected tokens for its time, a rest where no width pays, and a new try after it, each rest twice as long as the one
-before while tries keep failing.
+A launch proposes what gives most tokens for its time, if those come sooner than plain ones. Where nothing does, it is
+tried now and then, ever more rarely while tries fail. And no launch begins that costs more than is left on the account
+of the server or of any of its members: what a launch gains is paid in, what it loses is taken out, and REFILL is earned
+with every token. docs/SPECULATION.md derives this, with an example in numbers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import TypeAlias
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
+from effects.decode import Decoded
 from states.rates import Rates
 from states.settings import Settings
 
 UNIT = 1000
-SPARE = 5 * UNIT  # 1 % of 512 tokens
-REFILL = 5  # half a percent
-MEMORY = 8  # rounds that an estimate rests on, about
-SHORTEST, LONGEST = 8, 256  # plain rounds of a rest
-HOPE = 800  # before anything is known: how likely a draft is right about the next token
+SPARE = 5 * UNIT  # of the server's account at most, which begins with `Rates.spare`: 1 % of 512 tokens
+REFILL = 10  # with a token: one percent
+FIRST = 2  # decode steps that the estimate counts for that a request, or the server, starts from
+MEMORY, SHARED = 8, 32  # decode steps that an estimate rests on at most, about: of a request, and of all of them
+LONGEST = 256  # plain launches between tries
+HOPE = 600  # before anything is known: how likely a draft is right about the next token
 DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
 BUCKET = 4  # rows of the smallest forward: as many tokens are fed at the price of one
-MOST = 2  # times what was presumed: a launch that took longer was held up by something else than the draft
 
 Key: TypeAlias = tuple[int, int, int]
 DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int], ...]  # as in Rates
@@ -60,6 +60,7 @@ class Terms:
     plain: int = 0  # nanoseconds of one in which nobody proposes; 0: not measured
     prices: tuple[int, ...] = ()  # of up to BUCKET, 2 BUCKET, 4 BUCKET ... rows
     measuring: bool = False  # times are measured here, and this one is missing: a plain launch comes first
+    held_up: bool = False  # a plain launch seems to take as long as one with proposals
 
     def price(self, rows: int) -> int:
         """Beyond what a launch may have, in proportion: nobody will ask for that many."""
@@ -68,29 +69,30 @@ class Terms:
 
 
 @frozen
-class Pace:
-    """What a request has learnt about its draft."""
+class Plan:
+    """What the members of a launch propose, and what that costs it."""
 
-    widths: tuple[int, ...]  # proposals that are worth considering, ascending
-    gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
-    terms: Terms  # of the company it was last in
-    price: int = 0  # of the launch that it is in, or was in last; 0: a plain one
-    branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
-    spare: int = SPARE  # thousandths of plain rounds that it may yet take longer
-    tried: int = 0  # decode steps since the last rest
-    rest: int = 0  # plain rounds until the next try
-    pause: int = SHORTEST  # of the next rest
-    prices: tuple[int, ...] = field(init=False)  # where everybody proposes so many, one for each width
+    proposals: tuple[int, ...] = ()
+    price: int = UNIT
+    plain: int = 0  # nanoseconds of a plain launch; 0: not measured
+    trying: bool = False  # it is not expected to pay
+    late: bool = False  # the draft has rows to follow before it proposes, which no price tells of
+    reason: str = ""  # machine-readable: why some propose nothing; empty: to measure a plain launch, or they want none
 
-    def __attrs_post_init__(self) -> None:
-        prices = tuple(self.terms.price(self.terms.members * (1 + width)) for width in self.widths)
-        object.__setattr__(self, "prices", prices)  # frozen: once made, nothing changes
+
+NOBODY = Plan()
 
 
 @frozen
-class Choice:
-    propose: int
-    reason: str  # machine-readable; empty where something is proposed
+class Pace:
+    """How often a draft is right: for a request, or for all of them."""
+
+    widths: tuple[int, ...]  # proposals that are worth considering, ascending
+    gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
+    branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
+    seen: int = 0  # decode steps with proposals
+    spare: int = 0  # thousandths of a plain launch that it may yet lose
+    plan: Plan = NOBODY  # of the launch that it is in, or was in last
 
 
 def widths(settings: Settings) -> tuple[int, ...]:
@@ -117,9 +119,11 @@ def terms(decode: DecodeTimes, span: int, members: int, most: int) -> Terms:
     near = ((span, members), (span, 1), (0, 1))
     known = {each[:3]: each[3] for each in decode if each[:2] in near}
     plain = known.get((span, members, 0), 0)
+    wider = [ns for (at, company, rows), ns in known.items() if (at, company) == (span, members) and rows]
     sizes = [BUCKET << step for step in range((filled(most) // BUCKET).bit_length())]
     prices = accumulate((presumed(known, span, members, rows) for rows in sizes), max)
-    return Terms(members, plain, tuple(prices), measuring=bool(decode) and not plain)
+    held_up = bool(wider) and plain >= min(wider)
+    return Terms(members, plain, tuple(prices), bool(decode) and not plain, held_up)
 
 
 def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
@@ -155,15 +159,15 @@ def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
     return tuple((*key, ns) for key, ns in sorted(known.items()))
 
 
-# --- what a request wants, and what a launch gives ---
+# --- how often a draft is right ---
 
 
 def fresh(settings: Settings, rates: Rates) -> Pace:
-    """With what the answers before it have taught."""
+    """Of a request that has proposed nothing: as all others did."""
     useful = widths(settings)
-    gains = rates.gains if len(rates.gains) == len(useful) else tuple(map(hoped, useful))
-    alone = terms(rates.decode, 0, 1, settings.batch_rows)
-    return Pace(useful, gains, alone, branching=settings.tree > 0, spare=max(0, SPARE - rates.spent))
+    known = len(rates.gains) == len(useful)
+    gains = rates.gains if known else tuple(map(hoped, useful))
+    return Pace(useful, gains, branching=settings.tree > 0, spare=rates.spare)
 
 
 @cache
@@ -171,96 +175,21 @@ def hoped(width: int) -> int:
     return sum(UNIT * HOPE**right // UNIT**right for right in range(1, width + 1))
 
 
-def remembered(rates: Rates, pace: Pace | None) -> Rates:
-    """For the answers after it. Time that this one saved is its own."""
-    if pace is None:
-        return rates
-    return evolve(rates, gains=pace.gains, spent=min(max(0, SPARE - pace.spare), SPARE))
-
-
-def choose(pace: Pace, room: int) -> Choice:
-    """What a request wants of its next decode step at most; `share` decides, and knows what others have to spare."""
-    if room <= 0:
-        return Choice(0, "last_token")
-    if pace.rest:
-        return Choice(0, "does_not_pay")
-    if pace.terms.members == 1 and pace.spare < pace.prices[0] - UNIT:
-        return Choice(0, "loss_limit")
-    return Choice(min(pace.widths[-1], room), "")
-
-
-def share(wanted: Sequence[tuple[int, Pace | None]], offer: Terms, limit: int) -> list[int]:
-    """How much each of a launch's requests proposes of what it wants, in at most `limit` rows.
-
-    All get the same bound: the one with the most expected tokens for the time of the whole launch, among those that
-    they can spare together. What is not expected to pay is tried if all of them want to, and so learn from it. Where
-    nobody proposes, there may still be more rows than `limit`.
-    """
-    most, paces = [propose for propose, _ in wanted], [pace for _, pace in wanted if pace is not None]
-    best, proposals = len(wanted) * UNIT, [0] * len(wanted)
-    if not paces or not any(most):
-        return most
-    if offer.measuring:
-        return proposals
-    if all(propose or pace is None for propose, pace in wanted):
-        best = 0
-    spare = sum(pace.spare for pace in paces)
-    for bound in paces[0].widths:
-        each = [min(propose, bound) for propose in most]
-        rows = len(each) + sum(each)
-        if rows > limit:
-            break
-        price = offer.price(rows)
-        tokens = sum(UNIT + gain(pace, propose) for propose, (_, pace) in zip(each, wanted, strict=True))
-        if UNIT * tokens // price > best and len(paces) * (price - UNIT) <= spare:
-            best, proposals = UNIT * tokens // price, each
-    return proposals
-
-
-def gain(pace: Pace | None, propose: int) -> int:
-    return min(pace.gains[covering(pace, propose)], UNIT * propose) if pace is not None and propose else 0
-
-
-def launched(pace: Pace, offer: Terms, rows: int) -> Pace:
-    """It is part of a launch of so many rows; 0: a plain one."""
-    return evolve(pace, terms=offer, price=offer.price(rows) if rows else 0)
-
-
-# --- what a decode step has taught ---
-
-
-def pays(pace: Pace) -> bool:
-    return any(UNIT + gain > price for gain, price in zip(pace.gains, pace.prices, strict=True))
-
-
-def could_pay(pace: Pace) -> bool:
+def could_pay(settings: Settings, rates: Rates) -> bool:
     """If every proposal were right."""
-    return any(UNIT * (1 + width) > price for width, price in zip(pace.widths, pace.prices, strict=True))
+    alone = terms(rates.decode, 0, 1, settings.batch_rows)
+    return any(UNIT * (1 + width) > alone.price(1 + width) for width in widths(settings))
 
 
-def after(pace: Pace, proposed: int, accepted: int, tokens: int, took_ns: int = 0) -> Pace:
-    """Of so many proposals so many were right, and the decode step gave so many tokens."""
-    pace = evolve(pace, spare=pace.spare + (UNIT + REFILL) * tokens - cost(pace, took_ns))
-    if proposed == 0:
-        return evolve(pace, rest=pace.rest - 1) if pace.rest else pace
-    weight = min(pace.tried + 2, MEMORY)
-    gains = tuple(
-        (gain * (weight - 1) + seen) // weight
-        for gain, seen in zip(pace.gains, sample(pace, proposed, accepted), strict=True)
-    )
-    learnt = evolve(pace, gains=gains, tried=pace.tried + 1)
-    if pays(learnt):
-        return evolve(learnt, pause=max(SHORTEST, pace.pause // 2)) if learnt.tried >= MEMORY else learnt
-    return evolve(learnt, tried=0, rest=pace.pause, pause=min(2 * pace.pause, LONGEST))
-
-
-def cost(pace: Pace, took_ns: int) -> int:
-    """Of the launch that it was in: what such ones usually cost; of a first try, in which the draft has catching up to
-    do, what that one really took.
-    """
-    if not pace.price or pace.tried or not took_ns or not pace.terms.plain:
-        return pace.price or UNIT
-    return min(max(pace.price, UNIT * took_ns // pace.terms.plain), MOST * pace.price)
+def after(pace: Pace, done: Decoded, memory: int = MEMORY) -> Pace:
+    """One more decode step: what it gave, and what it cost."""
+    spare = balance(pace.spare, pace.plan, done)
+    if not done.proposed:
+        return evolve(pace, spare=spare)
+    weight = min(pace.seen + FIRST, memory)
+    seen = sample(pace, done.proposed, done.accepted)
+    gains = tuple((gain * (weight - 1) + right) // weight for gain, right in zip(pace.gains, seen, strict=True))
+    return evolve(pace, gains=gains, seen=pace.seen + 1, spare=spare)
 
 
 def covering(pace: Pace, proposed: int) -> int:
@@ -285,3 +214,98 @@ def sample(pace: Pace, proposed: int, accepted: int) -> Iterator[int]:
             yield right + pace.gains[wider] - pace.gains[at]
         else:
             yield right
+
+
+def gain(pace: Pace | None, propose: int) -> int:
+    return min(pace.gains[covering(pace, propose)], UNIT * propose) if pace is not None and propose else 0
+
+
+# --- who proposes how much in a launch ---
+
+
+def share(wanted: Sequence[tuple[int, Pace | None]], offer: Terms, rates: Rates, limit: int) -> Plan:
+    """In at most `limit` rows; 0: it is time for a plain launch. Where nobody proposes there may be more."""
+    plain = Plan((0,) * len(wanted), plain=offer.plain)
+    if offer.measuring or not limit or not any(most for most, _ in wanted):
+        return plain
+    ways = list(possible(wanted, offer, limit))
+    spare = min(rates.spare, *(pace.spare for _, pace in wanted if pace))
+    within = [way for way in ways if way.price - UNIT <= spare]
+    best = max(within, key=worth, default=None)
+    pays = worth(best) > UNIT * len(wanted) if best else False
+    if best is None or not (pays or rates.rest == 0):
+        hoped = max(map(worth, ways), default=0) > UNIT * len(wanted)
+        return evolve(plain, reason="loss_limit" if hoped else "does_not_pay")
+    proposals = [0] * len(wanted)
+    for _, propose, member in best.members:
+        proposals[member] = propose
+    late = any(pace and not pace.seen for propose, (_, pace) in zip(proposals, wanted, strict=True) if propose)
+    return Plan(tuple(proposals), best.price, offer.plain, not pays, late or not pays, "does_not_pay")
+
+
+@frozen
+class Way:
+    """members: who proposes, as (gain, proposals, place in the launch). tokens: expected of all, in thousandths."""
+
+    tokens: int
+    price: int
+    members: Sequence[tuple[int, int, int]]
+
+
+def possible(wanted: Sequence[tuple[int, Pace | None]], offer: Terms, limit: int) -> Iterator[Way]:
+    """For each width and each forward: as many members as it holds, those first that gain most by it."""
+    company, bounds = len(wanted), next(pace.widths for most, pace in wanted if most and pace is not None)
+    sizes = [min(BUCKET << step, limit) for step in range((filled(limit) // BUCKET).bit_length())]
+    for bound in bounds:
+        asked = [(min(most, bound), pace, at) for at, (most, pace) in enumerate(wanted) if most]
+        order = sorted(((gain(pace, most), most, at) for most, pace, at in asked), key=lambda one: -one[0])
+        rows = list(accumulate((most for _, most, _ in order), initial=company))
+        tokens = list(accumulate((more for more, _, _ in order), initial=UNIT * company))
+        for count in sorted({bisect_right(rows, forward) - 1 for forward in sizes}):
+            if count > 0:
+                yield Way(tokens[count], offer.price(rows[count]), order[:count])
+
+
+def worth(way: Way) -> int:
+    """Tokens in the time of a plain launch."""
+    return UNIT * way.tokens // way.price
+
+
+# --- what a launch teaches all of them ---
+
+
+def begun(rates: Rates, plan: Plan) -> Rates:
+    """Tries that follow each other are ever further apart; what pays brings the next ones nearer."""
+    if plan.trying:
+        return evolve(rates, rest=rates.pause, pause=min(2 * rates.pause, LONGEST))
+    if any(plan.proposals):
+        return evolve(rates, pause=max(1, rates.pause // 2)) if rates.pause > 1 else rates
+    spare, rest = min(rates.spare + REFILL, SPARE), max(0, rates.rest - bool(plan.reason))
+    return rates if (spare, rest) == (rates.spare, rates.rest) else evolve(rates, spare=spare, rest=rest)
+
+
+def settled(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rates:
+    """One of a launch's members is back. They share in the server's account; what a plain one earns it has already."""
+    if not any(plan.proposals):
+        return rates
+    spare = min(balance(rates.spare, plan, done, len(plan.proposals)), SPARE)
+    if not done.proposed:
+        return evolve(rates, spare=spare)
+    learnt = after(evolve(fresh(settings, rates), seen=rates.seen), done, SHARED)
+    return evolve(rates, gains=learnt.gains, seen=learnt.seen, spare=spare)
+
+
+def balance(spare: int, plan: Plan, done: Decoded, members: int = 1) -> int:
+    """Of an account: what the tokens would have cost without a draft, less what the launch did."""
+    earned = (UNIT + REFILL) * len(done.tokens) - cost(plan, done.ns)
+    return spare + earned // members
+
+
+def cost(plan: Plan, took_ns: int) -> int:
+    """What such launches usually cost; where the draft had to catch up, what this one really took.
+
+    That takes no longer than a plain launch: what did was held up by something else.
+    """
+    if not plan.late or not took_ns or not plan.plain:
+        return plan.price
+    return min(max(plan.price, UNIT * took_ns // plan.plain), plan.price + UNIT)

@@ -75,7 +75,7 @@ def speculate(known: Known, job: Job) -> Decision:
         return Decision(False, "declined")
     if job.max_tokens == 1:
         return Decision(False, "one_token")
-    if not pace.could_pay(pace.fresh(known.settings, known.rates)):
+    if not pace.could_pay(known.settings, known.rates):
         return Decision(False, "never_pays")
     return Decision(True, "draft")
 

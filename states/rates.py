@@ -25,7 +25,9 @@ class Rates:
     These are times of either side alone. prefill_beside, load_beside: in thousandths of them, what computing and
     loading take while both go on for one prompt. A mixture of the two conditions in one number would predict neither.
 
-    gains, spent: what the last answer has taught about the draft, and how much of `pace.SPARE` it left used up.
+    Of speculation (`states/pace.py`), gains: proposals of each width that are right, in thousandths; seen: decode steps
+    with any. spare: thousandths of a plain launch that may yet be lost. rest: plain launches until
+    the next try; pause: of the rest after it.
     """
 
     prefill: tuple[int, ...] = ()
@@ -35,12 +37,15 @@ class Rates:
     prefill_beside: int = 0
     load_beside: int = 0
     gains: tuple[int, ...] = ()
-    spent: int = 0
+    seen: int = 0
+    spare: int = 1500
+    rest: int = 0
+    pause: int = 1
 
     def __attrs_post_init__(self) -> None:
         """Rates also come out of traces, which are hostile input."""
         launches = [number for each in self.decode for number in each]
-        single = (self.host, self.disk, self.prefill_beside, self.load_beside, self.spent)
+        single = (self.host, self.disk, self.prefill_beside, self.load_beside, self.seen, self.rest, self.pause)
         if min((*self.prefill, *single, *launches, *self.gains)) < 0 or len(self.prefill) > 64:
             raise ValueError(f"rates that cannot be: {self}")
 

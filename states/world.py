@@ -32,7 +32,7 @@ from states.events import (
     Submitted,
 )
 from states.lane import Answer, Lane
-from states.life import Done, Drafted, New, Recovering, Restoring, Speculating, State, Waiting, Yielding
+from states.life import Done, New, Recovering, Restoring, State, Waiting, Yielding
 from states.machine import IllegalEvent, step
 from states.rates import Rates
 from states.residency import Models, Residence
@@ -118,11 +118,11 @@ class Fold:
             case None, BlocksRestored() if isinstance(state, Restoring):
                 beside = state.front > state.seat.restored
                 self.rates = rates.loaded(self.rates, state.tier, answer.outcome, self.settings.chunk, beside=beside)
-            case RunDecode(propose=propose), Decoded(proposed=proposed, ns=ns) if (
-                # a launch is timed once, by the first of its members to answer
-                ns and proposed == propose and len(lane.running) == lane.members
-            ):
-                self.rates = evolve(self.rates, decode=pace.timed(self.rates.decode, lanes.shape(lane.running), ns))
+            case RunDecode(propose=propose), Decoded() as done:
+                if done.ns and done.proposed == propose and lanes.tells(lane, done.ns):
+                    known = pace.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
+                    self.rates = evolve(self.rates, decode=known)
+                self.rates = pace.settled(self.settings, self.rates, lane.plan, done)
             case _:
                 pass
 
@@ -153,8 +153,6 @@ class Fold:
     def react(self, request: RequestId, event: Event) -> None:
         before = self.requests.get(request, New())
         then = step(TABLE, before, event, Known(self.settings, self.rates))
-        if isinstance(before, Speculating) and not isinstance(then.state, Speculating):
-            self.remember(before, event)
         if isinstance(event, PrefixFound) and not getattr(then.state, "computing", False):
             self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
         if isinstance(before, New) and isinstance(event, Submitted):
@@ -170,15 +168,6 @@ class Fold:
             self.requests[request] = then.state
         for effect in then.effects:
             self.route(Ask(request, effect))
-
-    def remember(self, before: Speculating, event: Event) -> None:
-        """What the draft has taught in this answer."""
-        if not isinstance(before.speculation, Drafted):
-            return
-        last = before.speculation.pace
-        if isinstance(event, Decoded):
-            last = pace.after(last, event.proposed, event.accepted, len(event.tokens), event.ns)
-        self.rates = pace.remembered(self.rates, last)
 
     def route(self, ask: Ask) -> None:
         """Queue it for the lane, or hand it on; a place in the queue is given up on the spot."""
@@ -205,7 +194,9 @@ class Fold:
         )
         match chosen:
             case Launch(asks):
-                self.requests |= lanes.told(chosen, self.requests, self.rates, self.settings.batch_rows)
+                if self.settings.block and lane.decode_last:
+                    self.rates = pace.begun(self.rates, lane.plan)
+                    self.requests |= lanes.told(lane, self.requests)
                 self.out.append(Launch(asks, number))
             case Answer(request, outcome):
                 self.todo.append((request, outcome))

@@ -83,7 +83,7 @@ def test_a_decode_step_emits_its_token_and_feeds_it_to_the_next() -> None:
 
 def test_accepted_proposals_count_and_the_next_decode_step_proposes_no_further_than_the_limit() -> None:
     then = generate.accept(a(Speculating, prefilled(DRAFT, **LEASED)), Decoded((7, 8, 9), proposed=3), knowing(DRAFT))
-    learnt = pace.after(LEASED["pace"], 3, 2, 3)
+    learnt = pace.after(LEASED["pace"], Decoded((7, 8, 9), proposed=3))
     hold = prefilled(DRAFT, pace=learnt, valid=23, answer=(7, 8, 9), decode_steps=1, proposed=3, accepted=2)
     assert then == Then(a(Speculating, hold), EmitTokens((7, 8, 9)), RunDecode(HERE, 23, 9, propose=2))
     told = report(knowing(DRAFT), then.state)
@@ -132,17 +132,6 @@ def test_the_report_is_exact_wherever_a_decode_step_of_proposals_is_cut(
     assert (figures.completion_tokens, figures.decode_steps, figures.proposed) == (6 - room + len(kept), 7 - room, 4)
     assert figures.accepted == min(right, len(kept)), "proposals that became tokens of the answer, and no others"
     assert (ended and ended.finish) == ("stop" if 0 in kept else "length" if len(kept) == room else None)
-
-
-def test_why_nothing_more_is_proposed_is_told() -> None:
-    resting = evolve(LEASED["pace"], rest=2)
-    before = prefilled(DRAFT, pace=resting, answer=(5,), valid=21, decode_steps=1)
-    then = generate.accept(a(Speculating, before), Decoded((7,)), knowing(DRAFT))
-    assert then.effects[-1] == RunDecode(HERE, 22, 7, propose=0)
-    assert then.state.speculation.reason == "does_not_pay"
-    then = generate.accept(then.state, Decoded((8,)), knowing(DRAFT))
-    assert then.effects[-1] == RunDecode(HERE, 23, 8, propose=2)
-    assert then.state.speculation.reason == ""
 
 
 def test_a_stop_token_that_is_the_last_one_allowed_is_a_stop() -> None:

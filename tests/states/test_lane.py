@@ -14,7 +14,7 @@ from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import lane, pace
 from states.lane import Answer, Lane
-from states.life import Speculating, State
+from states.life import Generated, Speculating, State
 from states.rates import Rates
 from states.residency import Models, Residence
 from tests.states.builders import DRAFT, ONE, SCOPED, TWO, a, prefilled
@@ -72,12 +72,9 @@ def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
     assert launched(a_decode(3), chunk(2), a_decode(1)) == (a_decode(3), a_decode(1))
 
 
-@pytest.mark.parametrize(
-    ("proposals", "taken"),
-    [((0,) * 8, 8), ((0,) * 9, 8), ((3, 3), 2), ((3, 3, 0), 2), ((3, 4, 0), 1), ((7, 0), 1), ((20, 0), 1), ((20,), 1)],
-)
-def test_a_batch_has_a_limit_in_rows_and_at_least_one_member(proposals: tuple[int, ...], taken: int) -> None:
-    decode_steps = [a_decode(number, propose) for number, propose in enumerate(proposals)]
+@pytest.mark.parametrize(("waiting", "taken"), [(1, 1), (8, 8), (9, 8), (17, 8)])
+def test_a_batch_has_a_limit_in_rows(waiting: int, taken: int) -> None:
+    decode_steps = [a_decode(number) for number in range(waiting)]
     assert launched(*decode_steps) == tuple(decode_steps[:taken])
 
 
@@ -109,14 +106,15 @@ def test_rounds_that_go_together_propose_what_fits_together() -> None:
     assert proposed(decoding(1, 2, **SURE), 64, 15, 15) == [15, 15]
     assert proposed(decoding(1, 2, **SURE), 16, 15, 15) == [7, 7]
     assert proposed(decoding(1, 2, 3, 4, **SURE), 16, 15, 2, 0, 15) == [3, 2, 0, 3]
-    assert proposed(decoding(1, 2, 3, 4, **SURE), 8, 15, 15, 15, 15) == [0, 0, 0, 0]
+    assert proposed(decoding(1, 2, 3, 4, **SURE), 8, 15, 15, 15, 15) == [3, 0, 0, 0]
+    assert proposed(decoding(1, 2, 3, 4, **SURE), 4, 15, 15, 15, 15) == [0, 0, 0, 0]
 
 
 def test_rounds_that_go_together_propose_less_where_rows_are_dear() -> None:
     some = {"gains": (2100, 3500, 3500), "decode_steps": DEAR}
     assert proposed(decoding(1, **some), 64, 15, decode_steps=DEAR) == [3]
     assert proposed(decoding(1, 2, **some), 64, 15, 0, decode_steps=DEAR) == [3, 0]
-    assert proposed(decoding(1, 2, 3, 4, **some), 64, 15, 15, 15, 0, decode_steps=DEAR) == [0, 0, 0, 0]
+    assert proposed(decoding(1, 2, 3, 4, **some), 64, 15, 15, 15, 0, decode_steps=DEAR) == [3, 0, 0, 0]
 
 
 def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
@@ -130,15 +128,31 @@ def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
     assert found == ([15] * lane.OFTEN + [0]) * 2
 
 
-def test_who_has_a_draft_is_told_what_the_launch_costs() -> None:
-    requests, rates = decoding(1, **SURE), Rates(decode=(*CHEAP, (0, 2, 0, 1000)))
-    requests[TWO] = a(Speculating, prefilled(DRAFT))
-    told = lane.told(Launch((a_decode(1, 15), a_decode(2))), requests, rates, 64)
-    assert told.keys() == {ONE}
-    assert told[ONE].speculation.pace.price == 1200, "17 rows go through 32"  # type: ignore[union-attr]
-    assert told[ONE].speculation.pace.terms == pace.terms(rates.decode, 0, 2, 64)  # type: ignore[union-attr]
-    assert lane.told(Launch((a_decode(1),)), requests, rates, 64)[ONE].speculation.pace.price == 0  # type: ignore[union-attr]
-    assert lane.told(Launch((chunk(1),)), requests, rates, 64) == {}
+def told(requests: dict[RequestId, State], plan: pace.Plan) -> dict[RequestId, tuple[pace.Plan, str]]:
+    """What the launch costs those who have a draft, and why they do not propose."""
+    asks = tuple(a_decode(request, propose) for request, propose in zip(requests, plan.proposals, strict=True))
+    known = lane.told(Lane((), asks, decode_last=True, members=len(asks), plan=plan), requests)
+    heard = {request: lane.drafted(known, ask) for ask in asks if (request := ask.request) in known}
+    return {request: (each.pace.plan, each.reason) for request, each in heard.items() if each is not None}
+
+
+def test_who_has_a_draft_is_told_what_the_launch_costs_and_why_nothing_is_proposed() -> None:
+    requests = decoding(1, 2, **SURE)
+    requests[RequestId(3)] = a(Speculating, prefilled(DRAFT))
+    rests, some = pace.Plan((0, 0, 0), reason="loss_limit"), pace.Plan((0, 3, 0), 1200, reason="does_not_pay")
+    assert told(requests, rests) == {ONE: (rests, "loss_limit"), TWO: (rests, "loss_limit")}
+    assert told(requests, some) == {ONE: (some, "does_not_pay"), TWO: (some, "")}
+    measuring = pace.Plan((0, 0, 0))
+    known = lane.told(Lane((), tuple(map(a_decode, requests)), decode_last=True, members=3, plan=rests), requests)
+    assert told(requests | known, measuring) == {ONE: (measuring, "loss_limit"), TWO: (measuring, "loss_limit")}
+
+
+def test_the_last_token_that_there_is_room_for_says_nothing_about_a_draft() -> None:
+    (state,) = decoding(1, **SURE).values()
+    assert isinstance(state, Speculating)
+    full = evolve(state, answer=Generated((7,) * (state.prompt.job.max_tokens - 1)))
+    plan = pace.Plan((0,), reason="does_not_pay")
+    assert told({ONE: full}, plan) == {ONE: (plan, "")}
 
 
 def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effects.decode import Decoded
 from states import pace
-from states.pace import LONGEST, REFILL, SHORTEST, SPARE, UNIT, Choice, DecodeTimes, Pace, Shape, Terms
+from states.pace import LONGEST, REFILL, SPARE, UNIT, DecodeTimes, Pace, Plan, Shape, Terms
 from states.rates import Rates
 from states.settings import Settings
 
@@ -87,15 +88,6 @@ def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_
     assert pace.terms((*together, (1, 1, 0, 2000), (1, 1, 16, 5000)), 1, 1, 16).prices == (2500, 2500, 2500)
 
 
-def test_what_a_launch_is_compared_with_is_measured_first() -> None:
-    assert not pace.terms((), 0, 4, 64).measuring, "nothing is measured here"
-    assert not pace.terms(STEEP.decode, 0, 1, 64).measuring
-    for span, members in ((0, 4), (1, 1)):
-        offer = pace.terms(STEEP.decode, span, members, 64)
-        assert offer.measuring
-        assert pace.share([(7, KNOWN)] * members, offer, 64) == [0] * members
-
-
 def test_a_slow_launch_moves_a_price_a_little_and_a_quick_one_much() -> None:
     one, plain = Shape(0, 1, 4), Shape(0, 1)
     assert pace.timed((), one, 900) == ((0, 1, 4, 900),)
@@ -125,48 +117,122 @@ def test_a_machine_that_stays_slow_is_believed() -> None:
     assert decode[1][3] > 3200
 
 
+def sure(*gains: int, rates: Rates = STEEP, **changes: Any) -> Pace:
+    return evolve(pace.fresh(CHAIN, rates), gains=gains, **changes)
+
+
 KNOWN = pace.fresh(CHAIN, STEEP)
+ALONE = pace.terms(STEEP.decode, 0, 1, 64)
+
+
+def done(proposed: int, right: int, ns: int = 0) -> Decoded:
+    return Decoded((7,) * (1 + right), proposed, ns=ns, accepted=right)
+
+
+# --- what is proposed ---
 
 
 @pytest.mark.parametrize(
-    ("changes", "room", "choice"),
+    ("gains", "wanted", "proposed"),
     [
-        ({}, 99, Choice(15, "")),
-        ({}, 2, Choice(2, "")),
-        ({}, 0, Choice(0, "last_token")),
-        ({"rest": 1}, 99, Choice(0, "does_not_pay")),
-        ({"spare": 199}, 99, Choice(0, "loss_limit")),
-        ({"spare": 200}, 99, Choice(15, "")),
-        ({"gains": (0, 0, 0)}, 99, Choice(15, "")),  # a rest is over: try again
-    ],
-)
-def test_choose(changes: dict[str, object], room: int, choice: Choice) -> None:
-    assert pace.choose(evolve(KNOWN, **changes), room) == choice
-
-
-@pytest.mark.parametrize(
-    ("changes", "wanted", "proposed"),
-    [
-        ({"gains": (3000, 7000, 15000)}, 15, 15),
-        ({"gains": (2500, 4500, 5000)}, 15, 7),
-        ({"gains": (1000, 1200, 1200)}, 15, 3),
-        ({"gains": (3000, 7000, 15000)}, 5, 5),
-        ({"gains": (3000, 7000, 15000)}, 0, 0),
-        ({"gains": (3000, 7000, 15000), "spare": 1199}, 15, 7),
-        ({"gains": (3000, 7000, 15000), "spare": 200}, 15, 3),
-        ({"gains": (0, 0, 0)}, 15, 3),  # a try, with what costs least
+        ((3000, 7000, 15000), 15, 15),
+        ((2500, 4500, 5000), 15, 7),
+        ((1000, 1200, 1200), 15, 3),
+        ((3000, 7000, 15000), 5, 5),
+        ((3000, 7000, 15000), 0, 0),
     ],
 )
 def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
-    changes: dict[str, object], wanted: int, proposed: int
+    gains: tuple[int, ...], wanted: int, proposed: int
 ) -> None:
-    assert pace.share([(wanted, evolve(KNOWN, **changes))], KNOWN.terms, 64) == [proposed]
+    assert pace.share([(wanted, sure(*gains))], ALONE, STEEP, 64).proposals == (proposed,)
+
+
+@pytest.mark.parametrize(
+    ("server", "own", "proposed"),
+    [(5000, 5000, 15), (1199, 5000, 7), (5000, 1199, 7), (200, 5000, 3), (5000, 199, 0), (-1, 5000, 0)],
+)
+def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own: int, proposed: int) -> None:
+    rates, member = evolve(STEEP, spare=server), sure(3000, 7000, 15000, spare=own)
+    plan = pace.share([(15, member)], ALONE, rates, 64)
+    assert plan.proposals == (proposed,)
+    assert proposed or plan == Plan((0,), plain=1000, reason="loss_limit")
+
+
+def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
+    bad = sure(100, 100, 100, seen=9)
+    plan = pace.share([(15, bad)], ALONE, evolve(STEEP, rest=1), 64)
+    assert plan == Plan((0,), plain=1000, reason="does_not_pay")
+    plan = pace.share([(15, bad)], ALONE, STEEP, 64)
+    assert plan == Plan((3,), 1200, 1000, trying=True, late=True, reason="does_not_pay")
 
 
 def test_could_pay() -> None:
-    assert pace.could_pay(pace.fresh(CHAIN, UNKNOWN))
-    assert not pace.could_pay(pace.fresh(CHAIN, HOPELESS))
-    assert not pace.could_pay(pace.fresh(evolve(CHAIN, batch_rows=1), UNKNOWN))
+    assert pace.could_pay(CHAIN, UNKNOWN)
+    assert not pace.could_pay(CHAIN, HOPELESS)
+    assert not pace.could_pay(evolve(CHAIN, batch_rows=1), UNKNOWN)
+
+
+def test_without_a_request_for_any_nothing_is_proposed() -> None:
+    for members in ([(0, KNOWN)], [(0, KNOWN), (0, KNOWN)], [(0, None), (0, None)]):
+        assert pace.share(members, ALONE, STEEP, 64) == Plan((0,) * len(members), plain=1000)
+
+
+def test_a_plain_launch_is_measured_first() -> None:
+    offer = pace.terms(STEEP.decode, 0, 4, 64)
+    assert offer.measuring
+    assert pace.share([(7, KNOWN)], offer, STEEP, 64) == Plan((0,), plain=offer.plain)
+    assert not pace.terms((), 0, 4, 64).measuring, "nothing is measured here"
+    assert not ALONE.measuring
+
+
+@pytest.mark.parametrize(("wide", "held_up"), [(4000, True), (5000, True), (5001, False)])
+def test_a_plain_launch_that_seems_no_quicker_than_a_wide_one_was_held_up(wide: int, held_up: bool) -> None:
+    assert pace.terms(alone(5000, wide), 0, 1, 64).held_up == held_up
+
+
+FOUR = pace.terms((*FLAT.decode, (0, 4, 0, 1000), (0, 4, 16, 1500), (0, 4, 32, 4000)), 0, 4, 64)
+RICH = evolve(STEEP, spare=SPARE)
+GOOD, BAD = sure(2500, 4000, 5000, spare=SPARE), sure(100, 100, 100, spare=SPARE)
+
+
+def test_a_launch_has_one_price_however_many_propose() -> None:
+    assert pace.share([(15, GOOD)] * 4, FOUR, RICH, 16).proposals == (3, 3, 3, 3)
+    assert pace.share([(15, GOOD), (0, GOOD), (0, GOOD), (0, None)], FOUR, RICH, 16).proposals == (7, 0, 0, 0)
+
+
+def test_who_gains_most_goes_first() -> None:
+    """Seven rows of one that is right, rather than three of each: as many rows in all, and more tokens."""
+    plan = pace.share([(15, BAD), (15, GOOD), (15, BAD), (15, BAD)], FOUR, RICH, 16)
+    assert plan.proposals == (0, 7, 0, 0)
+    assert plan.price == 1500
+
+
+def test_a_member_that_could_not_bear_it_is_not_made_slower_by_the_others() -> None:
+    poor = evolve(BAD, spare=499)
+    assert pace.share([(15, GOOD)] * 3 + [(15, poor)], FOUR, RICH, 16).proposals == (0, 0, 0, 0)
+    assert pace.share([(15, GOOD)] * 3 + [(0, None)], FOUR, RICH, 16).proposals == (3, 3, 3, 0), "it has no account"
+
+
+@given(
+    wanted=st.lists(st.tuples(st.integers(0, 15), st.booleans(), st.integers(0, 5000)), min_size=1, max_size=8),
+    limit=st.integers(1, 64),
+    rest=st.integers(0, 1),
+    data=st.data(),
+)
+def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
+    wanted: list[tuple[int, bool, int]], limit: int, rest: int, data: st.DataObject
+) -> None:
+    rates = evolve(data.draw(some_rates()), rest=rest)
+    known = pace.fresh(CHAIN, rates)
+    members = [(most if drafts else 0, evolve(known, spare=own) if drafts else None) for most, drafts, own in wanted]
+    plan = pace.share(members, pace.terms(rates.decode, 0, len(members), limit), rates, limit)
+    assert all(propose <= most for propose, (most, _) in zip(plan.proposals, members, strict=True))
+    assert sum(plan.proposals) + len(members) <= limit or not any(plan.proposals)
+    assert all(plan.price - UNIT <= max(own, 0) for _, drafts, own in wanted if drafts)
+
+
+# --- what is learnt ---
 
 
 def test_a_decode_step_says_exactly_what_narrower_ones_would_have_got() -> None:
@@ -176,10 +242,8 @@ def test_a_decode_step_says_exactly_what_narrower_ones_would_have_got() -> None:
 
 
 def test_a_chain_that_was_right_to_its_end_promises_more_of_a_wider_one() -> None:
-    sure = evolve(KNOWN, gains=(3000, 3500, 3500))
-    assert list(pace.sample(sure, 3, 3)) == [3000, 7000, 15000]
-    doubtful = evolve(KNOWN, gains=(1500, 1500, 1500))
-    assert list(pace.sample(doubtful, 3, 3)) == [3000, 5000, 9000]
+    assert list(pace.sample(sure(3000, 3500, 3500), 3, 3)) == [3000, 7000, 15000]
+    assert list(pace.sample(sure(1500, 1500, 1500), 3, 3)) == [3000, 5000, 9000]
 
 
 def test_a_smaller_tree_says_nothing_about_what_branches_would_have_got() -> None:
@@ -187,80 +251,122 @@ def test_a_smaller_tree_says_nothing_about_what_branches_would_have_got() -> Non
     assert list(pace.sample(tree, 7, 2)) == [2000, 2000, 2500, 3500]
 
 
-def test_rests_grow_while_tries_fail_and_shrink_while_they_pay() -> None:
-    now, rests = KNOWN, list[int]()
-    while len(rests) < 8:
-        if now.rest:
-            rests.append(now.rest)
-            now = evolve(now, rest=0)
-        now = pace.after(now, 3, 0, 1)
-    assert rests == [SHORTEST, 16, 32, 64, 128, 256, LONGEST, LONGEST]
-    now = evolve(now, rest=0)
-    for _ in range(20):
-        now = pace.after(now, 15, 15, 16)
-    assert now.pause == SHORTEST
+def test_a_request_learns_quickly_and_the_server_from_all_of_them() -> None:
+    rates, member = STEEP, KNOWN
+    for _ in range(40):
+        rates = pace.settled(CHAIN, rates, Plan((3,), 1200), done(3, 3))
+        member = pace.after(member, done(3, 3))
+    known = rates.gains
+    rates, member = pace.settled(CHAIN, rates, Plan((3,), 1200), done(3, 0)), pace.after(member, done(3, 0))
+    assert rates.seen == member.seen == 41
+    assert 0.96 * known[0] <= rates.gains[0] < known[0]
+    assert member.gains[0] < 0.9 * known[0]
+    assert pace.fresh(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, spare=rates.spare)
 
 
-def test_a_plain_decode_step_shortens_the_rest_and_earns_a_little() -> None:
-    assert pace.after(evolve(KNOWN, rest=3), 0, 0, 1) == evolve(KNOWN, rest=2, spare=SPARE + REFILL)
-    assert pace.after(KNOWN, 0, 0, 1) == evolve(KNOWN, spare=SPARE + REFILL)
+def test_what_another_draft_has_taught_is_not_believed() -> None:
+    assert pace.fresh(CHAIN, evolve(STEEP, gains=(1, 2))).gains == KNOWN.gains
 
 
-def test_who_does_not_propose_pays_for_those_who_do() -> None:
-    waits = pace.launched(KNOWN, Terms(2, 2000, (1500,)), 4)
-    assert pace.after(waits, 0, 0, 1).spare == SPARE + REFILL - 500
+def test_rests_grow_while_tries_fail_and_shrink_while_launches_pay() -> None:
+    rates, rests, trying = STEEP, list[int](), Plan((3,), 1200, trying=True)
+    for _ in range(10):
+        rates = pace.begun(rates, trying)
+        rests.append(rates.rest)
+    assert rests == [1, 2, 4, 8, 16, 32, 64, 128, 256, LONGEST]
+    for _ in range(9):
+        rates = pace.begun(rates, Plan((3,), 1200))
+    assert rates.pause == 1
+    plain, resting = Plan((0,), reason="does_not_pay"), evolve(STEEP, rest=2, spare=SPARE)
+    assert pace.begun(resting, plain) == evolve(resting, rest=1)
+    assert pace.begun(resting, Plan((0,))) == resting, "nobody wanted any"
+
+
+def test_an_account_gains_what_tokens_would_have_cost_and_loses_what_the_launch_did() -> None:
+    assert pace.balance(0, Plan((0,)), done(0, 0)) == REFILL
+    assert pace.balance(0, Plan((3,), 1200), done(3, 0)) == REFILL - 200
+    assert pace.balance(0, Plan((3,), 1200), done(3, 2)) == 3 * (UNIT + REFILL) - 1200
+    waits = evolve(KNOWN, plan=Plan((3, 0), 1500))
+    assert pace.after(waits, done(0, 0)).spare == KNOWN.spare + REFILL - 500, "who does not propose pays as well"
+    assert pace.after(evolve(KNOWN, spare=SPARE), done(0, 0)).spare == SPARE + REFILL, "its own gain is its own"
+
+
+def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
+    four, rates = Plan((3,) * 4, 1500), evolve(STEEP, spare=0)
+    for right in (3, 1, 0, 0):
+        rates = pace.settled(CHAIN, rates, four, done(3, right))
+    assert rates.spare == pytest.approx(2 * (UNIT + REFILL) - 1500, abs=4)
+    assert pace.settled(CHAIN, evolve(STEEP, spare=SPARE), Plan((15,), 1200), done(15, 15)).spare == SPARE
+    assert pace.begun(STEEP, Plan((0,) * 4)).spare == STEEP.spare + REFILL
+    assert pace.settled(CHAIN, STEEP, Plan((0,) * 4), done(0, 0)) == STEEP, "once is enough"
 
 
 @pytest.mark.parametrize(
-    ("tried", "took", "price"), [(0, 2400, 1200), (0, 3000, 1500), (0, 10**9, 2400), (0, 0, 1200), (3, 3000, 1200)]
+    ("late", "took", "price"),
+    [(True, 2400, 1200), (True, 3000, 1500), (True, 10**9, 2200), (True, 0, 1200), (False, 3000, 1200)],
 )
-def test_a_first_try_is_paid_for_as_it_was_since_the_draft_catches_up_in_it(tried: int, took: int, price: int) -> None:
-    tries = pace.launched(evolve(KNOWN, tried=tried), Terms(1, 2000, (1200, 1300, 1400)), 4)
-    assert pace.after(tries, 3, 1, 2, took).spare == SPARE + 2 * (UNIT + REFILL) - price
+def test_what_catches_up_is_paid_for_as_it_was(late: bool, took: int, price: int) -> None:
+    assert pace.cost(Plan((3,), 1200, 2000, late=late), took) == price
 
 
-def test_the_next_answer_starts_with_what_the_last_one_has_taught_and_left() -> None:
-    assert pace.fresh(CHAIN, pace.remembered(STEEP, evolve(KNOWN, gains=(500, 600, 700), spare=1200))) == evolve(
-        KNOWN, gains=(500, 600, 700), spare=1200
-    )
-    assert pace.fresh(CHAIN, pace.remembered(STEEP, evolve(KNOWN, spare=10**6))).spare == SPARE
-    assert pace.fresh(CHAIN, pace.remembered(STEEP, evolve(KNOWN, spare=-(10**6)))).spare == 0
-    assert pace.fresh(CHAIN, Rates(decode=STEEP.decode, gains=(1, 2))).gains == KNOWN.gains, "of another draft"
+def test_a_first_launch_of_a_request_is_late_and_the_next_is_not() -> None:
+    assert pace.share([(15, KNOWN)], ALONE, STEEP, 64).late
+    assert not pace.share([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).late
 
 
-def decode(now: Pace, draft: Draft, length: int) -> tuple[int, Pace]:
-    """What an answer costs by the prices, in thousandths of plain rounds."""
-    cost = answered = 0
-    while answered < length:
-        choice = pace.choose(now, length - answered - 1)
-        (proposed,) = pace.share([(choice.propose, now)], now.terms, 64)
-        right = draft(proposed, answered)
-        assert 0 <= right <= proposed
-        now = pace.launched(now, now.terms, proposed and 1 + proposed)
-        cost += now.price or UNIT
-        now = pace.after(now, proposed, right, right + 1)
-        answered += right + 1
-        assert list(now.gains) == sorted(now.gains), "a wider block is right about no fewer"
-        steps = zip(now.widths, now.gains, now.widths[1:], now.gains[1:], strict=False)
-        assert all(more - gain <= UNIT * (wider - width) for width, gain, wider, more in steps)
-        assert all(0 <= gain <= UNIT * width for width, gain in zip(now.widths, now.gains, strict=True))
-    return cost, now
+# --- what comes of it ---
+
+
+def decode(house: Settings, rates: Rates, *answers: tuple[Draft, int], late: int = 0) -> tuple[int, list[int], Rates]:
+    """What answers that decode together cost by the prices, in thousandths of plain launches: until all are done, and
+    each. Launches that catch up take `late` longer.
+    """
+    cost, costs, members = 0, [0] * len(answers), [pace.fresh(house, rates) for _ in answers]
+    answered, lengths = [0] * len(answers), [length for _, length in answers]
+    while busy := [at for at, length in enumerate(lengths) if answered[at] < length]:
+        offer = pace.terms(rates.decode, 0, 1, 64)  # of whatever company: prices are those of one alone
+        wanted = [(min(members[at].widths[-1], lengths[at] - answered[at] - 1), members[at]) for at in busy]
+        plan = pace.share(wanted, offer, rates, 64)
+        rates, took = pace.begun(rates, plan), plan.price + late * plan.late
+        cost += took
+        assert min(rates.spare, *(members[at].spare for at in busy)) >= 0 or late or not any(plan.proposals)
+        for at, proposed in zip(busy, plan.proposals, strict=True):
+            right = answers[at][0](proposed, answered[at])
+            assert 0 <= right <= proposed
+            step = done(proposed, right, took * offer.plain // UNIT)
+            members[at] = pace.after(evolve(members[at], plan=plan), step)
+            rates = pace.settled(house, rates, plan, step)
+            costs[at] += took
+            answered[at] += right + 1
+            for gains in (members[at].gains, rates.gains or members[at].gains):
+                assert list(gains) == sorted(gains), "a wider block is right about no fewer"
+                assert all(0 <= gain <= UNIT * width for width, gain in zip(members[at].widths, gains, strict=True))
+    return cost, costs, rates
+
+
+def never(_: int, __: int) -> int:
+    return 0
+
+
+def steady(chance: float, seed: int) -> Draft:
+    rng = random.Random(seed)
+    return lambda proposed, _: next((right for right in range(proposed) if rng.random() >= chance), proposed)
 
 
 def some_rates() -> st.SearchStrategy[Rates]:
-    """Anything from rows for nothing to rounds that cost as much as their rows, measured in part."""
+    """Anything from rows for nothing to decode steps that cost as much as their rows, measured in part."""
     dear = st.lists(st.integers(0, 4000), min_size=4, max_size=4)
     seen = st.lists(st.booleans(), min_size=4, max_size=4)
 
-    def decode(more: list[int], known: list[bool]) -> Rates:
+    def rounds(more: list[int], known: list[bool]) -> Rates:
         prices = [1000 + sum(more[: at + 1]) for at in range(4)]
         wider = [(0, 1, rows, price) for rows, price, there in zip((4, 8, 16, 32), prices, known, strict=True) if there]
         return Rates(decode=((0, 1, 0, 1000), *wider))
 
-    return st.one_of(st.sampled_from([UNKNOWN, FLAT, STEEP, HOPELESS]), st.builds(decode, dear, seen))
+    return st.one_of(st.sampled_from([UNKNOWN, FLAT, STEEP, HOPELESS]), st.builds(rounds, dear, seen))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rates=some_rates(),
     house=st.sampled_from([CHAIN, TREE, evolve(CHAIN, block=3), evolve(CHAIN, block=10)]),
@@ -271,24 +377,25 @@ def some_rates() -> st.SearchStrategy[Rates]:
 def test_an_answer_never_takes_more_than_one_and_a_half_per_cent_longer_whatever_the_draft_does(
     rates: Rates, house: Settings, length: int, moods: list[tuple[int, int]], seed: int
 ) -> None:
-    """Moods: for so many decode steps every proposal is right with such a chance; then the next one, around and
-    around."""
-    rng, chances = random.Random(seed), [chance for times, chance in moods for _ in range(times)]
+    """Moods: for so many decode steps every proposal is right with such a chance; then the next one, around again."""
+    rng, steps = random.Random(seed), [chance for times, chance in moods for _ in range(times)]
     turn = iter(range(10**9))
 
     def moody(proposed: int, _: int) -> int:
-        chance = chances[next(turn) % len(chances)]
+        chance = steps[next(turn) % len(steps)]
         return next((right for right in range(proposed) if rng.random() * 100 >= chance), proposed)
 
-    cost, _ = decode(pace.fresh(house, rates), moody, length)
-    assert cost <= UNIT * length + SPARE + REFILL * length <= 1.015 * UNIT * length
+    cost, _, after = decode(house, rates, (moody, length))
+    assert cost <= UNIT * length + rates.spare + REFILL * length <= 1.015 * UNIT * length
+    cost, _, _ = decode(house, after, (never, length))
+    assert cost <= UNIT * length + SPARE + REFILL * length, "nor after one in which much was gained"
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
 @pytest.mark.parametrize("length", [LENGTH, 700, 4000])
 def test_nor_where_the_draft_knows_what_would_hurt_most(rates: Rates, length: int) -> None:
     """Right whenever it is trusted little, wrong whenever it is trusted much: it sees the estimates."""
-    worst, now = 0, pace.fresh(CHAIN, rates)
+    worst = 0
     for patience in range(1, 12):
         streak = 0
 
@@ -297,76 +404,60 @@ def test_nor_where_the_draft_knows_what_would_hurt_most(rates: Rates, length: in
             streak = (streak + 1) % (patience + 1) if proposed else streak
             return proposed if streak == 0 else 0
 
-        worst = max(worst, decode(now, malicious, length)[0])
+        worst = max(worst, decode(CHAIN, rates, (malicious, length))[0])
     assert worst <= 1.015 * UNIT * length
 
 
-@pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP, HOPELESS])
-def test_a_useless_draft_is_hardly_asked(rates: Rates) -> None:
-    cost, _ = decode(pace.fresh(CHAIN, rates), lambda _, __: 0, 600)
-    assert cost <= 1.014 * UNIT * 600
+@pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
+@pytest.mark.parametrize("members", [1, 4])
+def test_a_draft_that_is_never_right_costs_next_to_nothing_after_the_first_answers(rates: Rates, members: int) -> None:
+    costs, late = list[int](), 300 if rates.decode else 0  # where nothing is measured, nobody knows what is late
+    for _ in range(30):
+        cost, _, rates = decode(CHAIN, rates, *[(never, 64)] * members, late=late)
+        costs.append(cost)
+    assert costs[0] <= UNIT * 64 + UNKNOWN.spare + REFILL * 64 + late
+    assert sum(costs) <= (UNIT + REFILL) * 64 * 30 + UNKNOWN.spare + late
+    assert sum(costs[20:]) <= 1.006 * UNIT * 64 * 10
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
-def test_nor_do_many_short_answers_one_after_the_other(rates: Rates) -> None:
-    """Each of them alone would have the spare time of one of 512 tokens."""
-    total = 0
-    for _ in range(100):
-        cost, now = decode(pace.fresh(CHAIN, rates), lambda _, __: 0, 40)
-        rates, total = pace.remembered(rates, now), total + cost
-    assert total <= UNIT * 4000 + SPARE + REFILL * 4000
-
-
-def steady(chance: float, seed: int) -> Draft:
-    rng = random.Random(seed)
-    return lambda proposed, _: next((right for right in range(proposed) if rng.random() >= chance), proposed)
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("others", [0.0, 0.5, 0.9])
+def test_no_answer_is_made_slower_by_the_company_it_is_in(rates: Rates, chance: float, others: float) -> None:
+    """It loses no more than the server had to spare when it came."""
+    for seed in range(5):
+        rates = evolve(rates, spare=SPARE)
+        company = [(steady(chance, seed), 200), *((steady(others, 99 - at), 400) for at in range(3))]
+        _, costs, _ = decode(CHAIN, rates, *company)
+        assert costs[0] <= (UNIT + REFILL) * 200 + SPARE
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
 @pytest.mark.parametrize("chance", [0.6, 0.75, 0.9, 0.97])
 def test_a_steady_draft_gives_nearly_what_its_best_width_would(rates: Rates, chance: float) -> None:
-    """0.75: four tokens a decode step. Against the one width that is best on average, known beforehand."""
-    now, length, runs = pace.fresh(CHAIN, rates), 1000, 20
-    tokens = [1 + sum(chance**right for right in range(1, width + 1)) for width in now.widths]
-    best = min(price / expected for price, expected in zip(now.prices, tokens, strict=True)) * length
-    cost = sum(decode(now, steady(chance, seed), length)[0] for seed in range(runs)) / runs
+    """0.75: four tokens a step. Against the one width that is best on average, known beforehand."""
+    length, runs, offer = 1000, 10, pace.terms(rates.decode, 0, 1, 64)
+    expected = {width: 1 + sum(chance**right for right in range(1, width + 1)) for width in KNOWN.widths}
+    best = min(offer.price(1 + width) / tokens for width, tokens in expected.items()) * length
+    cost = sum(decode(CHAIN, rates, (steady(chance, seed), length))[0] for seed in range(runs)) / runs
     assert cost <= 1.06 * best
     assert best < 0.8 * UNIT * length
 
 
 def test_a_draft_that_turns_good_is_found_out() -> None:
-    def late(proposed: int, answered: int) -> int:
+    def turning(proposed: int, answered: int) -> int:
         return proposed if answered >= 300 else 0
 
-    cost, _ = decode(pace.fresh(CHAIN, STEEP), late, 1300)
+    cost, _, _ = decode(CHAIN, STEEP, (turning, 1300))
     assert cost <= 0.6 * UNIT * 1300
 
 
-def test_without_a_wish_nothing_is_proposed() -> None:
-    assert pace.share([(0, KNOWN)], KNOWN.terms, 64) == [0]
-    assert pace.share([(0, KNOWN), (0, KNOWN)], KNOWN.terms, 64) == [0, 0]
-    assert pace.share([(0, None), (0, None)], KNOWN.terms, 64) == [0, 0]
-
-
-FOUR = pace.terms((*FLAT.decode, (0, 4, 0, 1000), (0, 4, 16, 1500)), 0, 4, 64)
-GOOD, BAD = evolve(KNOWN, gains=(2500, 4000, 5000)), evolve(KNOWN, gains=(100, 100, 100))
-
-
-def test_a_launch_has_one_price_however_many_propose() -> None:
-    assert pace.share([(15, GOOD)] * 4, FOUR, 16) == [3] * 4
-    assert pace.share([(15, GOOD), (0, BAD), (0, BAD), (0, BAD)], FOUR, 16) == [7, 0, 0, 0], "five tokens for 1.5"
-
-
-def test_what_is_not_expected_to_pay_is_tried_by_all_together_or_not_at_all() -> None:
-    assert pace.share([(15, BAD)] * 4, FOUR, 16) == [3] * 4
-    assert pace.share([(15, BAD)] * 3 + [(0, BAD)], FOUR, 16) == [0] * 4
-    assert pace.share([(15, BAD)] * 3 + [(0, None)], FOUR, 16) == [3, 3, 3, 0], "it has no draft to learn about"
-
-
-def test_a_launch_begins_if_its_requests_can_spare_its_price_between_them() -> None:
-    poor, rich = evolve(GOOD, spare=0), evolve(GOOD, spare=2000)
-    assert pace.share([(3, poor)] * 3 + [(3, rich)], FOUR, 16) == [3] * 4
-    assert pace.share([(3, poor)] * 3 + [(3, evolve(rich, spare=1999))], FOUR, 16) == [0] * 4
+def test_a_request_that_the_draft_suits_is_found_out_where_it_suited_no_other() -> None:
+    rates = STEEP
+    for _ in range(10):
+        _, _, rates = decode(CHAIN, rates, (never, 64))
+    cost, _, _ = decode(CHAIN, rates, (steady(0.9, 1), 1500))
+    assert cost <= 0.6 * UNIT * 1500
 
 
 @pytest.mark.parametrize("members", [2, 4, 16])
@@ -377,38 +468,60 @@ def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int,
     rng, rates, busy = random.Random(members), STEEP, list[tuple[Pace, int]]()
     true = {0: 1000} | {rows: round(dear * ns) for _, _, rows, ns in STEEP.decode if rows} | {32: 4000, 64: 8000}
     time = tokens = 0
-    while tokens < 20_000:
+    while tokens < 10_000:
         busy += [(pace.fresh(CHAIN, rates), 64)] * (members - len(busy))
         offer = pace.terms(rates.decode, 0, members, 64)
-        requests = [(pace.choose(each, left - 1).propose, each) for each, left in busy]
-        proposals = pace.share(requests, offer, 64)
-        shape = Shape(0, members, sum(proposals) and members + sum(proposals))
+        plan = pace.share([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
+        shape = Shape(0, members, sum(plan.proposals) and members + sum(plan.proposals))
         took = true[shape.key[2]]
-        rates, time = evolve(rates, decode=pace.timed(rates.decode, shape, took)), time + took
+        rates, time = pace.begun(rates, plan), time + took
+        if not plan.late:
+            rates = evolve(rates, decode=pace.timed(rates.decode, shape, took))
         after = list[tuple[Pace, int]]()
-        for (each, left), proposed in zip(busy, proposals, strict=True):
-            right = steady(chance, rng.randrange(10**6))(proposed, 0)
-            learnt = pace.after(pace.launched(each, offer, shape.rows), proposed, right, 1 + right, took)
-            tokens += 1 + right
-            if left > 1 + right:
-                after.append((learnt, left - 1 - right))
-            else:
-                rates = pace.remembered(rates, learnt)
+        for (each, left), proposed in zip(busy, plan.proposals, strict=True):
+            step = done(proposed, steady(chance, rng.randrange(10**6))(proposed, 0), took)
+            rates = pace.settled(CHAIN, rates, plan, step)
+            tokens += len(step.tokens)
+            if left > len(step.tokens):
+                after.append((pace.after(evolve(each, plan=plan), step), left - len(step.tokens)))
         busy = after
-    assert time / (UNIT * tokens / members) <= 1.015
+    assert time / (UNIT * tokens / members) <= (1.015 if dear < 3 else 1.03), (
+        "what is tried for the first time may be three times as dear as presumed"
+    )
     assert chance < 0.8 or dear > 1 or members > 2 or time / (UNIT * tokens / members) < 0.8
 
 
-@given(
-    wanted=st.lists(st.tuples(st.integers(0, 15), st.booleans()), min_size=1, max_size=8),
-    limit=st.integers(1, 64),
-    rates=some_rates(),
+# --- the example of docs/SPECULATION.md ---
+
+MEASURED = Rates(decode=alone(10_000, 15_000, 17_000, 22_000))
+
+
+@pytest.mark.parametrize(
+    ("right", "proposed", "accounts"),
+    [((2, 0, 3, 1), [3, 3, 3, 7], [2730, 2240, 4780, 5000]), ((0, 0, 0), [3, 3, 0], [710, 220, 230])],
 )
-def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
-    wanted: list[tuple[int, bool]], limit: int, rates: Rates
-) -> None:
-    known = pace.fresh(CHAIN, rates)
-    members = [(most if drafts else 0, known if drafts else None) for most, drafts in wanted]
-    each = pace.share(members, pace.terms(rates.decode, 0, len(members), limit), limit)
-    assert all(propose <= most for propose, (most, _) in zip(each, members, strict=True))
-    assert sum(each) + len(each) <= limit or not any(each)
+def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int], accounts: list[int]) -> None:
+    rates, member, found = MEASURED, pace.fresh(CHAIN, MEASURED), list[tuple[int, int]]()
+    for number, accepted in enumerate(right):
+        plan = pace.share([(15, member)], pace.terms(rates.decode, 0, 1, 64), rates, 64)
+        step = done(plan.proposals[0], accepted, plan.price * 10 + 3000 * (number == 0))
+        member, rates = pace.after(evolve(member, plan=plan), step), pace.begun(rates, plan)
+        rates = pace.settled(CHAIN, rates, plan, step)
+        found.append((plan.proposals[0], rates.spare))
+    assert found == list(zip(proposed, accounts, strict=True))
+    assert member.spare == {(2, 0, 3, 1): 5100, (0, 0, 0): 230}[right]
+
+
+@pytest.mark.parametrize(
+    ("gains", "proposed", "worth"),
+    [
+        ([(1300, 1600, 1700)] * 4, (3, 3, 3, 3), [3854, 5257, 3200, 4160, 2280, 2700]),
+        ([(2400, 4500, 5500)] + [(200, 200, 200)] * 3, (7, 0, 0, 0), [4654, 4000, 4857, 3640, 3800, 2525]),
+    ],
+)
+def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, ...], worth: list[int]) -> None:
+    company = ((0, 4, 0, 16_000), (0, 4, 8, 22_000), (0, 4, 16, 28_000), (0, 4, 32, 40_000))
+    offer, rich = pace.terms((*MEASURED.decode, *company), 0, 4, 64), evolve(MEASURED, spare=SPARE)
+    members = [(15, sure(*each, spare=SPARE)) for each in gains]
+    assert [pace.worth(way) for way in pace.possible(members, offer, 64)] == worth
+    assert pace.share(members, offer, rich, 64).proposals == proposed

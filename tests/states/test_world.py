@@ -19,7 +19,6 @@ from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states import lane, pace
 from states.events import Cancelled, Event, ForEngine, ForRequest, SlotsLost, Submitted
 from states.invariants import check
-from states.lane import Lane
 from states.life import Draining, Prefilling, Recovering
 from states.machine import IllegalEvent
 from states.onward import report
@@ -119,7 +118,8 @@ def test_a_finished_request_leaves_nothing_but_the_rows_of_its_slot() -> None:
     world, _ = after(PLAIN, submitted(ONE, **short), (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,))))
     fresh = begin(PLAIN)
     kept = evolve(fresh.slots, slots=(Slot((1, 2), None, 1), Slot()), turn=1)
-    assert world == evolve(fresh, slots=kept, lanes={MAIN: Lane(decode_last=True, members=1)})
+    assert world.lanes[MAIN].waiting == world.lanes[MAIN].running == ()
+    assert world == evolve(fresh, slots=kept, lanes=world.lanes)
 
 
 def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> None:
@@ -241,44 +241,67 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
 def test_a_launch_tells_once_what_such_launches_cost() -> None:
     start: pace.DecodeTimes = ((0, 1, 0, 800), (0, 1, 4, 1000))
     measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(decode=start))
-    one, two = submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,))
-    world, outs = after(measured, one, (ONE, Decoded((7, 8), 3, ns=1800)))
-    assert world.rates.decode == ((0, 1, 0, 800), (0, 1, 4, 1025))
-    assert after(measured, one, (ONE, Decoded((7, 8), 2, ns=1800)))[0].rates.decode == start
+    one, two = submitted(ONE, prompt=(1,), max_tokens=20), submitted(TWO, prompt=(2,), max_tokens=20)
+    first = (ONE, Decoded((7, 8), 3, ns=2600))
+    world, outs = after(measured, one, first)
+    assert world.rates.decode == start, "the draft caught up"
+    assert outs[-1] == alone(ONE, RunDecode(HERE, 2, 8, 3))
+    assert advance(world, ForRequest(ONE, Decoded((7, 8), 3, ns=1800)))[0].rates.decode == (
+        (0, 1, 0, 800),
+        (0, 1, 4, 1025),
+    )
+    assert advance(world, ForRequest(ONE, Decoded((7, 8), 2, ns=1800)))[0].rates.decode == start, "it proposed less"
+    quick = after(measured, one, (ONE, Decoded((7, 8), 3, ns=960)))[0]
+    assert quick.rates.decode == ((0, 1, 0, 800), (0, 1, 4, 980)), "it caught up, and was quicker even so"
     world, outs = after(measured, one, two, (ONE, Decoded((7, 8), 3, ns=1000)))
     assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 2, 8)), Ask(TWO, RunDecode(SlotId(1), 0, 2)))), "measured first"
     for request, ns in ((ONE, 1200), (TWO, 1210)):
         world, outs = advance(world, ForRequest(request, Decoded((7,), ns=ns)))
     assert world.rates.decode == (*start, (0, 2, 0, 1200))
-    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 3, 7, 2)), Ask(TWO, RunDecode(SlotId(1), 1, 7, 3))))
-    for request, ns in ((ONE, 1500), (TWO, 1510)):
-        world, outs = advance(world, ForRequest(request, Decoded((7,), 3 if request is TWO else 2, ns=ns)))
-    assert world.rates.decode == (*start, (0, 2, 0, 1200), (0, 2, 8, 1500))
+    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 3, 7, 3)), Ask(TWO, RunDecode(SlotId(1), 1, 7, 3))))
+    caught_up, later = (3000, 3010), (1500, 1510)
+    for both, known in ((caught_up, ()), (later, ((0, 2, 8, 1500),))):
+        for request, ns in zip((ONE, TWO), both, strict=True):
+            world, outs = advance(world, ForRequest(request, Decoded((7, 8, 9), 3, ns=ns)))
+        assert world.rates.decode == (*start, (0, 2, 0, 1200), *known), "once, by the first"
 
 
-def test_what_proposals_are_compared_with_is_measured_again_now_and_then() -> None:
-    """A plain launch that was held up when it was first measured would make any draft look free."""
-    measured = evolve(DRAFT, max_context=1024, rates=Rates(decode=((0, 1, 0, 5000), (0, 1, 4, 5000))))
+@pytest.mark.parametrize(
+    ("plain", "slow", "quick", "first"),
+    [
+        (5000, 5000, 1000, 1),  # it was held up when it was timed: any draft would look free
+        (4900, 5000, 1000, lane.OFTEN),
+        (5000, 90_000, 80_000, 1),  # the machine has become slower, and stays so
+    ],
+)
+def test_what_proposals_are_compared_with_is_measured_again(plain: int, slow: int, quick: int, first: int) -> None:
+    measured = evolve(DRAFT, max_context=1024, rates=Rates(decode=((0, 1, 0, plain), (0, 1, 4, 5000))))
     world, _ = after(measured, submitted(ONE, prompt=(1,), max_tokens=600))
-    plain = list[int]()
-    for number in range(140):
+    proposed = list[int]()
+    for _ in range(140):
         (asked,) = world.lanes[MAIN].running
         assert isinstance(asked.effect, RunDecode)
-        if not asked.effect.propose:
-            plain.append(number)
-        done = Decoded(
-            (7,) * (1 + asked.effect.propose), asked.effect.propose, ns=5000 if asked.effect.propose else 1000
-        )
+        proposed.append(asked.effect.propose)
+        done = Decoded((7,) * (1 + proposed[-1]), proposed[-1], ns=slow if proposed[-1] else quick)
         world, _ = advance(world, ForRequest(ONE, done))
-    assert plain[0] == lane.OFTEN
-    assert world.rates.decode[0] < (0, 1, 0, 3001)
+    assert proposed.index(0) == first
+    assert sum(map(bool, proposed)) > 65, "no more than every second one is plain"
+    assert quick > plain or world.rates.decode[0] < (0, 1, 0, 3001)
 
 
 def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None:
     world, _ = after(DRAFT, submitted(ONE, prompt=(1,), max_tokens=2), (ONE, Decoded((7,), 1)), (ONE, Decoded((7,))))
     assert ONE not in world.requests
     assert world.rates.gains[0] < pace.fresh(DRAFT, Rates()).gains[0]
-    assert world.rates.spent == 200 - 2 * pace.REFILL
+    assert world.rates.spare == Rates().spare - 200 + 2 * pace.REFILL
+    assert world.rates.seen == 1
+
+
+def test_why_nothing_is_proposed_is_told() -> None:
+    poor = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800), (0, 1, 4, 1000)), spare=0))
+    world, outs = after(poor, submitted(ONE, prompt=(1,)))
+    assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1))
+    assert world.requests[ONE].speculation.reason == "loss_limit"  # type: ignore[union-attr]
 
 
 def test_a_request_decides_by_the_rates_as_they_are() -> None:
