@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -144,5 +145,5 @@ def no_tracebacks() -> Iterator[None]:
 
 def quiet(said: str) -> None:
     """`said` was written to a terminal."""
-    if "Traceback" in said or "panicked" in said:
-        raise Shown(said[:4000])
+    if shown := re.search("Traceback|panicked", said):
+        raise Shown(said[max(0, shown.start() - 1000) : shown.start() + 4000])

@@ -79,7 +79,11 @@ def spoilt(raw: bytes, other: bytes, kind: str, random: Random) -> bytes:
 def reframed(raw: bytes, other: bytes, kind: str, random: Random) -> bytes:
     """Every frame whole, every checksum right, and not the file that it was."""
     if kind == "crafted":
-        return random.choice(list(CRAFTED.values()))(raw)
+        craft = random.choice(list(CRAFTED.values()))
+        try:
+            return craft(raw)
+        except UnicodeDecodeError:  # its head was damaged before, and is no text
+            return raw
     mine, theirs = parts(raw), parts(other)
     at = random.randrange(len(mine))
     if kind == "frames swapped":
