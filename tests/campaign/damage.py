@@ -31,7 +31,7 @@ def harm(file: Path, others: Sequence[Path], random: Random) -> str:
     elif kind.startswith("frame") or kind == "crafted":
         try:
             file.write_bytes(reframed(raw, random.choice(others).read_bytes(), kind, random))
-        except (Damaged, seekable.struct.error):  # it has no frames
+        except (Damaged, seekable.struct.error, UnicodeDecodeError):  # it has no frames, or a head that is no text
             file.write_bytes(spoilt(raw, raw, "bits", random))
     else:
         file.write_bytes(spoilt(raw, random.choice(others).read_bytes(), kind, random))
@@ -79,11 +79,7 @@ def spoilt(raw: bytes, other: bytes, kind: str, random: Random) -> bytes:
 def reframed(raw: bytes, other: bytes, kind: str, random: Random) -> bytes:
     """Every frame whole, every checksum right, and not the file that it was."""
     if kind == "crafted":
-        craft = random.choice(list(CRAFTED.values()))
-        try:
-            return craft(raw)
-        except UnicodeDecodeError:  # its head was damaged before, and is no text
-            return raw
+        return random.choice(list(CRAFTED.values()))(raw)
     mine, theirs = parts(raw), parts(other)
     at = random.randrange(len(mine))
     if kind == "frames swapped":
