@@ -142,6 +142,9 @@ class Protocol(H11Protocol):
             reply = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
             for part in (reply, h11.Data(data=body), h11.EndOfMessage()):
                 self.wire.write(self.conn.send(part) or b"")
+        if self.cycle is not None and not self.waiting:  # whose body it broke: that was its answer, no other may follow
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.close()
 
 

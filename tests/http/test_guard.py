@@ -300,6 +300,18 @@ async def test_both_length_and_chunks_are_a_400_and_the_connection_ends(guarded:
                 pass
 
 
+@pytest.mark.parametrize("refused", [True, False], ids=["refused at once", "whose body is awaited"])
+async def test_a_body_that_is_no_good_http_ends_what_was_being_answered(
+    guarded: Site, caplog: pytest.LogCaptureFixture, refused: bool
+) -> None:
+    lines = ["Host: evil.example" if refused else "Host: localhost", JSON, "Authorization: Bearer first-key"]
+    received = await exchange(guarded, head(*lines, "Transfer-Encoding: chunked") + b"no length\r\n")
+    assert status(received) == 400
+    assert received.count(b"HTTP/1.1") == 1
+    assert (await guarded.client.get("/health")).status_code == 200
+    assert not [record for record in caplog.records if record.exc_info], "nothing was said after the 400"
+
+
 async def test_where_every_interface_is_listened_on_any_address_will_do_but_no_name(folder: Path) -> None:
     async with served(folder, allowed_hosts=("::", "named.example")) as site:
         for host, expected in (
