@@ -200,7 +200,7 @@ def test_all_of_it_runs_small_and_is_taken_up_again(source, tokenizer, tmp_path,
         run(smallest(TARGET), work, out, DemoLimits(math.inf, 0, first))
     for first in (0, 4):
         folders = Folders(out, out / "draft", work)
-        draft.run(smallest_draft(draft.DRAFT), folders, draft.Limits(math.inf, 0, first))
+        draft.run(smallest_draft(draft.DRAFT), folders, draft.DraftLimits(math.inf, 0, first))
     assert "training took" in capsys.readouterr().out
     card, small = (out / "README.md").read_text(), smallest(TARGET)
     assert f"3 steps of 2 windows of {small.stages[0].shape.length} tokens" in card
