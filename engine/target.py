@@ -48,7 +48,7 @@ from states.settings import Settings
 log = logging.getLogger("rekindle")
 
 BATCH_ROWS = 64  # rows of one batched decode step at most
-WIDTHS = (3, 7, 15)  # proposals of the rounds that are measured at start
+WIDTHS = (3, 7, 15)  # proposals of the decode steps that are measured at start
 
 
 @define
@@ -272,7 +272,7 @@ def decide(
 
 
 def widths(draft: DFlashDraft | None, tree: int) -> list[int]:
-    """Proposals of the rounds that are worth measuring."""
+    """Proposals of the decode steps that are worth measuring."""
     most = 0 if draft is None else draft.block - 1
     return sorted({0, most, max(most, tree), *(width for width in WIDTHS if width < most)})
 

@@ -72,8 +72,8 @@ def choose(
 ) -> tuple[Lane, Models, Chosen]:
     """What to do next, decided when the lane is free and not before.
 
-    What needs no work is answered first. DecodeTimes and everything else take turns, so a long prefill delays a
-    decoding neighbour by one chunk at most, and the other way round. All rounds that wait go as one batch, in order of
+    What needs no work is answered first. Decode steps and everything else take turns, so a long prefill delays a
+    decoding neighbour by one chunk at most, and the reverse. All decode steps that wait go as one batch, in order of
     arrival, up to `batch_rows`, each with as many proposals as pay in that company.
     """
     if lane.running or not lane.waiting:
