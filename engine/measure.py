@@ -19,7 +19,7 @@ from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.kept import Kept, alike
-from states import pace
+from states import speculation_control as control
 from states.rates import FIRST, Rates
 
 BUDGET_NS = 400_000_000  # for all decode steps: a slow model is measured less often
@@ -120,7 +120,7 @@ def quickest(work: Callable[[], None]) -> int:
 
 def decode(
     executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int], passes: int = PASSES
-) -> pace.DecodeTimes:
+) -> control.DecodeTimes:
     """As `Rates.decode` wants it: of one request's launches, its draft included.
 
     Each width comes twice in a row, and the quicker one counts: the first may warm up, and lets the draft catch up.
@@ -144,5 +144,5 @@ def decode(
     for done in executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following):
         if isinstance(done, Decoded):
             times.setdefault(done.proposed, []).append(done.ns)
-    shapes = {pace.Shape(0, 1, 1 + width if width else 0).key: min(found) for width, found in sorted(times.items())}
+    shapes = {control.Shape(0, 1, 1 + width if width else 0).key: min(found) for width, found in sorted(times.items())}
     return tuple((*key, ns) for key, ns in sorted(shapes.items()))

@@ -11,7 +11,7 @@ from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, UnloadModel
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from states import pace
+from states import speculation_control as control
 from states.life import Done, Drafted, Generated, Parking, Prefilling, Seat, Speculating, Undrafted, Unparking
 from states.machine import Then
 from states.onward import NOTHING, Failing, Finished, Work, chunk, fail, fail_emptied, finish, next_decode, work
@@ -20,7 +20,7 @@ from states.settings import Known
 
 
 def unparked(state: Unparking, _: ModelLoaded, known: Known) -> Work:
-    fresh = pace.fresh(known.settings, known.rates)
+    fresh = control.fresh(known.settings, known.rates)
     return work(known.settings, state.seat, state.prompt, Drafted(fresh))
 
 
@@ -67,7 +67,7 @@ def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
     accepted = before.accepted + min(event.accepted, len(tokens))
     answer = Generated(said + tokens, before.decode_steps + 1, before.proposed + event.proposed, accepted)
     if isinstance(speculation, Drafted):
-        speculation = Drafted(pace.after(speculation.pace, event), speculation.reason)
+        speculation = Drafted(control.after(speculation.control, event), speculation.reason)
     after = Speculating(seat, prompt, speculation, answer)
     heard = prompt.heard[len(said) : len(said) + len(tokens)] if prompt.heard else ()
     if heard and tokens[: len(heard)] != heard:

@@ -12,12 +12,13 @@ from effects.decode import RunDecode
 from effects.ids import MAIN, LaneId, RequestId
 from effects.pflash import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
-from states import pace, residency
+from states import residency
+from states import speculation_control as control
 from states.life import Drafted, Speculating, State
-from states.pace import NOBODY, UNIT, Plan, Shape
 from states.rates import Rates, span_of
 from states.residency import Models
 from states.settings import Settings
+from states.speculation_control import NOBODY, UNIT, Plan, Shape
 
 
 @frozen
@@ -98,9 +99,9 @@ def planned(
 ) -> Plan:
     """limit: of rows. proposing: launches since a plain one, which is then measured again."""
     effects, company = effects_of(decode_steps), shape(decode_steps)
-    wanted = [(one.propose, pace_of(requests, ask)) for one, ask in zip(effects, decode_steps, strict=True)]
-    offer = pace.terms(rates.decode, company.span, company.members, limit)
-    return pace.share(wanted, offer, rates, 0 if proposing == OFTEN or (proposing and offer.held_up) else limit)
+    wanted = [(one.propose, control_of(requests, ask)) for one, ask in zip(effects, decode_steps, strict=True)]
+    offer = control.terms(rates.decode, company.span, company.members, limit)
+    return control.share(wanted, offer, rates, 0 if proposing == OFTEN or (proposing and offer.held_up) else limit)
 
 
 def tells(lane: Lane, ns: int) -> bool:
@@ -127,9 +128,9 @@ def drafted(requests: Mapping[RequestId, State], ask: Ask) -> Drafted | None:
     return None
 
 
-def pace_of(requests: Mapping[RequestId, State], ask: Ask) -> pace.Pace | None:
+def control_of(requests: Mapping[RequestId, State], ask: Ask) -> control.SpeculationControl | None:
     speculation = drafted(requests, ask)
-    return None if speculation is None else speculation.pace
+    return None if speculation is None else speculation.control
 
 
 def told(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, State]:
@@ -140,7 +141,7 @@ def told(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, Sta
         if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
             tells = lane.plan.reason and state.answer.room(state.prompt.job)
             why = ("" if propose else lane.plan.reason) if tells else state.speculation.reason
-            drafted = Drafted(evolve(state.speculation.pace, plan=lane.plan), why)
+            drafted = Drafted(evolve(state.speculation.control, plan=lane.plan), why)
             knowing[ask.request] = evolve(state, speculation=drafted)
     return knowing
 

@@ -17,8 +17,8 @@ from effects.ids import SlotId, Tier, Tokens
 from effects.job import Job
 from effects.ports import CancelReason
 from effects.stream import Finish
-from states.pace import Pace
 from states.settings import Settings
+from states.speculation_control import SpeculationControl
 
 
 @frozen
@@ -53,7 +53,7 @@ class Prompt:
 class Drafted:
     """The draft is leased."""
 
-    pace: Pace  # what is known of it
+    control: SpeculationControl  # what is known of it
     reason: str = ""  # why nothing is proposed now; empty while something is
 
 

@@ -124,7 +124,7 @@ def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPre
 def next_decode(seat: Seat, prompt: Prompt, speculation: Speculation, answer: Generated) -> RunDecode:
     """It may propose as much as is of use; how much it does is decided with those that it is launched with."""
     last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
-    propose = min(speculation.pace.widths[-1], answer.room(prompt.job)) if isinstance(speculation, Drafted) else 0
+    propose = min(speculation.control.widths[-1], answer.room(prompt.job)) if isinstance(speculation, Drafted) else 0
     return RunDecode(seat.slot, seat.valid, last, propose)
 
 

@@ -8,7 +8,8 @@ from attrs import frozen
 
 from effects.ids import Tier
 from effects.job import Job
-from states import pace, scope
+from states import scope
+from states import speculation_control as control
 from states.life import Prompt, Remains, Seat, whole_blocks
 from states.rates import ALONE, Rates, load_time, prefill_time
 from states.settings import Known, Settings
@@ -75,7 +76,7 @@ def speculate(known: Known, job: Job) -> Decision:
         return Decision(False, "declined")
     if job.max_tokens == 1:
         return Decision(False, "one_token")
-    if not pace.could_pay(known.settings, known.rates):
+    if not control.could_pay(known.settings, known.rates):
         return Decision(False, "never_pays")
     return Decision(True, "draft")
 

@@ -25,8 +25,8 @@ class Rates:
     These are times of either side alone. prefill_beside, load_beside: in thousandths of them, what computing and
     loading take while both go on for one prompt. A mixture of the two conditions in one number would predict neither.
 
-    Of speculation (`states/pace.py`), gains: proposals of each width that are right, in thousandths; seen: decode steps
-    with any. spare: thousandths of a plain launch that may yet be lost. rest: plain launches until
+    Of speculation (`speculation_control.py`), gains: proposals of each width that are right, in thousandths; seen:
+    decode steps with any. spare: thousandths of a plain launch that may yet be lost. rest: plain launches until
     the next try; pause: of the rest after it.
     """
 

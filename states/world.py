@@ -16,8 +16,9 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import Abandon
 from states import lane as lanes
-from states import pace, rates, residency
+from states import rates, residency
 from states import slots as seats
+from states import speculation_control as control
 from states.events import (
     Cancelled,
     Derived,
@@ -120,9 +121,9 @@ class Fold:
                 self.rates = rates.loaded(self.rates, state.tier, answer.outcome, self.settings.chunk, beside=beside)
             case RunDecode(propose=propose), Decoded() as done:
                 if done.ns and done.proposed == propose and lanes.tells(lane, done.ns):
-                    known = pace.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
+                    known = control.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
                     self.rates = evolve(self.rates, decode=known)
-                self.rates = pace.settled(self.settings, self.rates, lane.plan, done)
+                self.rates = control.settled(self.settings, self.rates, lane.plan, done)
             case _:
                 pass
 
@@ -195,7 +196,7 @@ class Fold:
         match chosen:
             case Launch(asks):
                 if self.settings.block and lane.decode_last:
-                    self.rates = pace.begun(self.rates, lane.plan)
+                    self.rates = control.begun(self.rates, lane.plan)
                     self.requests |= lanes.told(lane, self.requests)
                 self.out.append(Launch(asks, number))
             case Answer(request, outcome):

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from effects.all import Ask, Effect
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Job, Report
-from states import pace
+from states import speculation_control as control
 from states.life import (
     Done,
     Drafted,
@@ -66,7 +66,7 @@ class Flat:
     shared: int = 0
     stored: int = 0
     speculation: str = ""
-    pace: pace.Pace | None = None  # of a draft that is leased
+    control: control.SpeculationControl | None = None  # of a draft that is leased
     answer: Tokens = ()
     decode_steps: int = 0
     proposed: int = 0
@@ -79,7 +79,7 @@ class Flat:
 
     @property
     def drafted(self) -> Speculation:
-        return Undrafted(self.speculation) if self.pace is None else Drafted(self.pace, self.speculation)
+        return Undrafted(self.speculation) if self.control is None else Drafted(self.control, self.speculation)
 
     @property
     def generated(self) -> Generated:
@@ -87,7 +87,7 @@ class Flat:
 
     @property
     def remains(self) -> Remains:
-        return Remains(*self.early, self.answer, self.pace is not None)
+        return Remains(*self.early, self.answer, self.control is not None)
 
 
 def a(state: type, flat: Flat, *more: Any, **named: Any) -> Any:
@@ -106,9 +106,9 @@ def knowing(settings: Settings = PLAIN, **rates: Any) -> Known:
     return Known(settings, Rates(**rates))
 
 
-def leased(settings: Settings = DRAFT, **changes: Any) -> pace.Pace:
+def leased(settings: Settings = DRAFT, **changes: Any) -> control.SpeculationControl:
     """What is known of a draft that has proposed nothing yet."""
-    return evolve(pace.fresh(settings, Rates()), **changes)
+    return evolve(control.fresh(settings, Rates()), **changes)
 
 
 def some(settings: Settings = PLAIN, **changes: Any) -> Flat:

@@ -99,7 +99,7 @@ def test_rows_that_were_computed_before_the_lookup_are_kept() -> None:
 
 def test_a_draft_that_arrives_too_late_is_given_back() -> None:
     assert settle(some(DRAFT), ModelLoaded(), knowing(DRAFT)) == Then(
-        a(Parking, some(DRAFT, pace=leased())), UnloadModel("draft")
+        a(Parking, some(DRAFT, control=leased())), UnloadModel("draft")
     )
 
 
@@ -111,7 +111,7 @@ def test_a_chunk_that_was_running_is_kept() -> None:
 
 
 def test_of_a_decode_step_that_was_running_the_row_of_the_token_it_fed_is_kept() -> None:
-    before = answering(DRAFT, pace=leased())
+    before = answering(DRAFT, control=leased())
     assert settle(before, Decoded((9, 10)), knowing(DRAFT)) == Then(
         a(Parking, evolve(before, valid=23)), UnloadModel("draft")
     )
@@ -119,7 +119,7 @@ def test_of_a_decode_step_that_was_running_the_row_of_the_token_it_fed_is_kept()
 
 
 def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() -> None:
-    before = answering(evolve(DRAFT, stateful=True), pace=leased())
+    before = answering(evolve(DRAFT, stateful=True), control=leased())
     left = settle(before, Decoded((9, 10)), knowing(evolve(DRAFT, stateful=True))).state.remains
     assert (left.seat.valid, left.rows) == (24, (*PROMPT, 7, 8, 9))
 
@@ -160,7 +160,7 @@ def test_an_abandoned_effect_leaves_what_was_acknowledged_and_a_broken_slot_noth
 
 def test_after_the_snapshot_the_draft_is_given_back_or_nothing_is_left_to_do() -> None:
     saved = SnapshotSaved(20, 99)
-    drafted = prefilled(EVERYTHING, pace=leased())
+    drafted = prefilled(EVERYTHING, control=leased())
     assert ending.snapshotted(a(Snapshotting, drafted), saved, knowing(EVERYTHING)) == Then(
         a(Parking, drafted), UnloadModel("draft")
     )
@@ -175,7 +175,7 @@ def test_a_failed_snapshot_loses_time_and_nothing_else() -> None:
     assert ending.unsaved(a(Snapshotting, hold), DeviceFailed("broken", ""), knowing(STORE)) == Then(
         a(Done, evolve(hold, valid=0))
     )
-    drafted = prefilled(EVERYTHING, pace=leased())
+    drafted = prefilled(EVERYTHING, control=leased())
     then = ending.unsaved(a(Snapshotting, drafted), DeviceFailed("out_of_memory", ""), knowing(EVERYTHING))
     assert then == Then(a(Parking, drafted), UnloadModel("draft"))
 

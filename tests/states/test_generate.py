@@ -13,7 +13,8 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, UnloadModel
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from states import generate, pace
+from states import generate
+from states import speculation_control as control
 from states.life import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
 from states.machine import Then
 from states.onward import report
@@ -35,7 +36,7 @@ from tests.states.builders import (
     some,
 )
 
-LEASED: dict[str, Any] = {"pace": leased()}
+LEASED: dict[str, Any] = {"control": leased()}
 EARLIER = evolve(STORE, keep_decoded=False)
 BROKEN = DeviceFailed("broken", "CUDA error")
 OUT_OF_MEMORY = DeviceFailed("out_of_memory", "no room for a chunk")
@@ -83,8 +84,8 @@ def test_a_decode_step_emits_its_token_and_feeds_it_to_the_next() -> None:
 
 def test_accepted_proposals_count_and_the_next_decode_step_proposes_no_further_than_the_limit() -> None:
     then = generate.accept(a(Speculating, prefilled(DRAFT, **LEASED)), Decoded((7, 8, 9), proposed=3), knowing(DRAFT))
-    learnt = pace.after(LEASED["pace"], Decoded((7, 8, 9), proposed=3))
-    hold = prefilled(DRAFT, pace=learnt, valid=23, answer=(7, 8, 9), decode_steps=1, proposed=3, accepted=2)
+    learnt = control.after(LEASED["control"], Decoded((7, 8, 9), proposed=3))
+    hold = prefilled(DRAFT, control=learnt, valid=23, answer=(7, 8, 9), decode_steps=1, proposed=3, accepted=2)
     assert then == Then(a(Speculating, hold), EmitTokens((7, 8, 9)), RunDecode(HERE, 23, 9, propose=2))
     told = report(knowing(DRAFT), then.state)
     assert (told.decode_steps, told.proposed, told.accepted) == (1, 3, 2)
@@ -150,17 +151,17 @@ def test_a_stop_token_behind_the_limit_is_never_seen() -> None:
 
 def test_one_token_may_be_all_that_is_wanted() -> None:
     job = a_job(max_tokens=1)
-    after = prefilled(DRAFT, job=job, pace=leased(), valid=21, answer=(7,), decode_steps=1)
+    after = prefilled(DRAFT, job=job, control=leased(), valid=21, answer=(7,), decode_steps=1)
     then = generate.unparked(a(Unparking, prefilled(DRAFT, job=job)), ModelLoaded(), knowing(DRAFT))
     assert then.effects == (RunDecode(HERE, 20, 120, propose=0),)
-    then = generate.accept(a(Speculating, prefilled(DRAFT, job=job, pace=leased())), Decoded((7,)), knowing(DRAFT))
+    then = generate.accept(a(Speculating, prefilled(DRAFT, job=job, control=leased())), Decoded((7,)), knowing(DRAFT))
     assert then == Then(
         a(Parking, after), EmitTokens((7,)), CloseStream("length", a_report(after, DRAFT)), UnloadModel("draft")
     )
 
 
 def test_the_stream_closes_before_the_snapshot_and_the_parking() -> None:
-    before = prefilled(EVERYTHING, pace=leased())
+    before = prefilled(EVERYTHING, control=leased())
     after = evolve(before, valid=24, answer=(7, 8, 9, 0), decode_steps=1, proposed=3, accepted=3)
     then = generate.accept(a(Speculating, before), Decoded((7, 8, 9, 0), proposed=3), knowing(EVERYTHING))
     saving = SaveSnapshot(HERE, (*PROMPT, 7, 8, 9))
@@ -184,7 +185,7 @@ def test_a_failure_closes_the_stream_and_keeps_what_was_acknowledged() -> None:
 
 
 def test_a_slot_that_broke_keeps_nothing() -> None:
-    before = answering(EVERYTHING, pace=leased())
+    before = answering(EVERYTHING, control=leased())
     forgotten = evolve(before, valid=0, restored=0)
     then = generate.broken(a(Speculating, before), BROKEN, knowing(EVERYTHING))
     closing = CloseStream(

@@ -12,7 +12,8 @@ from effects.decode import RunDecode
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from states import lane, pace
+from states import lane
+from states import speculation_control as control
 from states.lane import Answer, Lane
 from states.life import Generated, Speculating, State
 from states.rates import Rates
@@ -82,13 +83,13 @@ CHEAP = ((0, 1, 0, 1000), (0, 1, 16, 1100))
 DEAR = ((0, 1, 0, 1000), (0, 1, 4, 1200), (0, 1, 8, 2000), (0, 1, 16, 4000))
 
 
-def decoding(*requests: int, decode_steps: pace.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
-    known = evolve(pace.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates(decode=decode_steps)), **changes)
-    return {RequestId(n): a(Speculating, prefilled(DRAFT, pace=known)) for n in requests}
+def decoding(*requests: int, decode_steps: control.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
+    known = evolve(control.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates(decode=decode_steps)), **changes)
+    return {RequestId(n): a(Speculating, prefilled(DRAFT, control=known)) for n in requests}
 
 
 def proposed(
-    requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: pace.DecodeTimes = CHEAP
+    requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: control.DecodeTimes = CHEAP
 ) -> list[int]:
     """Plain decode steps of several take as long as of one here, which has been measured."""
     asks = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
@@ -128,21 +129,24 @@ def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
     assert found == ([15] * lane.OFTEN + [0]) * 2
 
 
-def told(requests: dict[RequestId, State], plan: pace.Plan) -> dict[RequestId, tuple[pace.Plan, str]]:
+def told(requests: dict[RequestId, State], plan: control.Plan) -> dict[RequestId, tuple[control.Plan, str]]:
     """What the launch costs those who have a draft, and why they do not propose."""
     asks = tuple(a_decode(request, propose) for request, propose in zip(requests, plan.proposals, strict=True))
     known = lane.told(Lane((), asks, decode_last=True, members=len(asks), plan=plan), requests)
     heard = {request: lane.drafted(known, ask) for ask in asks if (request := ask.request) in known}
-    return {request: (each.pace.plan, each.reason) for request, each in heard.items() if each is not None}
+    return {request: (each.control.plan, each.reason) for request, each in heard.items() if each is not None}
 
 
 def test_who_has_a_draft_is_told_what_the_launch_costs_and_why_nothing_is_proposed() -> None:
     requests = decoding(1, 2, **SURE)
     requests[RequestId(3)] = a(Speculating, prefilled(DRAFT))
-    rests, some = pace.Plan((0, 0, 0), reason="loss_limit"), pace.Plan((0, 3, 0), 1200, reason="does_not_pay")
+    rests, some = (
+        control.Plan((0, 0, 0), reason="loss_limit"),
+        control.Plan((0, 3, 0), 1200, reason="does_not_pay"),
+    )
     assert told(requests, rests) == {ONE: (rests, "loss_limit"), TWO: (rests, "loss_limit")}
     assert told(requests, some) == {ONE: (some, "does_not_pay"), TWO: (some, "")}
-    measuring = pace.Plan((0, 0, 0))
+    measuring = control.Plan((0, 0, 0))
     known = lane.told(Lane((), tuple(map(a_decode, requests)), decode_last=True, members=3, plan=rests), requests)
     assert told(requests | known, measuring) == {ONE: (measuring, "loss_limit"), TWO: (measuring, "loss_limit")}
 
@@ -151,7 +155,7 @@ def test_the_last_token_that_there_is_room_for_says_nothing_about_a_draft() -> N
     (state,) = decoding(1, **SURE).values()
     assert isinstance(state, Speculating)
     full = evolve(state, answer=Generated((7,) * (state.prompt.job.max_tokens - 1)))
-    plan = pace.Plan((0,), reason="does_not_pay")
+    plan = control.Plan((0,), reason="does_not_pay")
     assert told({ONE: full}, plan) == {ONE: (plan, "")}
 
 

@@ -16,7 +16,8 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
-from states import lane, pace
+from states import lane
+from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForRequest, SlotsLost, Submitted
 from states.invariants import check
 from states.life import Draining, Prefilling, Recovering
@@ -239,7 +240,7 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
 
 
 def test_a_launch_tells_once_what_such_launches_cost() -> None:
-    start: pace.DecodeTimes = ((0, 1, 0, 800), (0, 1, 4, 1000))
+    start: control.DecodeTimes = ((0, 1, 0, 800), (0, 1, 4, 1000))
     measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(decode=start))
     one, two = submitted(ONE, prompt=(1,), max_tokens=20), submitted(TWO, prompt=(2,), max_tokens=20)
     first = (ONE, Decoded((7, 8), 3, ns=2600))
@@ -292,8 +293,8 @@ def test_what_proposals_are_compared_with_is_measured_again(plain: int, slow: in
 def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None:
     world, _ = after(DRAFT, submitted(ONE, prompt=(1,), max_tokens=2), (ONE, Decoded((7,), 1)), (ONE, Decoded((7,))))
     assert ONE not in world.requests
-    assert world.rates.gains[0] < pace.fresh(DRAFT, Rates()).gains[0]
-    assert world.rates.spare == Rates().spare - 200 + 2 * pace.REFILL
+    assert world.rates.gains[0] < control.fresh(DRAFT, Rates()).gains[0]
+    assert world.rates.spare == Rates().spare - 200 + 2 * control.REFILL
     assert world.rates.seen == 1
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effects.decode import Decoded
-from states import pace
-from states.pace import LONGEST, REFILL, SPARE, UNIT, DecodeTimes, Pace, Plan, Shape, Terms
+from states import speculation_control as control
 from states.rates import Rates
 from states.settings import Settings
+from states.speculation_control import LONGEST, REFILL, SPARE, UNIT, DecodeTimes, Plan, Shape, SpeculationControl, Terms
 
 CHAIN = Settings(block=15, batch_rows=64)
 TREE = Settings(block=15, tree=22, batch_rows=64)
@@ -53,12 +53,12 @@ Draft: TypeAlias = Callable[[int, int], int]  # (proposals, tokens so far) -> ho
     ],
 )
 def test_widths_fill_a_forward_up_to_its_rung(changes: dict[str, int], useful: tuple[int, ...]) -> None:
-    assert pace.widths(Settings(**{"batch_rows": 64, **changes})) == useful  # type: ignore[arg-type]
+    assert control.widths(Settings(**{"batch_rows": 64, **changes})) == useful  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rows", "forward"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 32), (64, 64)])
 def test_a_launch_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int, forward: int) -> None:
-    assert pace.filled(rows) == forward
+    assert control.filled(rows) == forward
     assert Shape(2, 3, rows).key == (2, 3, forward)
     assert Shape(2, 3).key == (2, 3, 0)
 
@@ -76,27 +76,31 @@ def test_a_launch_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int,
     ],
 )
 def test_prices_are_measured_or_kept_sane(decode: DecodeTimes, prices: tuple[int, ...]) -> None:
-    assert pace.terms(decode, 0, 1, 16).prices == prices
+    assert control.terms(decode, 0, 1, 16).prices == prices
 
 
 def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_alone() -> None:
     """Four plain rounds together take 1,500: what the draft and its rows add to one of 1,000, they add to those."""
     together = (*STEEP.decode, (0, 4, 0, 1500))
-    assert pace.terms(together, 0, 4, 64) == Terms(4, 1500, (1133, 1333, 1800, 2600, 4200))
-    assert pace.terms((*together, (0, 4, 16, 3000)), 0, 4, 16).prices == (2000, 2000, 2000)
-    assert pace.terms((*together, (1, 4, 0, 3000)), 1, 4, 16).prices == (1066, 1166, 1400)
-    assert pace.terms((*together, (1, 1, 0, 2000), (1, 1, 16, 5000)), 1, 1, 16).prices == (2500, 2500, 2500)
+    assert control.terms(together, 0, 4, 64) == Terms(4, 1500, (1133, 1333, 1800, 2600, 4200))
+    assert control.terms((*together, (0, 4, 16, 3000)), 0, 4, 16).prices == (2000, 2000, 2000)
+    assert control.terms((*together, (1, 4, 0, 3000)), 1, 4, 16).prices == (1066, 1166, 1400)
+    assert control.terms((*together, (1, 1, 0, 2000), (1, 1, 16, 5000)), 1, 1, 16).prices == (
+        2500,
+        2500,
+        2500,
+    )
 
 
 def test_a_slow_launch_moves_a_price_a_little_and_a_quick_one_much() -> None:
     one, plain = Shape(0, 1, 4), Shape(0, 1)
-    assert pace.timed((), one, 900) == ((0, 1, 4, 900),)
-    assert pace.timed(((0, 1, 4, 800),), plain, 500) == ((0, 1, 0, 500), (0, 1, 4, 800))
-    assert pace.timed(((0, 1, 4, 800),), one, 400) == ((0, 1, 4, 600),)
-    assert pace.timed(((0, 1, 4, 800),), one, 1440) == ((0, 1, 4, 820),)
-    assert pace.timed(((0, 1, 4, 800),), one, 10**9) == ((0, 1, 4, 825),)
-    assert pace.timed(((0, 1, 4, 800),), Shape(0, 2, 4), 900) == ((0, 1, 4, 800), (0, 2, 4, 900))
-    assert pace.timed(((0, 1, 4, 800),), Shape(1, 1, 4), 900) == ((0, 1, 4, 800), (1, 1, 4, 900))
+    assert control.timed((), one, 900) == ((0, 1, 4, 900),)
+    assert control.timed(((0, 1, 4, 800),), plain, 500) == ((0, 1, 0, 500), (0, 1, 4, 800))
+    assert control.timed(((0, 1, 4, 800),), one, 400) == ((0, 1, 4, 600),)
+    assert control.timed(((0, 1, 4, 800),), one, 1440) == ((0, 1, 4, 820),)
+    assert control.timed(((0, 1, 4, 800),), one, 10**9) == ((0, 1, 4, 825),)
+    assert control.timed(((0, 1, 4, 800),), Shape(0, 2, 4), 900) == ((0, 1, 4, 800), (0, 2, 4, 900))
+    assert control.timed(((0, 1, 4, 800),), Shape(1, 1, 4), 900) == ((0, 1, 4, 800), (1, 1, 4, 900))
 
 
 @given(seed=st.integers(0, 99), start=st.integers(500, 10_000))
@@ -105,24 +109,24 @@ def test_prices_are_found_out_on_a_machine_with_other_work(seed: int, start: int
     rng, true, decode = random.Random(seed), {0: 1000, 4: 1200, 8: 1500}, alone(start)
     for _ in range(300):
         rows = rng.choice(list(true))
-        decode = pace.timed(decode, Shape(0, 1, rows), round(true[rows] * rng.choice((1, 1, 1, 1.1, 1.3, 3))))
-    for rows, price in zip((4, 8), pace.terms(decode, 0, 1, 8).prices, strict=True):
+        decode = control.timed(decode, Shape(0, 1, rows), round(true[rows] * rng.choice((1, 1, 1, 1.1, 1.3, 3))))
+    for rows, price in zip((4, 8), control.terms(decode, 0, 1, 8).prices, strict=True):
         assert 0.8 * true[rows] <= price <= 1.25 * true[rows]
 
 
 def test_a_machine_that_stays_slow_is_believed() -> None:
     decode = alone(1000, 1200)
     for _ in range(100):
-        decode = pace.timed(decode, Shape(0, 1, 4), 3600)
+        decode = control.timed(decode, Shape(0, 1, 4), 3600)
     assert decode[1][3] > 3200
 
 
-def sure(*gains: int, rates: Rates = STEEP, **changes: Any) -> Pace:
-    return evolve(pace.fresh(CHAIN, rates), gains=gains, **changes)
+def sure(*gains: int, rates: Rates = STEEP, **changes: Any) -> SpeculationControl:
+    return evolve(control.fresh(CHAIN, rates), gains=gains, **changes)
 
 
-KNOWN = pace.fresh(CHAIN, STEEP)
-ALONE = pace.terms(STEEP.decode, 0, 1, 64)
+KNOWN = control.fresh(CHAIN, STEEP)
+ALONE = control.terms(STEEP.decode, 0, 1, 64)
 
 
 def done(proposed: int, right: int, ns: int = 0) -> Decoded:
@@ -145,7 +149,7 @@ def done(proposed: int, right: int, ns: int = 0) -> Decoded:
 def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
     gains: tuple[int, ...], wanted: int, proposed: int
 ) -> None:
-    assert pace.share([(wanted, sure(*gains))], ALONE, STEEP, 64).proposals == (proposed,)
+    assert control.share([(wanted, sure(*gains))], ALONE, STEEP, 64).proposals == (proposed,)
 
 
 @pytest.mark.parametrize(
@@ -154,64 +158,69 @@ def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
 )
 def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own: int, proposed: int) -> None:
     rates, member = evolve(STEEP, spare=server), sure(3000, 7000, 15000, spare=own)
-    plan = pace.share([(15, member)], ALONE, rates, 64)
+    plan = control.share([(15, member)], ALONE, rates, 64)
     assert plan.proposals == (proposed,)
     assert proposed or plan == Plan((0,), plain=1000, reason="loss_limit")
 
 
 def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
     bad = sure(100, 100, 100, seen=9)
-    plan = pace.share([(15, bad)], ALONE, evolve(STEEP, rest=1), 64)
+    plan = control.share([(15, bad)], ALONE, evolve(STEEP, rest=1), 64)
     assert plan == Plan((0,), plain=1000, reason="does_not_pay")
-    plan = pace.share([(15, bad)], ALONE, STEEP, 64)
+    plan = control.share([(15, bad)], ALONE, STEEP, 64)
     assert plan == Plan((3,), 1200, 1000, trying=True, late=True, reason="does_not_pay")
 
 
 def test_could_pay() -> None:
-    assert pace.could_pay(CHAIN, UNKNOWN)
-    assert not pace.could_pay(CHAIN, HOPELESS)
-    assert not pace.could_pay(evolve(CHAIN, batch_rows=1), UNKNOWN)
+    assert control.could_pay(CHAIN, UNKNOWN)
+    assert not control.could_pay(CHAIN, HOPELESS)
+    assert not control.could_pay(evolve(CHAIN, batch_rows=1), UNKNOWN)
 
 
 def test_without_a_request_for_any_nothing_is_proposed() -> None:
     for members in ([(0, KNOWN)], [(0, KNOWN), (0, KNOWN)], [(0, None), (0, None)]):
-        assert pace.share(members, ALONE, STEEP, 64) == Plan((0,) * len(members), plain=1000)
+        assert control.share(members, ALONE, STEEP, 64) == Plan((0,) * len(members), plain=1000)
 
 
 def test_a_plain_launch_is_measured_first() -> None:
-    offer = pace.terms(STEEP.decode, 0, 4, 64)
+    offer = control.terms(STEEP.decode, 0, 4, 64)
     assert offer.measuring
-    assert pace.share([(7, KNOWN)], offer, STEEP, 64) == Plan((0,), plain=offer.plain)
-    assert not pace.terms((), 0, 4, 64).measuring, "nothing is measured here"
+    assert control.share([(7, KNOWN)], offer, STEEP, 64) == Plan((0,), plain=offer.plain)
+    assert not control.terms((), 0, 4, 64).measuring, "nothing is measured here"
     assert not ALONE.measuring
 
 
 @pytest.mark.parametrize(("wide", "held_up"), [(4000, True), (5000, True), (5001, False)])
 def test_a_plain_launch_that_seems_no_quicker_than_a_wide_one_was_held_up(wide: int, held_up: bool) -> None:
-    assert pace.terms(alone(5000, wide), 0, 1, 64).held_up == held_up
+    assert control.terms(alone(5000, wide), 0, 1, 64).held_up == held_up
 
 
-FOUR = pace.terms((*FLAT.decode, (0, 4, 0, 1000), (0, 4, 16, 1500), (0, 4, 32, 4000)), 0, 4, 64)
+FOUR = control.terms((*FLAT.decode, (0, 4, 0, 1000), (0, 4, 16, 1500), (0, 4, 32, 4000)), 0, 4, 64)
 RICH = evolve(STEEP, spare=SPARE)
 GOOD, BAD = sure(2500, 4000, 5000, spare=SPARE), sure(100, 100, 100, spare=SPARE)
 
 
 def test_a_launch_has_one_price_however_many_propose() -> None:
-    assert pace.share([(15, GOOD)] * 4, FOUR, RICH, 16).proposals == (3, 3, 3, 3)
-    assert pace.share([(15, GOOD), (0, GOOD), (0, GOOD), (0, None)], FOUR, RICH, 16).proposals == (7, 0, 0, 0)
+    assert control.share([(15, GOOD)] * 4, FOUR, RICH, 16).proposals == (3, 3, 3, 3)
+    assert control.share([(15, GOOD), (0, GOOD), (0, GOOD), (0, None)], FOUR, RICH, 16).proposals == (
+        7,
+        0,
+        0,
+        0,
+    )
 
 
 def test_who_gains_most_goes_first() -> None:
     """Seven rows of one that is right, rather than three of each: as many rows in all, and more tokens."""
-    plan = pace.share([(15, BAD), (15, GOOD), (15, BAD), (15, BAD)], FOUR, RICH, 16)
+    plan = control.share([(15, BAD), (15, GOOD), (15, BAD), (15, BAD)], FOUR, RICH, 16)
     assert plan.proposals == (0, 7, 0, 0)
     assert plan.price == 1500
 
 
 def test_a_member_that_could_not_bear_it_is_not_made_slower_by_the_others() -> None:
     poor = evolve(BAD, spare=499)
-    assert pace.share([(15, GOOD)] * 3 + [(15, poor)], FOUR, RICH, 16).proposals == (0, 0, 0, 0)
-    assert pace.share([(15, GOOD)] * 3 + [(0, None)], FOUR, RICH, 16).proposals == (3, 3, 3, 0), "it has no account"
+    assert control.share([(15, GOOD)] * 3 + [(15, poor)], FOUR, RICH, 16).proposals == (0, 0, 0, 0)
+    assert control.share([(15, GOOD)] * 3 + [(0, None)], FOUR, RICH, 16).proposals == (3, 3, 3, 0), "it has no account"
 
 
 @given(
@@ -224,9 +233,9 @@ def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
     wanted: list[tuple[int, bool, int]], limit: int, rest: int, data: st.DataObject
 ) -> None:
     rates = evolve(data.draw(some_rates()), rest=rest)
-    known = pace.fresh(CHAIN, rates)
+    known = control.fresh(CHAIN, rates)
     members = [(most if drafts else 0, evolve(known, spare=own) if drafts else None) for most, drafts, own in wanted]
-    plan = pace.share(members, pace.terms(rates.decode, 0, len(members), limit), rates, limit)
+    plan = control.share(members, control.terms(rates.decode, 0, len(members), limit), rates, limit)
     assert all(propose <= most for propose, (most, _) in zip(plan.proposals, members, strict=True))
     assert sum(plan.proposals) + len(members) <= limit or not any(plan.proposals)
     assert all(plan.price - UNIT <= max(own, 0) for _, drafts, own in wanted if drafts)
@@ -236,69 +245,72 @@ def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
 
 
 def test_a_decode_step_says_exactly_what_narrower_ones_would_have_got() -> None:
-    assert list(pace.sample(KNOWN, 7, 5)) == [3000, 5000, 5000]
-    assert list(pace.sample(KNOWN, 7, 2)) == [2000, 2000, 2000]
-    assert list(pace.sample(KNOWN, 15, 15)) == [3000, 7000, 15000]
+    assert list(control.sample(KNOWN, 7, 5)) == [3000, 5000, 5000]
+    assert list(control.sample(KNOWN, 7, 2)) == [2000, 2000, 2000]
+    assert list(control.sample(KNOWN, 15, 15)) == [3000, 7000, 15000]
 
 
 def test_a_chain_that_was_right_to_its_end_promises_more_of_a_wider_one() -> None:
-    assert list(pace.sample(sure(3000, 3500, 3500), 3, 3)) == [3000, 7000, 15000]
-    assert list(pace.sample(sure(1500, 1500, 1500), 3, 3)) == [3000, 5000, 9000]
+    assert list(control.sample(sure(3000, 3500, 3500), 3, 3)) == [3000, 7000, 15000]
+    assert list(control.sample(sure(1500, 1500, 1500), 3, 3)) == [3000, 5000, 9000]
 
 
 def test_a_smaller_tree_says_nothing_about_what_branches_would_have_got() -> None:
-    tree = evolve(pace.fresh(TREE, FLAT), gains=(1000, 1500, 2000, 3000))
-    assert list(pace.sample(tree, 7, 2)) == [2000, 2000, 2500, 3500]
+    tree = evolve(control.fresh(TREE, FLAT), gains=(1000, 1500, 2000, 3000))
+    assert list(control.sample(tree, 7, 2)) == [2000, 2000, 2500, 3500]
 
 
 def test_a_request_learns_quickly_and_the_server_from_all_of_them() -> None:
     rates, member = STEEP, KNOWN
     for _ in range(40):
-        rates = pace.settled(CHAIN, rates, Plan((3,), 1200), done(3, 3))
-        member = pace.after(member, done(3, 3))
+        rates = control.settled(CHAIN, rates, Plan((3,), 1200), done(3, 3))
+        member = control.after(member, done(3, 3))
     known = rates.gains
-    rates, member = pace.settled(CHAIN, rates, Plan((3,), 1200), done(3, 0)), pace.after(member, done(3, 0))
+    rates, member = (
+        control.settled(CHAIN, rates, Plan((3,), 1200), done(3, 0)),
+        control.after(member, done(3, 0)),
+    )
     assert rates.seen == member.seen == 41
     assert 0.96 * known[0] <= rates.gains[0] < known[0]
     assert member.gains[0] < 0.9 * known[0]
-    assert pace.fresh(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, spare=rates.spare)
+    assert control.fresh(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, spare=rates.spare)
 
 
 def test_what_another_draft_has_taught_is_not_believed() -> None:
-    assert pace.fresh(CHAIN, evolve(STEEP, gains=(1, 2))).gains == KNOWN.gains
+    assert control.fresh(CHAIN, evolve(STEEP, gains=(1, 2))).gains == KNOWN.gains
 
 
 def test_rests_grow_while_tries_fail_and_shrink_while_launches_pay() -> None:
     rates, rests, trying = STEEP, list[int](), Plan((3,), 1200, trying=True)
     for _ in range(10):
-        rates = pace.begun(rates, trying)
+        rates = control.begun(rates, trying)
         rests.append(rates.rest)
     assert rests == [1, 2, 4, 8, 16, 32, 64, 128, 256, LONGEST]
     for _ in range(9):
-        rates = pace.begun(rates, Plan((3,), 1200))
+        rates = control.begun(rates, Plan((3,), 1200))
     assert rates.pause == 1
     plain, resting = Plan((0,), reason="does_not_pay"), evolve(STEEP, rest=2, spare=SPARE)
-    assert pace.begun(resting, plain) == evolve(resting, rest=1)
-    assert pace.begun(resting, Plan((0,))) == resting, "nobody wanted any"
+    assert control.begun(resting, plain) == evolve(resting, rest=1)
+    assert control.begun(resting, Plan((0,))) == resting, "nobody wanted any"
 
 
 def test_an_account_gains_what_tokens_would_have_cost_and_loses_what_the_launch_did() -> None:
-    assert pace.balance(0, Plan((0,)), done(0, 0)) == REFILL
-    assert pace.balance(0, Plan((3,), 1200), done(3, 0)) == REFILL - 200
-    assert pace.balance(0, Plan((3,), 1200), done(3, 2)) == 3 * (UNIT + REFILL) - 1200
+    assert control.balance(0, Plan((0,)), done(0, 0)) == REFILL
+    assert control.balance(0, Plan((3,), 1200), done(3, 0)) == REFILL - 200
+    assert control.balance(0, Plan((3,), 1200), done(3, 2)) == 3 * (UNIT + REFILL) - 1200
     waits = evolve(KNOWN, plan=Plan((3, 0), 1500))
-    assert pace.after(waits, done(0, 0)).spare == KNOWN.spare + REFILL - 500, "who does not propose pays as well"
-    assert pace.after(evolve(KNOWN, spare=SPARE), done(0, 0)).spare == SPARE + REFILL, "its own gain is its own"
+    assert control.after(waits, done(0, 0)).spare == KNOWN.spare + REFILL - 500, "who does not propose pays as well"
+    assert control.after(evolve(KNOWN, spare=SPARE), done(0, 0)).spare == SPARE + REFILL, "its own gain is its own"
 
 
 def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
     four, rates = Plan((3,) * 4, 1500), evolve(STEEP, spare=0)
     for right in (3, 1, 0, 0):
-        rates = pace.settled(CHAIN, rates, four, done(3, right))
+        rates = control.settled(CHAIN, rates, four, done(3, right))
     assert rates.spare == pytest.approx(2 * (UNIT + REFILL) - 1500, abs=4)
-    assert pace.settled(CHAIN, evolve(STEEP, spare=SPARE), Plan((15,), 1200), done(15, 15)).spare == SPARE
-    assert pace.begun(STEEP, Plan((0,) * 4)).spare == STEEP.spare + REFILL
-    assert pace.settled(CHAIN, STEEP, Plan((0,) * 4), done(0, 0)) == STEEP, "once is enough"
+    assert control.settled(CHAIN, evolve(STEEP, spare=SPARE), Plan((15,), 1200), done(15, 15)).spare == SPARE
+    assert control.begun(STEEP, Plan((0,) * 4)).spare == STEEP.spare + REFILL
+    assert control.settled(CHAIN, STEEP, Plan((0,) * 4), done(0, 0)) == STEEP, "once is enough"
 
 
 @pytest.mark.parametrize(
@@ -306,12 +318,12 @@ def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
     [(True, 2400, 1200), (True, 3000, 1500), (True, 10**9, 2200), (True, 0, 1200), (False, 3000, 1200)],
 )
 def test_what_catches_up_is_paid_for_as_it_was(late: bool, took: int, price: int) -> None:
-    assert pace.cost(Plan((3,), 1200, 2000, late=late), took) == price
+    assert control.cost(Plan((3,), 1200, 2000, late=late), took) == price
 
 
 def test_a_first_launch_of_a_request_is_late_and_the_next_is_not() -> None:
-    assert pace.share([(15, KNOWN)], ALONE, STEEP, 64).late
-    assert not pace.share([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).late
+    assert control.share([(15, KNOWN)], ALONE, STEEP, 64).late
+    assert not control.share([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).late
 
 
 # --- what comes of it ---
@@ -321,21 +333,21 @@ def decode(house: Settings, rates: Rates, *answers: tuple[Draft, int], late: int
     """What answers that decode together cost by the prices, in thousandths of plain launches: until all are done, and
     each. Launches that catch up take `late` longer.
     """
-    cost, costs, members = 0, [0] * len(answers), [pace.fresh(house, rates) for _ in answers]
+    cost, costs, members = 0, [0] * len(answers), [control.fresh(house, rates) for _ in answers]
     answered, lengths = [0] * len(answers), [length for _, length in answers]
     while busy := [at for at, length in enumerate(lengths) if answered[at] < length]:
-        offer = pace.terms(rates.decode, 0, 1, 64)  # of whatever company: prices are those of one alone
+        offer = control.terms(rates.decode, 0, 1, 64)  # of whatever company: prices are those of one alone
         wanted = [(min(members[at].widths[-1], lengths[at] - answered[at] - 1), members[at]) for at in busy]
-        plan = pace.share(wanted, offer, rates, 64)
-        rates, took = pace.begun(rates, plan), plan.price + late * plan.late
+        plan = control.share(wanted, offer, rates, 64)
+        rates, took = control.begun(rates, plan), plan.price + late * plan.late
         cost += took
         assert min(rates.spare, *(members[at].spare for at in busy)) >= 0 or late or not any(plan.proposals)
         for at, proposed in zip(busy, plan.proposals, strict=True):
             right = answers[at][0](proposed, answered[at])
             assert 0 <= right <= proposed
             step = done(proposed, right, took * offer.plain // UNIT)
-            members[at] = pace.after(evolve(members[at], plan=plan), step)
-            rates = pace.settled(house, rates, plan, step)
+            members[at] = control.after(evolve(members[at], plan=plan), step)
+            rates = control.settled(house, rates, plan, step)
             costs[at] += took
             answered[at] += right + 1
             for gains in (members[at].gains, rates.gains or members[at].gains):
@@ -436,7 +448,7 @@ def test_no_answer_is_made_slower_by_the_company_it_is_in(rates: Rates, chance: 
 @pytest.mark.parametrize("chance", [0.6, 0.75, 0.9, 0.97])
 def test_a_steady_draft_gives_nearly_what_its_best_width_would(rates: Rates, chance: float) -> None:
     """0.75: four tokens a step. Against the one width that is best on average, known beforehand."""
-    length, runs, offer = 1000, 10, pace.terms(rates.decode, 0, 1, 64)
+    length, runs, offer = 1000, 10, control.terms(rates.decode, 0, 1, 64)
     expected = {width: 1 + sum(chance**right for right in range(1, width + 1)) for width in KNOWN.widths}
     best = min(offer.price(1 + width) / tokens for width, tokens in expected.items()) * length
     cost = sum(decode(CHAIN, rates, (steady(chance, seed), length))[0] for seed in range(runs)) / runs
@@ -465,25 +477,25 @@ def test_a_request_that_the_draft_suits_is_found_out_where_it_suited_no_other() 
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.8])
 def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int, dear: float, chance: float) -> None:
     """Answers of 64 tokens come and go; launches really cost `dear` times what is presumed of them."""
-    rng, rates, busy = random.Random(members), STEEP, list[tuple[Pace, int]]()
+    rng, rates, busy = random.Random(members), STEEP, list[tuple[SpeculationControl, int]]()
     true = {0: 1000} | {rows: round(dear * ns) for _, _, rows, ns in STEEP.decode if rows} | {32: 4000, 64: 8000}
     time = tokens = 0
     while tokens < 10_000:
-        busy += [(pace.fresh(CHAIN, rates), 64)] * (members - len(busy))
-        offer = pace.terms(rates.decode, 0, members, 64)
-        plan = pace.share([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
+        busy += [(control.fresh(CHAIN, rates), 64)] * (members - len(busy))
+        offer = control.terms(rates.decode, 0, members, 64)
+        plan = control.share([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
         shape = Shape(0, members, sum(plan.proposals) and members + sum(plan.proposals))
         took = true[shape.key[2]]
-        rates, time = pace.begun(rates, plan), time + took
+        rates, time = control.begun(rates, plan), time + took
         if not plan.late:
-            rates = evolve(rates, decode=pace.timed(rates.decode, shape, took))
-        after = list[tuple[Pace, int]]()
+            rates = evolve(rates, decode=control.timed(rates.decode, shape, took))
+        after = list[tuple[SpeculationControl, int]]()
         for (each, left), proposed in zip(busy, plan.proposals, strict=True):
             step = done(proposed, steady(chance, rng.randrange(10**6))(proposed, 0), took)
-            rates = pace.settled(CHAIN, rates, plan, step)
+            rates = control.settled(CHAIN, rates, plan, step)
             tokens += len(step.tokens)
             if left > len(step.tokens):
-                after.append((pace.after(evolve(each, plan=plan), step), left - len(step.tokens)))
+                after.append((control.after(evolve(each, plan=plan), step), left - len(step.tokens)))
         busy = after
     assert time / (UNIT * tokens / members) <= (1.015 if dear < 3 else 1.03), (
         "what is tried for the first time may be three times as dear as presumed"
@@ -501,12 +513,15 @@ MEASURED = Rates(decode=alone(10_000, 15_000, 17_000, 22_000))
     [((2, 0, 3, 1), [3, 3, 3, 7], [2730, 2240, 4780, 5000]), ((0, 0, 0), [3, 3, 0], [710, 220, 230])],
 )
 def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int], accounts: list[int]) -> None:
-    rates, member, found = MEASURED, pace.fresh(CHAIN, MEASURED), list[tuple[int, int]]()
+    rates, member, found = MEASURED, control.fresh(CHAIN, MEASURED), list[tuple[int, int]]()
     for number, accepted in enumerate(right):
-        plan = pace.share([(15, member)], pace.terms(rates.decode, 0, 1, 64), rates, 64)
+        plan = control.share([(15, member)], control.terms(rates.decode, 0, 1, 64), rates, 64)
         step = done(plan.proposals[0], accepted, plan.price * 10 + 3000 * (number == 0))
-        member, rates = pace.after(evolve(member, plan=plan), step), pace.begun(rates, plan)
-        rates = pace.settled(CHAIN, rates, plan, step)
+        member, rates = (
+            control.after(evolve(member, plan=plan), step),
+            control.begun(rates, plan),
+        )
+        rates = control.settled(CHAIN, rates, plan, step)
         found.append((plan.proposals[0], rates.spare))
     assert found == list(zip(proposed, accounts, strict=True))
     assert member.spare == {(2, 0, 3, 1): 5100, (0, 0, 0): 230}[right]
@@ -521,7 +536,7 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
 )
 def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, ...], worth: list[int]) -> None:
     company = ((0, 4, 0, 16_000), (0, 4, 8, 22_000), (0, 4, 16, 28_000), (0, 4, 32, 40_000))
-    offer, rich = pace.terms((*MEASURED.decode, *company), 0, 4, 64), evolve(MEASURED, spare=SPARE)
+    offer, rich = control.terms((*MEASURED.decode, *company), 0, 4, 64), evolve(MEASURED, spare=SPARE)
     members = [(15, sure(*each, spare=SPARE)) for each in gains]
-    assert [pace.worth(way) for way in pace.possible(members, offer, 64)] == worth
-    assert pace.share(members, offer, rich, 64).proposals == proposed
+    assert [control.worth(way) for way in control.possible(members, offer, 64)] == worth
+    assert control.share(members, offer, rich, 64).proposals == proposed

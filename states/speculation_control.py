@@ -84,7 +84,7 @@ NOBODY = Plan()
 
 
 @frozen
-class Pace:
+class SpeculationControl:
     """How often a draft is right: for a request, or for all of them."""
 
     widths: tuple[int, ...]  # proposals that are worth considering, ascending
@@ -162,12 +162,12 @@ def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
 # --- how often a draft is right ---
 
 
-def fresh(settings: Settings, rates: Rates) -> Pace:
+def fresh(settings: Settings, rates: Rates) -> SpeculationControl:
     """Of a request that has proposed nothing: as all others did."""
     useful = widths(settings)
     known = len(rates.gains) == len(useful)
     gains = rates.gains if known else tuple(map(hoped, useful))
-    return Pace(useful, gains, branching=settings.tree > 0, spare=rates.spare)
+    return SpeculationControl(useful, gains, branching=settings.tree > 0, spare=rates.spare)
 
 
 @cache
@@ -181,55 +181,55 @@ def could_pay(settings: Settings, rates: Rates) -> bool:
     return any(UNIT * (1 + width) > alone.price(1 + width) for width in widths(settings))
 
 
-def after(pace: Pace, done: Decoded, memory: int = MEMORY) -> Pace:
+def after(control: SpeculationControl, done: Decoded, memory: int = MEMORY) -> SpeculationControl:
     """One more decode step: what it gave, and what it cost."""
-    spare = balance(pace.spare, pace.plan, done)
+    spare = balance(control.spare, control.plan, done)
     if not done.proposed:
-        return evolve(pace, spare=spare)
-    weight = min(pace.seen + FIRST, memory)
-    seen = sample(pace, done.proposed, done.accepted)
-    gains = tuple((gain * (weight - 1) + right) // weight for gain, right in zip(pace.gains, seen, strict=True))
-    return evolve(pace, gains=gains, seen=pace.seen + 1, spare=spare)
+        return evolve(control, spare=spare)
+    weight = min(control.seen + FIRST, memory)
+    seen = sample(control, done.proposed, done.accepted)
+    gains = tuple((gain * (weight - 1) + right) // weight for gain, right in zip(control.gains, seen, strict=True))
+    return evolve(control, gains=gains, seen=control.seen + 1, spare=spare)
 
 
-def covering(pace: Pace, proposed: int) -> int:
+def covering(control: SpeculationControl, proposed: int) -> int:
     """Which width's forward so many proposals go through."""
-    return next((at for at, width in enumerate(pace.widths) if width >= proposed), len(pace.widths) - 1)
+    return next((at for at, width in enumerate(control.widths) if width >= proposed), len(control.widths) - 1)
 
 
-def sample(pace: Pace, proposed: int, accepted: int) -> Iterator[int]:
+def sample(control: SpeculationControl, proposed: int, accepted: int) -> Iterator[int]:
     """What this decode step says about every width: exactly, up to its own; and about wider ones, what they would have
     got.
 
     Of a chain that ended early that is the same; beyond one that was right to its end, as much of the rest as usual.
     """
     right = UNIT * accepted
-    at = covering(pace, proposed)
-    for wider, width in enumerate(pace.widths):
+    at = covering(control, proposed)
+    for wider, width in enumerate(control.widths):
         if width <= proposed:
             yield min(right, UNIT * width)
         elif accepted >= proposed:
-            yield right + (width - proposed) * pace.gains[at] // pace.widths[at]
-        elif pace.branching:
-            yield right + pace.gains[wider] - pace.gains[at]
+            yield right + (width - proposed) * control.gains[at] // control.widths[at]
+        elif control.branching:
+            yield right + control.gains[wider] - control.gains[at]
         else:
             yield right
 
 
-def gain(pace: Pace | None, propose: int) -> int:
-    return min(pace.gains[covering(pace, propose)], UNIT * propose) if pace is not None and propose else 0
+def gain(control: SpeculationControl | None, propose: int) -> int:
+    return min(control.gains[covering(control, propose)], UNIT * propose) if control is not None and propose else 0
 
 
 # --- who proposes how much in a launch ---
 
 
-def share(wanted: Sequence[tuple[int, Pace | None]], offer: Terms, rates: Rates, limit: int) -> Plan:
+def share(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms, rates: Rates, limit: int) -> Plan:
     """In at most `limit` rows; 0: it is time for a plain launch. Where nobody proposes there may be more."""
     plain = Plan((0,) * len(wanted), plain=offer.plain)
     if offer.measuring or not limit or not any(most for most, _ in wanted):
         return plain
     ways = list(possible(wanted, offer, limit))
-    spare = min(rates.spare, *(pace.spare for _, pace in wanted if pace))
+    spare = min(rates.spare, *(control.spare for _, control in wanted if control))
     within = [way for way in ways if way.price - UNIT <= spare]
     best = max(within, key=worth, default=None)
     pays = worth(best) > UNIT * len(wanted) if best else False
@@ -239,7 +239,7 @@ def share(wanted: Sequence[tuple[int, Pace | None]], offer: Terms, rates: Rates,
     proposals = [0] * len(wanted)
     for _, propose, member in best.members:
         proposals[member] = propose
-    late = any(pace and not pace.seen for propose, (_, pace) in zip(proposals, wanted, strict=True) if propose)
+    late = any(control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose)
     return Plan(tuple(proposals), best.price, offer.plain, not pays, late or not pays, "does_not_pay")
 
 
@@ -252,13 +252,13 @@ class Way:
     members: Sequence[tuple[int, int, int]]
 
 
-def possible(wanted: Sequence[tuple[int, Pace | None]], offer: Terms, limit: int) -> Iterator[Way]:
+def possible(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms, limit: int) -> Iterator[Way]:
     """For each width and each forward: as many members as it holds, those first that gain most by it."""
-    company, bounds = len(wanted), next(pace.widths for most, pace in wanted if most and pace is not None)
+    company, bounds = len(wanted), next(control.widths for most, control in wanted if most and control is not None)
     sizes = [min(BUCKET << step, limit) for step in range((filled(limit) // BUCKET).bit_length())]
     for bound in bounds:
-        asked = [(min(most, bound), pace, at) for at, (most, pace) in enumerate(wanted) if most]
-        order = sorted(((gain(pace, most), most, at) for most, pace, at in asked), key=lambda one: -one[0])
+        asked = [(min(most, bound), control, at) for at, (most, control) in enumerate(wanted) if most]
+        order = sorted(((gain(control, most), most, at) for most, control, at in asked), key=lambda one: -one[0])
         rows = list(accumulate((most for _, most, _ in order), initial=company))
         tokens = list(accumulate((more for more, _, _ in order), initial=UNIT * company))
         for count in sorted({bisect_right(rows, forward) - 1 for forward in sizes}):
