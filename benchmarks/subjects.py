@@ -27,7 +27,7 @@ NAMES = {
 def held_out_sources() -> tuple[Source, Source]:
     """Of the library, and of packages apart."""
     texts = held_out()
-    return Source(texts.library), Source(texts.apart)
+    return Source(texts.stdlib), Source(texts.apart)
 
 
 def prompts(kinds: Sequence[str], count: int, longest: int) -> dict[str, list[Tokens]]:

@@ -100,6 +100,8 @@ def planned(
     """limit: of rows. proposing: launches since a plain one, which is then measured again."""
     effects, company = effects_of(decode_steps), shape(decode_steps)
     wanted = [(one.propose, control_of(requests, ask)) for one, ask in zip(effects, decode_steps, strict=True)]
+    if not any(member for _, member in wanted):
+        return Plan((0,) * len(wanted))  # nobody has a draft: no price matters
     offer = control.terms(rates.decode, company.span, company.members, limit)
     return control.share(wanted, offer, rates, 0 if proposing == OFTEN or (proposing and offer.held_up) else limit)
 

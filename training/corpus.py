@@ -95,7 +95,7 @@ def read_corpus() -> Corpus:
 class HeldOut:
     """The files that training leaves alone: of the standard library, of PACKAGES, and those of APART."""
 
-    library: tuple[str, ...]
+    stdlib: tuple[str, ...]
     packages: tuple[str, ...]
     apart: tuple[str, ...]
 

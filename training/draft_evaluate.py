@@ -242,7 +242,7 @@ def answer_all(
     subjects: Iterable[Subject] = SUBJECTS,
 ) -> Answered:
     """The target's answers to `count` prompts of every subject, by the subject's name and temperature."""
-    library, apart = Source(texts.library), Source(texts.apart)
+    library, apart = Source(texts.stdlib), Source(texts.apart)
     found, began = {}, time.monotonic()
     for subject in subjects:
         if subject.room + subject.limit > target.geometry.context:

@@ -237,7 +237,7 @@ def fixed_answers(model: Qwen3, tokenizer: Tokenizer) -> float:
 
 def evaluate(model: Qwen3, tokenizer: Tokenizer, texts: HeldOut, questions: int) -> dict[str, float]:
     """Every figure of the model card, printed as it comes. Exams are made of the library's files."""
-    source = Source(texts.library)
+    source = Source(texts.stdlib)
     context = model.geometry.context
     found: dict[str, float] = {}
     for exam in exams(context, questions):
@@ -253,7 +253,7 @@ def evaluate(model: Qwen3, tokenizer: Tokenizer, texts: HeldOut, questions: int)
     found["fixed answers, decoded freely"] = fixed_answers(model, tokenizer)
     said = talk(model, tokenizer, STRANGE_PROMPTS, 160)
     found["strange prompts whose answer ends by itself"] = sum(END_OF_TURN in answer for answer in said) / len(said)
-    parts = (("standard library", texts.library), ("packages", texts.packages), ("other authors", texts.apart))
+    parts = (("standard library", texts.stdlib), ("packages", texts.packages), ("other authors", texts.apart))
     for part, files in parts:
         nats, bits = code_loss(model, tokenizer, files, min(2048, context))
         found[f"held-out code, {part}, nats a token"] = nats
