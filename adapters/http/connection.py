@@ -101,8 +101,12 @@ class Protocol(H11Protocol):
         if self.conn.their_state in {h11.SEND_BODY, h11.ERROR}:
             self.half_closed = True
             self.flow.resume_reading()
-            self.wire.write_eof()
-            self._drain()
+            try:
+                self.wire.write_eof()
+            except OSError:  # the client is gone, and its reset not read yet
+                self.wire.abort()
+            else:
+                self._drain()
         else:
             self.wire.close()
             self._start_timer(CLOSE_S)

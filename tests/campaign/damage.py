@@ -31,7 +31,12 @@ def harm(file: Path, others: Sequence[Path], random: Random) -> str:
     elif kind.startswith("frame") or kind == "crafted":
         try:
             file.write_bytes(reframed(raw, random.choice(others).read_bytes(), kind, random))
-        except (Damaged, seekable.struct.error, UnicodeDecodeError):  # it has no frames, or a head that is no text
+        except (
+            Damaged,
+            seekable.zstandard.ZstdError,
+            seekable.struct.error,
+            UnicodeDecodeError,
+        ):  # it has no frames, or a head that is no text
             file.write_bytes(spoilt(raw, raw, "bits", random))
     else:
         file.write_bytes(spoilt(raw, random.choice(others).read_bytes(), kind, random))

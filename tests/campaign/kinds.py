@@ -26,7 +26,7 @@ DECODERS = (
     Kind("logs of texts", logs.logs_of_texts, 30),
 )
 SERVER = (
-    Kind("attacks", site.attacks, 40, deadline_s=60, few=12),
+    Kind("attacks", site.attacks, 40, deadline_s=90, few=12),
     Kind("bodies", site.bodies, 60),
     Kind("served", site.served, 20, deadline_s=90, together=100, few=8),
 )

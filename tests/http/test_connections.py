@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from asyncio.selector_events import _SelectorSocketTransport  # type: ignore[attr-defined] # what a socket is behind
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from errno import ENOTCONN
 from pathlib import Path
 
 import anyio
@@ -113,6 +115,23 @@ async def test_what_is_not_http_hears_why_even_while_it_sends(impatient: Site) -
         with anyio.fail_after(5):
             await stream.send(head("Host: localhost", target="/" + "x" * 2_000_000, method="GET"))
             assert status(await answer(stream)) in {400, 431}
+
+
+async def test_a_client_that_is_gone_when_its_answer_ends_is_no_fault(
+    impatient: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was sent is out, the reset has come and is not read yet: the socket cannot be half closed any more."""
+
+    def gone(_: object) -> None:
+        raise OSError(ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(_SelectorSocketTransport, "write_eof", gone)
+    async with await connect(impatient) as stream:
+        await stream.send(head("Host: localhost", JSON, "Content-Length: 1000000") + b"x")
+        with anyio.fail_after(5):
+            assert status(await answer(stream)) == 413
+            assert await ended(stream)
+    assert [line for line in caplog.records if line.exc_info] == []
 
 
 async def test_connections_that_only_wait_make_room_for_others(impatient: Site) -> None:
