@@ -21,8 +21,9 @@ from attrs import define
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapters.checkpoint.errors import CheckpointError
+from adapters.http.apis import error_response
 from adapters.http.app import build_app
-from adapters.http.errors import error_response, unavailable
+from adapters.http.errors import unavailable
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
 from adapters.models.checkpoint import Checkpoint
@@ -91,7 +92,7 @@ class Gate:
         elif self.app is not None:
             await self.app(scope, receive, send)
         else:
-            await error_response(scope["path"], unavailable("Beginning model", 1))(scope, receive, send)
+            await error_response(scope, unavailable("Beginning model", 1))(scope, receive, send)
 
 
 async def serve_until_signal(options: Options, steps: Steps, beginning: Beginning) -> int:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from attrs import field, frozen
 
 from adapters.http.controls import Controls
+from adapters.http.dialect import OPENAI, Dialect
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
 from adapters.http.shape import AnswerShape
@@ -44,3 +45,4 @@ class Api:
     prefix: str  # of its answers' ids
     read: Read
     shape: Draw
+    dialect: Dialect = OPENAI  # of its errors

@@ -22,12 +22,11 @@ from starlette.routing import Route
 from adapters.http import chat, controls, models
 from adapters.http.access_log import NOTE, refused
 from adapters.http.api import Api
+from adapters.http.apis import APIS, error_response
 from adapters.http.body import reading
-from adapters.http.completions import COMPLETIONS
 from adapters.http.errors import (
     SHUTTING_DOWN,
     ApiError,
-    error_response,
     invalid,
     left,
     no_such_path,
@@ -50,7 +49,6 @@ from adapters.text.tokenizer import GaveUp, TooLong
 from effects.ports import Door
 
 log = logging.getLogger("rekindle.http")
-APIS = (chat.CHAT, COMPLETIONS)
 MOST_TOKENIZED = 1 << 20  # tokens that /tokenize gives: 0.5 s of work, 8 MB of answer
 
 
@@ -124,7 +122,7 @@ class Edge:
         planned = controls.plan(asked.prompts, asked.paths, how, self.options, self.text.openings)
         shape = api.shape(new_id(api.prefix), how, self.options, tokenizer)
         told = how.stream, how.progress, self.turnover, asked.headers
-        return Reply(self.door, planned, shape, self.options, tokenizer, *told)
+        return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
 
     @asynccontextmanager
     async def _ready(self, request: Request) -> AsyncIterator[Fields]:
@@ -247,4 +245,4 @@ class Edge:
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     request.scope[NOTE] = refused(error)
-    return error_response(request.scope["path"], error)
+    return error_response(request.scope, error)

@@ -1,4 +1,4 @@
-"""Everything that a client can be told went wrong, and how OpenAI's and Anthropic's clients expect to hear it."""
+"""Everything that a client can be told went wrong. How its API words that is its dialect (`dialect.py`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
-from starlette.responses import JSONResponse
 
-from adapters.http.paths import speaks_anthropic
 from effects.ports import Closed
 
 
@@ -25,33 +23,7 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(factory=dict)
 
 
-def openai_error(error: ApiError) -> dict[str, Any]:
-    """OpenAI's error object; all four keys are required by its specification."""
-    described = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return {"error": {**described, **error.extra}}
-
-
 SHUTTING_DOWN = "The server is shutting down."
-ANTHROPIC_TYPES = {  # by status; 4xx that are not here are invalid requests, 5xx failures of the API
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def anthropic_error(error: ApiError) -> dict[str, Any]:
-    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
-
-
-def error_response(path: str, error: ApiError) -> JSONResponse:
-    """In the dialect of whoever calls that path."""
-    body = anthropic_error(error) if speaks_anthropic(path) else openai_error(error)
-    return JSONResponse(body, error.status, dict(error.headers))
 
 
 def no_such_path(path: str, known: Sequence[str]) -> ApiError:

@@ -20,7 +20,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adapters.http.access_log import ARRIVED, NOTE, refused
-from adapters.http.errors import ApiError, error_response
+from adapters.http.apis import error_response
+from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
 from adapters.http.paths import canonical
 from adapters.metrics import Metrics
@@ -28,7 +29,7 @@ from adapters.metrics import Metrics
 log = logging.getLogger("rekindle.http")
 MAX_HEAD_BYTES = 1 << 16
 PUBLIC = ("/health",)
-EXPOSED = "x-request-id, retry-after"
+EXPOSED = "x-request-id, request-id, retry-after"
 PREFLIGHT = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "600"}
 
 
@@ -70,13 +71,13 @@ class Guard:
         except ApiError as error:
             error.headers = {**error.headers, "connection": "close"}  # its body stays unread
             scope[NOTE] = refused(error)
-            await error_response(scope["path"], error)(scope, receive, watched)
+            await error_response(scope, error)(scope, receive, watched)
         except Exception:
             log.exception("a bug in the HTTP edge")
             if status:
                 raise
             failed = ApiError(500, "The server failed. Its log says why.", "server_error", code="internal_error")
-            await error_response(scope["path"], failed)(scope, receive, watched)
+            await error_response(scope, failed)(scope, receive, watched)
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.http(path, status)

@@ -11,7 +11,8 @@ from attrs import define, field
 
 from adapters.http import figures
 from adapters.http.controls import Controls
-from adapters.http.errors import ApiError, openai_error
+from adapters.http.dialect import openai_error
+from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended, PickedToken, Progress, Said
 from adapters.http.shape import COMMENT, DONE, event
@@ -69,9 +70,6 @@ class OpenAiShape(ABC):
             "timings": figures.timings(ended[0]),
             "rekindle": figures.rekindle_all(ended, self.options),
         }
-
-    def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_error(error)
 
     @abstractmethod
     def opening(self) -> Iterable[bytes]: ...

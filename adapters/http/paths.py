@@ -14,9 +14,3 @@ def canonical(path: str, known: Collection[str]) -> str:
         if meant in known:
             return meant
     return VERSION + bare if bare.startswith("/models/") else bare
-
-
-def speaks_anthropic(path: str) -> bool:
-    """Whoever calls it expects Anthropic's errors."""
-    bare = path.removeprefix(VERSION)
-    return bare == "/messages" or bare.startswith("/messages/")

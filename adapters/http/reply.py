@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from adapters.http.access_log import ARRIVED, NOTE, AnswerFigures
 from adapters.http.connection import ABORT
 from adapters.http.controls import Planned
+from adapters.http.dialect import Dialect
 from adapters.http.errors import ApiError, failure_of
 from adapters.http.options import EdgeOptions
 from adapters.http.retry import Turnover
@@ -47,6 +48,7 @@ class Reply:
     door: Door
     planned: Sequence[Planned]
     shape: AnswerShape
+    dialect: Dialect
     options: EdgeOptions
     tokenizer: Tokenizer
     stream: bool
@@ -98,8 +100,7 @@ class Reply:
             if self.began:
                 await self._send(send, b"".join(self.shape.failed(error)), more=False)
             else:
-                headers = {**error.headers, "x-request-id": self.shape.id}
-                await JSONResponse(self.shape.error(error), error.status, headers)(scope, receive, send)
+                await self.dialect.response(error, self.shape.id)(scope, receive, send)
 
     async def _whole(self, events: Events, scope: Scope, receive: Receive, send: Send) -> None:
         texts: dict[int, list[Said]] = {}
@@ -115,12 +116,12 @@ class Reply:
         self.finish = ended[0].closed.finish
         body = self.shape.whole(said, ended)
         with self._patience():
-            await JSONResponse(body, headers={"x-request-id": self.shape.id, **self.headers})(scope, receive, send)
+            await JSONResponse(body, headers=self._headers())(scope, receive, send)
 
     async def _stream(self, events: Events, send: Send) -> None:
         if events.waiting and isinstance(events.waiting[0], Ended):
             self._checked(events.waiting[0])  # a failure before anything was said still has its own status
-        headers = {**STREAM_HEADERS, "x-request-id": self.shape.id, **self.headers}
+        headers = {**STREAM_HEADERS, **self._headers()}
         start: Message = {
             "type": "http.response.start",
             "status": 200,
@@ -147,6 +148,9 @@ class Reply:
         ended.sort(key=lambda one: one.index)
         self.finish = ended[0].closed.finish
         await self._send(send, b"".join(self.shape.closing(ended)), more=False)
+
+    def _headers(self) -> dict[str, str]:
+        return {**self.dialect.headers(self.shape.id), **self.headers}
 
     def _frames(self, event: Event, reports: Reports, ended: list[Ended]) -> Iterable[bytes]:
         elapsed_ms = 1000 * (time.monotonic() - self._start)

@@ -43,10 +43,6 @@ class AnswerShape(Protocol):
         """The same answer as one object. `said`: everything that a choice said, by index."""
         ...
 
-    def error(self, error: ApiError) -> dict[str, Any]:
-        """The body of an answer that never began."""
-        ...
-
 
 def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)

@@ -378,7 +378,7 @@ async def test_an_error_in_the_middle_is_the_last_event_and_there_is_no_done(sit
 
 
 def test_errors_have_all_four_keys() -> None:
-    from adapters.http.errors import openai_error  # noqa: PLC0415
+    from adapters.http.dialect import openai_error  # noqa: PLC0415
 
     assert openai_error(ApiError(400, "no"))["error"].keys() == {"message", "type", "param", "code"}
 

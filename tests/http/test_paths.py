@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adapters.http.paths import canonical, speaks_anthropic
+from adapters.http.dialect import anthropic_error
+from adapters.http.errors import context_exceeded
+from adapters.http.paths import canonical
 from adapters.http.retry import Turnover, retry_after
 from effects.job import Report
 from effects.ports import Closed
@@ -43,16 +45,6 @@ def test_a_path_is_meant_with_or_without_its_version_and_slashes(path: str, mean
     assert canonical(meant, KNOWN) == meant
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/messages", "/v1/messages/count_tokens", "/v1/messages/"])
-def test_anthropics_paths_are_known(path: str) -> None:
-    assert speaks_anthropic(path)
-
-
-@pytest.mark.parametrize("path", ["/v1/messagesx", "/v1/chat/completions", "/", "/v1"])
-def test_others_are_not_anthropics(path: str) -> None:
-    assert not speaks_anthropic(path)
-
-
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/chat/completions/", "/chat/completions/"])
 async def test_a_chat_works_without_v1_and_with_slashes(shared: Site, path: str) -> None:
     assert (await shared.post(path, chat(max_tokens=1))).json()["object"] == "chat.completion"
@@ -79,16 +71,28 @@ async def test_an_unknown_path_is_told_with_those_that_exist(shared: Site) -> No
             assert known in error["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches/x", "/messages"])
-async def test_anthropics_clients_get_errors_of_their_shape(shared: Site, path: str) -> None:
-    response = await shared.client.post(f"{path}?beta=true", json={"model": "claude"})
-    assert response.status_code == 404
+@pytest.mark.parametrize("path", ["/v1/complete", "/v1/models/other", "/v1/messages/batches/x"])
+async def test_anthropics_clients_are_known_by_their_header_and_get_errors_of_their_shape(
+    shared: Site, path: str
+) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    response = await shared.client.get(f"{path}?beta=true", headers=headers)
     body = response.json()
-    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
-    assert "POST /v1/chat/completions" in body["error"]["message"]
+    assert (response.status_code, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
     assert set(body["error"]) == {"type", "message"}
-    host = await shared.client.post(path, json={}, headers={"host": "evil.example"})
+    host = await shared.client.post(path, json={}, headers={**headers, "host": "evil.example"})
     assert (host.status_code, host.json()["error"]["type"]) == (421, "invalid_request_error")
+    plain = await shared.client.get("/v1/models/other")
+    assert set(plain.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_anthropics_words_for_a_prompt_that_is_too_long_have_both_counts() -> None:
+    for tokens, said in ((5000, 5000), (4096, 4097), (0, 4097)):
+        error = anthropic_error(context_exceeded(tokens, 4096, "$.messages"))["error"]
+        assert error == {
+            "type": "invalid_request_error",
+            "message": f"prompt is too long: {said} tokens > 4096 maximum",
+        }
 
 
 async def test_a_wrong_method_is_told_with_the_right_one(shared: Site) -> None:

@@ -1,0 +1,30 @@
+"""All APIs for generating text, and which of them a request is for, even one that never reaches its handler."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import Scope
+
+from adapters.http.chat import CHAT
+from adapters.http.completions import COMPLETIONS
+from adapters.http.dialect import ANTHROPIC, OPENAI, Dialect
+from adapters.http.errors import ApiError
+from adapters.http.paths import canonical
+
+APIS = (CHAT, COMPLETIONS)
+PATHS = frozenset(api.path for api in APIS)
+
+
+def dialect_of(scope: Scope) -> Dialect:
+    """The API's own, also of what lies below its path; elsewhere Anthropic's clients are known by their header."""
+    path = canonical(scope["path"], PATHS)
+    for api in APIS:
+        if path == api.path or path.startswith(f"{api.path}/"):
+            return api.dialect
+    return ANTHROPIC if "anthropic-version" in Headers(scope=scope) else OPENAI
+
+
+def error_response(scope: Scope, error: ApiError) -> JSONResponse:
+    """Of a request that has no answer."""
+    return dialect_of(scope).response(error)
