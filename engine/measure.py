@@ -99,6 +99,8 @@ def prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
 
 def run_chunk(shard: Shard, start: int, rows: int, chunk: int) -> None:
     step = Step((Segment(0, start, rows),), chunk, rows_only=True)
+    if start and shard.state_specs:
+        shard.import_state(0, shard.export_state(0))  # any will do, and goes on from wherever a chunk starts
     shard.forward(step, torch.tensor(some_tokens(shard, rows)))
     shard.synchronize()
 

@@ -53,6 +53,7 @@ class DenseShard:
         capacity: int = 8192,
         buckets: Sequence[int] = BUCKETS,
         aux_layers: Sequence[int] = (),
+        state_places: int = 0,  # noqa: ARG002 - of layers that have a state
     ) -> None:
         self._config, self._kernels = config, kernels
         self._device, self._dtype = torch.device(device), dtype
@@ -125,6 +126,14 @@ class DenseShard:
     @property
     def state_specs(self) -> tuple[TensorSpec, ...]:
         return ()
+
+    @property
+    def state_block(self) -> int:
+        return 1
+
+    @property
+    def state_places(self) -> int:
+        return 0
 
     @property
     def addressed(self) -> bool:
@@ -267,6 +276,12 @@ class DenseShard:
     def import_state(self, slot: int, state: NamedTensors) -> None:  # noqa: ARG002
         if state:
             raise ValueError(f"state of layers that have none: {next(iter(state))}")
+
+    def keep_state(self, slot: int, place: int) -> None:
+        raise ValueError(f"place {place}: slot {slot} has no state")
+
+    def load_state(self, place: int, slot: int) -> None:
+        raise ValueError(f"place {place}: slot {slot} has no state")
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -96,8 +96,12 @@ class Shard(Protocol):
 
     What a slot keeps of its sequence is of two kinds. Rows, one for every token, are cut, copied and overwritten at
     will: `row_spec` says what they are. Positional state stands for all tokens up to one position and cannot be cut
-    out of a later one: `state_specs` lists its tensors, and is empty for attention alone. A forward that starts at 0
-    starts from no state, any other one from the state at its own start.
+    out of a later one: `state_specs` lists its tensors, and is empty for attention alone.
+
+    Positional state stands at multiples of `state_block`: a slot with n settled rows has the state at the last multiple
+    at or below n, and what was set aside of the rows after it. So its next forward may start anywhere from there to n,
+    which forgets the rows behind that start, or at 0, from no state. A start where nothing is is a ValueError.
+    `state_places` are room for more such states on the device, beside the slots; who holds which is for others to know.
     """
 
     @property
@@ -140,6 +144,16 @@ class Shard(Protocol):
         """The tensors of `export_state`."""
         ...
 
+    @property
+    def state_block(self) -> int:
+        """Positional state stands at multiples of so many rows; of no matter where there is none."""
+        ...
+
+    @property
+    def state_places(self) -> int:
+        """Places for states, numbered from 0; none where there is no state."""
+        ...
+
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         """Run `step` through the layers, writing KV rows `[start, start + count)` of each segment's slot.
 
@@ -148,16 +162,17 @@ class Shard(Protocol):
         reads beyond a row's own position.
 
         A step of `rows_only` is settled at once. Any other one is settled by `commit`; without it, none of its rows
-        have happened. A shard with recurrent layers refuses trees by name: each node would need a state of its own.
-        Where a forward raises, no slot's state has moved.
+        have happened. A shard with recurrent layers refuses trees by name, since each node would need a state of its
+        own, and more than 64 rows of a slot in a step that is not settled at once.
+        Where a forward raises, no slot's state has moved; where it starts at 0, the slot had none to keep.
         """
         ...
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
         """What stays of the step that ran last, for each of its slots in order; the rest is rolled back.
 
-        Attention rolls a chain back by forgetting its length, and puts a tree's path at its positions. A recurrent
-        layer runs its rule again over the kept rows, from what it set aside of each.
+        A chain is rolled back by forgetting its length, and a tree's path put at its positions. A recurrent layer moves
+        its state to the next multiple of `state_block`, if the kept rows come so far, from what it set aside of them.
         """
         ...
 
@@ -170,7 +185,7 @@ class Shard(Protocol):
         ...
 
     def copy_rows(self, source: int, target: int, count: int) -> None:
-        """Copy rows `[0, count)` of slot `source` into slot `target`, and the state, which must be at `count`."""
+        """Copy rows `[0, count)` of slot `source`, which may go on from there, into slot `target`, and the state."""
         ...
 
     @property
@@ -194,11 +209,22 @@ class Shard(Protocol):
         ...
 
     def export_state(self, slot: int) -> NamedTensors:
-        """The slot's positional state, on the host."""
+        """The slot's positional state, on the host: at the last multiple of `state_block` that its settled rows reach."""
         ...
 
     def import_state(self, slot: int, state: NamedTensors) -> None:
-        """Put what `export_state` gave back; a name, shape or dtype that is not ours is a ValueError."""
+        """Put what `export_state` gave back: the slot goes on where that stood, which the next forward's start tells.
+
+        A name, shape or dtype that is not ours is a ValueError.
+        """
+        ...
+
+    def keep_state(self, slot: int, place: int) -> None:
+        """Copy what `export_state` would give into a place, on the device."""
+        ...
+
+    def load_state(self, place: int, slot: int) -> None:
+        """Put what was kept in a place back, into any slot, which then stands at that position."""
         ...
 
     def memory(self) -> Mapping[str, int]:

@@ -39,11 +39,23 @@ class State:
 
 
 @define(eq=False)
+class Standing:
+    """What a slot goes on from: the state at the last multiple of the block, and what the rows after it move it by.
+
+    base: None where the state was imported: it stands where the next forward starts.
+    """
+
+    base: int | None
+    state: State
+    moved: list[Moved]
+
+
+@define(eq=False)
 class Unsettled:
-    """A step that ran, and waits to be told what stays of it."""
+    """A step that ran, and waits to be told what stays of it. before: what each slot would be without it."""
 
     step: Step
-    before: list[State]
+    before: list[Standing]
     moved: list[list[Moved]]
 
 
@@ -58,8 +70,17 @@ class RecurrentShard:
     )
     device, dtype = torch.device("cpu"), torch.float32
 
-    def __init__(self, slots: int = 3, capacity: int = 256, buckets: Sequence[int] = (4, 8, 16, 32)) -> None:
+    def __init__(
+        self,
+        slots: int = 3,
+        capacity: int = 256,
+        buckets: Sequence[int] = (4, 8, 16, 32),
+        *,
+        state_block: int = 1,
+        state_places: int = 0,
+    ) -> None:
         self.slots, self.capacity, self.buckets = slots, capacity, tuple(buckets)
+        self.state_block, self.state_places = state_block, state_places
         draw = torch.Generator().manual_seed(11)
 
         def weight(outputs: int, inputs: int) -> Tensor:
@@ -71,7 +92,8 @@ class RecurrentShard:
         self.recurrent_out, self.qkv = weight(WIDTH, HEADS * HEAD), weight(3 * HEADS * HEAD, WIDTH)
         self.attention_out = weight(WIDTH, HEADS * HEAD)
         self.cache = torch.full((1, 2, slots, HEADS, capacity, HEAD), torch.nan)  # whoever reads too far, sees it
-        self.states: list[State | None] = [None] * slots
+        self.standing: list[Standing | None] = [None] * slots
+        self.places: list[Standing | None] = [None] * state_places
         self.unsettled: Unsettled | None = None
         self.closed = False
 
@@ -89,10 +111,13 @@ class RecurrentShard:
         assert inputs.shape == (step.rows,)
         hidden, tokens = torch.zeros(step.bucket, WIDTH), iter(inputs.tolist())
         aux = torch.zeros(step.bucket, WIDTH)
-        now, moved, row = Unsettled(step, [], []), list[State](), 0
+        now, row = Unsettled(step, [], []), 0
         for segment in step.segments:
-            now.before.append(state := self._before(segment))
+            now.before.append(before := self._before(segment))
             now.moved.append([])
+            state = before.state
+            for one in before.moved:
+                state, _ = self._delta(state, one)
             for position in range(segment.start, segment.start + segment.count):
                 residual = self.embedding[next(tokens)]
                 one = self._moved_by(residual)
@@ -101,23 +126,25 @@ class RecurrentShard:
                 hidden[row] = residual + self._attend(segment.slot, position, residual)
                 now.moved[-1].append(one)
                 row += 1
-            moved.append(state)
+        self.unsettled = now
         if step.rows_only:
-            for segment, state in zip(step.segments, moved, strict=True):
-                self.states[segment.slot] = state
-        self.unsettled = None if step.rows_only else now
+            self.commit(step, [segment.count for segment in step.segments])
         return Forward(hidden, {0: aux, 1: hidden})
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
-        """The state is moved again by the rows that stay, from what was set aside of them."""
+        """Whole blocks of what stays move the state, the rest is set aside."""
         now, self.unsettled = self.unsettled, None
         assert now is not None
         assert step == now.step
         for segment, before, moved, keep in zip(step.segments, now.before, now.moved, kept, strict=True):
-            state = before
-            for one in moved[: keep if isinstance(keep, int) else len(keep)]:
-                state, _ = self._delta(state, one)
-            self.states[segment.slot] = state
+            assert before.base is not None
+            base, state = before.base, before.state
+            aside = before.moved + moved[: keep if isinstance(keep, int) else len(keep)]
+            while len(aside) >= self.state_block:
+                for one in aside[: self.state_block]:
+                    state, _ = self._delta(state, one)
+                base, aside = base + self.state_block, aside[self.state_block :]
+            self.standing[segment.slot] = Standing(base, state, aside)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         found = torch.zeros(step.bucket, VOCAB)
@@ -125,11 +152,21 @@ class RecurrentShard:
             found[row] = self.output @ rms_norm(hidden[row], (WIDTH,))
         return found
 
-    def _before(self, segment: Segment) -> State:
-        state = self.states[segment.slot]
-        if segment.start and state is not None:
-            return state
-        return State(torch.zeros(TAPS - 1, MIXED, dtype=torch.bfloat16), torch.zeros(HEADS, HEAD, HEAD))
+    def _before(self, segment: Segment) -> Standing:
+        """What the segment goes on from; its rows from the start on are forgotten in it."""
+        if not segment.start:
+            nothing = State(torch.zeros(TAPS - 1, MIXED, dtype=torch.bfloat16), torch.zeros(HEADS, HEAD, HEAD))
+            return Standing(0, nothing, [])
+        return self._at(segment.slot, segment.start)
+
+    def _at(self, slot: int, start: int) -> Standing:
+        """What the slot goes on from at `start`."""
+        found = self.standing[slot]
+        base = None if found is None else start if found.base is None else found.base
+        if found is None or base is None or base % self.state_block or not base <= start <= base + len(found.moved):
+            where = "nowhere" if found is None else f"at {found.base}, with {len(found.moved)} rows behind it"
+            raise ValueError(f"slot {slot} has its state {where}; nothing continues from {start}")
+        return Standing(base, found.state, found.moved[: start - base])
 
     def _moved_by(self, residual: Tensor) -> Moved:
         x = rms_norm(residual, (WIDTH,))
@@ -161,7 +198,7 @@ class RecurrentShard:
 
     def copy_rows(self, source: int, target: int, count: int) -> None:
         self.cache[:, :, target, :, :count] = self.cache[:, :, source, :, :count]
-        self.states[target] = self.states[source]
+        self.standing[target] = self._at(source, count)
 
     def rows(self, slot: int, start: int, stop: int) -> Tensor:
         return self.cache[:, :, slot, :, start:stop]
@@ -174,21 +211,33 @@ class RecurrentShard:
             cache[slot, :, start : start + rows[name].shape[1]] = rows[name]
 
     def export_state(self, slot: int) -> NamedTensors:
-        state = self.states[slot]
-        assert state is not None, "nothing was computed here"
-        return {"layers.0.conv": state.conv, "layers.0.memory": state.memory}
+        found = self.standing[slot]
+        assert found is not None, "nothing was computed here"
+        return {"layers.0.conv": found.state.conv, "layers.0.memory": found.state.memory}
 
     def import_state(self, slot: int, state: NamedTensors) -> None:
         for spec in self.state_specs:
             if state[spec.name].shape != spec.shape:
                 raise ValueError(f"{spec.name}: {list(state[spec.name].shape)}, not {list(spec.shape)}")
-        self.states[slot] = State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone())
+        self.standing[slot] = Standing(
+            None, State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone()), []
+        )
+
+    def keep_state(self, slot: int, place: int) -> None:
+        found = self.standing[slot]
+        assert found is not None, "nothing was computed here"
+        self.places[place] = Standing(found.base, found.state, [])
+
+    def load_state(self, place: int, slot: int) -> None:
+        found = self.places[place]
+        assert found is not None, "nothing was kept here"
+        self.standing[slot] = found
 
     def synchronize(self) -> None:
         """Nothing runs ahead here."""
 
     def memory(self) -> Mapping[str, int]:
-        kept = sum(spec.nbytes for spec in self.state_specs) * self.slots
+        kept = sum(spec.nbytes for spec in self.state_specs) * (self.slots + self.state_places)
         return {"weights": 0, "kv": self.cache.nbytes + kept, "buffers": 0}
 
     def close(self) -> None:

@@ -370,7 +370,7 @@ async def test_a_state_that_cannot_be_put_back_leaves_nothing_to_go_on_from(
     found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 16))
 
     def half(shard: RecurrentShard, slot: int, state: Mapping[str, torch.Tensor]) -> None:
-        shard.states[slot] = None
+        shard.standing[slot] = None
         raise ValueError("only half of it")
 
     with monkeypatch.context() as patched:

@@ -104,3 +104,33 @@ class BlockBatch(Batch):
             rows = slice(row, row + segment.count)
             staging[3, rows], staging[4, rows], staging[5, rows] = segment.start + segment.count, segment.start, first
             row += segment.count
+
+
+@define(eq=False)
+class StateBatch(Batch):
+    """A batch for layers with recurrent state. Two more views tell
+
+    bases  where the state of the row's slot stands, a multiple of 64 that is at most 63 below the segment's start
+    counts rows of the segment, at its first row; 0 elsewhere and in padded rows
+
+    before is bases on the host, one a segment; settles says that no row of the step is rolled back. Both are to be set
+    before `load`; a graph may rely on `settles`.
+    """
+
+    _columns: ClassVar[int] = 6
+    bases: Tensor = field(init=False)
+    counts: Tensor = field(init=False)
+    before: tuple[int, ...] = field(init=False, default=())
+    settles: bool = field(init=False, default=False)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self.bases, self.counts = self.table[4:].unbind(0)
+
+    def _measure(self, step: Step, staging: Tensor) -> None:
+        super()._measure(step, staging)
+        row = 0
+        for segment, base in zip(step.segments, self.before, strict=True):
+            staging[4, row : row + segment.count] = base
+            staging[5, row] = segment.count
+            row += segment.count

@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 
@@ -21,7 +22,10 @@ T = TypeVar("T")
 
 @frozen
 class Rope:
-    """Rotary tables, float32 `[capacity, hd / 2]` each, row p for position p (built once on the host in float32)."""
+    """Rotary tables, float32 `[capacity, n]` each, row p for position p (built once on the host in float32).
+
+    n is half of what is rotated: hd / 2, or less, where only the first 2 n numbers of a head are.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -31,8 +35,8 @@ class Rope:
 class HeadPrep:
     """What projected heads go through before they are rotated: a bias, then RMSNorm of each head. None: they do not.
 
-    bias: one number for each output of the projection, those of values included. q_norm, k_norm: `[hd]`; a model has
-    both or neither; values have none.
+    bias: one number for each output of the projection, those of values included. q_norm, k_norm: `[hd]`, in the
+    model's dtype or in float32; a model has both or neither; values have none.
     """
 
     bias: Tensor | None = None
@@ -74,6 +78,11 @@ class Kernels(Protocol):
         """Keys are read in tiles of this many at absolute positions: the caches' capacity is a multiple of it."""
         ...
 
+    @property
+    def delta(self) -> DeltaKernels | None:
+        """The operations of recurrent layers; None where there are none for the device."""
+        ...
+
     def fresh(self) -> Kernels:
         """The same kernels for another shard: nothing that was recorded or kept for this one."""
         ...
@@ -100,8 +109,8 @@ class Kernels(Protocol):
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """residual `[R, D]` += delta, in place; then RMSNorm of it.
 
-        The sum is rounded to the model's dtype, the norm is computed in float32 and multiplied by
-        weight `[D]`. Returns a new `[R, D]`.
+        The sum is rounded to the model's dtype, the norm is computed in float32 and multiplied by weight `[D]`: in the
+        model's dtype, or in float32 and rounded once, as the weight's dtype is. Returns a new `[R, D]`.
         """
         ...
 
@@ -110,8 +119,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """qkv `[R, (H + 2 KV) hd]`, rows laid out `q heads | k heads | v heads` -> q `[R, H, hd]`.
 
-        What `prep` says, half-split rotary of q and k at each row's position over the whole head, then k and v are
-        written at (slot, position). The returned q may be laid out however `attend` likes best.
+        What `prep` says, half-split rotary of q and k at each row's position over as much of the head as the tables
+        are for, then k and v are written at (slot, position). The rows of qkv may be columns of a wider tensor. The
+        returned q may be laid out however `attend` likes best.
         """
         ...
 

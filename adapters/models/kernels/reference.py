@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
@@ -32,6 +33,7 @@ class ReferenceKernels:
 
     name = "reference"
     kv_tile = 64
+    delta: DeltaKernels | None = None
 
     def fresh(self) -> ReferenceKernels:
         return ReferenceKernels()

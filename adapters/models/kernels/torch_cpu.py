@@ -24,6 +24,7 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.cpu_attention import CpuAttention, StepPlan
+from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import NARROW, TILE, ProductPlan, Products, Unproven
 from adapters.models.kernels.proof import Proof, prove
@@ -88,6 +89,7 @@ class CpuKernels:
     """
 
     kv_tile = TILE
+    delta: DeltaKernels | None = None
 
     def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None) -> None:
         self._dtype, self._plan = dtype, plan

@@ -8,7 +8,7 @@ own, `triton_attention.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.cuda_graphs import GraphCache
 from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
@@ -87,6 +88,7 @@ class TritonKernels:
 
     name = "triton-1"
     kv_tile = KV_TILE
+    delta: ClassVar[DeltaKernels | None] = None
 
     def __attrs_post_init__(self) -> None:
         self.graphs = GraphCache(self.device)
