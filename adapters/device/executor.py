@@ -178,10 +178,8 @@ class DeviceExecutor:
             origin = self._slots.get(source)
             if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):
                 raise ValueError(f"slot {source} does not hold the first {keep} tokens of the prompt")
-            if self._shard.state_specs and keep < (
-                at := origin.valid // self._shard.state_block * self._shard.state_block
-            ):
-                raise ValueError(f"slot {source} has its state at {at}; nothing continues from {keep}")
+            if self._shard.state_specs and keep < origin.valid - origin.valid % self._shard.state_block:
+                raise ValueError(f"slot {source}, with {origin.valid} rows, has no state to go on from at {keep}")
             if self._proposer is not None:
                 self._proposer.catch_up(source)
             state.context = clipped(origin.context, keep)

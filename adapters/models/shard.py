@@ -209,7 +209,7 @@ class Shard(Protocol):
         ...
 
     def export_state(self, slot: int) -> NamedTensors:
-        """The slot's positional state, on the host: at the last multiple of `state_block` that its settled rows reach."""
+        """The slot's positional state, on the host: at the last multiple of `state_block` in its settled rows."""
         ...
 
     def import_state(self, slot: int, state: NamedTensors) -> None:
