@@ -1,4 +1,4 @@
-"""The command line: serve, replay, diagram. One sentence per mistake, and exit status 2."""
+"""The command line: serve, replay, simulate, cache, bench, diagram. One sentence per mistake, and exit status 2."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cyclopts.validators import Number
 
 import engine
 from adapters import heap
+from engine.bench.wanted import Load
 from engine.options import Options
 from engine.refusal import Refusal, told
 from engine.simulation.wanted import Wanted
@@ -218,7 +219,30 @@ def gc(
     return collect(folder or cache_folder(), unwanted, dry_run=dry_run)
 
 
-@app.command(sort_key=5)
+bench = App(name="bench", help="Measure a server over HTTP.", sort_key=5)
+app.command(bench)
+
+
+@bench.command(name="serve")
+def bench_serve(load: Annotated[Load, Parameter(name="*")] = Load()) -> int:  # noqa: B008 - a frozen value
+    """Send requests to any OpenAI-compatible server and time what comes back. Ctrl-C shows what there is until then.
+
+    Prompts are new in every run, so that no cache answers for the model, unless they are told to share something.
+
+    `rekindle bench serve --concurrency 1,4,16`
+
+    `rekindle bench serve --url http://127.0.0.1:8080 --prompt-tokens 2048 --answer-tokens 64 --json > peer.json`
+
+    `rekindle bench serve --rate 0.5,1,2 --prompt-tokens 200-4000 --shared-prefix 150 --plot load.svg`
+
+    `rekindle bench serve --log today.jsonl.zst --concurrency 4 --requests 100`
+    """
+    from engine.bench.serve import run  # noqa: PLC0415
+
+    return run(load)
+
+
+@app.command(sort_key=6)
 def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Print the transition table as Mermaid.
 

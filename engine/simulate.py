@@ -13,11 +13,12 @@ from rich.console import Console
 
 from effects.scope import Scope
 from engine.human import counted
+from engine.picture import check
 from engine.progress import progress
 from engine.refusal import Refusal
 from engine.simulation.costs import Costs, figures, read_costs
 from engine.simulation.logs.read import Logs, read_logs
-from engine.simulation.plot import check, draw
+from engine.simulation.plot import draw
 from engine.simulation.report import show
 from engine.simulation.run import NO_CACHE, Setup, Simulation, fitted
 from engine.simulation.wanted import Wanted

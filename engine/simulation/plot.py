@@ -4,52 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.refusal import Refusal
+from engine.picture import COLORS, GREY, INK, LEFT, STYLE, entitle, save
 from engine.simulation.run import NO_CACHE, Simulation
 from engine.simulation.tally import Count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".svg", ".png")
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F3C8D")  # Okabe and Ito, and one more
-LEFT = 0.065  # of the figure: where everything begins
 TICKS = (
     *((10.0**power, f"{10 ** (power + 3):g} ms") for power in (-4, -3, -2, -1)),
     *((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"), (3600.0, "1 h"), (36_000.0, "10 h")),
 )  # of seconds
-GREY, INK = "#8A8F98", "#22262B"
-STYLE: Any = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.grid": True,
-    "grid.color": "#E7E9EC",
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "rekindle",
-}
-
-
-def check(path: Path) -> None:
-    """Before hours are spent on what could not be drawn. Raises Refusal."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise Refusal(f"--plot {path}: accepted: a name that ends in {' or '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise Refusal(f"--plot {path}: there is no folder {path.absolute().parent.name}")
-    if find_spec("matplotlib") is None:
-        raise Refusal("--plot needs matplotlib: pip install 'rekindle[plot]'")
 
 
 def draw(path: Path, runs: Sequence[Simulation], title: str) -> None:
@@ -75,7 +44,7 @@ def draw(path: Path, runs: Sequence[Simulation], title: str) -> None:
         finish_hits(hits, runs[-1])
         finish_written(written, runs[-1])
         finish_first(first)
-        figure.suptitle(title, x=LEFT, y=0.975, ha="left", fontsize=14, fontweight="bold", color=INK)
+        entitle(figure, title)
         handles, labels = legend(hits, first)
         figure.legend(
             handles,
@@ -88,7 +57,7 @@ def draw(path: Path, runs: Sequence[Simulation], title: str) -> None:
             ncols=min(len(labels), 9),
             frameon=False,
         )
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        save(figure, path)
 
 
 def steps(values: Sequence[int], unit: float) -> tuple[Sequence[int], list[float]]:

@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from engine import picture
 from engine.__main__ import main
-from engine.simulation import plot
 from tests.simulate_command.test_logs import GOLDEN, counts, session, write
 
 
@@ -85,7 +85,7 @@ def test_a_mistake_is_one_line_and_exit_status_2(
 def test_without_matplotlib_a_plot_is_refused_before_anything_runs(
     log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr(picture, "find_spec", lambda _: None)
     assert main(["simulate", log, "--plot", "p.svg"]) == 2
     assert "pip install 'rekindle[plot]'" in capsys.readouterr().err
 

@@ -1,0 +1,208 @@
+"""One request over HTTP: sent, streamed, and every piece of its answer timed as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2
+import msgspec
+from attrs import define, field
+
+from engine.bench.prompts import LoadPrompt
+from engine.bench.wanted import Load
+from engine.refusal import Refusal
+
+LONGEST_LINE = 1 << 20  # bytes of one event; ours take a few hundred
+SHOWN = 100  # characters of what a server said
+OPEN_ENDED = httpx2.Limits(max_connections=None, max_keepalive_connections=None)  # as many as there are streams
+
+
+class Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: Cached | None = None
+
+
+class Timings(msgspec.Struct):
+    """llama.cpp's."""
+
+    cache_n: int | None = None
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def says(self) -> bool:
+        delta = self.delta
+        return bool(
+            self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls))
+        )
+
+
+class Chunk(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    timings: Timings | None = None
+    error: Any = None
+
+
+DECODER = msgspec.json.Decoder(Chunk)
+
+
+@define(eq=False)
+class Sample:
+    """What became of one request. Times are seconds of one clock; `times`: when each event with text came."""
+
+    sent: float
+    times: list[float] = field(factory=list[float])
+    ended: float = 0.0
+    prompt: int | None = None  # tokens, as the server counts
+    answer: int | None = None
+    cached: int | None = None
+    error: str = ""
+
+    @property
+    def first(self) -> float | None:
+        return self.times[0] - self.sent if self.times else None
+
+    @property
+    def tokens(self) -> int:
+        """A server that does not say is taken to send one with each event."""
+        return len(self.times) if self.answer is None else self.answer
+
+
+class Broken(Exception):
+    """An answer that is none. One line."""
+
+
+@define(eq=False)
+class LoadClient:
+    """All requests of a run go through it."""
+
+    load: Load
+    http: httpx2.AsyncClient
+    model: str = ""
+
+    @staticmethod
+    def of(load: Load) -> LoadClient:
+        headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+        http = httpx2.AsyncClient(
+            base_url=load.base, headers=headers, timeout=load.timeout, limits=OPEN_ENDED, trust_env=False
+        )
+        return LoadClient(load, http, load.model)
+
+    async def meet(self) -> None:
+        """Is anybody there, and which model is served? Raises Refusal."""
+        try:
+            answer = await self.http.get("/v1/models")
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise Refusal(f"--url {self.load.url}: nobody answers there ({said(error)})") from error
+        if answer.status_code in (401, 403):
+            raise Refusal(f"--url {self.load.url}: HTTP {answer.status_code}: --api-key is missing or wrong")
+        if not self.model:
+            try:
+                self.model = str(answer.json()["data"][0]["id"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise Refusal(f"--url {self.load.url}: it lists no models; name one with --model") from error
+
+    def body(self, prompt: LoadPrompt) -> tuple[str, dict[str, Any]]:
+        load = self.load
+        body: dict[str, Any] = {"model": self.model, "max_tokens": prompt.answer, "temperature": load.temperature}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **load.more}
+        if load.api == "chat":
+            return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": prompt.text}]}
+        return "/v1/completions", {**body, "prompt": prompt.text if load.words else list(prompt.tokens)}
+
+    async def ask(self, prompt: LoadPrompt, sample: Sample) -> None:
+        """Fills the sample in as the answer comes."""
+        path, body = self.body(prompt)
+        content = msgspec.json.encode(body)
+        sample.sent = time.perf_counter()
+        try:
+            headers = {"Content-Type": "application/json"}
+            async with self.http.stream("POST", path, content=content, headers=headers) as answer:
+                await read(answer, sample)
+        except Broken as error:
+            sample.error = str(error)
+        except httpx2.HTTPError as error:
+            sample.error = said(error)
+        sample.ended = time.perf_counter()
+
+
+async def read(answer: httpx2.Response, sample: Sample) -> None:
+    """Server-sent events, until the stream ends. Raises Broken."""
+    if answer.status_code != 200:
+        raise Broken(f"HTTP {answer.status_code}: {complaint(parsed(await answer.aread()))}")
+    rest, finished = b"", False
+    async for piece in answer.aiter_bytes():
+        now = time.perf_counter()
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            raise Broken(f"an event of more than {LONGEST_LINE} bytes")
+        for line in lines:
+            if line.startswith(b"data:"):
+                finished = take(line[5:].strip(), now, sample) or finished
+    if not finished:
+        raise Broken("the stream ended before the answer did")
+    if not sample.times:
+        raise Broken("an answer without text")
+
+
+def take(data: bytes, now: float, sample: Sample) -> bool:
+    """One event, which came at `now`. True: the answer has ended."""
+    if data == b"[DONE]":
+        return True
+    try:
+        chunk = DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Broken(f"an event that is none: {str(error)[:SHOWN]}") from error
+    if chunk.error is not None:
+        raise Broken(f"in the stream: {complaint(chunk.error)}")
+    if any(choice.says for choice in chunk.choices):
+        sample.times.append(now)
+    if chunk.usage is not None:
+        count(chunk.usage, sample)
+    if sample.cached is None and chunk.timings is not None:
+        sample.cached = chunk.timings.cache_n
+    return any(choice.finish_reason for choice in chunk.choices)
+
+
+def count(usage: Usage, sample: Sample) -> None:
+    sample.prompt, sample.answer = usage.prompt_tokens, usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        sample.cached = usage.prompt_tokens_details.cached_tokens
+
+
+def parsed(raw: bytes) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return raw.decode(errors="replace")
+
+
+def complaint(found: Any) -> str:
+    """The message of an error object of any of the usual forms, or how what came begins."""
+    for name in ("error", "message", "detail"):
+        if isinstance(found, Mapping) and name in found:
+            found = found[name]
+    return " ".join(str(found).split())[:SHOWN]
+
+
+def said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN].removesuffix(": ")
