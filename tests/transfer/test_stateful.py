@@ -240,7 +240,7 @@ async def test_nothing_is_continued_from_where_the_state_is_not(bench: StatefulB
     bench.open(2, 1, PROMPT, source=0, keep=40)
     outcome = await bench.one(2, RunPrefill(SlotId(1), 40, 48))
     assert outcome == DeviceFailed(
-        "broken", "slot 1 could not be opened: slot 0 has its state at 76; nothing continues from 40"
+        "broken", "slot 1 could not be opened: slot 0, with 76 rows, has no state to go on from at 40"
     )
 
 
