@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from attrs import frozen
 from torch import Tensor
 
@@ -79,7 +80,8 @@ class DeltaState:
     memory: float32 `[slots + places, Nv, dk, dv]`, S at the state's position.
     conv: `[slots + places, 3, channels]` in the model's dtype, the convolution's inputs of the three rows before it.
 
-    Of the rows from there on, `[slots, ...]`:
+    Of the rows from there on, `[slots, ...]`, each as `DeltaKernels.state` makes it; kernels may use them for forms of
+    their own, and what they do not need is empty. Whoever copies a slot copies all of them:
     inputs: `[128, channels]`, of the convolution, in the model's dtype.
     keys, deltas: float32 `[Nk, 128, dk]` normalised, `[Nv, 128, dv]` (d above).
     decays: float32 `[Nv, 128]`, G above.
@@ -96,6 +98,25 @@ class DeltaState:
     factors: Tensor
 
 
+def row_state(shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+    """As described above, zeroed."""
+    heads = shape.value_heads
+
+    def zeros(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(size, dtype=kind, device=device)
+
+    return DeltaState(
+        memory=zeros(slots + places, heads, shape.key_size, shape.value_size),
+        conv=zeros(slots + places, TAPS - 1, shape.channels, kind=dtype),
+        inputs=zeros(slots, RING, shape.channels, kind=dtype),
+        keys=zeros(slots, shape.key_heads, RING, shape.key_size),
+        deltas=zeros(slots, heads, RING, shape.value_size),
+        decays=zeros(slots, heads, RING),
+        values=zeros(slots, heads, RING, shape.value_size),
+        factors=zeros(slots, heads, RING, CHUNK),
+    )
+
+
 class DeltaKernels(Protocol):
     """The operations of recurrent layers, and the gate of attention's output, on one device.
 
@@ -106,10 +127,14 @@ class DeltaKernels(Protocol):
     write nothing. Rows of inputs may be columns of a wider tensor, so their stride is not their width.
     """
 
-    def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
-        """mixed `[R, channels]` in the model's dtype -> silu of the causal convolution, float32 `[R, channels]`.
+    def state(self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+        """Of one layer, zeroed: memory and conv as `DeltaState` says, the rows in whatever form these kernels keep."""
+        ...
 
-        Reads and writes inputs and conv, nothing else.
+    def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
+        """mixed `[R, channels]` in the model's dtype -> silu of the causal convolution, for `delta_rule`.
+
+        Float32 `[R, channels]`; kernels whose `delta_rule` likes another form better return that.
         """
         ...
 
@@ -120,7 +145,6 @@ class DeltaKernels(Protocol):
 
         gates `[R, 2 Nv]`, rows laid out `b | a`: beta = sigmoid(b), g = rate softplus(a + dt_bias). Queries and keys
         are divided by their length, sqrt(sum of squares + 1e-6), and queries multiplied with dk ** -0.5.
-        Reads and writes all but inputs and conv.
         """
         ...
 
