@@ -185,6 +185,8 @@ class DeviceExecutor:
             state.context = clipped(origin.context, keep)
             if source != slot:
                 self._shard.copy_rows(source, slot, keep)
+                if self._shard.state_specs:
+                    self._shard.copy_state(source, slot)
         if self._proposer is not None:
             self._proposer.opened(source, slot, state)
         self._slots[slot] = state

@@ -277,6 +277,9 @@ class DenseShard:
         if state:
             raise ValueError(f"state of layers that have none: {next(iter(state))}")
 
+    def copy_state(self, source: int, target: int) -> None:
+        raise ValueError(f"slots {source} and {target} have no state")
+
     def keep_state(self, slot: int, place: int) -> None:
         raise ValueError(f"place {place}: slot {slot} has no state")
 

@@ -204,6 +204,8 @@ class LayerBench:
         shard.import_rows(0, 0, rows)
         for slot in range(1, _SLOTS):
             shard.copy_rows(0, slot, self.capacity)
+            if shard.state_specs:
+                shard.copy_state(0, slot)
 
     def compute(self, bucket: int, *segments: Segment) -> list[Computed]:
         """The rows of every segment; slots all hold the same sequence."""

@@ -185,7 +185,11 @@ class Shard(Protocol):
         ...
 
     def copy_rows(self, source: int, target: int, count: int) -> None:
-        """Copy rows `[0, count)` of slot `source`, which may go on from there, into slot `target`, and the state."""
+        """Copy rows `[0, count)` of slot `source` into slot `target`; not its positional state."""
+        ...
+
+    def copy_state(self, source: int, target: int) -> None:
+        """The target may go on from wherever the source may."""
         ...
 
     @property

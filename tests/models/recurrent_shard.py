@@ -198,7 +198,9 @@ class RecurrentShard:
 
     def copy_rows(self, source: int, target: int, count: int) -> None:
         self.cache[:, :, target, :, :count] = self.cache[:, :, source, :, :count]
-        self.standing[target] = self._at(source, count)
+
+    def copy_state(self, source: int, target: int) -> None:
+        self.standing[target] = self.standing[source]
 
     def rows(self, slot: int, start: int, stop: int) -> Tensor:
         return self.cache[:, :, slot, :, start:stop]
