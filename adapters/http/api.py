@@ -16,6 +16,7 @@ from adapters.http.dialect import OPENAI, Dialect
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
 from adapters.http.shape import AnswerShape
+from adapters.text.answer.reader import PLAIN, AnswerReader
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone, Tokenizer
 from effects.ids import Tokens
@@ -23,11 +24,12 @@ from effects.ids import Tokens
 
 @frozen
 class Asked:
-    """A request that is understood. `paths`: where each prompt stands in the body."""
+    """A request that is understood. `paths`: where each prompt stands in the body.  reader: of all its answers."""
 
     controls: Controls
     prompts: Sequence[Tokens]
     paths: Sequence[str]
+    reader: AnswerReader = PLAIN
     headers: Mapping[str, str] = field(factory=dict)  # that the answer is to carry, whatever it will be
 
 

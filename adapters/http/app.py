@@ -38,12 +38,13 @@ from adapters.http.fields import Fields
 from adapters.http.guard import Guard
 from adapters.http.intake import ROOM, Intake
 from adapters.http.options import EdgeOptions
+from adapters.http.prompts import COUNTED, rendered
 from adapters.http.reply import Reply
 from adapters.http.retry import Turnover
 from adapters.http.sampling import default_settings
 from adapters.http.shape import new_id
 from adapters.metrics import Metrics
-from adapters.text.template import TemplateFailed, TemplateRefused, text_of
+from adapters.text.template import text_of
 from adapters.text.text import Text
 from adapters.text.tokenizer import GaveUp, TooLong
 from effects.ports import Door
@@ -119,7 +120,7 @@ class Edge:
         async with self._ready(request) as fields:
             asked = await api.read(fields, self.options, self.text, request.is_disconnected)
         how, tokenizer = asked.controls, self.text.tokenizer
-        planned = controls.plan(asked.prompts, asked.paths, how, self.options, self.text.openings)
+        planned = controls.plan(asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader)
         shape = api.shape(new_id(api.prefix), how, self.options, tokenizer)
         told = how.stream, how.progress, self.turnover, asked.headers
         return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
@@ -146,7 +147,7 @@ class Edge:
             if content is None:
                 raise fields.wrong("content", "a string")
             special, start = fields.flag("parse_special"), fields.flag("add_special")
-            most = max(MOST_TOKENIZED, chat.COUNTED * self.options.max_ctx)
+            most = max(MOST_TOKENIZED, COUNTED * self.options.max_ctx)
             try:
                 (tokens,) = await self.text.tokenizer.encode(
                     [content], controls=special, start=start, most=most, gone=request.is_disconnected
@@ -177,13 +178,8 @@ class Edge:
 
     async def apply_template(self, request: Request) -> JSONResponse:
         async with self._reading(request) as fields:
-            conversation = await anyio.to_thread.run_sync(chat.read_chat, fields, self.text)
-            chat.refuse_unread(conversation, self.text, chat.COUNTED * self.options.max_ctx, self.options)
-            try:
-                rendered = await self.text.render(conversation.messages, **conversation.variables)
-            except (TemplateRefused, TemplateFailed) as error:
-                raise chat.template_error(error) from error
-            return JSONResponse({"prompt": text_of(rendered)})
+            conversation = await anyio.to_thread.run_sync(chat.read_conversation, fields, self.text)
+            return JSONResponse({"prompt": text_of(await rendered(conversation, self.text, self.options))})
 
     # -- about the server
 

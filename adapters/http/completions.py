@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from adapters.http.api import Api, Asked
-from adapters.http.chat import COUNTED
 from adapters.http.controls import Controls, Words, check_tokens, read_controls
 from adapters.http.errors import context_exceeded, far_too_long, invalid, left
 from adapters.http.fields import Fields, shown
 from adapters.http.openai_shape import CompletionShape
 from adapters.http.options import EdgeOptions
+from adapters.http.prompts import COUNTED
 from adapters.http.unsupported import MISSING
 from adapters.text.text import Text
 from adapters.text.tokenizer import GaveUp, Gone, TooLong

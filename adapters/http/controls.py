@@ -13,6 +13,7 @@ from adapters.http.models import check_name
 from adapters.http.options import EdgeOptions
 from adapters.http.sampling import read_sampling
 from adapters.http.unsupported import Missing, refuse_missing
+from adapters.text.answer.reader import PLAIN, AnswerReader
 from adapters.text.boundaries import Openings
 from effects.ids import Tokens
 from effects.job import Job, Sampling
@@ -51,6 +52,7 @@ class Planned:
     job: Job
     stops: tuple[str, ...]
     asked_scope: bool = False
+    reader: AnswerReader = PLAIN
 
 
 @frozen
@@ -159,7 +161,13 @@ def read_scope(fields: Fields, default: Scope) -> Scope:
 
 
 def plan(
-    prompts: Sequence[Tokens], paths: Sequence[str], controls: Controls, options: EdgeOptions, openings: Openings
+    prompts: Sequence[Tokens],
+    paths: Sequence[str],
+    controls: Controls,
+    options: EdgeOptions,
+    openings: Openings,
+    *,
+    reader: AnswerReader = PLAIN,
 ) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 
@@ -191,5 +199,5 @@ def plan(
                 speculate=controls.speculate,
             )
             place = number * controls.choices + choice
-            planned.append(Planned(place, number, job, controls.stops, controls.asked_scope))
+            planned.append(Planned(place, number, job, controls.stops, controls.asked_scope, reader))
     return tuple(planned)

@@ -9,6 +9,8 @@ from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES
 
+KEPT = {None: None, True: "kept", False: "not_kept"}  # answers are not held to a call that was asked for
+
 
 def usage(ended: Sequence[Ended]) -> dict[str, Any]:
     """Tokens of a whole request: each prompt counts once, the answers add up."""
@@ -20,7 +22,7 @@ def usage(ended: Sequence[Ended]) -> dict[str, Any]:
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
         "prompt_tokens_details": {"cached_tokens": sum(one.closed.report.restored_tokens for one in first)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning for one in ended)},
     }
 
 
@@ -66,6 +68,7 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
             "acceptance_length": ratio(report.completion_tokens, report.decode_steps),  # tokens a decode step
             "why": report.speculation or None,
         },
+        "tool_choice": KEPT[ended.planned.reader.kept(ended.called)],
         "numerics": options.numerics.get("mode", "exact"),
         "stages_ms": {stage: round(spent_ms, 3) for stage, spent_ms in ended.closed.stages_ms.items()},
     }

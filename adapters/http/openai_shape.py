@@ -16,6 +16,17 @@ from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended, PickedToken, Progress, Said
 from adapters.http.shape import COMMENT, DONE, event
+from adapters.text.answer.pieces import (
+    AnswerPiece,
+    ArgumentsPiece,
+    CallBegun,
+    CallEnded,
+    ReasoningPiece,
+    TextPiece,
+    calls_of,
+    reasoning_of,
+    together,
+)
 from adapters.text.tokenizer import Tokenizer
 
 
@@ -49,7 +60,7 @@ class OpenAiShape(ABC):
         yield self.chunk([self.silence(0)])
 
     def ended(self, ended: Ended) -> Iterable[bytes]:
-        choice = {**self.silence(ended.index), "finish_reason": ended.closed.finish}
+        choice = {**self.silence(ended.index), "finish_reason": finish_of(ended)}
         told = figures.rekindle(ended, self.options)
         yield self.chunk([choice], timings=figures.timings(ended), rekindle=told)
 
@@ -65,7 +76,7 @@ class OpenAiShape(ABC):
     def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
         return {
             **self.head(self.whole_kind),
-            "choices": [self.choice(said.get(one.index, Said(one.index, "")), one) for one in ended],
+            "choices": [self.choice(said.get(one.index, Said(one.index, ())), one) for one in ended],
             "usage": figures.usage(ended),
             "timings": figures.timings(ended[0]),
             "rekindle": figures.rekindle_all(ended, self.options),
@@ -86,6 +97,26 @@ class OpenAiShape(ABC):
         """A whole answer's choice."""
 
 
+def finish_of(ended: Ended) -> str:
+    """An answer that was cut off in the middle of a call is cut off first of all."""
+    return "tool_calls" if ended.called and ended.closed.finish == "stop" else ended.closed.finish
+
+
+def delta_of(piece: AnswerPiece) -> dict[str, Any]:
+    match piece:
+        case TextPiece(text):
+            return {"content": text}
+        case ReasoningPiece(text):
+            return {"reasoning_content": text}
+        case CallBegun(place, id_, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": place, "id": id_, "type": "function", "function": function}]}
+        case ArgumentsPiece(place, text):
+            return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
+        case CallEnded():
+            return {}
+
+
 @define(eq=False)
 class ChatShape(OpenAiShape):
     chunk_kind = "chat.completion.chunk"
@@ -96,16 +127,28 @@ class ChatShape(OpenAiShape):
             yield self.chunk([{**self.silence(index), "delta": {"role": "assistant", "content": ""}}])
 
     def said(self, said: Said) -> Iterable[bytes]:
-        delta = {"content": said.text} if said.text else {}
-        yield self.chunk([{**self.silence(said.index), "delta": delta, **self.logprobs(said.picks)}])
+        deltas = [delta for delta in map(delta_of, together(said.pieces)) if delta]
+        for place, delta in enumerate(deltas or [{}]):
+            picks = self.logprobs(said.picks) if place == 0 else {}
+            if delta or picks:
+                yield self.chunk([{**self.silence(said.index), "delta": delta, **picks}])
 
     def silence(self, index: int) -> dict[str, Any]:
         return {"index": index, "delta": {}, "finish_reason": None}
 
     def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
-        message = {"role": "assistant", "content": said.text, "refusal": None}
+        reasoning, calls = reasoning_of(said.pieces), calls_of(said.pieces)
+        message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["content"] = said.text or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
         logprobs = self.logprobs(said.picks) or {"logprobs": None}
-        return {"index": ended.index, "message": message, **logprobs, "finish_reason": ended.closed.finish}
+        return {"index": ended.index, "message": message, **logprobs, "finish_reason": finish_of(ended)}
 
     def logprobs(self, picks: Sequence[PickedToken]) -> dict[str, Any]:
         if not picks:
@@ -142,7 +185,7 @@ class CompletionShape(OpenAiShape):
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
     def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
-        told = {"text": said.text, "logprobs": self.logprobs(said), "finish_reason": ended.closed.finish}
+        told = {"text": said.text, "logprobs": self.logprobs(said), "finish_reason": finish_of(ended)}
         return {"index": ended.index, **told}
 
     def logprobs(self, said: Said) -> dict[str, Any] | None:

@@ -285,5 +285,7 @@ class Reports:
 
 def joined(parts: Sequence[Said]) -> Said:
     return Said(
-        parts[0].index, "".join(part.text for part in parts), tuple(pick for part in parts for pick in part.picks)
+        parts[0].index,
+        tuple(piece for part in parts for piece in part.pieces),
+        tuple(pick for part in parts for pick in part.picks),
     )

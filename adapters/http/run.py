@@ -12,6 +12,8 @@ from attrs import define, evolve, field, frozen
 
 from adapters.http.controls import Planned
 from adapters.http.options import EdgeOptions
+from adapters.text.answer.pieces import AnswerPiece, text_of
+from adapters.text.answer.reader import AnswerParser
 from adapters.text.detokenize import TextStream
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
@@ -35,11 +37,15 @@ class Progress:
 
 @frozen
 class Said:
-    """More text, and the tokens that have been read since the last of it (only when logprobs were asked for)."""
+    """More of an answer, and the tokens read since the last of it (only when logprobs were asked for)."""
 
     index: int
-    text: str
+    pieces: tuple[AnswerPiece, ...]
     picks: tuple[PickedToken, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return text_of(self.pieces)
 
 
 @frozen
@@ -52,12 +58,17 @@ class PickedToken:
 
 @frozen
 class Ended:
-    """A choice is complete. `tokens`: those that count, up to the one that completed a stop string."""
+    """A choice is complete. `tokens`: those that count, up to the one that completed a stop string.
+
+    stop: the stop string that ended it.  reasoning: how many tokens were.  called: the functions, in their order.
+    """
 
     planned: Planned
     closed: Closed
     tokens: int
-    stop: str | None = None  # the stop string that ended it
+    stop: str | None = None
+    reasoning: int = 0
+    called: tuple[str, ...] = ()
 
     @property
     def index(self) -> int:
@@ -109,7 +120,10 @@ async def _follow(
     run: Jobs, one: Planned, tokenizer: Tokenizer, options: EdgeOptions, send: MemoryObjectSendStream[Event]
 ) -> None:
     """One ticket to the end, even if the engine never ends it."""
-    follower = Follower(one, run.tickets[one.index], TextStream(tokenizer, one.stops, frozenset(one.job.stop_tokens)))
+    controls = tokenizer.controls
+    shown = frozenset(controls[name].id for name in one.reader.controls if name in controls)
+    text = TextStream(tokenizer, one.stops, frozenset(one.job.stop_tokens), shown)
+    follower = Follower(one, run.tickets[one.index], text, one.reader.start())
     limit = None if options.request_timeout_s is None else options.request_timeout_s + ENGINE_GRACE_S
     with anyio.move_on_after(limit):
         ended = await follower.follow(send)
@@ -121,12 +135,14 @@ async def _follow(
 
 @define(eq=False)
 class Follower:
-    """The way of one ticket's tokens to text."""
+    """The way of one ticket's tokens to text, and of the text to what it says."""
 
     one: Planned
     ticket: Ticket
     text: TextStream
+    parser: AnswerParser
     tokens: int = 0
+    reasoning: int = 0
     picks: list[PickedToken] = field(factory=list)
 
     async def follow(self, send: MemoryObjectSendStream[Event]) -> Ended:
@@ -136,34 +152,40 @@ class Follower:
                 case ReportProgress(done, total, cached):
                     await send.send(Progress(index, done, total, cached))
                 case EmitTokens():
-                    if piece := self.read(message):
-                        await send.send(Said(index, piece, self.taken()))
+                    if pieces := self.read(message):
+                        await send.send(Said(index, tuple(pieces), self.taken()))
                 case Closed():
-                    tail = self.text.finish()
+                    tail = [*self.parser.push(self.text.finish()), *self.parser.finish()]
                     if tail or self.picks:
-                        await send.send(Said(index, tail, self.taken()))
+                        await send.send(Said(index, tuple(tail), self.taken()))
                     return self.ended(message)
         raise AssertionError("a ticket's messages end with Closed")
 
-    def read(self, message: EmitTokens) -> str:
-        """The text of these tokens, up to a stop string; it cancels the rest of the job."""
-        pieces = []
+    def read(self, message: EmitTokens) -> list[AnswerPiece]:
+        """What these tokens say, up to a stop string or the only call that may be; it cancels the rest of the job."""
+        pieces: list[AnswerPiece] = []
         for place, token in enumerate(message.tokens):
-            if self.text.stopped is not None:
+            if self.complete:
                 break
             self.tokens += 1
-            pieces.append(self.text.push(token))
+            thought = self.parser.thinking
+            pieces += self.parser.push(self.text.push(token))
+            self.reasoning += thought or self.parser.thinking
             if message.logprobs and token not in self.text.hidden:
                 self.picks.append(PickedToken(token, message.logprobs[place]))
-            if self.text.stopped is not None:
+            if self.complete:
                 self.ticket.cancel("stop_string")
-        return "".join(pieces)
+        return pieces
+
+    @property
+    def complete(self) -> bool:
+        return self.text.stopped is not None or self.parser.full
 
     def taken(self) -> tuple[PickedToken, ...]:
         picks, self.picks = tuple(self.picks), []
         return picks
 
     def ended(self, closed: Closed) -> Ended:
-        if self.text.stopped is not None:
+        if self.complete:
             closed = evolve(closed, finish="stop")
-        return Ended(self.one, closed, self.tokens, self.text.stopped)
+        return Ended(self.one, closed, self.tokens, self.text.stopped, self.reasoning, tuple(self.parser.called))

@@ -22,6 +22,7 @@ class TextStream:
     """The text of one answer, token by token.
 
     hidden: tokens that count but have no text (the ones that ended the answer).
+    shown: special tokens that have one all the same, as whoever reads the text has to see them.
     stops: whichever is complete first ends the text before it, the longest if several are complete at once; so where
     the text ends does not depend on how it was cut into tokens.
     """
@@ -29,6 +30,7 @@ class TextStream:
     tokenizer: Tokenizer
     stops: Sequence[str] = ()
     hidden: Collection[int] = ()
+    shown: Collection[int] = ()
     stopped: str | None = field(default=None, init=False)  # the stop string that was found
     _utf8: codecs.IncrementalDecoder = field(init=False)
     _finder: StopFinder | None = field(init=False)
@@ -40,7 +42,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """What is certain to follow now. After it, `stopped` tells whether this token completed a stop string."""
-        if token in self.hidden or token in self.tokenizer.special:
+        if token in self.hidden or (token in self.tokenizer.special and token not in self.shown):
             return ""
         return self._pass(self._utf8.decode(self.tokenizer.piece(token)))
 

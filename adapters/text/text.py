@@ -6,45 +6,66 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.text_files import TextFiles
+from adapters.text.answer.detect import detect_calls, detect_reasoning
+from adapters.text.answer.reader import NONE, REASONING, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
-from adapters.text.template import ChatTemplate, Rendered, TemplateFailed, TemplateRefused, text_of
+from adapters.text.conversation import Conversation, templated
+from adapters.text.template import ChatTemplate, Control, Rendered, TemplateFailed, TemplateRefused, text_of
 from adapters.text.tokenizer import Gone, Tokenizer
 from effects.ids import Tokens
 from effects.job import Sampling
 
 
+@frozen
+class ChatPrompt:
+    """A conversation, ready to be answered, and how the answer is to be read."""
+
+    tokens: Tokens
+    reader: AnswerReader
+
+
 @define(eq=False)
 class Text:
-    """A tokenizer, a chat template if there is one, and how the checkpoint wants to be sampled."""
+    """A tokenizer, a chat template if there is one, and how the checkpoint wants to be sampled.
+
+    openings: of messages, as the template writes them.  calls, reasoning: the names of the forms that answers are read
+    by. What is not given of them is known from `check` on.
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     sampling: Sampling = field(factory=Sampling)
-    openings: Openings = field(factory=Openings)  # of messages, as the template writes them; known from `check` on
+    openings: Openings = field(factory=Openings)
+    calls: str | None = None
+    reasoning: str | None = None
+    parts: bool = False  # the template reads contents as lists of parts only
 
     @staticmethod
-    def load(folder: Path) -> Text:
+    def load(folder: Path, calls: str | None = None, reasoning: str | None = None) -> Text:
         """Raises CheckpointError."""
         files = TextFiles.read(folder)
         tokenizer, template = Tokenizer.of(files), None
         if files.template is not None:
             template = ChatTemplate(files.template, tuple(tokenizer.controls.values()), tokenizer.variables)
-        return Text(tokenizer, template, default_sampling(files.generation))
+        return Text(tokenizer, template, default_sampling(files.generation), calls=calls, reasoning=reasoning)
 
     async def check(self) -> tuple[str, ...]:
         """Try the template. Returns warnings; raises CheckpointError if it does not work at all.
 
         Warns where a template puts control tokens together from parts, which then are served as plain text. From now
-        on it is known how the template opens messages.
+        on it is known how the template opens messages, and what it makes of tool calls and reasoning.
         """
         if self.template is None:
             return ("the checkpoint has no chat template: only completions are served",)
         await self.template.check()
         self.openings = await find_openings(self.template, self.tokenizer)
+        self.parts = await reads_only_parts(self.template)
+        self.calls = self.calls or await detect_calls(self.template)
+        self.reasoning = self.reasoning or detect_reasoning(self.template)
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
         try:
             rendered = await self.template.render([*messages, messages[0]])
@@ -54,6 +75,33 @@ class Text:
         if whole != await self.tokenizer.encode_rendered(rendered):
             return ("the chat template puts control tokens together from parts, which are served as plain text",)
         return ()
+
+    async def prompt(self, conversation: Conversation, most: int | None = None, gone: Gone | None = None) -> ChatPrompt:
+        """Raises TemplateRefused or TemplateFailed.  most, gone: as `Tokenizer.encode` has them."""
+        rendered = await self.rendered(conversation)
+        tokens = await self.tokenizer.encode_rendered(rendered, most, gone)
+        return ChatPrompt(tokens, self.reader(conversation, rendered))
+
+    async def rendered(self, conversation: Conversation) -> Rendered:
+        assert self.template is not None
+        variables = templated(conversation, self.template.wants_argument_text, self.parts)
+        generate = conversation.generate and not conversation.continues
+        rendered = await self.template.render(variables.pop("messages"), generate=generate, **variables)
+        if not conversation.continues:
+            return rendered
+        last = conversation.messages[-1]
+        return cut_behind(rendered, (last.content or last.reasoning).strip())
+
+    def reader(self, conversation: Conversation, rendered: Rendered) -> AnswerReader:
+        """How to read what follows this prompt."""
+        tags = REASONING.get(self.reasoning or NONE)
+        if conversation.continues:
+            thinking = tags is not None and not conversation.messages[-1].content
+        else:
+            thinking = tags is not None and text_of(rendered[-3:]).rstrip().endswith(tags.opening)
+        tools, parallel = conversation.callable, conversation.parallel
+        names = (self.calls or NONE), (self.reasoning or NONE)
+        return AnswerReader(names[0], tools, parallel, names[1], thinking, conversation.choice)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], most: int | None = None, gone: Gone | None = None, **variables: Any
@@ -71,6 +119,28 @@ class Text:
     async def aclose(self) -> None:
         if self.template is not None:
             await self.template.aclose()
+
+
+async def reads_only_parts(template: ChatTemplate) -> bool:
+    """Is a content that is text not shown, but one that is a list of parts?"""
+    word, shown = "wordqz", []
+    for content in (word, [{"type": "text", "text": word}]):
+        try:
+            shown.append(word in text_of(await template.render([{"role": "user", "content": content}])))
+        except (TemplateRefused, TemplateFailed):
+            shown.append(False)
+    return shown == [False, True]
+
+
+def cut_behind(rendered: Rendered, text: str) -> Rendered:
+    """Without what closes the message that ends with this text. Raises TemplateRefused where it is not shown."""
+    for place in range(len(rendered) - 1, -1, -1):
+        piece = rendered[place]
+        at = -1 if isinstance(piece, Control) else piece.rfind(text)
+        if at >= 0 and text:
+            assert isinstance(piece, str)
+            return (*rendered[:place], piece[: at + len(text)])
+    raise TemplateRefused("it does not show the message that the answer is to continue as it was sent")
 
 
 def default_sampling(settings: Mapping[str, Any]) -> Sampling:

@@ -64,6 +64,7 @@ async def served(
     folder: Path, *, door: dict[str, Any] | None = None, server: dict[str, Any] | None = None, **options: Any
 ) -> AsyncIterator[Site]:
     text = Text.load(folder)
+    await text.check()
     edge = evolve(EdgeOptions("small", 4096, text.tokenizer.size), **options)
     metrics = Metrics()
     listening: list[Serving] = []

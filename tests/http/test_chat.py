@@ -14,6 +14,7 @@ from effects.job import Sampling
 from effects.scope import Scope, Selection
 from tests.http.conftest import Site, chat, served
 from tests.http.sse import chunks, stream, text_of
+from tests.text import small
 
 PATH = "/v1/chat/completions"
 EMOJI = "Grüße 👩‍👩‍👧 und 東京! 😀"
@@ -259,14 +260,20 @@ async def test_a_prompt_may_end_without_the_opening_of_an_answer(site: Site) -> 
     assert whole == without + "<|im_start|>assistant\n"
 
 
-async def test_tools_are_not_parsed_yet_and_the_answer_says_so(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_template_whose_calls_nobody_can_read_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = small.TEMPLATE.replace("'\\n<tool_call>\\n", "'\\n<calling>\\n")
+    assert template != small.TEMPLATE
     tools = [{"type": "function", "function": {"name": "add"}}]
-    with caplog.at_level("INFO", "rekindle.http"):
-        for stream_ in (False, True):
-            response = await site.chat(max_tokens=1, tools=tools, stream=stream_)
-            assert response.headers["x-rekindle-tools"].startswith("unparsed")
-        assert "x-rekindle-tools" not in (await site.chat(max_tokens=1, tools=tools, tool_choice="none")).headers
-    assert [record.message.endswith(" x-rekindle-tools=unparsed") for record in caplog.records] == [True, True, False]
+    async with served(small.write(tmp_path, template)) as site:
+        with caplog.at_level("INFO", "rekindle.http"):
+            for stream_ in (False, True):
+                response = await site.chat(max_tokens=1, tools=tools, stream=stream_)
+                assert response.headers["x-rekindle-tools"].startswith("unparsed")
+            assert "x-rekindle-tools" not in (await site.chat(max_tokens=1, tools=tools, tool_choice="none")).headers
+    told = [record.message for record in caplog.records if "POST" in record.message]
+    assert [line.endswith(" x-rekindle-tools=unparsed") for line in told] == [True, True, False]
 
 
 async def test_a_request_cannot_turn_the_disk_on_and_is_told_so(folder: Path) -> None:

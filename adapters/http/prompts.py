@@ -1,0 +1,75 @@
+"""From a conversation to a prompt, with every way that can go wrong told as an error of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from adapters.http.errors import ApiError, far_too_long, invalid, left
+from adapters.http.options import EdgeOptions
+from adapters.text.conversation import Conversation
+from adapters.text.pieces import size_of
+from adapters.text.template import Rendered, TemplateFailed, TemplateRefused
+from adapters.text.text import ChatPrompt, Text
+from adapters.text.tokenizer import GaveUp, Gone, TooLong
+
+T = TypeVar("T")
+COUNTED = 2  # contexts: a prompt is counted so far, then it is refused as having at least so many tokens
+THOUGHTS = 8  # contexts of reasoning that a template may be given to leave out
+
+
+def check_template(text: Text) -> None:
+    """Raises ApiError where there is none."""
+    if text.template is None:
+        message = "This checkpoint has no chat template. Use /v1/completions, or serve a checkpoint that has one."
+        raise ApiError(400, message, code="no_chat_template")
+
+
+async def chat_prompt(
+    conversation: Conversation, text: Text, options: EdgeOptions, gone: Gone, path: str = "$.messages"
+) -> ChatPrompt:
+    """Raises ApiError 400 where the conversation is too long or the template refuses it, 500 where it fails.
+
+    path: of the messages in the body.
+    """
+    most = COUNTED * options.max_ctx
+    refuse_unread(conversation, text, most, options, path)
+    try:
+        return await told(text.prompt(conversation, most, gone), path)
+    except TooLong as error:
+        raise far_too_long(error.tokens, options.max_ctx, path) from None
+    except GaveUp:
+        raise left() from None
+
+
+async def rendered(conversation: Conversation, text: Text, options: EdgeOptions) -> Rendered:
+    """The same, not tokenized."""
+    refuse_unread(conversation, text, COUNTED * options.max_ctx, options, "$.messages")
+    return await told(text.rendered(conversation), "$.messages")
+
+
+async def told(work: Awaitable[T], path: str) -> T:
+    """What a template says against it, to the client."""
+    try:
+        return await work
+    except TemplateRefused as error:
+        message = f"the model's chat template refuses them: {error}"[:500]
+        raise invalid(path, message, "template_refused") from error
+    except TemplateFailed as error:
+        no_retry = {"x-should-retry": "false"}
+        message = f"The checkpoint's chat template failed: {error}"[:500]
+        raise ApiError(500, message, "template_error", code="template_error", headers=no_retry) from error
+
+
+def refuse_unread(conversation: Conversation, text: Text, most: int, options: EdgeOptions, path: str) -> None:
+    """What cannot fit is not even rendered. Templates may leave out what an assistant thought; no more than that."""
+    knowledge, said, thought = text.tokenizer.known_plain, 0, 0
+    for message in conversation.messages:
+        content = message.content
+        answer = content.rpartition("</think>")[2] if message.role == "assistant" else content
+        said += size_of(answer)
+        thought += size_of(message.reasoning) + len(content) - len(answer)
+    if said > knowledge.most_bytes(most):
+        raise far_too_long(knowledge.least(said), options.max_ctx, path)
+    if thought > THOUGHTS * knowledge.most_bytes(most):
+        raise far_too_long(0, options.max_ctx, path)

@@ -1,0 +1,58 @@
+"""Functions that an answer may call, as requests bring them: bounded, and read strictly. Shared by all APIs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from adapters.http.errors import invalid
+from adapters.http.fields import Fields, shown
+from adapters.text.conversation import FunctionTool, ToolChoice
+
+MAX_TOOLS = 512
+MAX_TOOL_BYTES = 1 << 20
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+def read_name(function: Fields, name: str = "name") -> str:
+    found = function.text(name, 128)
+    if found is None or not NAME.fullmatch(found):
+        raise function.wrong(name, "1 to 128 letters, digits or any of _ . : -")
+    return found
+
+
+def read_function(function: Fields, parameters: str = "parameters") -> FunctionTool:
+    """parameters: what the API calls the schema of the arguments."""
+    schema = function.within(parameters)
+    return FunctionTool(
+        read_name(function),
+        function.text("description"),
+        None if schema is None else schema.data,
+        function.flag("strict"),
+    )
+
+
+def check_tools(tools: Sequence[FunctionTool], path: str) -> tuple[FunctionTool, ...]:
+    """Raises ApiError where they are too large together, or two have one name."""
+    if tools and len(json.dumps([tool.written() for tool in tools])) > MAX_TOOL_BYTES:
+        raise invalid(path, f"must have at most {MAX_TOOL_BYTES} bytes together")
+    names = set[str]()
+    for place, tool in enumerate(tools):
+        if tool.name in names:
+            raise invalid(f"{path}[{place}]", f"is a second function of the name {shown(tool.name)}")
+        names.add(tool.name)
+    return tuple(tools)
+
+
+def named(name: str, tools: Sequence[FunctionTool], path: str) -> ToolChoice:
+    """One function and no other. Raises ApiError where there is none of that name."""
+    if name not in {tool.name for tool in tools}:
+        raise invalid(path, f"{shown(name)} is none of the functions in `tools`")
+    return ToolChoice("function", name)
+
+
+def needs_tools(choice: ToolChoice, tools: Sequence[FunctionTool], path: str) -> ToolChoice:
+    if choice.kind == "required" and not tools:
+        raise invalid(path, "asks for a call, and there is nothing in `tools`")
+    return choice

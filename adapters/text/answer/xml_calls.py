@@ -1,0 +1,161 @@
+"""Calls as Qwen3-Coder and later write them: `<tool_call><function=name><parameter=key>value</parameter>...`.
+
+Values are bare text, so what they are is the schema's to say. Strings are passed on as they come.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import define, field
+
+from adapters.text.answer.form import MAX_NAME, SPACE, CallForm
+from adapters.text.answer.incoming import Broken, Parsing
+
+INSIDE = re.compile(r"[^<>\n]*")
+PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates write values as Python does
+KINDS: Mapping[str, Any] = {
+    "null": type(None),
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "array": list,
+    "object": dict,
+}
+MAX_DEPTH = 8  # of schemas, references followed
+
+
+@define(eq=False)
+class XmlCalls(CallForm):
+    openers = ("<tool_call>", "<function=")
+    controls = ("<tool_call>", "</tool_call>")
+    _value: str = field(default="", init=False)  # white space that ends the value, unless more of it comes
+
+    def call(self) -> Parsing[None]:
+        incoming = self.incoming
+        if self._opener == "<tool_call>":
+            yield from incoming.matched(SPACE)
+            if not (yield from incoming.follows("<function=")):
+                raise Broken
+        name = yield from incoming.matched(INSIDE, MAX_NAME)
+        if not (yield from incoming.follows(">")):
+            raise Broken
+        self.begin(name.strip())
+        self.arguments("{")
+        tool = self.tools.get(name.strip())
+        schema = (tool.parameters if tool is not None else None) or {}
+        separator = ""
+        yield from incoming.matched(SPACE)
+        while (yield from incoming.follows("<parameter=")):
+            key = (yield from incoming.matched(INSIDE)).strip()
+            if not (yield from incoming.follows(">")):
+                raise Broken
+            self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self.value(types_of(property_of(schema, key), schema))
+            separator = ", "
+        if not (yield from incoming.follows("</function>")):
+            raise Broken
+        self.arguments("}")
+        self.end()
+        yield from incoming.matched(SPACE)
+        yield from incoming.follows("</tool_call>")
+
+    def value(self, types: frozenset[str]) -> Parsing[None]:
+        """One line break on either side belongs to the tags."""
+        incoming, parts = self.incoming, list[str]()
+        is_text = types <= {"string"}
+        yield from incoming.follows("\n")
+        if is_text:
+            self.arguments('"')
+        self._value = ""
+        say = self.say_text if is_text else parts.append
+        while True:
+            closer = yield from incoming.until(("</parameter>",), say)
+            if not closer:
+                raise Broken
+            space = yield from incoming.matched(SPACE)
+            if (yield from self.closes()):
+                break
+            say(closer + space)  # somebody writes about these tags
+        if is_text:
+            self.say_text("", last=True)
+            self.arguments('"')
+        else:
+            self.arguments(as_json("".join(parts).removesuffix("\n"), types))
+
+    def closes(self) -> Parsing[bool]:
+        """Is that the end of the value? Then another one follows, or the end of the call."""
+        incoming = self.incoming
+        for word in ("<parameter=", "</function>", "</tool_call>"):
+            if (yield from incoming.follows(word)):
+                incoming.at -= len(word)
+                return True
+        return not (yield from incoming.peek())
+
+    def say_text(self, text: str, last: bool = False) -> None:
+        text = self._value + text
+        self._value = "" if last or not text.endswith("\n") else "\n"
+        self.arguments(json.dumps(text.removesuffix("\n"), ensure_ascii=False)[1:-1])
+
+
+def property_of(schema: Mapping[str, Any], key: str) -> Any:
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    return schema.get("additionalProperties") if found is None else found
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema has room for; none where it does not say."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return frozenset()
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset({named})
+    if isinstance(named, list):
+        return frozenset(one for one in named if isinstance(one, str))
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        return types_of(resolved(reference, root), root, depth + 1)
+    constants = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(constants, list):
+        return frozenset(map(type_name, constants))
+    found: set[str] = set()
+    for word in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(word)
+        for option in options if isinstance(options, list) else ():
+            found |= types_of(option, root, depth + 1)
+    return frozenset(found)
+
+
+def resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """A reference into the same schema."""
+    place: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        place = place.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+    return place
+
+
+def type_name(value: Any) -> str:
+    return next((name for name, kind in KINDS.items() if isinstance(value, kind)), "string")
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """A value of one of these types, where the text is one; else a string."""
+    written = PYTHON.get(text.strip(), text.strip())
+    try:
+        value = json.loads(written, parse_constant=_refused)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = type_name(value)
+    fits = kind in types or (kind == "integer" and "number" in types)
+    fits = fits or (kind == "number" and "integer" in types and value.is_integer())
+    if kind == "string" or not fits or ("string" in types and kind != "null"):
+        return json.dumps(text, ensure_ascii=False)
+    return written
+
+
+def _refused(name: str) -> None:
+    raise ValueError(name)

@@ -1,0 +1,139 @@
+"""A conversation, whichever API it came in by, and what a chat template reads of it.
+
+Each API's reader makes a `Conversation` of its request; `templated` is the one place where it becomes the variables of
+a template. Tools are written the same way whoever sent them, so the same conversation has the same prompt in every API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from attrs import field, frozen
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+
+@frozen
+class ToolCall:
+    """`arguments`: JSON as it was written, so that a conversation's prompt only ever grows."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@frozen
+class ChatMessage:
+    """reasoning, calls: an assistant's.  answers: the id of the call whose result a tool's message is."""
+
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    answers: str | None = None
+    name: str | None = None
+
+
+@frozen
+class FunctionTool:
+    """`parameters`: a JSON schema.  strict: arguments are to keep to it."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    def written(self) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+
+@frozen
+class ToolChoice:
+    """`required`: some call, or several; `function`: of the one that is named."""
+
+    kind: Literal["auto", "none", "required", "function"] = "auto"
+    name: str | None = None
+
+
+@frozen
+class Conversation:
+    """parallel: may one answer hold several calls?
+    variables: further ones of the template, `enable_thinking` say (see `thinking`).
+    generate: the prompt ends with the opening of the assistant's answer.
+    continues: the answer goes on with the last message, which is the assistant's, instead of opening one.
+    """
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[FunctionTool] = ()
+    choice: ToolChoice = field(factory=ToolChoice)
+    parallel: bool = True
+    variables: Mapping[str, Any] = field(factory=dict)
+    generate: bool = True
+    continues: bool = False
+
+    @property
+    def callable(self) -> Mapping[str, FunctionTool]:
+        """What the answer may call, by name."""
+        return {} if self.choice.kind == "none" else {tool.name: tool for tool in self.tools}
+
+
+def thinking(effort: str | None = None, enabled: bool | None = None) -> dict[str, Any]:
+    """Variables by which templates are told whether and how much to think; each family reads its own of them."""
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if enabled is None and effort is not None:
+        enabled = effort != "none"
+    return variables if enabled is None else {**variables, "enable_thinking": enabled, "thinking": enabled}
+
+
+def templated(conversation: Conversation, argument_text: bool, parts: bool = False) -> dict[str, Any]:
+    """All that a template is told. argument_text: it writes the arguments of calls as the text that they were.
+
+    parts: it reads contents as lists of parts.
+    """
+    names: dict[str, str] = {}
+    messages = []
+    for message in conversation.messages:
+        names.update((call.id, call.name) for call in message.calls)
+        messages.append(templated_message(message, names, argument_text, parts))
+    told: dict[str, Any] = {"messages": messages, **conversation.variables}
+    if conversation.callable:
+        told["tools"] = [tool.written() for tool in conversation.tools]
+    return told
+
+
+def templated_message(
+    message: ChatMessage, names: Mapping[str, str], argument_text: bool, parts: bool
+) -> dict[str, Any]:
+    """names: of the functions called so far, by the call's id."""
+    content: Any = [{"type": "text", "text": message.content}] if parts else message.content
+    told: dict[str, Any] = {"role": message.role, "content": content}
+    if message.name is not None:
+        told["name"] = message.name
+    if message.reasoning:
+        told["reasoning_content"] = message.reasoning
+    if message.calls:
+        told["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+            for call in message.calls
+            for arguments in (call.arguments if argument_text else parsed(call.arguments),)
+        ]
+    if message.answers is not None:
+        told["tool_call_id"] = message.answers
+        told.setdefault("name", names.get(message.answers, ""))
+    return told
+
+
+def parsed(arguments: str) -> Any:
+    """The object that they are, or the text where they are none."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
