@@ -7,7 +7,7 @@ API is one more of these.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
@@ -31,12 +31,21 @@ class Asked:
     paths: Sequence[str]
     reader: AnswerReader = PLAIN
     headers: Mapping[str, str] = field(factory=dict)  # that the answer is to carry, whatever it will be
+    echo: Mapping[str, Any] = field(factory=dict)  # what the answer says of the request again
+
+
+@frozen
+class Counter:
+    """What tells how many tokens a prompt has. `read` raises ApiError, and `shape` is how the number is told."""
+
+    path: str
+    read: Callable[[Fields, EdgeOptions, Text, Gone], Awaitable[Tokens]]
+    shape: Callable[[int], dict[str, Any]]
+    dialect: Dialect = OPENAI
 
 
 Read: TypeAlias = Callable[[Fields, EdgeOptions, Text, Gone], Awaitable[Asked]]
-Draw: TypeAlias = Callable[
-    [str, Controls, EdgeOptions, Tokenizer], AnswerShape
-]  # its first argument is the answer's id
+Draw: TypeAlias = Callable[[str, Asked, EdgeOptions, Tokenizer], AnswerShape]  # its first argument is the answer's id
 
 
 @frozen

@@ -10,9 +10,11 @@ from adapters.http.chat import CHAT
 from adapters.http.completions import COMPLETIONS
 from adapters.http.dialect import ANTHROPIC, OPENAI, Dialect
 from adapters.http.errors import ApiError
+from adapters.http.messages import MESSAGE_TOKENS, MESSAGES
 from adapters.http.paths import canonical
 
-APIS = (CHAT, COMPLETIONS)
+APIS = (CHAT, COMPLETIONS, MESSAGES)
+COUNTERS = (MESSAGE_TOKENS,)
 PATHS = frozenset(api.path for api in APIS)
 
 

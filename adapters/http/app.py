@@ -21,8 +21,8 @@ from starlette.routing import Route
 
 from adapters.http import chat, controls, models
 from adapters.http.access_log import NOTE, refused
-from adapters.http.api import Api
-from adapters.http.apis import APIS, error_response
+from adapters.http.api import Api, Counter
+from adapters.http.apis import APIS, COUNTERS, error_response
 from adapters.http.body import reading
 from adapters.http.errors import (
     SHUTTING_DOWN,
@@ -102,6 +102,7 @@ class Edge:
         get, post = ["GET"], ["POST"]
         return [
             *(Route(api.path, partial(self.generate, api), methods=post) for api in APIS),
+            *(Route(counter.path, partial(self.count, counter), methods=post) for counter in COUNTERS),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route("/apply-template", self.apply_template, methods=post),
@@ -121,7 +122,7 @@ class Edge:
             asked = await api.read(fields, self.options, self.text, request.is_disconnected)
         how, tokenizer = asked.controls, self.text.tokenizer
         planned = controls.plan(asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader)
-        shape = api.shape(new_id(api.prefix), how, self.options, tokenizer)
+        shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
         told = how.stream, how.progress, self.turnover, asked.headers
         return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
 
@@ -140,6 +141,11 @@ class Edge:
         return reading(request, self.options, self.intake)
 
     # -- text without a model
+
+    async def count(self, counter: Counter, request: Request) -> JSONResponse:
+        async with self._reading(request) as fields:
+            tokens = await counter.read(fields, self.options, self.text, request.is_disconnected)
+        return JSONResponse(counter.shape(len(tokens)))
 
     async def tokenize(self, request: Request) -> JSONResponse:
         async with self._reading(request) as fields:

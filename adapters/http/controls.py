@@ -65,6 +65,7 @@ class Words:
     missing: Mapping[str, Missing]
     max_tokens: tuple[str, ...] = ("max_completion_tokens", "max_tokens", "n_predict")
     stops: str = "stop"
+    choices: str = "n"  # how many are asked for; "": there is one
     most: int | None = None  # tokens of an answer; None: until the context is full
 
 
@@ -79,7 +80,7 @@ def read_controls(
     return Controls(
         model=model,
         sampling=evolve(read_sampling(fields, options), logprobs=logprobs),
-        choices=fields.integer("n", 1, options.max_choices) or 1,
+        choices=(words.choices and fields.integer(words.choices, 1, options.max_choices)) or 1,
         stops=read_stops(fields, words.stops),
         stop_tokens=tuple(
             dict.fromkeys((*extra_ends, *read_tokens(fields, "stop_token_ids", MAX_STOP_TOKENS, options)))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adapters.http.options import EdgeOptions
-from adapters.http.run import Ended
+from adapters.http.run import Ended, Progress
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES
 
 KEPT = {None: None, True: "kept", False: "not_kept"}  # answers are not held to a call that was asked for
@@ -24,6 +24,18 @@ def usage(ended: Sequence[Ended]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(one.closed.report.restored_tokens for one in first)},
         "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning for one in ended)},
     }
+
+
+def prompt_progress(progress: Progress, elapsed_ms: float) -> dict[str, Any]:
+    """llama.cpp's report of a prompt that is being read."""
+    told = {"total": progress.total, "cache": progress.cached, "processed": progress.done}
+    return {**told, "time_ms": round(elapsed_ms, 3)}
+
+
+def written(ended: Ended) -> int:
+    """Tokens of the prompt that were computed and are kept for later."""
+    report = ended.closed.report
+    return max(0, min(report.cache.rows, len(ended.planned.job.prompt)) - report.restored_tokens)
 
 
 def timings(ended: Ended) -> dict[str, Any]:

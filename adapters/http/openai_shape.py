@@ -10,6 +10,7 @@ from typing import Any
 from attrs import define, field
 
 from adapters.http import figures
+from adapters.http.api import Asked
 from adapters.http.controls import Controls
 from adapters.http.dialect import openai_error
 from adapters.http.errors import ApiError
@@ -35,12 +36,16 @@ class OpenAiShape(ABC):
     """What both have in common. Subclasses say how a choice looks, in a chunk and in a whole answer."""
 
     id: str
-    controls: Controls
+    asked: Asked
     options: EdgeOptions
     tokenizer: Tokenizer
     created: int = field(factory=lambda: int(time.time()), init=False)
     chunk_kind = ""
     whole_kind = ""
+
+    @property
+    def controls(self) -> Controls:
+        return self.asked.controls
 
     def head(self, kind: str) -> dict[str, Any]:
         """What every OpenAI object carries."""
@@ -52,8 +57,8 @@ class OpenAiShape(ABC):
         return event({**self.head(self.chunk_kind), "choices": choices, **usage, **more})
 
     def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
-        told = {"total": progress.total, "cache": progress.cached, "processed": progress.done}
-        yield self.chunk([self.silence(progress.index)], prompt_progress={**told, "time_ms": round(elapsed_ms, 3)})
+        told = figures.prompt_progress(progress, elapsed_ms)
+        yield self.chunk([self.silence(progress.index)], prompt_progress=told)
 
     def heartbeat(self) -> Iterable[bytes]:
         yield COMMENT

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from attrs import define, field
 
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
@@ -12,6 +14,7 @@ from adapters.text.conversation import FunctionTool, ToolChoice
 
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1 << 20
+KIND = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -56,3 +59,20 @@ def needs_tools(choice: ToolChoice, tools: Sequence[FunctionTool], path: str) ->
     if choice.kind == "required" and not tools:
         raise invalid(path, "asks for a call, and there is nothing in `tools`")
     return choice
+
+
+@define
+class Skipped:
+    """Tools of kinds that cannot be offered to the model, since only another server runs or knows them.
+
+    Agents send them along with their own, and go on well without: the answer's header names them, and with it the log.
+    """
+
+    kinds: dict[str, None] = field(factory=dict)
+
+    def note(self, kind: str) -> None:
+        self.kinds[kind if KIND.fullmatch(kind) else "unknown"] = None
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"x-rekindle-tools-left-out": " ".join(self.kinds)} if self.kinds else {}

@@ -1,0 +1,246 @@
+"""POST /v1/messages and what counts its tokens: Anthropic's requests, read strictly into a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from adapters.http.api import Api, Asked, Counter
+from adapters.http.controls import Controls, Words, read_controls, read_model
+from adapters.http.dialect import ANTHROPIC
+from adapters.http.errors import invalid
+from adapters.http.fields import Fields
+from adapters.http.messages_shape import MessageShape
+from adapters.http.options import EdgeOptions
+from adapters.http.prompts import chat_prompt, check_template
+from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
+from adapters.http.unsupported import SHAPED, Missing
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, ToolChoice, thinking
+from adapters.text.text import ChatPrompt, Text
+from adapters.text.tokenizer import Gone
+from effects.ids import Tokens
+
+LEAST_BUDGET = 1024  # tokens, Anthropic's
+ROLES = ("user", "assistant", "system")
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+THINKING = ("enabled", "adaptive", "disabled", "between_tools")
+DISPLAYS = ("summarized", "omitted")
+CHOICES = ("auto", "any", "tool", "none")
+NOT_TEXT = ("image", "document", "container_upload", "search_result", "browser_state")
+UNSEEN = ("redacted_thinking", "tool_reference")  # nothing in them can be read
+MISSING = {
+    "container": Missing("is not supported: this server runs no code"),
+    "mcp_servers": Missing("is not supported: this server calls nobody; its client may"),
+    "output_format": SHAPED,
+}
+WORDS = Words(MISSING, max_tokens=("max_tokens",), stops="stop_sequences", choices="")
+
+
+async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
+    controls, skipped = read_message_controls(fields, options, text), Skipped()
+    prompt = await read_prompt(fields, options, text, gone, skipped)
+    return Asked(controls, [prompt.tokens], [fields.at("messages")], prompt.reader, skipped.headers)
+
+
+async def count(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
+    read_model(fields, options)
+    return (await read_prompt(fields, options, text, gone, Skipped())).tokens
+
+
+async def read_prompt(fields: Fields, options: EdgeOptions, text: Text, gone: Gone, skipped: Skipped) -> ChatPrompt:
+    check_template(text)
+    conversation = await anyio.to_thread.run_sync(read_messages, fields, skipped)
+    return await chat_prompt(conversation, text, options, gone, fields.at("messages"))
+
+
+def read_message_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
+    fields.items("stop_sequences", 1 << 16)  # a lone string is none
+    fields.integer("max_tokens", 1)
+    fields.choice("service_tier", ("auto", "standard_only"))
+    metadata = fields.within("metadata")
+    if metadata is not None:
+        metadata.text("user_id")
+    return read_controls(fields, WORDS, options, text.tokenizer.end_tokens)
+
+
+def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
+    """Raises ApiError naming the message and block that is wrong."""
+    listed = fields.items("messages", 1 << 16)
+    if not listed:
+        raise invalid(fields.at("messages"), "must be an array of at least one message")
+    messages: list[ChatMessage] = []
+    if fields.has("system"):
+        messages.append(ChatMessage("system", read_text(fields, "system")))
+    calls: set[str] = set()
+    for place, value in enumerate(listed):
+        said = Fields.of(value, f"{fields.at('messages')}[{place}]")
+        messages += read_message(said, calls)
+    last = messages[-1]
+    if last.calls:
+        where = f"{fields.at('messages')}[{len(listed) - 1}].content"
+        raise invalid(where, "ends with a tool_use: the tool_result of each must follow in a user's message")
+    tools = read_tools(fields, skipped)
+    choice, parallel = read_choice(fields, tools)
+    continues = last.role == "assistant"
+    return Conversation(messages, tools, choice, parallel, read_thinking(fields), continues=continues)
+
+
+def read_message(message: Fields, calls: set[str]) -> list[ChatMessage]:
+    """One of theirs may be several of ours: the results of tools are messages of their own.
+
+    calls: ids of the tool calls so far; an assistant's message adds to them, a result must name one.
+    """
+    role = message.choice("role", ROLES)
+    if role is None:
+        raise message.wrong("role", "one of " + ", ".join(map(repr, ROLES)))
+    if role == "assistant":
+        return [read_assistant(message, calls)]
+    if role == "system":
+        return [ChatMessage("system", read_text(message, "content"))]
+    found: list[ChatMessage] = []
+    texts: list[str] = []
+    for block in blocks_of(message, "content"):
+        if block.data.get("type") == "tool_result":
+            if texts:
+                found.append(ChatMessage("user", "\n".join(texts)))
+            texts = []
+            found.append(read_result(block, calls))
+        else:
+            texts.append(read_block(block, ("text", "tool_result")))
+    return [*found, ChatMessage("user", "\n".join(texts))] if texts or not found else found
+
+
+def read_assistant(message: Fields, calls: set[str]) -> ChatMessage:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    called: list[ToolCall] = []
+    for block in blocks_of(message, "content"):
+        match block.data.get("type"):
+            case "thinking":
+                block.text("signature")
+                thoughts.append(required(block, "thinking"))
+            case "tool_use":
+                called.append(read_call(block))
+                calls.add(called[-1].id)
+            case "redacted_thinking":
+                required(block, "data")
+            case _:
+                texts.append(read_block(block, ("text", "thinking", "redacted_thinking", "tool_use")))
+    return ChatMessage("assistant", "".join(texts), "".join(thoughts), tuple(called))
+
+
+def read_call(block: Fields) -> ToolCall:
+    given = block.within("input")
+    if given is None:
+        raise block.wrong("input", "an object")
+    arguments = json.dumps(given.data, ensure_ascii=False)
+    return ToolCall(required(block, "id"), read_name(block), arguments)
+
+
+def read_result(block: Fields, calls: set[str]) -> ChatMessage:
+    call = block.text("tool_use_id", 256)
+    if call is None or call not in calls:
+        raise block.wrong("tool_use_id", "the id of a tool_use of an assistant's message before it")
+    failed = block.flag("is_error")
+    content = read_text(block, "content") if block.has("content") else ""
+    return ChatMessage("tool", content or ("error" if failed else ""), answers=call)
+
+
+def read_text(fields: Fields, name: str) -> str:
+    """A text, or blocks of it."""
+    return "\n".join(read_block(block, ("text",)) for block in blocks_of(fields, name))
+
+
+def blocks_of(fields: Fields, name: str) -> Sequence[Fields]:
+    content = fields.data.get(name)
+    if isinstance(content, str):
+        return [Fields({"type": "text", "text": content}, fields.at(name))]
+    if not isinstance(content, list):
+        raise fields.wrong(name, "a string or an array of blocks")
+    return [Fields.of(block, f"{fields.at(name)}[{place}]") for place, block in enumerate(content)]
+
+
+def read_block(block: Fields, accepted: Sequence[str]) -> str:
+    """A block of text. accepted: what may stand there besides."""
+    kind = block.data.get("type")
+    if kind in NOT_TEXT:
+        raise invalid(block.at("type"), f"{kind!r} blocks are not supported: this server's model reads text only")
+    if kind != "text":
+        raise block.wrong("type", "one of " + ", ".join(map(repr, accepted)))
+    block.within("cache_control")
+    return required(block, "text")
+
+
+def required(block: Fields, name: str) -> str:
+    value = block.text(name)
+    if value is None:
+        raise block.wrong(name, "a string")
+    return value
+
+
+def read_tools(fields: Fields, skipped: Skipped) -> tuple[FunctionTool, ...]:
+    """Those that are described. Anthropic's own, which it runs itself or its models know, are left out and told."""
+    tools = []
+    for place, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
+        tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
+        kind = tool.text("type")
+        if kind is not None and kind != "custom":
+            skipped.note(kind)
+            continue
+        if tool.within("input_schema") is None:
+            raise tool.wrong("input_schema", "an object: a JSON schema")
+        tools.append(read_function(tool, "input_schema"))
+    return check_tools(tools, fields.at("tools"))
+
+
+def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> tuple[ToolChoice, bool]:
+    """What is to be called, and whether several may be at once."""
+    given = fields.within("tool_choice")
+    if given is None:
+        return ToolChoice(), True
+    kind = given.choice("type", CHOICES)
+    parallel = not given.flag("disable_parallel_tool_use")
+    match kind:
+        case "tool":
+            return named(read_name(given), tools, given.at("name")), parallel
+        case "any":
+            return needs_tools(ToolChoice("required"), tools, fields.at("tool_choice")), parallel
+        case "auto" | "none":
+            return ToolChoice(kind), parallel
+        case _:
+            raise given.wrong("type", "one of " + ", ".join(map(repr, CHOICES)))
+
+
+def read_thinking(fields: Fields) -> dict[str, Any]:
+    """Variables of the template. A budget is told to it: a model that was trained to keep one does."""
+    output = fields.within("output_config")
+    effort = None
+    if output is not None:
+        effort = output.choice("effort", EFFORTS)
+        shape = output.within("format")
+        if shape is not None:
+            raise invalid(output.at("format"), SHAPED.why, "unsupported_parameter")
+    given = fields.within("thinking")
+    if given is None:
+        return thinking(effort)
+    kind = given.choice("type", THINKING)
+    if kind is None:
+        raise given.wrong("type", "one of " + ", ".join(map(repr, THINKING)))
+    given.choice("display", DISPLAYS)
+    told = thinking(effort, kind != "disabled")
+    budget = given.integer("budget_tokens", LEAST_BUDGET)
+    if kind != "enabled":
+        return told
+    if budget is None:
+        raise given.wrong("budget_tokens", f"an integer >= {LEAST_BUDGET}")
+    most = fields.integer("max_tokens", 1)
+    if most is not None and budget >= most:
+        raise invalid(given.at("budget_tokens"), f"must be below max_tokens, which is {most}; it is {budget}")
+    return {**told, "thinking_budget": budget}
+
+
+MESSAGES = Api("/v1/messages", "msg_", read, MessageShape, ANTHROPIC)
+MESSAGE_TOKENS = Counter("/v1/messages/count_tokens", count, lambda tokens: {"input_tokens": tokens}, ANTHROPIC)

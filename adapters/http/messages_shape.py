@@ -1,0 +1,164 @@
+"""Answers as Anthropic's Messages API gives them: content blocks, whole or as events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import define, field
+
+from adapters.http import figures
+from adapters.http.api import Asked
+from adapters.http.blocks import Block, BlockEvent, Blocks, Done, More, Opened
+from adapters.http.dialect import anthropic_error
+from adapters.http.errors import ApiError
+from adapters.http.options import EdgeOptions
+from adapters.http.run import Ended, Progress, Said
+from adapters.http.shape import event
+from adapters.text.answer.pieces import together
+from adapters.text.tokenizer import Tokenizer
+
+PING = {"type": "ping"}
+DELTAS = {  # of a kind of block: how its delta is called, and what in it is the text
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+@define(eq=False)
+class MessageShape:
+    """A message has one choice."""
+
+    id: str
+    asked: Asked
+    options: EdgeOptions
+    tokenizer: Tokenizer
+    blocks: Blocks = field(factory=Blocks, init=False)
+
+    def opening(self) -> Iterable[bytes]:
+        """What was cached is not known yet: the last event but one says it."""
+        usage = {**usage_of(len(self.asked.prompts[0])), "output_tokens": 0}
+        yield named({"type": "message_start", "message": self.message([], None, None, usage)})
+        yield named(PING)
+
+    def said(self, said: Said) -> Iterable[bytes]:
+        for piece in together(said.pieces):
+            for one in self.blocks.push(piece):
+                yield from map(named, self.events(one))
+
+    def events(self, one: BlockEvent) -> Iterator[dict[str, Any]]:
+        place = {"index": one.block.place}
+        match one:
+            case Opened(block):
+                yield {"type": "content_block_start", **place, "content_block": self.opened(block)}
+            case More(block, text):
+                kind, name = DELTAS[block.kind]
+                yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: text}}
+            case Done(block):
+                if block.kind == "reasoning":
+                    signed = {"type": "signature_delta", "signature": self.id}
+                    yield {"type": "content_block_delta", **place, "delta": signed}
+                yield {"type": "content_block_stop", **place}
+
+    def opened(self, block: Block) -> dict[str, Any]:
+        match block.kind:
+            case "text":
+                return {"type": "text", "text": "", "citations": None}
+            case "reasoning":
+                return {"type": "thinking", "thinking": "", "signature": ""}
+            case "call":
+                return {"type": "tool_use", "id": block.call, "name": block.name, "input": {}}
+
+    def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
+        yield named({**PING, "prompt_progress": figures.prompt_progress(progress, elapsed_ms)})
+
+    def heartbeat(self) -> Iterable[bytes]:
+        yield named(PING)
+
+    def ended(self, ended: Ended) -> Iterable[bytes]:
+        for one in self.blocks.close():
+            yield from map(named, self.events(one))
+        told = {"timings": figures.timings(ended), "rekindle": figures.rekindle(ended, self.options)}
+        delta = {"stop_reason": self.reason(ended), "stop_sequence": ended.stop, "stop_details": None}
+        yield named({"type": "message_delta", "delta": delta, "usage": used(ended), **told})
+
+    def closing(self, ended: Sequence[Ended]) -> Iterable[bytes]:  # noqa: ARG002 - it was one
+        yield named({"type": "message_stop"})
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        yield event(anthropic_error(error, self.id), "error")
+
+    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
+        (one,) = ended
+        for pieces in said.values():
+            for piece in pieces.pieces:
+                list(self.blocks.push(piece))
+        list(self.blocks.close())
+        content = [self.block(block) for block in self.blocks.done]
+        told = {"timings": figures.timings(one), "rekindle": figures.rekindle(one, self.options)}
+        return {**self.message(content, self.reason(one), one.stop, used(one)), **told}
+
+    def block(self, block: Block) -> dict[str, Any]:
+        """Complete. A call that was cut off has no input: what there is of it is shown as text."""
+        opened = self.opened(block)
+        match block.kind:
+            case "text":
+                return {**opened, "text": block.text}
+            case "reasoning":
+                return {**opened, "thinking": block.text, "signature": self.id}
+            case "call":
+                try:
+                    given = json.loads(block.text or "{}")
+                except (ValueError, RecursionError):
+                    given = None
+                if not isinstance(given, dict):
+                    return {"type": "text", "text": f"{block.name} {block.text}", "citations": None}
+                return {**opened, "input": given}
+
+    def message(
+        self, content: Sequence[Any], reason: str | None, stop: str | None, usage: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.asked.controls.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "stop_details": None,
+            "usage": usage,
+        }
+
+    def reason(self, ended: Ended) -> str:
+        if ended.closed.finish == "length":
+            asked = self.asked.controls.max_tokens
+            cut = asked is None or asked > ended.planned.job.max_tokens
+            return "model_context_window_exceeded" if cut else "max_tokens"
+        if ended.stop is not None:
+            return "stop_sequence"
+        return "tool_use" if ended.called else "end_turn"
+
+
+def named(data: Mapping[str, Any]) -> bytes:
+    """Anthropic's events are named by their type."""
+    return event(data, data["type"])
+
+
+def usage_of(prompt: int, restored: int = 0, written: int = 0) -> dict[str, Any]:
+    """A prompt's tokens, in three parts: computed, computed and kept for later, and found in the cache."""
+    return {
+        "input_tokens": prompt - restored - written,
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": restored,
+    }
+
+
+def used(ended: Ended) -> dict[str, Any]:
+    return {
+        **usage_of(len(ended.planned.job.prompt), ended.closed.report.restored_tokens, figures.written(ended)),
+        "output_tokens": ended.tokens,
+        "output_tokens_details": {"thinking_tokens": ended.reasoning},
+    }
