@@ -25,6 +25,8 @@ TRACE = "Trace"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[^\s/?#@\[\]:]+)(:\d{1,5})?")
 
 Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
+ToolParser: TypeAlias = Literal["auto", "hermes", "qwen-xml", "llama3-json", "pythonic", "none"]
+ReasoningParser: TypeAlias = Literal["auto", "think", "none"]
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 
 
@@ -114,6 +116,12 @@ class Options(ModelOption):
 
     any_model: Annotated[bool, flag(MODEL, negative="")] = False
     """Requests may call the model what they like: for clients with a fixed name."""
+
+    tool_parser: Annotated[ToolParser, flag(MODEL)] = "auto"
+    """The form of the model's tool calls; auto: what its chat template writes. none: calls stay text."""
+
+    reasoning_parser: Annotated[ReasoningParser, flag(MODEL)] = "auto"
+    """How the model marks its reasoning; auto: as its chat template does. none: it stays text."""
 
     device: Annotated[Device, flag(MODEL, validator=known_device)] = "auto"
     """auto (CUDA where there is one), cpu, cuda or cuda:N."""

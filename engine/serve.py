@@ -193,7 +193,8 @@ async def load_text(options: Options) -> Text:
     folder = model_folder(options)
     try:
         vocab = Checkpoint.open(folder).config.vocab_size
-        text = Text.load(folder)
+        chosen = (None if name == "auto" else name for name in (options.tool_parser, options.reasoning_parser))
+        text = Text.load(folder, *chosen)
         warnings = await text.check()
     except CheckpointError as error:
         raise Refusal(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error

@@ -76,7 +76,21 @@ def read_conversation(fields: Fields, text: Text) -> Conversation:
         fields.flag("parallel_tool_calls", True),
         read_variables(fields),
         fields.flag("add_generation_prompt", True),
+        read_continuation(fields, messages[-1]),
     )
+
+
+def read_continuation(fields: Fields, last: ChatMessage) -> bool:
+    """Does the answer go on with the last message? As vLLM and transformers have it."""
+    if not fields.flag("continue_final_message"):
+        return False
+    if last.role != "assistant" or last.calls or not (last.content or last.reasoning).strip():
+        raise invalid(
+            fields.at("continue_final_message"), "needs a last message of the assistant's that says something"
+        )
+    if fields.data.get("add_generation_prompt") is True:
+        raise invalid(fields.at("continue_final_message"), "opens no message, so it goes without add_generation_prompt")
+    return True
 
 
 def read_message(message: Fields, calls: set[str]) -> ChatMessage:

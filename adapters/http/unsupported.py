@@ -33,7 +33,6 @@ MISSING: Mapping[str, Missing] = {
     # answers of a given form
     **dict.fromkeys(("grammar", "json_schema", "structured_outputs", "structural_tag", "regex", "ebnf"), SHAPED),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"), SHAPED),
-    "continue_final_message": Missing("is not supported by this server yet; it opens a message of its own"),
     # samplers
     "typical_p": Missing(SAMPLER, (1,)),
     "typ_p": Missing(SAMPLER, (1,)),

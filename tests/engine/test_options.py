@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import attrs
 import pytest
 
 import engine.__main__ as command
+from adapters.text.answer.reader import REASONING_PARSERS, TOOL_PARSERS
 from effects.scope import Scope
-from engine.options import Options
+from engine.options import Options, ReasoningParser, ToolParser
 
 
 @pytest.fixture
@@ -118,6 +120,14 @@ def test_mistakes_name_the_flag_and_what_is_accepted(
 def test_a_draft_stays_or_goes_as_the_flags_say(words: list[str], policy: str, served: list[Options]) -> None:
     assert command.main(["serve", *words]) == 0
     assert served[0].residency == policy
+
+
+def test_every_parser_that_there_is_can_be_chosen(served: list[Options]) -> None:
+    assert get_args(ToolParser) == ("auto", *TOOL_PARSERS)
+    assert get_args(ReasoningParser) == ("auto", *REASONING_PARSERS)
+    assert command.main(["serve", "--tool-parser", "qwen-xml", "--reasoning-parser", "none"]) == 0
+    assert (served[0].tool_parser, served[0].reasoning_parser) == ("qwen-xml", "none")
+    assert command.main(["serve", "--tool-parser", "qwen_xml"]) == 2
 
 
 def test_names_and_origins_may_be_given_several_times(served: list[Options]) -> None:

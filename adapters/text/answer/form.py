@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from attrs import define, field
 
-from adapters.text.answer.incoming import Broken, Incoming, Parsing
+from adapters.text.answer.incoming import BrokenCall, Incoming, Parsing
 from adapters.text.answer.pieces import AnswerPiece, ArgumentsPiece, CallBegun, CallEnded, TextPiece
 from adapters.text.conversation import FunctionTool
 
@@ -54,7 +54,7 @@ class CallForm(ABC):
 
     @abstractmethod
     def call(self) -> Parsing[None]:
-        """Reads what follows an opener. Raises Broken where it is no call, or stops being one."""
+        """Reads what follows an opener. Raises BrokenCall where it is no call, or stops being one."""
 
     def opens(self, opener: str, at_line: bool) -> bool:  # noqa: ARG002 - most forms open anywhere
         """at_line: does it stand at the beginning of a line?"""
@@ -93,7 +93,7 @@ class CallForm(ABC):
             self.attempt(opener)
             try:
                 yield from self.call()
-            except Broken:
+            except BrokenCall:
                 if self.incoming.mark is not None and self.calls == self.ended:
                     self.incoming.at = self.incoming.mark
                     self.text(self._opener)
@@ -120,9 +120,9 @@ class CallForm(ABC):
         self._space += text[len(body) :]
 
     def begin(self, name: str) -> None:
-        """From now on it is a call. Raises Broken for a name that is none."""
+        """From now on it is a call. Raises BrokenCall for a name that is none."""
         if self.full or not NAME.fullmatch(name):
-            raise Broken
+            raise BrokenCall
         self.incoming.mark = None
         self.said.append(CallBegun(self.calls, self.new_id(), name))
         self.called.append(name)

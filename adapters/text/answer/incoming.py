@@ -22,7 +22,7 @@ CLOSING = {"{": "}", "[": "]"}
 MAX_DEPTH = 64
 
 
-class Broken(Exception):
+class BrokenCall(Exception):
     """This is not what it seemed to begin."""
 
 
@@ -72,7 +72,7 @@ class Incoming:
         return True
 
     def matched(self, pattern: re.Pattern[str], most: int | None = None) -> Parsing[str]:
-        """Takes all that is of a kind: `pattern` matches every beginning of what it matches. Broken: beyond `most`."""
+        """Takes all that is of a kind: every beginning of it matches `pattern`. BrokenCall: beyond `most`."""
         taken = ""
         while (yield from self.peek()):
             found = pattern.match(self.text, self.at)
@@ -80,7 +80,7 @@ class Incoming:
             self.at = found.end()
             taken += found[0]
             if most is not None and len(taken) > most:
-                raise Broken
+                raise BrokenCall
             if self.at < len(self.text):
                 break
         return taken
@@ -109,32 +109,32 @@ class Incoming:
                 return ""
 
     def json_string(self, most: int | None = None) -> Parsing[str]:
-        """Takes a JSON string, and gives it as it was written. Broken: there is none, or it does not end."""
+        """Takes a JSON string, and gives it as it was written. BrokenCall: there is none, or it does not end."""
         if not (yield from self.follows('"')):
-            raise Broken
+            raise BrokenCall
         parts, size = ['"'], 0
         while True:
             parts.append((yield from self.matched(PLAIN, most)))
             size += len(parts[-1])
             if most is not None and size > most:
-                raise Broken
+                raise BrokenCall
             char = yield from self.peek()
             if not char:
-                raise Broken
+                raise BrokenCall
             self.at += 1
             parts.append(char)
             if char == '"':
                 return "".join(parts)
             if not (yield from self.peek()):
-                raise Broken
+                raise BrokenCall
             parts.append(self.text[self.at])
             self.at += 1
 
     def json_container(self, say: Callable[[str], None]) -> Parsing[None]:
         """Takes a JSON object or array, and says it as it was written while it comes.
 
-        It is delimited, not checked: brackets and strings must be in order. Broken, with all that was taken said: they
-        are not, or it does not end.
+        It is delimited, not checked: brackets and strings must be in order. BrokenCall, with all that was taken said:
+        they are not, or it does not end.
         """
         open_: list[str] = []
         while True:
@@ -152,7 +152,7 @@ class Incoming:
             else:
                 bare = yield from self.matched(BARE)
                 if not bare:
-                    raise Broken
+                    raise BrokenCall
                 say(bare)
             if not open_:
                 return
@@ -176,7 +176,7 @@ class Incoming:
         say(said + char)
         self.at += len(char)
         if not char:
-            raise Broken
+            raise BrokenCall
 
 
 def held(text: str, words: Sequence[str]) -> int:
@@ -189,10 +189,10 @@ def held(text: str, words: Sequence[str]) -> int:
 
 
 def string_value(written: str) -> str:
-    """A JSON string's value. Raises Broken."""
+    """A JSON string's value. Raises BrokenCall."""
     try:
         value: str = json.loads(written, strict=False)
         value.encode()  # a lone surrogate could not be sent on
     except ValueError:
-        raise Broken from None
+        raise BrokenCall from None
     return value

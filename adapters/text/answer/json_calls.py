@@ -8,7 +8,7 @@ from typing import ClassVar
 from attrs import define
 
 from adapters.text.answer.form import MAX_NAME, SPACE, CallForm
-from adapters.text.answer.incoming import Broken, Parsing, string_value
+from adapters.text.answer.incoming import BrokenCall, Parsing, string_value
 
 ARGUMENTS = ("arguments", "parameters")
 OTHERS = ("type", "id")  # strings that some models write beside them
@@ -32,13 +32,13 @@ class JsonCalls(CallForm):
             if key == "name" and not name:
                 name = string_value((yield from incoming.json_string(MAX_NAME)))
                 if self.declared and name not in self.tools:
-                    raise Broken
+                    raise BrokenCall
             elif key in ARGUMENTS and not early:
                 early = yield from self.value(name)
             elif key in OTHERS:
                 yield from incoming.json_string(MAX_NAME)
             else:
-                raise Broken
+                raise BrokenCall
             if name and early:
                 self.begin(name)
                 self.arguments(early)
@@ -47,7 +47,7 @@ class JsonCalls(CallForm):
             yield from incoming.matched(SPACE)
             more = yield from incoming.follows(",")
             if not more and not (yield from incoming.follows("}")):
-                raise Broken
+                raise BrokenCall
         self.begin(name)
         self.arguments("{}")
 
@@ -57,7 +57,7 @@ class JsonCalls(CallForm):
         key = string_value((yield from incoming.json_string(MAX_NAME)))
         yield from incoming.matched(SPACE)
         if not (yield from incoming.follows(":")):
-            raise Broken
+            raise BrokenCall
         yield from incoming.matched(SPACE)
         return key
 
@@ -65,7 +65,7 @@ class JsonCalls(CallForm):
         """A call, and what may follow its arguments in the object. From now on what is broken does not change it."""
         try:
             yield from self.object()
-        except Broken:
+        except BrokenCall:
             if self.calls == self.ended:
                 raise
         self.end()
@@ -73,7 +73,7 @@ class JsonCalls(CallForm):
         yield from self.incoming.matched(SPACE)
         while (yield from self.incoming.follows(",")):
             if (yield from self.key()) not in OTHERS:
-                raise Broken
+                raise BrokenCall
             yield from self.incoming.json_string(MAX_NAME)
             yield from self.incoming.matched(SPACE)
 
@@ -90,11 +90,11 @@ class JsonCalls(CallForm):
         if char == '"':  # an object written out as a string
             written = string_value((yield from incoming.json_string()))
             if not written.lstrip().startswith("{"):
-                raise Broken
+                raise BrokenCall
         elif (yield from incoming.matched(SCALAR)) == "null":
             written = "{}"
         else:
-            raise Broken
+            raise BrokenCall
         if name:
             self.begin(name)
             self.arguments(written)
@@ -111,7 +111,7 @@ class HermesCalls(JsonCalls):
         incoming = self.incoming
         yield from incoming.matched(SPACE)
         if not (yield from incoming.follows("{")):
-            raise Broken
+            raise BrokenCall
         yield from self.complete()
         spare = yield from incoming.matched(BRACES)  # models write one brace too few or too many
         if not (yield from incoming.follows("</tool_call>")):
@@ -133,7 +133,7 @@ class LlamaJsonCalls(JsonCalls):
         if self._opener != "{":
             yield from incoming.matched(SPACE)
             if not (yield from incoming.follows("{")):
-                raise Broken
+                raise BrokenCall
         yield from self.complete()
         yield from incoming.follows("}")
         yield from incoming.matched(SPACE)

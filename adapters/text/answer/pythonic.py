@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from adapters.text.answer.form import MAX_NAME, SPACE, CallForm
-from adapters.text.answer.incoming import MAX_DEPTH, Broken, Parsing
+from adapters.text.answer.incoming import MAX_DEPTH, BrokenCall, Parsing
 
 WORD = re.compile(r"[A-Za-z0-9_.\-]*")
 NUMBER = re.compile(r"[0-9.eE+\-_]*")
@@ -34,7 +34,7 @@ class PythonicCalls(CallForm):
             yield from incoming.matched(SPACE)
             name = yield from incoming.matched(WORD, MAX_NAME)
             if name not in self.tools or not (yield from incoming.follows("(")):
-                raise Broken
+                raise BrokenCall
             arguments = yield from self.arguments_of_call()
             end = yield from self.one_of("]", ",")
             self.begin(name)
@@ -45,11 +45,11 @@ class PythonicCalls(CallForm):
         yield from incoming.follows("<|python_end|>")
 
     def one_of(self, *words: str) -> Parsing[str]:
-        """Which of these characters comes next. Broken: none."""
+        """Which of these characters comes next. BrokenCall: none."""
         yield from self.incoming.matched(SPACE)
         char = yield from self.incoming.peek()
         if char not in words:
-            raise Broken
+            raise BrokenCall
         self.incoming.at += 1
         return char
 
@@ -62,7 +62,7 @@ class PythonicCalls(CallForm):
             yield from incoming.matched(SPACE)
             key = yield from incoming.matched(WORD, MAX_NAME)
             if not key or key in found:
-                raise Broken
+                raise BrokenCall
             yield from self.one_of("=")
             found[key] = yield from self.literal(0)
             if (yield from self.one_of(",", ")")) == ")":
@@ -70,7 +70,7 @@ class PythonicCalls(CallForm):
 
     def literal(self, depth: int) -> Parsing[Any]:
         if depth > MAX_DEPTH:
-            raise Broken
+            raise BrokenCall
         incoming = self.incoming
         yield from incoming.matched(SPACE)
         char = yield from incoming.peek()
@@ -86,14 +86,14 @@ class PythonicCalls(CallForm):
         if char.isalpha():
             word = yield from incoming.matched(WORD, MAX_NAME)
             if word not in CONSTANTS:
-                raise Broken
+                raise BrokenCall
             return CONSTANTS[word]
         try:
             number = json.loads((yield from incoming.matched(NUMBER, MAX_NAME)))
         except ValueError:
-            raise Broken from None
+            raise BrokenCall from None
         if not math.isfinite(number):
-            raise Broken
+            raise BrokenCall
         return number
 
     def listed(self, depth: int) -> Parsing[list[Any]]:
@@ -114,7 +114,7 @@ class PythonicCalls(CallForm):
         while True:
             key = yield from self.literal(depth + 1)
             if not isinstance(key, str):
-                raise Broken
+                raise BrokenCall
             yield from self.one_of(":")
             found[key] = yield from self.literal(depth + 1)
             if (yield from self.one_of(",", "}")) == "}":
@@ -127,7 +127,7 @@ class PythonicCalls(CallForm):
             parts.append((yield from incoming.matched(ordinary)))
             char = yield from incoming.peek()
             if not char:
-                raise Broken
+                raise BrokenCall
             incoming.at += 1
             if char == quote:
                 return "".join(parts)
@@ -146,6 +146,6 @@ class PythonicCalls(CallForm):
                 found = chr(int(digits, 16))
                 found.encode()
             except (ValueError, OverflowError):
-                raise Broken from None
+                raise BrokenCall from None
             return found
         return ESCAPES.get(char, "\\" + char)

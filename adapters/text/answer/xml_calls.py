@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from adapters.text.answer.form import MAX_NAME, SPACE, CallForm
-from adapters.text.answer.incoming import Broken, Parsing
+from adapters.text.answer.incoming import BrokenCall, Parsing
 
 INSIDE = re.compile(r"[^<>\n]*")
 PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates write values as Python does
@@ -39,10 +39,10 @@ class XmlCalls(CallForm):
         if self._opener == "<tool_call>":
             yield from incoming.matched(SPACE)
             if not (yield from incoming.follows("<function=")):
-                raise Broken
+                raise BrokenCall
         name = yield from incoming.matched(INSIDE, MAX_NAME)
         if not (yield from incoming.follows(">")):
-            raise Broken
+            raise BrokenCall
         self.begin(name.strip())
         self.arguments("{")
         tool = self.tools.get(name.strip())
@@ -52,12 +52,12 @@ class XmlCalls(CallForm):
         while (yield from incoming.follows("<parameter=")):
             key = (yield from incoming.matched(INSIDE)).strip()
             if not (yield from incoming.follows(">")):
-                raise Broken
+                raise BrokenCall
             self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             yield from self.value(types_of(property_of(schema, key), schema))
             separator = ", "
         if not (yield from incoming.follows("</function>")):
-            raise Broken
+            raise BrokenCall
         self.arguments("}")
         self.end()
         yield from incoming.matched(SPACE)
@@ -75,7 +75,7 @@ class XmlCalls(CallForm):
         while True:
             closer = yield from incoming.until(("</parameter>",), say)
             if not closer:
-                raise Broken
+                raise BrokenCall
             space = yield from incoming.matched(SPACE)
             if (yield from self.closes()):
                 break

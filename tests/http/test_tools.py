@@ -1,0 +1,255 @@
+"""Tool calls and reasoning in chat completions: read, asked for, sent back, streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from effects.job import Job
+from tests.http.conftest import Site, chat, served
+from tests.http.sse import chunks
+from tests.text import small
+
+PATH = "/v1/chat/completions"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": True,
+    },
+}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOLS = [WEATHER, ADD]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+SECOND = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def deltas(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [choice["delta"] for chunk in found for choice in chunk["choices"] if choice["delta"]]
+
+
+async def test_calls_are_told_apart_from_text(site: Site) -> None:
+    site.say(f"I look.\n{CALL}\n{SECOND}")
+    body = (await site.chat(tools=TOOLS)).json()
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look."
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [
+        {"name": "get_weather", "arguments": '{"city": "Zürich"}'},
+        {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+    ]
+    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
+    assert calls[0]["id"] != calls[1]["id"]
+    assert body["rekindle"]["tool_choice"] is None
+
+
+@pytest.mark.parametrize("per_step", [1, 4, 100])
+async def test_a_stream_says_a_calls_name_first_and_then_its_arguments(site: Site, per_step: int) -> None:
+    site.say(f"I look.\n{CALL}\n{SECOND}")
+    site.door.per_step = per_step
+    found = await chunks(site, PATH, chat(tools=TOOLS))
+    said = deltas(found)
+    assert said[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content") or "" for delta in said) == "I look."
+    pieces = [piece for delta in said for piece in delta.get("tool_calls", [])]
+    for index, (name, arguments) in enumerate([("get_weather", '{"city": "Zürich"}'), ("add", '{"a": 1, "b": 2}')]):
+        first, *rest = [piece for piece in pieces if piece["index"] == index]
+        assert first == {
+            "index": index,
+            "id": first["id"],
+            "type": "function",
+            "function": {"name": name, "arguments": ""},
+        }
+        assert all(
+            piece.keys() == {"index", "function"} and piece["function"].keys() == {"arguments"} for piece in rest
+        )
+        assert all(piece["function"]["arguments"] for piece in rest)
+        assert "".join(piece["function"]["arguments"] for piece in rest) == arguments
+    assert [piece["index"] for piece in pieces] == sorted(piece["index"] for piece in pieces)
+    assert found[-1]["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
+
+
+async def test_an_answer_of_nothing_but_a_call_has_no_content(site: Site) -> None:
+    site.say(CALL)
+    message = (await site.chat(tools=TOOLS)).json()["choices"][0]["message"]
+    assert message["content"] is None
+    assert len(message["tool_calls"]) == 1
+
+
+async def test_a_broken_call_is_text_and_no_call(site: Site) -> None:
+    site.say('So: <tool_call>\n{"nome": "add"}\n</tool_call>')
+    for stream_ in (False, True):
+        if stream_:
+            found = await chunks(site, PATH, chat(tools=TOOLS))
+            said, finish = "".join(delta.get("content", "") for delta in deltas(found)), found[-1]["choices"][0]
+        else:
+            finish = (await site.chat(tools=TOOLS)).json()["choices"][0]
+            said = finish["message"]["content"]
+        assert said == 'So: <tool_call>\n{"nome": "add"}\n</tool_call>'
+        assert finish["finish_reason"] == "stop"
+
+
+async def test_a_call_that_is_cut_off_says_length(site: Site) -> None:
+    tokens = site.say(CALL)
+    choice = (await site.chat(tools=TOOLS, max_tokens=len(tokens) - 8)).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    (made,) = choice["message"]["tool_calls"]
+    assert '{"city": "Zürich"}'.startswith(made["function"]["arguments"])
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+async def test_where_nothing_may_be_called_all_is_text(site: Site, fields: dict[str, Any]) -> None:
+    site.say(CALL)
+    choice = (await site.chat(**fields)).json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    prompt = site.text.tokenizer.decode(site.door.tickets[0].job.prompt)
+    assert "get_weather" not in prompt
+
+
+async def test_one_call_ends_the_answer_where_they_may_not_be_parallel(site: Site) -> None:
+    one = len(site.say(CALL))
+    site.say(f"{CALL}\n{SECOND}")
+    body = (await site.chat(tools=TOOLS, parallel_tool_calls=False)).json()
+    (choice,) = body["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+    assert body["usage"]["completion_tokens"] <= one
+    assert site.door.tickets[0].reason == "stop_string"
+
+
+async def test_the_prompt_shows_tools_calls_and_results(site: Site) -> None:
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "a1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Bonn"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    site.say("Rain.")
+    assert (await site.post(PATH, {"messages": messages, "tools": TOOLS})).status_code == 200
+    prompt = site.text.tokenizer.decode(site.door.tickets[0].job.prompt, special=True)
+    told = {key: WEATHER["function"][key] for key in ("name", "description", "parameters")}  # type: ignore[index]
+    assert json.dumps({"type": "function", "function": told}) in prompt
+    assert '\n<tool_call>\n{"name": "get_weather", "arguments": {"city":"Bonn"}}\n</tool_call><|im_end|>' in prompt
+    assert "<tool_response>\nrain\n</tool_response>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("choice", "said", "kept"),
+    [
+        ("required", CALL, "kept"),
+        ("required", "No.", "not_kept"),
+        ({"type": "function", "function": {"name": "add"}}, SECOND, "kept"),
+        ({"type": "function", "function": {"name": "add"}}, CALL, "not_kept"),
+        ("auto", "No.", None),
+    ],
+)
+async def test_an_answer_says_whether_it_keeps_to_the_choice(site: Site, choice: Any, said: str, kept: str) -> None:
+    site.say(said)
+    assert (await site.chat(tools=TOOLS, tool_choice=choice)).json()["rekindle"]["tool_choice"] == kept
+    found = await chunks(site, PATH, chat(tools=TOOLS, tool_choice=choice))
+    assert found[-1]["rekindle"]["tool_choice"] == kept
+
+
+async def test_the_next_turn_of_a_tool_conversation_goes_on_from_the_last(site: Site) -> None:
+    """What the client sends back is rendered to the tokens that were there, and to those that were generated."""
+    said = f"I look.\n{CALL}\n{SECOND}"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
+    answers = iter([site.say(said), site.say("Rain.")])
+
+    def script(job: Job) -> Iterator[int]:
+        yield from next(answers)
+
+    site.door.script = script
+    message = (await site.post(PATH, {"messages": messages, "tools": TOOLS})).json()["choices"][0]["message"]
+    messages.append(message)
+    messages += [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in message["tool_calls"]]
+    await site.post(PATH, {"messages": messages, "tools": TOOLS})
+    first, second = (ticket.job.prompt for ticket in site.door.tickets)
+    (spoken,) = site.text.tokenizer.encode_now([said], controls=True)
+    assert second[: len(first) + len(spoken)] == (*first, *spoken)
+
+
+async def test_an_answer_can_go_on_with_the_last_message(site: Site) -> None:
+    site.say("fox jumps.")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The quick brown "}]
+    body = (await site.post(PATH, {"messages": messages, "continue_final_message": True})).json()
+    assert body["choices"][0]["message"]["content"] == "fox jumps."
+    prompt = site.text.tokenizer.decode(site.door.tickets[0].job.prompt, special=True)
+    assert prompt.endswith("<|im_start|>assistant\nThe quick brown")
+
+
+# --- reasoning
+
+
+async def test_reasoning_comes_apart_from_the_answer_and_is_counted(site: Site) -> None:
+    site.say("<think>\nHm, so.\n</think>\n\nYes.")
+    body = (await site.chat()).json()
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm, so.", "Yes.")
+    (thought,) = site.text.tokenizer.encode_now(["\nHm, so.\n"])
+    counted = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert len(thought) <= counted < body["usage"]["completion_tokens"] - 1
+    found = await chunks(site, PATH, chat(stream_options={"include_usage": True}))
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas(found)) == "Hm, so."
+    assert "".join(delta.get("content", "") for delta in deltas(found)) == "Yes."
+    assert found[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == counted
+
+
+async def test_logprobs_are_of_every_token_also_of_those_that_are_no_text(site: Site) -> None:
+    tokens = site.say(f"<think>\nHm.\n</think>\n\nSo.\n{CALL}")
+    whole = (await site.chat(tools=TOOLS, logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["id"] for entry in whole] == tokens
+    found = await chunks(site, PATH, chat(tools=TOOLS, logprobs=True))
+    streamed = [
+        entry for chunk in found for one in chunk["choices"] for entry in (one.get("logprobs") or {}).get("content", [])
+    ]
+    assert streamed == whole
+
+
+async def test_reasoning_is_sent_back_to_the_template(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+        "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+        "{{ reasoning_effort }}{% endif %}"
+    )
+    async with served(small.write(tmp_path, template)) as site:
+        messages = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."},
+            {"role": "user", "content": "So?"},
+        ]
+        site.say("More.\n</think>\n\nNo.")
+        opened = (await site.post(PATH, {"messages": messages})).json()["choices"][0]["message"]
+        assert (opened["reasoning_content"], opened["content"]) == ("More.", "No.")
+        prompt = site.text.tokenizer.decode(site.door.tickets[-1].job.prompt)
+        assert "assistant\n<think>\nHm.\n</think>\n\nYes." in prompt
+        half = [*messages[:1], {"role": "assistant", "content": "", "reasoning_content": "Hm, I"}]
+        site.say(" think.\n</think>\n\nYes.")
+        going = {"messages": half, "continue_final_message": True}
+        went = (await site.post(PATH, going)).json()["choices"][0]["message"]
+        assert (went["reasoning_content"], went["content"]) == ("think.", "Yes.")
+        for fields, end in (
+            ({}, "<think>\n"),
+            ({"reasoning_effort": "none"}, "assistant\nnone"),
+            ({"reasoning_effort": "low"}, "<think>\nlow"),
+            ({"chat_template_kwargs": {"enable_thinking": False}}, "assistant\n"),
+            ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "assistant\nhigh"),
+        ):
+            await site.post(PATH, {"messages": messages, "max_tokens": 1, **fields})
+            assert site.text.tokenizer.decode(site.door.tickets[-1].job.prompt).endswith(end)
