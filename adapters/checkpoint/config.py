@@ -28,6 +28,11 @@ LIMITS: Mapping[str, int] = {
     "num_key_value_heads": 512,
     "head_dim": 512,
     "max_position_embeddings": 1 << 24,
+    "linear_num_key_heads": 512,
+    "linear_num_value_heads": 512,
+    "linear_key_head_dim": 512,
+    "linear_value_head_dim": 512,
+    "full_attention_interval": 512,
 }
 _GREATEST = 1e30  # of any number in config.json that is no count
 
@@ -114,10 +119,14 @@ def read_dtype(raw: Mapping[str, Any]) -> str | None:
     return name
 
 
-def read_rope(raw: Mapping[str, Any], accepted: Sequence[str], theta: float | None = None) -> dict[str, Any]:
+def read_rope(
+    raw: Mapping[str, Any], accepted: Sequence[str], theta: float | None = None, partial: float | None = None
+) -> dict[str, Any]:
     """The rotary settings, of one of the accepted types: `rope_type`, `rope_theta` and whatever else is told.
 
     Legacy files hold rope_theta and rope_scaling; transformers 5 writes rope_parameters. theta: where none is told.
+    partial: the part of a head that is rotated where none is told, for families in which it may be less than all; it
+    is `partial_rotary_factor` of what is returned.
     """
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -129,12 +138,16 @@ def read_rope(raw: Mapping[str, Any], accepted: Sequence[str], theta: float | No
     if kind not in accepted:
         options = ", ".join(map(repr, accepted))
         raise CheckpointError(f"config.json: rope type {shown(kind)} is not supported; accepted: {options}")
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+    part = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", partial or 1.0))
+    if partial is None and part != 1.0:
         raise CheckpointError("config.json: partial_rotary_factor is not supported; accepted: 1.0")
+    if read_positive(part, "partial_rotary_factor") > 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor {part} is more than 1")
     told = rope.get("rope_theta", raw.get("rope_theta", theta))
     if told is None:
         raise CheckpointError("config.json: rope_theta is missing")
-    return {**rope, "rope_type": kind, "rope_theta": read_positive(told, "rope_theta")}
+    found = {"rope_type": kind, "rope_theta": read_positive(told, "rope_theta"), "partial_rotary_factor": float(part)}
+    return {**rope, **found}
 
 
 def refuse_flag(raw: Mapping[str, Any], name: str) -> None:

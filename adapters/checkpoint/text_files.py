@@ -62,13 +62,15 @@ def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def find_end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """eos_token_id from generation_config.json, or else from config.json."""
-    told = generation.get("eos_token_id")
-    value = config.get("eos_token_id") if told is None else told
+    """eos_token_id from generation_config.json, or else from config.json, whose `text_config` may have it instead."""
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, Mapping) else {}
+    levels = (generation.get("eos_token_id"), config.get("eos_token_id"), text.get("eos_token_id"))
+    value = next((told for told in levels if told is not None), None)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if len(ids) > MAX_ENDS:
         raise CheckpointError(f"eos_token_id is a list of {len(ids)}; accepted: up to {MAX_ENDS} token ids")
-    vocab = config.get("vocab_size")
+    vocab = text.get("vocab_size", config.get("vocab_size"))
     stop = vocab if isinstance(vocab, int) else 1 << 31
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < stop:

@@ -17,12 +17,16 @@ from adapters.models.family import Family, ModelConfig, family_of
 
 @frozen
 class Checkpoint:
-    """An opened, validated folder. `open` reads headers only; `read` reads one tensor."""
+    """An opened, validated folder. `open` reads headers only; `read` reads one tensor.
+
+    others: tensors that the model is served without, by their published names: those of a draft may be among them.
+    """
 
     folder: Path
     family: Family
     config: ModelConfig
     tensors: Mapping[str, TensorEntry]
+    others: Mapping[str, TensorEntry] = {}
 
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:
@@ -38,13 +42,13 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from None
         if not (path / "tokenizer.json").is_file():
             raise CheckpointError(f"{path}: tokenizer.json is missing")
-        tensors = scan_tensors(path)
+        tensors, others = _named(path, family, scan_tensors(path))
         expected = config.tensors()
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
         spare = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
         used = {name: entry for name, entry in tensors.items() if name in expected or name not in spare}
         check_tensors(path, used, expected, f"a {config.num_layers}-layer {family.model_type}")
-        return cls(path, family, config, tensors)
+        return cls(path, family, config, tensors, others)
 
     def read(self, name: str) -> Tensor:
         """One tensor, as stored, on the host."""
@@ -52,6 +56,19 @@ class Checkpoint:
 
     def digest(self) -> str:
         return digest_of(self.tensors)
+
+
+def _named(
+    path: Path, family: Family, scanned: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """The tensors as the family calls them, and those that it is served without."""
+    tensors, others = dict[str, TensorEntry](), dict[str, TensorEntry]()
+    for published, entry in scanned.items():
+        name = family.named(published)
+        if name in tensors:
+            raise CheckpointError(f"{path}: tensor {name[:200]} is there twice, under different names")
+        (tensors if name else others)[name or published] = entry
+    return tensors, others
 
 
 def resolve_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:

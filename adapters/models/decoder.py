@@ -1,7 +1,9 @@
 """A decoder layer: its tensors by their published names, its products, its packed weights, and how it runs.
 
 Pre-norm, grouped-query attention with rotary embedding, gated SiLU: targets and drafts share it. What families differ
-in is in the shape: whether heads of queries and keys are normed, and whether their projections have a bias.
+in is in the shape: whether heads of queries and keys are normed, whether their projections have a bias, whether what
+was attended is gated, and whether norms multiply with their weight or with one more. Layers that mix rows otherwise
+(`recurrent.py`) have the same frame of norms and gated SiLU around them.
 """
 
 from __future__ import annotations
@@ -42,34 +44,59 @@ class LayerShape(Protocol):
     @property
     def qkv_bias(self) -> bool: ...
 
+    @property
+    def output_gate(self) -> bool:
+        """Beside each head of queries a gate is projected; its sigmoid is multiplied with what was attended."""
+        ...
+
+    @property
+    def zero_centred(self) -> bool:
+        """Norms multiply with 1 + weight, in float32."""
+        ...
+
 
 @frozen
-class DecoderLayer:
-    """One layer's weights, fused and packed."""
+class Frame:
+    """What every layer has around its mixing of rows. projection: all that it makes of its normed input, at once."""
 
     input_norm: Tensor
-    qkv: Any
-    prep: HeadPrep
+    projection: Any
     out: Any
     post_norm: Tensor
     gate_up: Any
     down: Any
+    eps: float
 
 
-def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
-    """Published names, which begin with `prefix`, and shapes."""
-    hidden, inner, head = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    q, kv = shape.num_heads * head, shape.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {
+@frozen
+class DecoderLayer:
+    """One layer's weights, fused and packed. width: columns of queries, keys and values; a gate may be behind them."""
+
+    frame: Frame
+    prep: HeadPrep
+    width: int
+
+
+def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    return {
         "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.o_proj.weight": (hidden, q),
         "post_attention_layernorm.weight": (hidden,),
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
+    }
+
+
+def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
+    """Published names, which begin with `prefix`, and shapes."""
+    hidden, head = shape.hidden_size, shape.head_dim
+    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    shapes = frame_tensors(shape) | {
+        "self_attn.q_proj.weight": (2 * q if shape.output_gate else q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, q),
     }
     if shape.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
@@ -80,11 +107,17 @@ def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
 
 def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
     """A bias is no product: it is added where heads are prepared, and a sum of two rounds alike everywhere."""
-    hidden, inner, head = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    head = shape.head_dim
     q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    return frame_products(shape, (2 * q if shape.output_gate else q) + 2 * kv, q)
+
+
+def frame_products(shape: LayerShape, projected: int, mixed: int) -> tuple[Weight, ...]:
+    """projected: columns that a row is projected to before it is mixed with others; mixed: that come out of that."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
     return (
-        Weight(q + 2 * kv, hidden),
-        Weight(hidden, q),
+        Weight(projected, hidden),
+        Weight(hidden, mixed),
         Weight(inner, hidden, gated=True),
         Weight(hidden, inner),
     )
@@ -103,31 +136,71 @@ class WeightReader:
         parts = [self.weights.read(name).to(self.device, self.dtype) for name in names]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
+    def wide(self, name: str) -> Tensor:
+        """One tensor in float32."""
+        return self.weights.read(name).to(self.device, torch.float32).contiguous()
 
-def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str) -> DecoderLayer:
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    return DecoderLayer(
-        input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=kernels.pack(read(*(f"{attention}{part}_proj.weight" for part in "qkv"))),
-        prep=HeadPrep(
-            bias=read(*(f"{attention}{part}_proj.bias" for part in "qkv")) if shape.qkv_bias else None,
-            q_norm=read(attention + "q_norm.weight") if shape.qk_norm else None,
-            k_norm=read(attention + "k_norm.weight") if shape.qk_norm else None,
-            eps=shape.rms_norm_eps,
-        ),
-        out=kernels.pack(read(attention + "o_proj.weight")),
-        post_norm=read(prefix + "post_attention_layernorm.weight"),
+    def norm(self, name: str, *, zero_centred: bool) -> Tensor:
+        """What a norm multiplies with: as it is read, or 1 + that in float32, which the model's dtype would round."""
+        return self.wide(name) + 1 if zero_centred else self(name)
+
+
+def load_frame(
+    read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str, *, projection: Tensor, out: str
+) -> Frame:
+    """projection: as it is to be packed. out: the name of what rows go through once they are mixed."""
+    mlp = prefix + "mlp."
+    input_norm, post_norm = (
+        read.norm(f"{prefix}{place}_layernorm.weight", zero_centred=shape.zero_centred)
+        for place in ("input", "post_attention")
+    )
+    return Frame(
+        input_norm=input_norm,
+        projection=kernels.pack(projection),
+        out=kernels.pack(read(prefix + out)),
+        post_norm=post_norm,
         gate_up=kernels.pack_gated(read(mlp + "gate_proj.weight", mlp + "up_proj.weight")),
         down=kernels.pack(read(mlp + "down_proj.weight")),
+        eps=shape.rms_norm_eps,
     )
 
 
-def projected(kernels: Kernels, layer: DecoderLayer, residual: Tensor, delta: Tensor | None) -> Tensor:
-    """Up to attention: residual += delta, and queries, keys and values of it. delta: what the layer before returned."""
-    return kernels.linear(kernels.add_norm(residual, delta, layer.input_norm, layer.prep.eps), layer.qkv)
+def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str) -> DecoderLayer:
+    attention, head = prefix + "self_attn.", shape.head_dim
+    projection = read(*(f"{attention}{part}_proj.weight" for part in "qkv"))
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * head
+    if shape.output_gate:  # published head by head, `q | gate`; here all gates stand behind the values
+        both, rest = torch.split(projection, [2 * shape.num_heads * head, 2 * shape.num_kv_heads * head])
+        q, gate = both.view(shape.num_heads, 2, head, -1).unbind(1)
+        projection = torch.cat((q.flatten(0, 1), rest, gate.flatten(0, 1)))
+
+    def head_norm(part: str) -> Tensor | None:
+        return read.norm(f"{attention}{part}_norm.weight", zero_centred=shape.zero_centred) if shape.qk_norm else None
+
+    prep = HeadPrep(
+        bias=read(*(f"{attention}{part}_proj.bias" for part in "qkv")) if shape.qkv_bias else None,
+        q_norm=head_norm("q"),
+        k_norm=head_norm("k"),
+        eps=shape.rms_norm_eps,
+    )
+    frame = load_frame(read, kernels, shape, prefix, projection=projection, out="self_attn.o_proj.weight")
+    return DecoderLayer(frame, prep, width)
 
 
-def finished(kernels: Kernels, layer: DecoderLayer, residual: Tensor, attended: Tensor) -> Tensor:
-    """From attention on; what is returned is still to be added to the residual stream."""
-    x = kernels.add_norm(residual, kernels.linear(attended, layer.out), layer.post_norm, layer.prep.eps)
-    return kernels.linear(kernels.gated(x, layer.gate_up), layer.down)
+def projected(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
+    """Up to where rows mix: residual += delta, and what is projected of it. delta: what the layer before returned."""
+    return kernels.linear(kernels.add_norm(residual, delta, frame.input_norm, frame.eps), frame.projection)
+
+
+def gated(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) -> Tensor:
+    """What was attended, times the sigmoid of the gate in what was projected, if there is one."""
+    if own.shape[1] == layer.width:
+        return attended
+    assert kernels.delta is not None
+    return kernels.delta.gate(attended, own[:, layer.width :])
+
+
+def finished(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor) -> Tensor:
+    """From there on; what is returned is still to be added to the residual stream."""
+    x = kernels.add_norm(residual, kernels.linear(mixed, frame.out), frame.post_norm, frame.eps)
+    return kernels.linear(kernels.gated(x, frame.gate_up), frame.down)

@@ -1,4 +1,4 @@
-"""A dense decoder on one device: a range of layers with slots and KV caches, as fixed-shape forwards."""
+"""A dense decoder on one device: a range of layers with slots, KV caches and states, as fixed-shape forwards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from torch import Tensor
 
 from adapters.checkpoint.weights import WeightSource
 from adapters.layout import RowSpec, TensorSpec
-from adapters.models.decoder import DecoderLayer, WeightReader, finished, load_layer, projected
+from adapters.models.decoder import DecoderLayer, WeightReader, finished, gated, load_layer, projected
 from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.batch import StateBatch
+from adapters.models.kernels.delta import CHUNK
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kv_cache import KvCache
 from adapters.models.parking import size_of
+from adapters.models.recurrent import DeltaLayer, load_delta_layer
+from adapters.models.recurrent_cache import RecurrentCache
 from adapters.models.shard import BUCKETS, Forward, Kept, NamedTensors, Step, TargetHead
 from adapters.models.tree_attention import TreeAttention, check_tree
 
@@ -25,7 +28,7 @@ from adapters.models.tree_attention import TreeAttention, check_tree
 class Buffers:
     """The static tensors of one bucket."""
 
-    batch: Batch
+    batch: StateBatch
     hidden: Tensor
     logits: Tensor | None
     forward: Forward
@@ -53,7 +56,7 @@ class DenseShard:
         capacity: int = 8192,
         buckets: Sequence[int] = BUCKETS,
         aux_layers: Sequence[int] = (),
-        state_places: int = 0,  # noqa: ARG002 - of layers that have a state
+        state_places: int = 0,
     ) -> None:
         self._config, self._kernels = config, kernels
         self._device, self._dtype = torch.device(device), dtype
@@ -64,9 +67,13 @@ class DenseShard:
         self._buckets, self._aux_layers = tuple(buckets), tuple(aux_layers)
         self._buffers: dict[int, Buffers] = {}
         self._rope = config.rotary.tables(self._capacity, self._device)
-        names = [f"layers.{layer}" for layer in self._layers]
+        names, recurrent = (
+            [f"layers.{layer}" for layer in self._layers if config.recurrent(layer) is kind] for kind in (False, True)
+        )
         shape = (slots, config.num_kv_heads, self._capacity, config.head_dim)
         self._cache = KvCache(names, shape, dtype=dtype, device=self._device)
+        how: dict[str, Any] = {"slots": slots, "places": state_places, "dtype": dtype, "device": self._device}
+        self._states = RecurrentCache(recurrent, config.delta, kernels.delta, **how)
         self._load(WeightReader(weights, self._device, dtype))
 
     def _load(self, read: WeightReader) -> None:
@@ -80,11 +87,14 @@ class DenseShard:
             table = read("model.embed_tokens.weight")
         if self._layers.start == 0:
             self._embedding = table
-        self._decoder: list[DecoderLayer] = [
-            load_layer(read, kernels, config, f"model.layers.{layer}.") for layer in self._layers
+        self._decoder: list[DecoderLayer | DeltaLayer] = [
+            (load_delta_layer if config.recurrent(layer) else load_layer)(
+                read, kernels, config, f"model.layers.{layer}."
+            )
+            for layer in self._layers
         ]
         if last:
-            self._norm = read("model.norm.weight")
+            self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred)
             head = table if config.tie_word_embeddings else read("lm_head.weight")
             assert head is not None
             self._head = kernels.pack(head)
@@ -125,15 +135,15 @@ class DenseShard:
 
     @property
     def state_specs(self) -> tuple[TensorSpec, ...]:
-        return ()
+        return self._states.specs
 
     @property
     def state_block(self) -> int:
-        return 1
+        return CHUNK
 
     @property
     def state_places(self) -> int:
-        return 0
+        return self._states.places
 
     @property
     def addressed(self) -> bool:
@@ -156,6 +166,7 @@ class DenseShard:
         with torch.inference_mode():
             if self._embedding is None:
                 buffers.hidden.copy_(inputs)
+            buffers.batch.before, buffers.batch.settles = self._states.start(step), step.rows_only
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare(buffers.batch)
             if step.branches:
@@ -163,8 +174,9 @@ class DenseShard:
                 return buffers.forward
             # Only the model's last layer may stop early, and only if nobody wants what it leaves.
             early = step.rows_only and self._norm is not None and self._layers.stop - 1 not in self._aux_layers
-            name = "rows" if early else "layers"
-            self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
+            name = "rows" if early else "settled" if step.rows_only and self.state_specs else "layers"
+            with self._states.settling(step, buffers.batch.before):
+                self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
         return buffers.forward
 
     def _run_tree(self, buffers: Buffers, step: Step) -> None:
@@ -182,8 +194,9 @@ class DenseShard:
         if len(kept) != len(step.parts):
             raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
         tree = self._at(step.bucket).tree
-        if step.branches and tree is not None:
-            with torch.inference_mode():
+        with torch.inference_mode():
+            self._states.commit(step, kept)
+            if step.branches and tree is not None:
                 tree.settle(step, kept)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
@@ -205,18 +218,26 @@ class DenseShard:
         if self._embedding is not None:
             torch.index_select(self._embedding, 0, batch.tokens, out=residual)
         delta: Tensor | None = None
-        for number, (layer, (k_cache, v_cache)) in enumerate(zip(self._decoder, self._cache.layers, strict=True)):
-            qkv = projected(kernels, layer, residual, delta)
-            if number and self._layers[number - 1] in aux_hidden_states:
-                aux_hidden_states[self._layers[number - 1]].copy_(residual)
-            if tree is not None:
-                attended = tree.attend(number, qkv, layer.prep)
+        caches, states = enumerate(self._cache.layers), iter(self._states.layers)
+        for number, layer in zip(self._layers, self._decoder, strict=True):
+            own = projected(kernels, layer.frame, residual, delta)
+            if number - 1 in aux_hidden_states and number > self._layers.start:
+                aux_hidden_states[number - 1].copy_(residual)
+            stops = early and number == self._layers.stop - 1
+            if isinstance(layer, DeltaLayer):
+                assert kernels.delta is not None
+                mixed = layer.mix(kernels.delta, own, next(states), batch)
+            elif tree is not None:
+                mixed = gated(kernels, layer, tree.attend(next(caches)[0], own[:, : layer.width], layer.prep), own)
             else:
-                q = kernels.rotate_store(qkv, layer.prep, self._rope, batch, k_cache, v_cache)
-                if early and number == len(self._layers) - 1:
+                k_cache, v_cache = next(caches)[1]
+                q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
+                if stops:
                     return
-                attended = kernels.attend(q, k_cache, v_cache, batch)
-            delta = finished(kernels, layer, residual, attended)
+                mixed = gated(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
+            if stops:
+                return
+            delta = finished(kernels, layer.frame, residual, mixed)
         if delta is not None:
             residual.add_(delta)
         if self._layers.stop - 1 in aux_hidden_states:
@@ -238,7 +259,7 @@ class DenseShard:
                 if layer in self._layers
             }
             self._buffers[bucket] = Buffers(
-                Batch(bucket, self._device), hidden, None, Forward(hidden, aux_hidden_states)
+                StateBatch(bucket, self._device), hidden, None, Forward(hidden, aux_hidden_states)
             )
         return self._buffers[bucket]
 
@@ -260,6 +281,7 @@ class DenseShard:
 
     def copy_rows(self, source: int, target: int, count: int) -> None:
         self._cache.copy(source, target, 0, count)
+        self._states.copy(source, target, count)
 
     def rows(self, slot: int, start: int, stop: int) -> Tensor:
         return self._cache.rows(slot, start, stop)
@@ -270,21 +292,20 @@ class DenseShard:
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
         self._cache.import_(slot, start, rows)
 
-    def export_state(self, slot: int) -> NamedTensors:  # noqa: ARG002
-        return {}
+    def export_state(self, slot: int) -> NamedTensors:
+        return self._states.export(slot)
 
-    def import_state(self, slot: int, state: NamedTensors) -> None:  # noqa: ARG002
-        if state:
-            raise ValueError(f"state of layers that have none: {next(iter(state))}")
+    def import_state(self, slot: int, state: NamedTensors) -> None:
+        self._states.import_(slot, state)
 
     def copy_state(self, source: int, target: int) -> None:
         raise ValueError(f"slots {source} and {target} have no state")
 
     def keep_state(self, slot: int, place: int) -> None:
-        raise ValueError(f"place {place}: slot {slot} has no state")
+        self._states.keep(slot, place)
 
     def load_state(self, place: int, slot: int) -> None:
-        raise ValueError(f"place {place}: slot {slot} has no state")
+        self._states.load(place, slot)
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -297,7 +318,7 @@ class DenseShard:
             buffers += 0 if held.logits is None else held.logits.nbytes
             buffers += sum(one.nbytes for one in held.forward.aux_hidden_states.values())
             buffers += 0 if held.tree is None else held.tree.nbytes
-        return {"weights": self._weights_bytes, "kv": self._cache.nbytes, "buffers": buffers}
+        return {"weights": self._weights_bytes, "kv": self._cache.nbytes + self._states.nbytes, "buffers": buffers}
 
     def close(self) -> None:
         """Give the memory back; the shard is of no use afterwards."""
@@ -305,6 +326,7 @@ class DenseShard:
         self._buffers.clear()
         self._embedding = self._norm = self._head = None
         self._cache.close()
+        self._states.close()
 
 
 def _check_arguments(

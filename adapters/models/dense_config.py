@@ -1,17 +1,18 @@
-"""Dense decoders, all layers alike: their configuration, and what it says of tensors, products and the probe."""
+"""Dense decoders: their configuration, and what it says of tensors, products and the probe."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
-from attrs import evolve, frozen
+from attrs import astuple, evolve, frozen
 
 from adapters.checkpoint.config import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.errors import CheckpointError, shown
 from adapters.checkpoint.weights import Shapes
 from adapters.models.decoder import layer_products, layer_tensors
+from adapters.models.kernels.delta import DeltaShape, row_state
 from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
 from adapters.models.rope import Rotary
 
@@ -24,10 +25,13 @@ class DenseConfig:
     """H query heads and KV key/value heads of `head_dim`; H * head_dim need not equal hidden_size.
 
     qk_norm: heads of queries and keys are normed. qkv_bias: their projections, and that of values, have a bias.
+    output_gate: what is attended is gated. zero_centred: norms multiply with 1 + weight.
     """
 
     qk_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
+    output_gate: ClassVar[bool] = False
+    zero_centred: ClassVar[bool] = False
 
     vocab_size: int
     hidden_size: int
@@ -52,8 +56,31 @@ class DenseConfig:
     def rotary(self) -> Rotary:
         return Rotary(self.head_dim, self.rope_theta)
 
+    @property
+    def delta(self) -> DeltaShape | None:
+        """Of the recurrent layers, where there are any."""
+        return None
+
+    def recurrent(self, layer: int) -> bool:  # noqa: ARG002 - here, all layers attend
+        return False
+
+    def recurrent_layers(self) -> int:
+        return sum(map(self.recurrent, range(self.num_layers)))
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        attending = self.num_layers - self.recurrent_layers()
+        return 2 * attending * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def state_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        if not self.recurrent_layers():
+            return 0, 0
+        held, place = (self._layer_state(*how, dtype) for how in ((1, 0), (0, 1)))
+        return self.recurrent_layers() * held, self.recurrent_layers() * place
+
+    def _layer_state(self, slots: int, places: int, dtype: torch.dtype) -> int:
+        assert self.delta is not None
+        state = row_state(self.delta, slots, places, dtype, torch.device("meta"))
+        return sum(tensor.nbytes for tensor in astuple(state, recurse=False))
 
     def tensors(self, layers: range | None = None) -> Shapes:
         own = range(self.num_layers) if layers is None else layers
@@ -63,31 +90,41 @@ class DenseConfig:
         if own.start == 0 or (is_last and self.tie_word_embeddings):
             expected["model.embed_tokens.weight"] = table
         for layer in own:
-            expected |= layer_tensors(self, f"model.layers.{layer}.")
+            expected |= self.layer_tensors(layer)
         if is_last:
             expected["model.norm.weight"] = (self.hidden_size,)
             if not self.tie_word_embeddings:
                 expected["lm_head.weight"] = table
         return expected
 
+    def layer_tensors(self, layer: int) -> Shapes:
+        return layer_tensors(self, f"model.layers.{layer}.")
+
+    def layer_products(self, layer: int) -> tuple[Weight, ...]:  # noqa: ARG002 - here, all layers are alike
+        return layer_products(self)
+
     def products(
         self, rows: Sequence[int], *, capacity: int, dtype: torch.dtype, threads: int, memory: int = 1 << 62
     ) -> Products:
-        layer, head = layer_products(self), Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
-        each = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in layer)
-        count = each * self.num_layers + head.outputs * head.inputs
+        layers = [one for layer in range(self.num_layers) for one in self.layer_products(layer)]
+        head = Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
+        count = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in (*layers, head))
         return Products(
-            weights=tuple(dict.fromkeys((*layer, head))),
+            weights=tuple(dict.fromkeys((*layers, head))),
             heads=(Heads(self.group, self.head_dim, -(-capacity // TILE) * TILE),),
+            deltas=(self.delta,) if self.delta is not None and self.recurrent_layers() else (),
             rows=tuple(rows),
             threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
             wider=count * 4 <= memory,
         )
 
-    def probed(self) -> tuple[tuple[DenseConfig, range]]:
+    def probed(self) -> Sequence[tuple[DenseConfig, range]]:
         """The embedding alone: the head is on the list of products, and nothing else happens to logits."""
-        small = evolve(self, num_layers=2, vocab_size=_PROBED_VOCABULARY, tie_word_embeddings=False, dtype=None)
-        return ((small, range(1)),)
+        return ((self._small(), range(1)),)
+
+    def _small(self, **changes: Any) -> Self:
+        changes |= {"vocab_size": _PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
+        return evolve(self, num_layers=2, **changes)
 
 
 ConfigT = TypeVar("ConfigT", bound=DenseConfig)
@@ -96,7 +133,8 @@ ConfigT = TypeVar("ConfigT", bound=DenseConfig)
 def parse_dense(raw: Mapping[str, Any], kind: type[ConfigT], *, head_dim: int | None = None, **own: Any) -> ConfigT:
     """Hugging Face's config.json, legacy or transformers-5 style. Raises CheckpointError.
 
-    head_dim: where none is told; by default the hidden size shared among the heads. own: the family's own fields.
+    head_dim: where none is told; by default the hidden size shared among the heads. own: the family's own fields; one
+    whose layers are of several kinds has read `layer_types` itself.
     """
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported; accepted: 'silu'")
@@ -104,7 +142,7 @@ def parse_dense(raw: Mapping[str, Any], kind: type[ConfigT], *, head_dim: int | 
         raise CheckpointError("config.json: quantization_config is not supported; accepted: unquantised weights")
     kinds = raw.get("layer_types") or []
     sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    if read_flag(raw, "use_sliding_window") or sliding:
+    if read_flag(raw, "use_sliding_window") or (sliding and "layer_types" not in own):
         raise CheckpointError("config.json: sliding window attention is not supported; accepted: full attention")
     heads, hidden = read_size(raw, "num_attention_heads"), read_size(raw, "hidden_size")
     kv_heads = read_size(raw, "num_key_value_heads", heads)

@@ -39,6 +39,10 @@ class ModelConfig(Protocol):
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int: ...
 
+    def state_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """What positional state takes, of a slot, with what is set aside of the rows after it; and of a place."""
+        ...
+
     def tensors(self, layers: range | None = None) -> Shapes:
         """Names and shapes that layers `[first, last)` need: with the embedding if first, norm and head if last."""
         ...
@@ -84,11 +88,15 @@ class Build(Protocol):
 
 @frozen
 class Family:
-    """model_type: of config.json. parse: config.json, or CheckpointError with one line that says what is accepted."""
+    """model_type: of config.json. parse: config.json, or CheckpointError with one line that says what is accepted.
+
+    named: what a published tensor is called here; empty for one that the model is served without.
+    """
 
     model_type: str
     parse: Callable[[Mapping[str, Any]], ModelConfig]
     build: Build
+    named: Callable[[str], str] = str
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:

@@ -78,7 +78,7 @@ Scaling: TypeAlias = Linear | Llama3 | Yarn
 
 @frozen
 class Rotary:
-    """Half-split rotary embedding over the whole head, at absolute positions."""
+    """Half-split rotary embedding over the first `head_dim` numbers of a head, at absolute positions."""
 
     head_dim: int
     theta: float

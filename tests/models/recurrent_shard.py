@@ -39,7 +39,7 @@ class State:
 
 
 @define(eq=False)
-class Standing:
+class Behind:
     """What a slot goes on from: the state at the last multiple of the block, and what the rows after it move it by.
 
     base: None where the state was imported: it stands where the next forward starts.
@@ -55,7 +55,7 @@ class Unsettled:
     """A step that ran, and waits to be told what stays of it. before: what each slot would be without it."""
 
     step: Step
-    before: list[Standing]
+    before: list[Behind]
     moved: list[list[Moved]]
 
 
@@ -92,8 +92,8 @@ class RecurrentShard:
         self.recurrent_out, self.qkv = weight(WIDTH, HEADS * HEAD), weight(3 * HEADS * HEAD, WIDTH)
         self.attention_out = weight(WIDTH, HEADS * HEAD)
         self.cache = torch.full((1, 2, slots, HEADS, capacity, HEAD), torch.nan)  # whoever reads too far, sees it
-        self.standing: list[Standing | None] = [None] * slots
-        self.places: list[Standing | None] = [None] * state_places
+        self.standing: list[Behind | None] = [None] * slots
+        self.places: list[Behind | None] = [None] * state_places
         self.unsettled: Unsettled | None = None
         self.closed = False
 
@@ -144,7 +144,7 @@ class RecurrentShard:
                 for one in aside[: self.state_block]:
                     state, _ = self._delta(state, one)
                 base, aside = base + self.state_block, aside[self.state_block :]
-            self.standing[segment.slot] = Standing(base, state, aside)
+            self.standing[segment.slot] = Behind(base, state, aside)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         found = torch.zeros(step.bucket, VOCAB)
@@ -152,21 +152,21 @@ class RecurrentShard:
             found[row] = self.output @ rms_norm(hidden[row], (WIDTH,))
         return found
 
-    def _before(self, segment: Segment) -> Standing:
+    def _before(self, segment: Segment) -> Behind:
         """What the segment goes on from; its rows from the start on are forgotten in it."""
         if not segment.start:
             nothing = State(torch.zeros(TAPS - 1, MIXED, dtype=torch.bfloat16), torch.zeros(HEADS, HEAD, HEAD))
-            return Standing(0, nothing, [])
+            return Behind(0, nothing, [])
         return self._at(segment.slot, segment.start)
 
-    def _at(self, slot: int, start: int) -> Standing:
+    def _at(self, slot: int, start: int) -> Behind:
         """What the slot goes on from at `start`."""
         found = self.standing[slot]
         base = None if found is None else start if found.base is None else found.base
         if found is None or base is None or base % self.state_block or not base <= start <= base + len(found.moved):
             where = "nowhere" if found is None else f"at {found.base}, with {len(found.moved)} rows behind it"
             raise ValueError(f"slot {slot} has its state {where}; nothing continues from {start}")
-        return Standing(base, found.state, found.moved[: start - base])
+        return Behind(base, found.state, found.moved[: start - base])
 
     def _moved_by(self, residual: Tensor) -> Moved:
         x = rms_norm(residual, (WIDTH,))
@@ -221,14 +221,12 @@ class RecurrentShard:
         for spec in self.state_specs:
             if state[spec.name].shape != spec.shape:
                 raise ValueError(f"{spec.name}: {list(state[spec.name].shape)}, not {list(spec.shape)}")
-        self.standing[slot] = Standing(
-            None, State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone()), []
-        )
+        self.standing[slot] = Behind(None, State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone()), [])
 
     def keep_state(self, slot: int, place: int) -> None:
         found = self.standing[slot]
         assert found is not None, "nothing was computed here"
-        self.places[place] = Standing(found.base, found.state, [])
+        self.places[place] = Behind(found.base, found.state, [])
 
     def load_state(self, place: int, slot: int) -> None:
         found = self.places[place]

@@ -43,6 +43,8 @@ class DFlashConfig:
 
     qk_norm: ClassVar[bool] = True
     qkv_bias: ClassVar[bool] = False
+    output_gate: ClassVar[bool] = False
+    zero_centred: ClassVar[bool] = False
 
     hidden_size: int
     intermediate_size: int

@@ -200,10 +200,10 @@ class DFlashDraft:
             residual.copy_(torch.where(masked, loaded.mask, residual))
         delta: Tensor | None = None
         for layer, (k_cache, v_cache), mask in zip(loaded.layers, self._cache.layers, self._config.masks, strict=True):
-            qkv = projected(kernels, layer.decoder, residual, delta)
+            qkv = projected(kernels, layer.decoder.frame, residual, delta)
             q = kernels.rotate_store(qkv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
             attended = kernels.attend_block(q, k_cache, v_cache, batch, mask)
-            delta = finished(kernels, layer.decoder, residual, attended)
+            delta = finished(kernels, layer.decoder.frame, residual, attended)
         x = kernels.add_norm(residual, delta, loaded.norm, self._config.rms_norm_eps)
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
 

@@ -57,7 +57,9 @@ class StepPlan:
         return found
 
     def angles(self, rope: Rope, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Float32 `[R, 1, hd]` factors of a head and of the head with its halves swapped; gathered once a step."""
+        """Float32 `[R, 1, n]` factors of the part of a head that is rotated, and of that part with its halves swapped;
+        gathered once a step.
+        """
         if self._angles is None:
             at = batch.positions.clamp(min=0)
             cos, sin = rope.cos[at], rope.sin[at]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from attrs import field, frozen
 
+from adapters.models.kernels.delta import DeltaShape
+
 TILE = 256  # keys are read in whole tiles
 NARROW = 16  # rows of a step that mostly decodes
 # A narrow step over this many bytes of weights is over before waking other threads has paid: one thread decodes the
@@ -60,6 +62,7 @@ class Products:
     rows: tuple[int, ...]
     threads: tuple[int, int]
     wider: bool = True
+    deltas: tuple[DeltaShape, ...] = ()
 
 
 @frozen

@@ -13,19 +13,25 @@ from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
+from adapters.models.kernels.reference_delta import ReferenceDelta
 
 T = TypeVar("T")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """A weight in float32 is multiplied in float32."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[R, heads, hd]`; cos, sin float32 `[R, 1, hd / 2]`; half-split, computed in float32, rounded once."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """x `[R, heads, hd]`; cos, sin float32 `[R, 1, n]`; half-split over the first 2 n numbers, computed in float32,
+    rounded once.
+    """
+    size = cos.shape[-1]
+    first, second, rest = x[..., :size].float(), x[..., size : 2 * size].float(), x[..., 2 * size :].float()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
 class ReferenceKernels:
@@ -33,7 +39,7 @@ class ReferenceKernels:
 
     name = "reference"
     kv_tile = 64
-    delta: DeltaKernels | None = None
+    delta: DeltaKernels | None = ReferenceDelta()
 
     def fresh(self) -> ReferenceKernels:
         return ReferenceKernels()
@@ -60,7 +66,7 @@ class ReferenceKernels:
     ) -> Tensor:
         kv, head = k_cache.shape[1], k_cache.shape[3]
         biased = qkv if prep.bias is None else (qkv.float() + prep.bias.float()).to(qkv.dtype)
-        heads = biased.view(len(qkv), qkv.shape[1] // head, head)
+        heads = biased.reshape(len(qkv), qkv.shape[1] // head, head)
         q, k, v = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
         if prep.q_norm is not None and prep.k_norm is not None:
             q, k = rms_norm(q, prep.q_norm, prep.eps), rms_norm(k, prep.k_norm, prep.eps)

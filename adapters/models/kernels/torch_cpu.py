@@ -170,7 +170,7 @@ class CpuKernels:
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
             residual.add_(delta)
-        return torch.rms_norm(residual, weight.shape, weight, eps)
+        return torch.rms_norm(residual.to(weight.dtype), weight.shape, weight, eps).to(residual.dtype)
 
     def prepare(self, batch: Batch) -> None:
         rows = accumulate((segment.count for segment in batch.segments), initial=0)
@@ -206,8 +206,10 @@ class CpuKernels:
             turned = torch.rms_norm(turned, (head,), None, prep.eps)
         turned = turned * weight
         cos, sin = batch.plan.angles(rope, batch)
-        swapped = turned.view(batch.bucket, -1, 2, head // 2).flip(2).view_as(turned)
-        return turned.mul_(cos).add_(swapped.mul_(sin)), values
+        part = turned[..., : cos.shape[2]]
+        swapped = part.reshape(*part.shape[:2], 2, -1).flip(2).flatten(2)
+        part.mul_(cos).add_(swapped.mul_(sin))
+        return turned, values
 
     def _prepared(self, prep: HeadPrep, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
         """What queries and keys are multiplied with, float32 `[H + KV, hd]`, attention's scale of q included; the bias

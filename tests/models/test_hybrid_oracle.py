@@ -1,0 +1,72 @@
+"""Hybrid models against transformers, on small random checkpoints of several geometries."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.shard import Segment, Step
+from tests.models.checkpoints import save_model, shard_of, tokens_of
+from tests.models.hybrids import HYBRIDS, advance
+
+KERNELS = {"reference": lambda _: ReferenceKernels()}
+
+
+@pytest.fixture(scope="module", params=[*HYBRIDS])
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, save_model(folder, "qwen3_5_text", **HYBRIDS[request.param])
+
+
+@pytest.fixture(params=[*KERNELS])
+def kernels(request):
+    return KERNELS[request.param]
+
+
+def test_logits_in_float32_are_those_of_transformers(model, kernels):
+    folder, oracle = model
+    tokens = tokens_of(333)
+    with torch.no_grad():
+        expected = oracle(tokens[None]).logits[0]
+    found = advance(shard_of(folder, kernels=kernels(torch.float32)), tokens, [64, 37, 64, 1, 1, 63, 2, 64, 16, 5])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-4)
+
+
+def test_a_chunk_of_prefill_leaves_what_its_rows_leave(model, kernels):
+    folder, oracle = model
+    tokens = tokens_of(300)
+    with torch.no_grad():
+        expected = oracle(tokens[None]).logits[0]
+    shard = shard_of(folder, kernels=kernels(torch.float32))
+    shard.forward(Step((Segment(0, 0, 200),), 256, rows_only=True), tokens[:200])
+    shard.forward(Step((Segment(0, 200, 90),), 128, rows_only=True), tokens[200:290])
+    found = advance(shard, tokens[290:], [3, 1], start=290)
+    torch.testing.assert_close(found, expected[290:], rtol=1e-5, atol=2e-4)
+
+
+def test_greedy_tokens_are_those_of_transformers(model, kernels):
+    folder, oracle = model
+    tokens = tokens_of(60)
+    with torch.no_grad():
+        expected = oracle.generate(tokens[None], max_new_tokens=16, do_sample=False, eos_token_id=None)[0]
+    shard = shard_of(folder, kernels=kernels(torch.float32))
+    sequence = tokens.tolist()
+    shard.forward(Step((Segment(0, 0, 59),), 64, rows_only=True), tokens[:-1])
+    while len(sequence) < len(expected):
+        logits = advance(shard, torch.tensor(sequence[-1:]), [1], start=len(sequence) - 1)
+        sequence.append(int(logits[0].argmax()))
+    assert sequence == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_half_precision_are_as_close_to_float32_as_those_of_transformers(model, kernels, dtype):
+    folder, oracle = model
+    tokens = tokens_of(192)
+    with torch.no_grad():
+        exact = oracle(tokens[None]).logits[0]
+        theirs = copy.deepcopy(oracle).to(dtype)(tokens[None]).logits[0].float()
+    ours = advance(shard_of(folder, dtype, kernels(dtype)), tokens, [64])
+    assert (ours - exact).square().mean() <= 1.2 * (theirs - exact).square().mean()
