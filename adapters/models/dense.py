@@ -281,7 +281,6 @@ class DenseShard:
 
     def copy_rows(self, source: int, target: int, count: int) -> None:
         self._cache.copy(source, target, 0, count)
-        self._states.copy(source, target, count)
 
     def rows(self, slot: int, start: int, stop: int) -> Tensor:
         return self._cache.rows(slot, start, stop)
@@ -299,7 +298,7 @@ class DenseShard:
         self._states.import_(slot, state)
 
     def copy_state(self, source: int, target: int) -> None:
-        raise ValueError(f"slots {source} and {target} have no state")
+        self._states.copy(source, target)
 
     def keep_state(self, slot: int, place: int) -> None:
         self._states.keep(slot, place)

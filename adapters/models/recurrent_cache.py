@@ -136,16 +136,13 @@ class RecurrentCache:
 
     # --- states ---
 
-    def copy(self, source: int, target: int, count: int) -> None:
-        """All that the source needs to go on from `count`."""
-        if not self.layers:
-            return
-        base = self._base(source, count)
+    def copy(self, source: int, target: int) -> None:
+        """All that the source may go on with."""
         for layer in self.layers:
             for tensor in astuple(layer, recurse=False):
                 if len(tensor):
                     tensor[target].copy_(tensor[source])
-        self._standing[target] = Standing(base, count - base)
+        self._standing[target] = self._standing[source]
 
     def keep(self, slot: int, place: int) -> None:
         self._move(slot, self._place(place))

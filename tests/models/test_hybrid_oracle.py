@@ -70,3 +70,13 @@ def test_logits_in_half_precision_are_as_close_to_float32_as_those_of_transforme
         theirs = copy.deepcopy(oracle).to(dtype)(tokens[None]).logits[0].float()
     ours = advance(shard_of(folder, dtype, kernels(dtype)), tokens, [64])
     assert (ours - exact).square().mean() <= 1.2 * (theirs - exact).square().mean()
+
+
+def test_a_copied_slot_goes_on_as_its_source_does(model, kernels):
+    folder, _ = model
+    tokens, shard = tokens_of(150), shard_of(folder, kernels=kernels(torch.float32))
+    advance(shard, tokens[:100], [64, 36])
+    shard.copy_rows(0, 2, 100)
+    shard.copy_state(0, 2)
+    ours, theirs = (advance(shard, tokens[90:], [7], slot=slot, start=90) for slot in (0, 2))
+    assert torch.equal(ours, theirs)
