@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
-from adapters.http.chat import CHAT
+from adapters.http.chat import CHAT, CHAT_TOKENS
 from adapters.http.completions import COMPLETIONS
 from adapters.http.dialect import ANTHROPIC, OPENAI, Dialect
 from adapters.http.errors import ApiError
@@ -14,7 +14,7 @@ from adapters.http.messages import MESSAGE_TOKENS, MESSAGES
 from adapters.http.paths import canonical
 
 APIS = (CHAT, COMPLETIONS, MESSAGES)
-COUNTERS = (MESSAGE_TOKENS,)
+COUNTERS = (CHAT_TOKENS, MESSAGE_TOKENS)
 PATHS = frozenset(api.path for api in APIS)
 
 

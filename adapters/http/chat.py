@@ -6,7 +6,7 @@ from typing import Any
 
 import anyio
 
-from adapters.http.api import Api, Asked
+from adapters.http.api import Api, Asked, Counter
 from adapters.http.controls import Controls, Words, read_controls
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
@@ -19,6 +19,7 @@ from adapters.text.answer.reader import NONE
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolCall, ToolChoice, thinking
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone
+from effects.ids import Tokens
 
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 1 << 16
@@ -199,4 +200,14 @@ def read_variables(fields: Fields) -> dict[str, Any]:
     return variables
 
 
+async def count(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
+    conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
+    return (await chat_prompt(conversation, text, options, gone)).tokens
+
+
 CHAT = Api("/v1/chat/completions", "chatcmpl-", read, ChatShape)
+CHAT_TOKENS = Counter(
+    "/v1/chat/completions/input_tokens",
+    count,
+    lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
+)

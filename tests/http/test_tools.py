@@ -191,6 +191,16 @@ async def test_an_answer_can_go_on_with_the_last_message(site: Site) -> None:
     assert prompt.endswith("<|im_start|>assistant\nThe quick brown")
 
 
+async def test_how_many_tokens_a_conversation_has(site: Site) -> None:
+    body = chat(tools=TOOLS, model="small")
+    counted = (await site.post(f"{PATH}/input_tokens", body)).json()
+    assert not site.door.tickets
+    await site.post(PATH, {**body, "max_tokens": 1})
+    assert counted == {"object": "response.input_tokens", "input_tokens": len(site.door.tickets[0].job.prompt)}
+    wrong = await site.post(f"{PATH}/input_tokens", {"messages": []})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "$.messages")
+
+
 # --- reasoning
 
 
