@@ -7,6 +7,7 @@ from attrs import evolve, frozen
 from training.batches import BatchShape, Mixture
 from training.chat_format import CONTROLS
 from training.dialogues import chat, memory
+from training.hybrid_model import HybridGeometry
 from training.model import Geometry
 from training.tasks import (
     CopyTokens,
@@ -52,7 +53,7 @@ class Recipe:
     """A training run of a model of the family: stages under one rise and fall of the learning rate, with batches
     from `seed`."""
 
-    geometry: Geometry
+    geometry: Geometry | HybridGeometry
     stages: tuple[Stage, ...]
     rates: LearningRates
     seed: int
