@@ -19,11 +19,13 @@ pipeline_tag: text-generation
 
 A Qwen3.5 of {parameters:.2f} million parameters: {layers} layers of hidden size {hidden}, three of gated DeltaNet
 ({key_heads} key heads and {value_heads} value heads of {linear_dim}) to one of gated attention ({heads} query heads
-and {kv_heads} key/value head of {head_dim}, of which a quarter turns with the position). Vocabulary {vocabulary}, tied embeddings, bf16, {context} tokens of context; text only. `mtp.*` is a head of one more
-layer of attention that predicts a token further, in the published layout; `rekindle serve demo-hybrid` drafts with it.
+and {kv_heads} key/value head of {head_dim}, of which a quarter turns with the position). Vocabulary {vocabulary},
+tied embeddings, bf16, {context} tokens of context; text only. `mtp.*` is a head of one more layer of attention that
+predicts a token further, in the published layout; `rekindle serve demo-hybrid` drafts with it.
 
-It ships inside Rekindle so that recurrent state, its checkpoints and a model's own head are run by the server, its tests
-and its benchmarks without a download. It is there to be exact and quick, not to be right: it is a fifth of the demo.
+It ships inside Rekindle so that recurrent state, its checkpoints and a model's own head are run by the server, its
+tests and its benchmarks without a download. It is there to be exact and quick, not to be right: it is a fifth of the
+demo.
 
 ## Data
 
@@ -37,7 +39,8 @@ also names the packages whose source it read, with their licences, and what was 
 {stages}.
 
 The head learns beside the model, from its distributions, at most {depths} tokens in a row; it moves nothing of the
-model. Weight decay {decay} for matrices, bf16 autocast. {seconds:.0f} s of training on one {hardware}, torch {torch}.{ended}
+model. Weight decay {decay} for matrices, bf16 autocast.
+{seconds:.0f} s of training on one {hardware}, torch {torch}.{ended}
 Digest of the parameters (blake2b): `{weights}`.
 
 ## Measured
