@@ -31,7 +31,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
     system = (beta * k) @ k.mT * left
     both = torch.cat((beta * v, beta * k * since_start), -1)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-    own, taken = solved.split((v.shape[-1], k.shape[-1]), -1)
+    own, taken = torch.split(solved, (v.shape[-1], k.shape[-1]), -1)
     ending = (k * to_end).mT
     kept = torch.diag_embed(total[..., -1].exp().unsqueeze(-1).expand(*total.shape[:-1], k.shape[-1])) - ending @ taken
     before = functional.pad(states_after(kept, ending @ own)[:, :, :-1], (0, 0, 0, 0, 1, 0))

@@ -43,14 +43,14 @@ HYBRID = Recipe(
 )
 
 
-def smallest_hybrid(recipe: Recipe) -> Recipe:
+def smallest_hybrid(recipe: Recipe[HybridGeometry]) -> Recipe[HybridGeometry]:
     """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
     stages = tuple(evolve(stage, shape=BatchShape(2, 255), steps=3) for stage in recipe.stages)
     geometry = evolve(recipe.geometry, hidden=64, inner=96, head_dim=32, context=1024)
     return evolve(recipe, geometry=geometry, stages=stages, questions=2)
 
 
-def run(recipe: Recipe, work: Path, out: Path, limits: DemoLimits) -> dict[str, float]:
+def run(recipe: Recipe[HybridGeometry], work: Path, out: Path, limits: DemoLimits) -> dict[str, float]:
     """Train by the recipe and write the checkpoint to `out`, after every stage; then the exams and the model card."""
     corpus, tokenizer = prepare(work)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

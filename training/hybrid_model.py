@@ -186,7 +186,7 @@ class DeltaNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = functional.silu(convolved(self.in_proj_qkv(x).float(), self.conv1d.weight.float()))
-        q, k, v = (part.unflatten(-1, (-1, self.dim)).transpose(1, 2) for part in mixed.split(self.sizes, -1))
+        q, k, v = (part.unflatten(-1, (-1, self.dim)).transpose(1, 2) for part in torch.split(mixed, self.sizes, -1))
         q, k = (unit(part).repeat_interleave(self.repeats, 1) for part in (q, k))
         beta = self.in_proj_b(x).float().sigmoid().transpose(1, 2)
         pace = functional.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
