@@ -20,8 +20,8 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
     if missing:
         q, k, v = (functional.pad(part, (0, 0, 0, missing)) for part in (q, k, v))
         decay, beta = (functional.pad(part, (0, missing)) for part in (decay, beta))
-    q, k, v = (part.unflatten(2, (-1, CHUNK)) for part in (q, k, v))
-    decay, beta = decay.unflatten(2, (-1, CHUNK)), beta.unflatten(2, (-1, CHUNK)).unsqueeze(-1)
+    q, k, v = (torch.unflatten(part, 2, (-1, CHUNK)) for part in (q, k, v))
+    decay, beta = torch.unflatten(decay, 2, (-1, CHUNK)), torch.unflatten(beta, 2, (-1, CHUNK)).unsqueeze(-1)
     total = decay.cumsum(-1)  # the logarithm of what is left, at a row, of what the chunk began with
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     left = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
@@ -31,7 +31,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
     system = (beta * k) @ k.mT * left
     both = torch.cat((beta * v, beta * k * since_start), -1)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-    own, taken = torch.split(solved, (v.shape[-1], k.shape[-1]), -1)
+    own, taken = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     ending = (k * to_end).mT
     kept = torch.diag_embed(total[..., -1].exp().unsqueeze(-1).expand(*total.shape[:-1], k.shape[-1])) - ending @ taken
     before = functional.pad(states_after(kept, ending @ own)[:, :, :-1], (0, 0, 0, 0, 1, 0))

@@ -171,7 +171,7 @@ class DeltaNet(nn.Module):
         super().__init__()
         dim = geometry.linear_dim
         self.dim, self.repeats = dim, geometry.value_heads // geometry.key_heads
-        self.sizes = (geometry.key_heads * dim, geometry.key_heads * dim, geometry.value_heads * dim)
+        self.sizes = [geometry.key_heads * dim, geometry.key_heads * dim, geometry.value_heads * dim]
         channels = sum(self.sizes)
         self.in_proj_qkv = nn.Linear(geometry.hidden, channels, bias=False)
         self.in_proj_z = nn.Linear(geometry.hidden, geometry.value_heads * dim, bias=False)
@@ -186,7 +186,8 @@ class DeltaNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = functional.silu(convolved(self.in_proj_qkv(x).float(), self.conv1d.weight.float()))
-        q, k, v = (part.unflatten(-1, (-1, self.dim)).transpose(1, 2) for part in torch.split(mixed, self.sizes, -1))
+        parts = torch.split(mixed, self.sizes, -1)
+        q, k, v = (torch.unflatten(part, -1, (-1, self.dim)).transpose(1, 2) for part in parts)
         q, k = (unit(part).repeat_interleave(self.repeats, 1) for part in (q, k))
         beta = self.in_proj_b(x).float().sigmoid().transpose(1, 2)
         pace = functional.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
