@@ -23,10 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from adapters.checkpoint.errors import CheckpointError
 from adapters.http.apis import error_response
 from adapters.http.app import build_app
+from adapters.http.archive import Archive
 from adapters.http.errors import unavailable
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
 from adapters.models.checkpoint import Checkpoint
+from adapters.store.folder import Folder, FolderUnusable
 from adapters.text.text import Text
 from adapters.watched import Watched
 from effects.job import Sampling
@@ -36,13 +38,14 @@ from engine.begin import Beginning
 from engine.options import Options
 from engine.refusal import Refusal, innermost, told
 from engine.startup import TOKENIZER, Steps
-from engine.target import Target, model_folder
+from engine.target import Target, disk_folder, model_folder
 from engine.tidy import tidied
 from engine.trace import VERSION, Header, Recorder
 
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 FILES = 4096  # descriptors: 1,024 connections, and the files of cache and checkpoint
+RESPONSES = "responses"  # a folder in that of the cache
 LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
@@ -144,7 +147,7 @@ async def serve_model(
         await text.aclose()
         raise
     try:
-        recorder = build_recorder(options, target)
+        recorder, archive = build_recorder(options, target), await open_archive(options)
         async with engine(
             target.settings,
             target.executor,
@@ -155,18 +158,21 @@ async def serve_model(
             recorder=recorder,
             paranoid=options.paranoid,
         ) as running:
-            gate.app = build_app(running.door, text, edge_options(options, target, text.sampling), running.metrics)
+            about = edge_options(options, target, text.sampling)
+            gate.app = build_app(running.door, text, about, running.metrics, archive)
             steps.done()
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
             async with anyio.create_task_group() as beside:
                 beside.start_soon(tidied, running.runner, target.lane)
+                beside.start_soon(archive.run)
                 await stopped(stop, [target.lane.thread])
                 beside.cancel_scope.cancel()
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
             deadline = anyio.current_time() + options.grace
             clean = await running.door.drain(options.grace)
             clean = await close_connections(serving, deadline) and clean
+        await archive.close()
         await text.aclose()
         return clean
     finally:
@@ -186,6 +192,20 @@ async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float 
             raise Refusal(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
         with anyio.move_on_after(every_s):
             await stop.wait()
+
+
+async def open_archive(options: Options) -> Archive:
+    """With what an earlier process kept of its responses, in a folder of the cache's."""
+    folder = disk_folder(options)
+    if folder is None:
+        return Archive()
+    try:
+        archive = Archive(Folder.open(folder / RESPONSES))
+    except FolderUnusable as error:
+        log.warning("responses are not kept on disk: %s", error)
+        return Archive()
+    await anyio.to_thread.run_sync(archive.load)
+    return archive
 
 
 async def load_text(options: Options) -> Text:

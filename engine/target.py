@@ -282,11 +282,16 @@ def layout(shard: Shard, draft: DFlashDraft | None, named: str, block_size: int)
     return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
 
 
+def disk_folder(options: Options) -> Path | None:
+    """Where things are kept on disk, if anything is to be."""
+    if parse(options.disk_prefix_cache).kind == "off" or not options.kv_cache_budget:
+        return None
+    return options.kv_cache_dir or cache_folder()
+
+
 def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store[Disk] | None:
     """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
-    folder: Path | None = None
-    if parse(options.disk_prefix_cache).kind != "off" and options.kv_cache_budget:
-        folder = options.kv_cache_dir or cache_folder()
+    folder = disk_folder(options)
     limits: dict[str, Any] = {
         "host_bytes": options.host_cache_budget << 20,
         "disk_bytes": options.kv_cache_budget << 20,

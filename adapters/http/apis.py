@@ -6,22 +6,32 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
+from adapters.http.api import Api, Counter
+from adapters.http.archive import Archive
 from adapters.http.chat import CHAT, CHAT_TOKENS
 from adapters.http.completions import COMPLETIONS
 from adapters.http.dialect import ANTHROPIC, OPENAI, Dialect
 from adapters.http.errors import ApiError
 from adapters.http.messages import MESSAGE_TOKENS, MESSAGES
 from adapters.http.paths import canonical
+from adapters.http.responses import response_tokens, responses
 
-APIS = (CHAT, COMPLETIONS, MESSAGES)
-COUNTERS = (CHAT_TOKENS, MESSAGE_TOKENS)
-PATHS = frozenset(api.path for api in APIS)
+STATELESS = (CHAT, COMPLETIONS, MESSAGES)
+PATHS = frozenset(api.path for api in STATELESS)
+
+
+def apis(archive: Archive) -> tuple[Api, ...]:
+    return (*STATELESS, responses(archive))
+
+
+def counters(archive: Archive) -> tuple[Counter, ...]:
+    return (CHAT_TOKENS, MESSAGE_TOKENS, response_tokens(archive))
 
 
 def dialect_of(scope: Scope) -> Dialect:
     """The API's own, also of what lies below its path; elsewhere Anthropic's clients are known by their header."""
     path = canonical(scope["path"], PATHS)
-    for api in APIS:
+    for api in STATELESS:
         if path == api.path or path.startswith(f"{api.path}/"):
             return api.dialect
     return ANTHROPIC if "anthropic-version" in Headers(scope=scope) else OPENAI

@@ -22,7 +22,8 @@ from starlette.routing import Route
 from adapters.http import chat, controls, models
 from adapters.http.access_log import NOTE, refused
 from adapters.http.api import Api, Counter
-from adapters.http.apis import APIS, COUNTERS, error_response
+from adapters.http.apis import apis, counters, error_response
+from adapters.http.archive import Archive
 from adapters.http.body import reading
 from adapters.http.errors import (
     SHUTTING_DOWN,
@@ -37,6 +38,7 @@ from adapters.http.errors import (
 from adapters.http.fields import Fields
 from adapters.http.guard import Guard
 from adapters.http.intake import ROOM, Intake
+from adapters.http.kept_responses import KeptResponses
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import COUNTED, rendered
 from adapters.http.reply import Reply
@@ -53,9 +55,14 @@ log = logging.getLogger("rekindle.http")
 MOST_TOKENIZED = 1 << 20  # tokens that /tokenize gives: 0.5 s of work, 8 MB of answer
 
 
-def build_app(door: Door, text: Text, options: EdgeOptions, metrics: Metrics) -> Starlette:
-    """The whole server as an ASGI application. Its lifespan ends what `text` started."""
-    edge = Edge(door, text, options, metrics)
+def build_app(
+    door: Door, text: Text, options: EdgeOptions, metrics: Metrics, archive: Archive | None = None
+) -> Starlette:
+    """The whole server as an ASGI application. Its lifespan ends what `text` started.
+
+    archive: of responses; None: they end with the process.
+    """
+    edge = Edge(door, text, options, metrics, Archive() if archive is None else archive)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -92,17 +99,21 @@ class Edge:
     text: Text
     options: EdgeOptions
     metrics: Metrics
+    archive: Archive
     turnover: Turnover = field(factory=Turnover)
     intake: Intake = field(init=False)
+    kept: KeptResponses = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.kept = KeptResponses(self.archive, self.options)
         self.intake = Intake(ROOM * self.options.max_body, self.options.retry_after_s)
 
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
         return [
-            *(Route(api.path, partial(self.generate, api), methods=post) for api in APIS),
-            *(Route(counter.path, partial(self.count, counter), methods=post) for counter in COUNTERS),
+            *(Route(api.path, partial(self.generate, api), methods=post) for api in apis(self.archive)),
+            *(Route(counter.path, partial(self.count, counter), methods=post) for counter in counters(self.archive)),
+            *self.kept.routes(),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route("/apply-template", self.apply_template, methods=post),
@@ -124,7 +135,9 @@ class Edge:
         planned = controls.plan(asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader)
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
         told = how.stream, how.progress, self.turnover, asked.headers
-        return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
+        reply = Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
+        self.kept.add(reply)
+        return reply
 
     @asynccontextmanager
     async def _ready(self, request: Request) -> AsyncIterator[Fields]:

@@ -26,22 +26,22 @@ class Block:
 
 
 @frozen
-class Opened:
+class BlockBegun:
     block: Block
 
 
 @frozen
-class More:
+class BlockMore:
     block: Block
     text: str
 
 
 @frozen
-class Done:
+class BlockEnded:
     block: Block
 
 
-BlockEvent: TypeAlias = Opened | More | Done
+BlockEvent: TypeAlias = BlockBegun | BlockMore | BlockEnded
 
 
 @define(eq=False)
@@ -63,7 +63,7 @@ class Blocks:
             case ArgumentsPiece():
                 assert self.open is not None
                 self.open.parts.append(piece.text)
-                yield More(self.open, piece.text)
+                yield BlockMore(self.open, piece.text)
             case CallEnded():
                 yield from self.close()
 
@@ -72,7 +72,7 @@ class Blocks:
         if self.open is not None:
             block, self.open = self.open, None
             self.done.append(block)
-            yield Done(block)
+            yield BlockEnded(block)
 
     def _more(self, kind: Literal["text", "reasoning"], text: str) -> Iterator[BlockEvent]:
         if self.open is None or self.open.kind != kind:
@@ -80,8 +80,8 @@ class Blocks:
             yield self._opened(Block(len(self.done), kind))
         assert self.open is not None
         self.open.parts.append(text)
-        yield More(self.open, text)
+        yield BlockMore(self.open, text)
 
-    def _opened(self, block: Block) -> Opened:
+    def _opened(self, block: Block) -> BlockBegun:
         self.open = block
-        return Opened(block)
+        return BlockBegun(block)

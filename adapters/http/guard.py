@@ -30,7 +30,7 @@ log = logging.getLogger("rekindle.http")
 MAX_HEAD_BYTES = 1 << 16
 PUBLIC = ("/health",)
 EXPOSED = "x-request-id, request-id, retry-after"
-PREFLIGHT = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "600"}
+PREFLIGHT = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": "600"}
 
 
 class Guard:

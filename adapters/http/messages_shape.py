@@ -10,7 +10,7 @@ from attrs import define, field
 
 from adapters.http import figures
 from adapters.http.api import Asked
-from adapters.http.blocks import Block, BlockEvent, Blocks, Done, More, Opened
+from adapters.http.blocks import Block, BlockBegun, BlockEnded, BlockEvent, BlockMore, Blocks
 from adapters.http.dialect import anthropic_error
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
@@ -51,12 +51,12 @@ class MessageShape:
     def events(self, one: BlockEvent) -> Iterator[dict[str, Any]]:
         place = {"index": one.block.place}
         match one:
-            case Opened(block):
+            case BlockBegun(block):
                 yield {"type": "content_block_start", **place, "content_block": self.opened(block)}
-            case More(block, text):
+            case BlockMore(block, text):
                 kind, name = DELTAS[block.kind]
                 yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: text}}
-            case Done(block):
+            case BlockEnded(block):
                 if block.kind == "reasoning":
                     signed = {"type": "signature_delta", "signature": self.id}
                     yield {"type": "content_block_delta", **place, "delta": signed}

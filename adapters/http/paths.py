@@ -13,4 +13,4 @@ def canonical(path: str, known: Collection[str]) -> str:
     for meant in (bare, VERSION + bare, bare.removeprefix(VERSION)):
         if meant in known:
             return meant
-    return VERSION + bare if bare.startswith("/models/") else bare
+    return VERSION + bare if bare.startswith(("/models/", "/responses/")) else bare

@@ -56,6 +56,7 @@ class Reply:
     turnover: Turnover
     headers: Mapping[str, str] = field(factory=dict)  # of this answer, besides its id
     began: bool = field(default=False, init=False)  # the status line is out
+    _jobs: Jobs | None = field(default=None, init=False)
     finish: str = field(default="client_gone", init=False)  # for the log
     log: AnswerFigures = field(factory=AnswerFigures, init=False)
     _start: float = field(factory=time.monotonic, init=False)
@@ -68,9 +69,15 @@ class Reply:
             figures = self.log.line(scope.get(ARRIVED, self._start))
             scope[NOTE] = f" {self.shape.id} {self.finish} jobs={len(self.planned)}{figures}{said}"
 
+    def cancel(self) -> None:
+        """As if its client had left, but who is still there is told."""
+        if self._jobs is not None:
+            self._jobs.cancel("client_gone")
+
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as tasks:
             async with running(self.door, self.planned, self.tokenizer, self.options) as run:
+                self._jobs = run
                 tasks.start_soon(self._watch, receive, run, tasks.cancel_scope)
                 try:
                     await self._answer(run, scope, receive, send)

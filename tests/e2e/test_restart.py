@@ -51,6 +51,29 @@ def kill(server: Running) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_conversation_goes_on_by_its_response_id_after_a_kill(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    words = ("--kv-cache-dir", str(folder))
+    asked = {"input": "What is Rekindle?", "max_output_tokens": 8, "temperature": 0}
+    with serving(*words) as server:
+        first = server.client.post("/v1/responses", json=asked).json()
+        deadline = time.monotonic() + 10
+        while not (folder / "responses" / first["id"]).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        kill(server)
+    with serving(*words) as server:
+        assert server.client.get(f"/v1/responses/{first['id']}").json() == first
+        again = {**asked, "input": "And why?", "previous_response_id": first["id"]}
+        second = server.client.post("/v1/responses", json=again).json()
+        assert second["status"] == "incomplete"
+        whole = [{"role": "user", "content": asked["input"]}, *first["output"], {"role": "user", "content": "And why?"}]
+        sent = server.client.post("/v1/responses", json={**asked, "input": whole}).json()
+        assert sent["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+        assert sent["output"][0]["content"] == second["output"][0]["content"]
+
+
+@pytest.mark.timeout(120)
 def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     words = ("--kv-cache-dir", str(folder), "--paranoid")

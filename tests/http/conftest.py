@@ -13,9 +13,11 @@ import pytest
 from attrs import define, evolve
 
 from adapters.http.app import build_app
+from adapters.http.archive import Archive
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
 from adapters.metrics import Metrics
+from adapters.store.folder import Folder
 from adapters.text.text import Text
 from effects.job import Job
 from tests.http.fake_door import FakeDoor, digest_script
@@ -61,12 +63,20 @@ def chat(content: str = "Hello", **fields: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def served(
-    folder: Path, *, door: dict[str, Any] | None = None, server: dict[str, Any] | None = None, **options: Any
+    folder: Path,
+    *,
+    door: dict[str, Any] | None = None,
+    server: dict[str, Any] | None = None,
+    kept: Path | None = None,
+    **options: Any,
 ) -> AsyncIterator[Site]:
+    """kept: where responses are."""
     text = Text.load(folder)
     await text.check()
     edge = evolve(EdgeOptions("small", 4096, text.tokenizer.size), **options)
     metrics = Metrics()
+    archive = Archive(None if kept is None else Folder.open(kept))
+    archive.load()
     listening: list[Serving] = []
     ready = anyio.Event()
 
@@ -75,18 +85,22 @@ async def served(
         ready.set()
 
     async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
-        app = build_app(fake, text, edge, metrics)
+        app = build_app(fake, text, edge, metrics, archive)
 
         async def run() -> None:
             await serve(app, "127.0.0.1", 0, on_listening=on_listening, grace_s=2, **server or {})
 
         tasks.start_soon(run)
+        tasks.start_soon(archive.run)
         await ready.wait()
         address = f"http://127.0.0.1:{listening[0].port}"
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=address, timeout=20, limits=limits, trust_env=False) as client:
             yield Site(client, fake, text, edge, listening[0], metrics)
         listening[0].stop(now=True)
+        await listening[0].ended.wait()
+        await archive.close()
+        tasks.cancel_scope.cancel()
 
 
 @pytest.fixture(scope="session")

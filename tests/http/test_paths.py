@@ -61,7 +61,7 @@ async def test_the_other_paths_do_too(shared: Site) -> None:
 
 
 async def test_an_unknown_path_is_told_with_those_that_exist(shared: Site) -> None:
-    for method, path in (("POST", "/v1/responses"), ("GET", "/v1/assistants/5"), ("POST", "/api/generate")):
+    for method, path in (("POST", "/v1/embeddings"), ("GET", "/v1/assistants/5"), ("POST", "/api/generate")):
         response = await shared.client.request(method, path)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (404, "unknown_path")

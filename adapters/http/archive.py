@@ -1,0 +1,220 @@
+"""Responses that later requests may ask for or continue: in memory, and in a folder of the cache for the next start.
+
+A file has the digest of what follows it, the name of the response that this one continues, and two lines of JSON: the
+response as its client got it, and the input items that it answered. What is read back is parsed like a request's body,
+within the same limits, and the items pass the same reader: a file that somebody else wrote can say nothing that a
+client could not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import msgspec
+from attrs import define, field, frozen
+
+from adapters.http.body import parse_large
+from adapters.http.errors import ApiError
+from adapters.http.options import EdgeOptions
+from adapters.store.folder import TEMPORARY, Folder
+
+log = logging.getLogger("rekindle.http")
+NAME = re.compile(r"resp_[0-9a-f]{24}")
+MOST = 4096  # responses, each in a file
+MOST_BYTES = 64 << 20  # in memory, and as much on disk: 1,600 turns of an agent that sends 40 KB each
+LARGEST = 16 << 20  # bytes of one: a quarter
+MOST_TURNS = 1024  # responses of one conversation
+DIGEST = 64  # letters of it
+LINES = 3  # and a last one that is not ended
+ENCODER = msgspec.json.Encoder()
+CLOSING_S = 0.5  # for what is not written yet
+
+
+@frozen
+class ArchivedResponse:
+    """A response, and the items that its request brought."""
+
+    response: Mapping[str, Any]
+    items: Sequence[Any]
+
+    @property
+    def previous(self) -> str | None:
+        name = self.response.get("previous_response_id")
+        return name if isinstance(name, str) else None
+
+    @property
+    def output(self) -> Sequence[Any]:
+        output = self.response.get("output")
+        return output if isinstance(output, list) else []
+
+
+@define(eq=False)
+class Archive:
+    """Those that were used last are kept. folder: None, and they end with the process.
+
+    Memory is what counts; a task writes what changes, so a kill may lose the last response, and a full disk costs
+    nothing but what a restart would have found.
+    """
+
+    folder: Folder | None = None
+    _raw: OrderedDict[str, bytes] = field(factory=OrderedDict)  # those that were used longest ago first
+    _bytes: int = 0
+    _changed: dict[str, None] = field(factory=dict)  # kept or dropped, and the folder has not followed
+    _news: anyio.Event = field(factory=anyio.Event)
+    _failing: bool = False
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def keep(self, name: str, kept: ArchivedResponse) -> bool:
+        """False: it is too large."""
+        lines = (kept.previous or "").encode(), ENCODER.encode(kept.response), ENCODER.encode(kept.items)
+        body = b"\n".join(lines)
+        if len(body) > LARGEST:
+            return False
+        self._put(name, digest(body) + b"\n" + body)
+        self._change(name)
+        while len(self._raw) > MOST or self._bytes > MOST_BYTES:
+            self.drop(next(iter(self._raw)))
+        return True
+
+    def find(self, name: str) -> bytes | None:
+        """For `read`."""
+        return self._raw.get(name)
+
+    def conversation(self, name: str, most: int) -> list[bytes] | None:
+        """It and all before it, the oldest first; None where one of them is gone.
+
+        most: bytes of all. Raises OverflowError.
+        """
+        names: dict[str, bytes] = {}
+        while name and name not in names:
+            if name not in self._raw:
+                return None
+            names[name] = self._raw[name]
+            most -= len(names[name])
+            if len(names) > MOST_TURNS or most < 0:
+                raise OverflowError
+            name = previous_of(names[name])
+        for one in names:  # the newest is let go of first: without the older ones it would be worth nothing
+            self._raw.move_to_end(one)
+        return [*names.values()][::-1]
+
+    def drop(self, name: str) -> bool:
+        raw = self._raw.pop(name, None)
+        if raw is None:
+            return False
+        self._bytes -= len(raw)
+        self._change(name)
+        return True
+
+    # -- the folder
+
+    def load(self) -> None:
+        """What an earlier process left there: the newest, as many as are kept. For a thread, before anything else."""
+        if self.folder is None:
+            return
+        written: list[tuple[int, str]] = []
+        for name, _ in self._owned.names():
+            if NAME.fullmatch(name):
+                written.append((self._written(name), name))
+            elif name.startswith(TEMPORARY):
+                self._remove(name)
+        for _, name in sorted(written, reverse=True):
+            raw = self._read(name)
+            if raw and is_whole(raw) and len(self._raw) < MOST and self._bytes + len(raw) <= MOST_BYTES:
+                self._put(name, raw)
+                self._raw.move_to_end(name, last=False)
+            else:
+                self._remove(name)
+
+    async def run(self) -> None:
+        """The folder follows, until this is cancelled."""
+        while True:
+            await self._news.wait()
+            self._news = anyio.Event()
+            await self._follow()
+
+    async def close(self) -> None:
+        if self.folder is not None:
+            with anyio.move_on_after(CLOSING_S, shield=True):
+                await self._follow()
+            self.folder.close()
+
+    async def _follow(self) -> None:
+        while self._changed:
+            name = next(iter(self._changed))
+            del self._changed[name]
+            try:
+                if (raw := self._raw.get(name)) is not None:
+                    await self._owned.write(name, [raw])
+                else:
+                    await anyio.to_thread.run_sync(self._remove, name)
+            except OSError as error:
+                if not self._failing:
+                    log.warning("responses cannot be written (%s); a restart will not find them", error)
+                self._failing = True
+            else:
+                self._failing = False
+
+    @property
+    def _owned(self) -> Folder:
+        assert self.folder is not None
+        return self.folder
+
+    def _written(self, name: str) -> int:
+        """When, in nanoseconds; 0 for what cannot be opened."""
+        with suppress(OSError), open(self._owned.opener(name), "rb") as file:  # noqa: PTH123 - by descriptor
+            return os.fstat(file.fileno()).st_mtime_ns
+        return 0
+
+    def _read(self, name: str) -> bytes:
+        """Nothing, where that fails."""
+        with suppress(OSError), open(self._owned.opener(name), "rb") as file:  # noqa: PTH123 - by descriptor
+            return file.read(DIGEST + LARGEST + 2)
+        return b""
+
+    def _remove(self, name: str) -> None:
+        with suppress(OSError):
+            self._owned.remove(name)
+
+    def _put(self, name: str, raw: bytes) -> None:
+        self._bytes += len(raw) - len(self._raw.pop(name, b""))
+        self._raw[name] = raw
+
+    def _change(self, name: str) -> None:
+        if self.folder is not None and len(self._changed) < 2 * MOST:  # more, and the disk hangs: the next start tidies
+            self._changed[name] = None
+            self._news.set()
+
+
+def digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=DIGEST // 2).hexdigest().encode()
+
+
+def is_whole(raw: bytes) -> bool:
+    return raw.count(b"\n") == LINES and raw[DIGEST : DIGEST + 1] == b"\n" and raw[:DIGEST] == digest(raw[DIGEST + 1 :])
+
+
+def previous_of(raw: bytes) -> str:
+    """The name of the response that this one continues, or nothing."""
+    return raw[DIGEST + 1 : raw.index(b"\n", DIGEST + 1)].decode("ascii", "replace")
+
+
+def read(raw: bytes, options: EdgeOptions) -> ArchivedResponse:
+    """Raises ValueError for what was never written here. Takes its time."""
+    try:
+        response, items = (parse_large(bytearray(line), options) for line in raw.split(b"\n", 3)[2:])
+    except ApiError as error:
+        raise ValueError(error.message) from error
+    if not isinstance(response, dict) or not isinstance(items, list):
+        raise ValueError("it is no response")  # noqa: TRY004 - of a file
+    return ArchivedResponse(response, items)

@@ -1,0 +1,111 @@
+"""Responses by their ids: shown again, cancelled, deleted, and the items that they answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import anyio
+from attrs import define, field
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from adapters.http.archive import Archive, ArchivedResponse, read
+from adapters.http.errors import ApiError, invalid
+from adapters.http.options import EdgeOptions
+from adapters.http.reply import Reply
+from adapters.http.response_shape import ResponseShape
+
+PATH = "/v1/responses/{id}"
+MOST_LISTED = 100
+
+
+@define(eq=False)
+class KeptResponses:
+    """running: those that are being answered."""
+
+    archive: Archive
+    options: EdgeOptions
+    running: MutableMapping[str, Reply] = field(factory=WeakValueDictionary)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(PATH, self.show, methods=["GET"]),
+            Route(PATH, self.delete, methods=["DELETE"]),
+            Route(f"{PATH}/cancel", self.cancel, methods=["POST"]),
+            Route(f"{PATH}/input_items", self.list_items, methods=["GET"]),
+        ]
+
+    def add(self, reply: Reply) -> None:
+        if isinstance(reply.shape, ResponseShape):
+            self.running[reply.shape.id] = reply
+
+    async def show(self, request: Request) -> JSONResponse:
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise invalid("stream", "is not supported here: a response is shown as it is")
+        name = request.path_params["id"]
+        if (shape := self.shape_of(name)) is not None:
+            return JSONResponse(shape.response())
+        return JSONResponse((await self.find(name)).response)
+
+    async def delete(self, request: Request) -> JSONResponse:
+        name = request.path_params["id"]
+        if not self.archive.drop(name):
+            raise unknown(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> JSONResponse:
+        name = request.path_params["id"]
+        shape = self.shape_of(name)
+        if shape is None:
+            kept = await self.find(name)
+            status = kept.response.get("status")
+            raise invalid("id", f"the response is {status!r}; only one that is in progress can be cancelled")
+        self.running[name].cancel()
+        return JSONResponse({**shape.response(), "status": "cancelled"})
+
+    async def list_items(self, request: Request) -> JSONResponse:
+        name, asked = request.path_params["id"], request.query_params
+        limit, order, after = asked.get("limit", "20"), asked.get("order", "desc"), asked.get("after")
+        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MOST_LISTED:
+            raise invalid("limit", f"must be an integer from 1 to {MOST_LISTED}")
+        if order not in ("asc", "desc"):
+            raise invalid("order", "must be 'asc' or 'desc'")
+        items = [named(name, place, item) for place, item in enumerate((await self.find(name)).items)]
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            if after not in (names := [item["id"] for item in items]):
+                raise invalid("after", "is the id of none of these items")
+            items = items[names.index(after) + 1 :]
+        found = items[: int(limit)]
+        first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
+        more = {"first_id": first, "last_id": last, "has_more": len(items) > len(found)}
+        return JSONResponse({"object": "list", "data": found, **more})
+
+    def shape_of(self, name: str) -> ResponseShape | None:
+        reply = self.running.get(name)
+        shape = None if reply is None else reply.shape
+        return shape if isinstance(shape, ResponseShape) and shape.status == "in_progress" else None
+
+    async def find(self, name: str) -> ArchivedResponse:
+        raw = self.archive.find(name)
+        if raw is None:
+            raise unknown(name)
+        try:
+            return await anyio.to_thread.run_sync(read, raw, self.options)
+        except ValueError:
+            raise unknown(name) from None
+
+
+def named(response: str, place: int, item: Any) -> Mapping[str, Any]:
+    """Items that came without an id get one."""
+    told = item if isinstance(item, dict) else {}
+    return {"id": f"in_{response.removeprefix('resp_')}{place:04x}", "type": "message", **told}
+
+
+def unknown(name: str) -> ApiError:
+    message = f"There is no response {name[:80]!r} here (any more), or it was sent with `store: false`."
+    return ApiError(404, message, param="id", code="not_found")

@@ -1,0 +1,165 @@
+"""The items of the Responses API, read strictly into the messages of a conversation.
+
+What one answer says comes as several items: reasoning, text, calls. They are one message of the assistant's.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import define, field
+
+from adapters.http.errors import invalid
+from adapters.http.fields import Fields
+from adapters.http.tools import read_name
+from adapters.text.conversation import ChatMessage, Role, ToolCall
+
+ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+NOT_TEXT = ("input_image", "input_file", "input_audio", "computer_screenshot")
+NOT_TEXT_ITEMS = ("image_generation_call", "computer_call", "computer_call_output")
+# What other servers' tools leave in a conversation, and what steers them: nothing that a model here could read.
+UNSEEN = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "local_shell_call", "local_shell_call_output"),
+    *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output", "mcp_list_tools", "mcp_call"),
+    *("mcp_approval_request", "mcp_approval_response", "compaction", "compaction_trigger", "additional_tools"),
+    *("tool_search_call", "tool_search_output", "program", "program_output", "configuration_update"),
+)
+CALLS = ("function_call", "custom_tool_call")
+RESULTS = ("function_call_output", "custom_tool_call_output")
+KNOWN = ("message", *CALLS, *RESULTS, "reasoning", "item_reference")
+
+
+@define(eq=False)
+class Turns:
+    """Items in, messages out. find: an item of an earlier response, by its id."""
+
+    find: Callable[[str], Mapping[str, Any] | None]
+    messages: list[ChatMessage] = field(factory=list)
+    _calls: set[str] = field(factory=set)  # their ids, of the whole conversation
+    _open: bool = False  # the last message is an answer that goes on with the next item
+
+    def add(self, item: Fields) -> None:
+        """Raises ApiError naming what is wrong."""
+        kind = item.data.get("type") or ("message" if item.has("role") else None)
+        if kind == "item_reference" or (kind is None and item.has("id")):
+            name = required(item, "id")
+            found = self.find(name)
+            if found is None or found.get("type") == "item_reference":
+                raise invalid(item.at("id"), f"there is no item {name[:80]!r} here; send the item itself")
+            self.add(Fields(found, item.path))
+        elif kind == "message":
+            self._message(item)
+        elif kind == "reasoning":
+            self._answer(reasoning=read_reasoning(item))
+        elif kind in CALLS:
+            call = read_call(item)
+            self._calls.add(call.id)
+            self._answer(call=call)
+        elif kind in RESULTS:
+            self._result(item)
+        elif kind in NOT_TEXT_ITEMS:
+            raise invalid(item.at("type"), f"{kind!r} items are not supported: this server's model reads text only")
+        elif kind not in UNSEEN:
+            raise item.wrong("type", "one of " + ", ".join(map(repr, KNOWN)))
+
+    def _message(self, item: Fields) -> None:
+        role = item.choice("role", ROLES)
+        if role is None:
+            raise item.wrong("role", "one of " + ", ".join(map(repr, ROLES)))
+        text = read_parts(item, "content", "" if role == "assistant" else "\n")
+        if role == "assistant":
+            self._answer(text=text)
+        else:
+            self._open = False
+            self.messages.append(ChatMessage(ROLES[role], text))
+
+    def _result(self, item: Fields) -> None:
+        call = item.text("call_id", 256)
+        if call is None or call not in self._calls:
+            raise item.wrong("call_id", "the call_id of a call before it")
+        self._open = False
+        self.messages.append(ChatMessage("tool", read_parts(item, "output", "\n"), answers=call))
+
+    def _answer(self, *, text: str = "", reasoning: str = "", call: ToolCall | None = None) -> None:
+        before = self.messages.pop() if self._open else ChatMessage("assistant")
+        self._open = True
+        calls = before.calls if call is None else (*before.calls, call)
+        self.messages.append(
+            ChatMessage("assistant", before.content + text, before.reasoning + reasoning, calls),
+        )
+
+
+def read_call(item: Fields) -> ToolCall:
+    id_ = required(item, "call_id")
+    if item.data.get("type") == "custom_tool_call":
+        arguments = json.dumps({"input": required(item, "input")}, ensure_ascii=False)
+    else:
+        arguments = required(item, "arguments") or "{}"
+    namespace = item.text("namespace", 128)
+    name = read_name(item)
+    return ToolCall(id_, name if namespace is None else spelled(namespace, name), arguments)
+
+
+def spelled(namespace: str, name: str) -> str:
+    """A function of a namespace as the model is told of it, which knows no namespaces."""
+    return f"{namespace.removesuffix('__')}__{name}"
+
+
+def read_reasoning(item: Fields) -> str:
+    """What was thought itself, else what was sealed of it by this server, else its summary."""
+    texts = [read_part(part) for part in parts_of(item, "content")]
+    sealed = item.text("encrypted_content")
+    summary = [read_part(part) for part in parts_of(item, "summary")]
+    return "".join(texts) or opened(sealed or "") or "\n".join(summary)
+
+
+def sealed(text: str) -> str:
+    """What a client keeps for us without looking into it: agents send that back, and not what they could read."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def opened(sealed: str) -> str:
+    """Nothing, where another server sealed it."""
+    try:
+        return base64.b64decode(sealed, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def read_parts(item: Fields, name: str, between: str) -> str:
+    content = item.data.get(name)
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise item.wrong(name, "a string or an array of parts")
+    return between.join(read_part(part) for part in parts_of(item, name))
+
+
+def parts_of(item: Fields, name: str) -> list[Fields]:
+    return [
+        Fields.of(part, f"{item.at(name)}[{place}]")
+        for place, part in enumerate(item.read(name, lambda value: isinstance(value, list), "an array of parts") or [])
+    ]
+
+
+def read_part(part: Fields) -> str:
+    kind = part.data.get("type")
+    if kind in NOT_TEXT:
+        raise invalid(part.at("type"), f"{kind!r} parts are not supported: this server's model reads text only")
+    if kind == "refusal":
+        return required(part, "refusal")
+    if kind not in TEXTS:
+        raise part.wrong("type", "'input_text' or 'output_text'")
+    return required(part, "text")
+
+
+def required(item: Fields, name: str) -> str:
+    value = item.text(name)
+    if value is None:
+        raise item.wrong(name, "a string")
+    return value

@@ -1,0 +1,198 @@
+"""Answers as OpenAI's Responses API gives them: items in a response, whole or as numbered events."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from attrs import define, field
+
+from adapters.http import figures
+from adapters.http.api import Asked
+from adapters.http.archive import Archive, ArchivedResponse
+from adapters.http.blocks import Block, BlockBegun, BlockEnded, BlockEvent, BlockMore, Blocks
+from adapters.http.errors import ApiError
+from adapters.http.options import EdgeOptions
+from adapters.http.response_items import sealed
+from adapters.http.run import Ended, Progress, Said
+from adapters.http.shape import event
+from adapters.text.answer.pieces import together
+from adapters.text.tokenizer import Tokenizer
+
+Namespaces: TypeAlias = "dict[str, tuple[str, str]]"  # a function's name as the model knows it: namespace and name
+PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+ITEM = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})([0-9a-f]{4})")
+CODES = {"queue_full": "rate_limit_exceeded", "context_length_exceeded": "context_length_exceeded"}
+
+
+@define(eq=False)
+class ResponseShape:
+    """A response is one answer. Every event has the next number."""
+
+    archive: Archive
+    id: str
+    asked: Asked
+    options: EdgeOptions
+    tokenizer: Tokenizer
+    created: int = field(factory=lambda: int(time.time()), init=False)
+    blocks: Blocks = field(factory=Blocks, init=False)
+    number: int = field(default=0, init=False)
+    status: str = field(default="in_progress", init=False)
+
+    # -- a stream
+
+    def opening(self) -> Iterable[bytes]:
+        yield self.event("response.created", response=self.response())
+        yield self.event("response.in_progress", response=self.response())
+
+    def said(self, said: Said) -> Iterable[bytes]:
+        for piece in together(said.pieces):
+            for one in self.blocks.push(piece):
+                yield from self.events(one)
+
+    def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
+        told = figures.prompt_progress(progress, elapsed_ms)
+        yield self.event("response.in_progress", response=self.response(), prompt_progress=told)
+
+    def heartbeat(self) -> Iterable[bytes]:
+        """Codex counts events as life, and nothing else."""
+        yield self.event("response.in_progress", response=self.response())
+
+    def ended(self, ended: Ended) -> Iterable[bytes]:
+        for one in self.blocks.close():
+            yield from self.events(one, cut=ended.closed.finish == "length")
+
+    def closing(self, ended: Sequence[Ended]) -> Iterable[bytes]:
+        final = self.final(ended[0])
+        yield self.event(f"response.{final['status']}", response=final)
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        for one in self.blocks.close():
+            yield from self.events(one, cut=True)
+        self.status = "cancelled" if error.code == "cancelled" else "failed"
+        told = None if self.status == "cancelled" else {"code": CODES.get(error.code or "", "server_error")}
+        final = {**self.response(), "error": told and {**told, "message": error.message}}
+        self.keep(final)
+        yield self.event("response.failed", response=final)
+
+    def events(self, one: BlockEvent, cut: bool = False) -> Iterator[bytes]:
+        block = one.block
+        item = {"item_id": self.item_id(block), "output_index": block.place}
+        part = {**item, "content_index": 0}
+        name = {"text": "response.output_text", "reasoning": "response.reasoning_text"}.get(
+            block.kind, "response.function_call_arguments"
+        )
+        where: dict[str, Any] = item if block.kind == "call" else part
+        if block.kind == "text":
+            where = {**where, "logprobs": []}
+        match one:
+            case BlockBegun():
+                yield self.event("response.output_item.added", output_index=block.place, item=self.item(block, None))
+                if block.kind != "call":
+                    yield self.event("response.content_part.added", **part, part=self.part(block, ""))
+            case BlockMore(_, text):
+                yield self.event(f"{name}.delta", **where, delta=text)
+            case BlockEnded():
+                whole = {"arguments" if block.kind == "call" else "text": block.text}
+                named = {"name": self.called(block)["name"]} if block.kind == "call" else {}
+                yield self.event(f"{name}.done", **where, **whole, **named)
+                if block.kind != "call":
+                    yield self.event("response.content_part.done", **part, part=self.part(block, block.text))
+                done = self.item(block, "incomplete" if cut else "completed")
+                yield self.event("response.output_item.done", output_index=block.place, item=done)
+
+    def event(self, kind: str, **more: Any) -> bytes:
+        number, self.number = self.number, self.number + 1
+        return event({"type": kind, "sequence_number": number, **more}, kind)
+
+    # -- the response
+
+    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
+        for one in said.values():
+            for piece in one.pieces:
+                list(self.blocks.push(piece))
+        list(self.blocks.close())
+        return self.final(ended[0])
+
+    def final(self, ended: Ended) -> dict[str, Any]:
+        cut = ended.closed.finish == "length"
+        self.status = "incomplete" if cut else "completed"
+        usage = figures.usage([ended])
+        final = {
+            **self.response(),
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {
+                    **usage["prompt_tokens_details"],
+                    "cache_write_tokens": figures.written(ended),
+                },
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": usage["completion_tokens_details"],
+                "total_tokens": usage["total_tokens"],
+            },
+            "timings": figures.timings(ended),
+            "rekindle": figures.rekindle(ended, self.options),
+        }
+        self.keep(final)
+        return final
+
+    def keep(self, final: Mapping[str, Any]) -> None:
+        if self.asked.echo["store"]:
+            self.archive.keep(self.id, ArchivedResponse(final, self.asked.echo["items"]))
+
+    def response(self) -> dict[str, Any]:
+        """As it is now; in progress, nothing is in it yet."""
+        over = self.status != "in_progress"
+        cut = "completed" if self.status == "completed" else "incomplete"
+        last = len(self.blocks.done) - 1
+        output = [self.item(one, cut if one.place == last else "completed") for one in self.blocks.done if over]
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None,
+            "status": self.status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.asked.controls.model,
+            "output": output,
+            "usage": None,
+            **self.asked.echo["shown"],
+        }
+
+    def item(self, block: Block, status: str | None) -> dict[str, Any]:
+        """status: None: it begins, and there is nothing in it yet."""
+        named = {"id": self.item_id(block), "status": status or "in_progress"}
+        content = [] if status is None else [self.part(block, block.text)]
+        match block.kind:
+            case "text":
+                return {"type": "message", **named, "role": "assistant", "content": content}
+            case "reasoning":
+                kept = {"encrypted_content": sealed(block.text)} if self.asked.echo["sealed"] and status else {}
+                return {"type": "reasoning", **named, "summary": [], "content": content, **kept}
+            case "call":
+                arguments = "" if status is None else block.text
+                return {"type": "function_call", **named, **self.called(block), "arguments": arguments}
+
+    def part(self, block: Block, text: str) -> dict[str, Any]:
+        if block.kind == "text":
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "reasoning_text", "text": text}
+
+    def called(self, block: Block) -> dict[str, Any]:
+        namespace, name = self.asked.echo["namespaces"].get(block.name, (None, block.name))
+        return {"call_id": block.call, "name": name, **({} if namespace is None else {"namespace": namespace})}
+
+    def item_id(self, block: Block) -> str:
+        """Names the response and the place in it, so that an item can be found by its id alone."""
+        return f"{PREFIXES[block.kind]}{self.id.removeprefix('resp_')}{block.place:04x}"
+
+
+def place_of(item: str) -> tuple[str, int]:
+    """The response that an item is of, and where in it; no response has no name."""
+    found = ITEM.fullmatch(item)
+    return ("", 0) if found is None else (f"resp_{found[1]}", int(found[2], 16))

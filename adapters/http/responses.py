@@ -1,0 +1,285 @@
+"""POST /v1/responses and what counts its tokens: requests read strictly, into the same conversation as everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+from attrs import define, evolve, field
+
+from adapters.http.api import Api, Asked, Counter
+from adapters.http.archive import Archive
+from adapters.http.archive import read as read_kept
+from adapters.http.controls import Controls, Words, read_controls, read_model
+from adapters.http.errors import invalid
+from adapters.http.fields import Fields
+from adapters.http.fields import shown as shown_value
+from adapters.http.options import EdgeOptions
+from adapters.http.prompts import chat_prompt, check_template
+from adapters.http.response_items import Turns, spelled
+from adapters.http.response_shape import Namespaces, ResponseShape, place_of
+from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
+from adapters.http.unsupported import MISSING, SHAPED, Missing
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolChoice, thinking
+from adapters.text.text import Text
+from adapters.text.tokenizer import Gone
+from effects.ids import Tokens
+
+MAX_ITEMS = 1 << 16
+MAX_METADATA = 16
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+SUMMARIES = ("auto", "concise", "detailed")
+FORMATS = ("text", "json_object", "json_schema")
+SEALED = "reasoning.encrypted_content"
+INCLUDED = (
+    *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources", SEALED),
+    *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+    "message.output_text.logprobs",
+)
+WORDS = Words(
+    {
+        **MISSING,
+        "background": Missing("is not supported by this server: an answer ends with its connection"),
+        "conversation": Missing("is not supported by this server; use `previous_response_id`"),
+        "prompt": Missing("is not supported: this server keeps no prompts; send `input`"),
+        "top_logprobs": Missing("is not supported in this API yet; chat completions have it", (0,)),
+    },
+    max_tokens=("max_output_tokens",),
+    choices="",
+)
+
+
+async def read(archive: Archive, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
+    controls, skipped = read_controls(fields, WORDS, options, text.tokenizer.end_tokens), Skipped()
+    echo = {
+        "shown": shown(fields, controls),
+        "sealed": SEALED in read_include(fields),
+        "store": fields.flag("store", True),
+        "items": read_input(fields),
+    }
+    conversation, echo["namespaces"] = await read_whole(archive, fields, options, text, skipped)
+    prompt = await chat_prompt(conversation, text, options, gone, fields.at("input"))
+    return Asked(controls, [prompt.tokens], [fields.at("input")], prompt.reader, skipped.headers, echo)
+
+
+async def count(archive: Archive, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
+    read_model(fields, options)
+    conversation, _ = await read_whole(archive, fields, options, text, Skipped())
+    return (await chat_prompt(conversation, text, options, gone, fields.at("input"))).tokens
+
+
+async def read_whole(
+    archive: Archive, fields: Fields, options: EdgeOptions, text: Text, skipped: Skipped
+) -> tuple[Conversation, Namespaces]:
+    """What went before, and what is asked now."""
+    check_template(text)
+    earlier = read_previous(fields, archive, options)
+    return await anyio.to_thread.run_sync(read_conversation, fields, earlier, References(archive, options), skipped)
+
+
+def read_previous(fields: Fields, archive: Archive, options: EdgeOptions) -> list[bytes]:
+    name = fields.text("previous_response_id")
+    if name is None:
+        return []
+    where = fields.at("previous_response_id")
+    try:
+        found = archive.conversation(name, options.max_body)
+    except OverflowError:
+        raise invalid(where, "the conversation is larger than this server takes; begin another one") from None
+    if found is None:
+        message = f"{shown_value(name)} or what it continues is not kept here (any more); send the whole conversation"
+        raise invalid(where, message, "previous_response_not_found")
+    return found
+
+
+def read_input(fields: Fields) -> list[Any]:
+    """The request's items, not looked into yet."""
+    given = fields.data.get("input")
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    if given is None and fields.has("previous_response_id"):
+        return []
+    if not isinstance(given, list):
+        raise fields.wrong("input", "a string or an array of items")
+    return fields.items("input", MAX_ITEMS) or []
+
+
+def read_conversation(
+    fields: Fields, earlier: Sequence[bytes], find: References, skipped: Skipped
+) -> tuple[Conversation, Namespaces]:
+    """Raises ApiError naming the item and part that is wrong."""
+    turns = Turns(find)
+    if instructions := fields.text("instructions"):
+        turns.messages.append(ChatMessage("system", instructions))
+    where = fields.at("previous_response_id")
+    for raw in earlier:
+        try:
+            kept = read_kept(raw, find.options)
+        except ValueError:
+            raise invalid(where, "what is kept of it is damaged; send the whole conversation") from None
+        for value in (*kept.items, *kept.output):
+            turns.add(Fields.of(value, where))
+    for place, value in enumerate(read_input(fields)):
+        turns.add(Fields.of(value, f"{fields.at('input')}[{place}]"))
+    if not turns.messages:
+        raise invalid(fields.at("input"), "must have at least one message")
+    if turns.messages[-1].calls:
+        raise invalid(fields.at("input"), "ends with a call: the output of each must follow")
+    tools, namespaces = read_tools(fields, skipped)
+    choice, parallel = read_choice(fields, tools), fields.flag("parallel_tool_calls", True)
+    return Conversation(turns.messages, tools, choice, parallel, read_reasoning(fields)), namespaces
+
+
+@define
+class References:
+    """Items of earlier responses by their ids. left: bytes of such responses that one request may have read."""
+
+    archive: Archive
+    options: EdgeOptions
+    left: int = field(init=False)
+    outputs: dict[str, Sequence[Any]] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.left = self.options.max_body
+
+    def __call__(self, item: str) -> Mapping[str, Any] | None:
+        response, place = place_of(item)
+        if response not in self.outputs:
+            raw = self.archive.find(response) or b""
+            self.left -= len(raw)
+            try:
+                self.outputs[response] = read_kept(raw, self.options).output if raw and self.left >= 0 else ()
+            except ValueError:
+                self.outputs[response] = ()
+        output = self.outputs[response]
+        return output[place] if place < len(output) and isinstance(output[place], dict) else None
+
+
+def read_tools(fields: Fields, skipped: Skipped) -> tuple[tuple[FunctionTool, ...], Namespaces]:
+    """Functions, those in namespaces included. Tools that only other servers run are left out and told."""
+    tools: list[FunctionTool] = []
+    namespaces: Namespaces = {}
+    for place, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
+        tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
+        kind = tool.text("type")
+        if kind == "function":
+            tools.append(read_function(tool))
+        elif kind == "namespace":
+            for function in read_namespace(tool, skipped):
+                name = spelled(read_name(tool), function.name)
+                namespaces[name] = (read_name(tool), function.name)
+                tools.append(evolve(function, name=name))
+        elif kind is None:
+            raise tool.wrong("type", "a string, such as 'function'")
+        else:
+            skipped.note(kind)
+    return check_tools(tools, fields.at("tools")), namespaces
+
+
+def read_namespace(namespace: Fields, skipped: Skipped) -> Iterator[FunctionTool]:
+    for place, value in enumerate(namespace.items("tools", MAX_TOOLS) or []):
+        tool = Fields.of(value, f"{namespace.at('tools')}[{place}]")
+        if tool.data.get("type") == "function":
+            yield read_function(tool)
+        else:
+            skipped.note(str(tool.data.get("type")))
+
+
+def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice:
+    asked, path = fields.data.get("tool_choice"), fields.at("tool_choice")
+    match asked:
+        case None | "auto":
+            return ToolChoice()
+        case "none":
+            return ToolChoice("none")
+        case "required":
+            return needs_tools(ToolChoice("required"), tools, path)
+        case {"type": "function"}:
+            return named(read_name(Fields(asked, path)), tools, f"{path}.name")
+    raise fields.wrong("tool_choice", "'none', 'auto', 'required' or an object of type 'function'")
+
+
+def read_reasoning(fields: Fields) -> dict[str, Any]:
+    given = fields.within("reasoning")
+    if given is None:
+        return {}
+    for name in ("summary", "generate_summary"):
+        given.choice(name, SUMMARIES)
+    return thinking(given.choice("effort", EFFORTS))
+
+
+def read_include(fields: Fields) -> Sequence[str]:
+    """What an answer may hold besides. Most of it belongs to tools that are not here."""
+    listed = fields.items("include", len(INCLUDED)) or []
+    for place, value in enumerate(listed):
+        if value not in INCLUDED:
+            accepted = ", ".join(map(repr, INCLUDED))
+            raise invalid(f"{fields.at('include')}[{place}]", f"must be one of {accepted}, not {shown_value(value)}")
+    return listed
+
+
+def read_format(fields: Fields) -> dict[str, Any]:
+    """How text is to look. The one place where an answer's form is asked for."""
+    text = fields.within("text")
+    if text is None:
+        return {"format": {"type": "text"}}
+    text.choice("verbosity", ("low", "medium", "high"))
+    wanted = text.within("format")
+    kind = None if wanted is None else wanted.choice("type", FORMATS)
+    if wanted is not None and kind is None:
+        raise wanted.wrong("type", "one of " + ", ".join(map(repr, FORMATS)))
+    if wanted is not None and kind != "text":
+        raise invalid(wanted.at("type"), f"{kind!r} {SHAPED.why}", "unsupported_parameter")
+    return {**text.data, "format": {"type": "text"}}
+
+
+def read_metadata(fields: Fields) -> Mapping[str, str]:
+    metadata = fields.within("metadata")
+    if metadata is None:
+        return {}
+    if len(metadata.data) > MAX_METADATA:
+        raise invalid(metadata.path, f"must have at most {MAX_METADATA} keys, not {len(metadata.data)}")
+    for name in metadata.data:
+        if len(name) > 64 or metadata.text(name, 512) is None:
+            raise invalid(metadata.path, f"{shown_value(name)} must be a key of up to 64 characters, with a string")
+    return metadata.data
+
+
+def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
+    """What a response says of its request again."""
+    reasoning = fields.within("reasoning")
+    told = {} if reasoning is None else reasoning.data
+    return {
+        "instructions": fields.text("instructions"),
+        "max_output_tokens": controls.max_tokens,
+        "metadata": read_metadata(fields),
+        "parallel_tool_calls": fields.flag("parallel_tool_calls", True),
+        "previous_response_id": fields.text("previous_response_id"),
+        "reasoning": {"effort": told.get("effort"), "summary": told.get("summary")},
+        "store": fields.flag("store", True),
+        "temperature": controls.sampling.temperature,
+        "text": read_format(fields),
+        "tool_choice": fields.data.get("tool_choice") or "auto",
+        "tools": fields.items("tools", MAX_TOOLS) or [],
+        "top_logprobs": 0,
+        "top_p": controls.sampling.top_p,
+        "truncation": fields.choice("truncation", ("auto", "disabled")) or "disabled",
+        "user": fields.text("user"),
+        "prompt_cache_key": fields.text("prompt_cache_key"),
+        "safety_identifier": fields.text("safety_identifier"),
+        "service_tier": "default",
+        "background": False,
+    }
+
+
+def responses(archive: Archive) -> Api:
+    return Api("/v1/responses", "resp_", partial(read, archive), partial(ResponseShape, archive))
+
+
+def response_tokens(archive: Archive) -> Counter:
+    def told(tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    return Counter("/v1/responses/input_tokens", partial(count, archive), told)

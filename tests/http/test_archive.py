@@ -1,0 +1,200 @@
+"""What is kept of responses: within its limits, over a restart, and whatever is found in the folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.http import archive as limits
+from adapters.http.archive import Archive, ArchivedResponse, digest, is_whole, previous_of, read
+from adapters.http.options import EdgeOptions
+from adapters.store.folder import Folder
+
+OPTIONS = EdgeOptions("small", 4096, 500)
+
+
+def name(number: int) -> str:
+    return f"resp_{number:024x}"
+
+
+def one(number: int, previous: int | None = None, text: str = "hi") -> ArchivedResponse:
+    before = None if previous is None else name(previous)
+    response = {"id": name(number), "previous_response_id": before, "output": [{"text": text}]}
+    return ArchivedResponse(response, [{"role": "user", "content": text}])
+
+
+def shown(archive: Archive, number: int) -> ArchivedResponse | None:
+    raw = archive.find(name(number))
+    return None if raw is None else read(raw, OPTIONS)
+
+
+async def written(folder: Path, fill: Callable[[Archive], object]) -> None:
+    """What a process leaves there."""
+    archive = Archive(Folder.open(folder))
+    archive.load()
+    fill(archive)
+    await archive.close()
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.name != "LOCK")
+
+
+def opened(folder: Path) -> Archive:
+    archive = Archive(Folder.open(folder))
+    archive.load()
+    return archive
+
+
+async def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
+    def fill(archive: Archive) -> None:
+        for number in range(3):
+            archive.keep(name(number), one(number, number - 1 if number else None, f"täxt {number}"))
+        archive.drop(name(2))
+
+    await written(tmp_path, fill)
+    archive = opened(tmp_path)
+    assert [shown(archive, number) for number in range(3)] == [one(0, None, "täxt 0"), one(1, 0, "täxt 1"), None]
+    found = archive.conversation(name(1), 1 << 20)
+    assert found is not None
+    assert [read(raw, OPTIONS).response["id"] for raw in found] == [name(0), name(1)]
+    await archive.close()
+    assert {file.stat().st_mode & 0o777 for file in files(tmp_path)} == {0o600}
+
+
+async def test_the_folder_follows_while_the_server_runs(tmp_path: Path) -> None:
+    archive = opened(tmp_path)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(archive.run)
+        archive.keep(name(1), one(1))
+        with anyio.fail_after(5):
+            while not (tmp_path / name(1)).exists():  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            archive.drop(name(1))
+            while (tmp_path / name(1)).exists():  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+    await archive.close()
+
+
+async def test_those_that_were_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MOST", 3)
+
+    def fill(archive: Archive) -> None:
+        for number in range(3):
+            archive.keep(name(number), one(number, 0 if number == 1 else None))
+        assert archive.conversation(name(1), 1 << 20) is not None
+        archive.keep(name(3), one(3))
+        archive.keep(name(4), one(4))
+        assert [archive.find(name(number)) is not None for number in range(5)] == [True, False, False, True, True]
+
+    await written(tmp_path, fill)
+    left = [file.name for file in files(tmp_path)]
+    assert left == [name(0), name(3), name(4)]
+
+
+async def test_a_start_keeps_the_newest_within_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(archive: Archive) -> None:
+        for number in range(5):
+            archive.keep(name(number), one(number))
+
+    await written(tmp_path, fill)
+    for number in range(5):
+        os.utime(tmp_path / name(number), (number, number))
+    monkeypatch.setattr(limits, "MOST", 2)
+    archive = opened(tmp_path)
+    assert [archive.find(name(number)) is not None for number in range(5)] == [False, False, False, True, True]
+    await archive.close()
+    assert len(files(tmp_path)) == 2
+
+
+def test_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MOST_BYTES", 3000)
+    monkeypatch.setattr(limits, "LARGEST", 2000)
+    archive = Archive()
+    assert not archive.keep(name(0), one(0, text="x" * 2000))
+    for number in range(1, 6):
+        assert archive.keep(name(number), one(number, text="x" * 500))
+    assert len(archive) == 2
+    with pytest.raises(OverflowError):
+        archive.conversation(name(5), 100)
+
+
+def test_a_chain_that_is_broken_or_a_ring_ends() -> None:
+    archive = Archive()
+    archive.keep(name(1), one(1, 0))
+    assert archive.conversation(name(1), 1 << 20) is None
+    archive.keep(name(0), one(0, 1))
+    found = archive.conversation(name(1), 1 << 20)
+    assert found is not None
+    assert len(found) == 2
+
+
+async def test_damaged_and_foreign_files_are_no_responses(tmp_path: Path) -> None:
+    await written(tmp_path, lambda archive: archive.keep(name(1), one(1)))
+    good = (tmp_path / name(1)).read_bytes()
+    (tmp_path / name(2)).write_bytes(good[:-1])
+    (tmp_path / name(3)).write_bytes(b"")
+    (tmp_path / name(4)).symlink_to(tmp_path / name(1))
+    os.mkfifo(tmp_path / name(5))
+    (tmp_path / name(6)).mkdir()
+    (tmp_path / ".new-resp_x").write_bytes(b"half")
+    (tmp_path / "notes").write_bytes(b"somebody's")
+    body = b"\n[]\n[]"
+    (tmp_path / name(7)).write_bytes(digest(body) + b"\n" + body)
+    archive = opened(tmp_path)
+    found = [number for number in range(8) if archive.find(name(number)) is not None]
+    assert found == [1, 7]
+    with pytest.raises(ValueError, match="no response"):
+        shown(archive, 7)
+    await archive.close()
+    assert (tmp_path / "notes").exists()
+    assert not (tmp_path / ".new-resp_x").exists()
+    assert not (tmp_path / name(2)).exists()
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_no_bytes_do_harm(tail: bytes, signed: bool) -> None:
+    raw = (digest(tail) if signed else b"0" * 64) + b"\n" + tail
+    if is_whole(raw):
+        previous_of(raw)
+        try:
+            kept = read(raw, OPTIONS)
+        except ValueError:
+            return
+        assert isinstance(kept.output, list)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[" * 100_000, b"[" + b"[]," * 200_000 + b"[]]", b'{"a": 1e999}', b'"\\ud800"', b"\xff"],
+    ids=["deep", "many", "infinite", "surrogate", "bytes"],
+)
+def test_what_is_read_back_has_the_limits_of_a_body(line: bytes) -> None:
+    for response, items in ((line, b"[]"), (b"{}", line)):
+        body = b"\n".join((b"", response, items))
+        with pytest.raises(ValueError):  # noqa: PT011 - each says what it is
+            read(digest(body) + b"\n" + body, OPTIONS)
+
+
+async def test_a_disk_that_fails_costs_a_restart_and_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = opened(tmp_path)
+
+    async def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Folder, "write", full)
+    archive.keep(name(1), one(1))
+    archive.keep(name(2), one(2))
+    await archive.close()
+    assert shown(archive, 2) == one(2)
+    assert sum("cannot be written" in record.message for record in caplog.records) == 1

@@ -1,0 +1,447 @@
+"""OpenAI's Responses API over a socket, by OpenAI's own client where that sends what is to be tested."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import openai
+import pytest
+
+from adapters.http.archive import Archive
+from adapters.http.fields import Fields
+from adapters.http.options import EdgeOptions
+from adapters.http.response_items import opened, sealed
+from adapters.http.responses import References, read_conversation
+from adapters.http.tools import Skipped
+from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
+from tests.http.conftest import Site, served
+
+PATH = "/v1/responses"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": False}
+CALL = '<think>\nHm, so.\n</think>\n\nLet me add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+async def client(site: Site) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(site) as client:
+        yield client
+
+
+def client_of(site: Site) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{site.client.base_url}/v1", api_key="any", max_retries=0, timeout=20)
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": "small", "input": "Hi", **fields}
+
+
+def prompt_of(site: Site) -> str:
+    return site.text.tokenizer.decode(site.door.tickets[-1].job.prompt, special=True)
+
+
+async def test_a_response_is_given(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.say("Hello there.")
+    response = await client.responses.create(**asked(instructions="Be brief.", metadata={"a": "b"}, user="me"))
+    assert response.output_text == "Hello there."
+    assert (response.status, response.error, response.incomplete_details) == ("completed", None, None)
+    assert (response.instructions, response.metadata, response.user) == ("Be brief.", {"a": "b"}, "me")
+    usage, prompt = response.usage, site.door.tickets[-1].job.prompt
+    assert usage is not None
+    assert usage.input_tokens == len(prompt)
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert response._request_id == response.id  # noqa: SLF001 - how the SDK tells it
+    assert "Be brief." in prompt_of(site)
+    again = await client.responses.create(**asked(instructions="Be brief."))
+    assert again.usage is not None
+    assert again.usage.input_tokens_details.cached_tokens == (len(prompt) - 1) // 4 * 4
+
+
+async def test_a_tool_loop_by_response_ids(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.say(CALL)
+    response = await client.responses.create(**asked(tools=[ADD]))
+    reasoning, message, call = response.output
+    assert (reasoning.type, message.type, call.type) == ("reasoning", "message", "function_call")
+    assert reasoning.content[0].text == "Hm, so."
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
+    site.say("2")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "two"}
+    last = await client.responses.create(model="small", previous_response_id=response.id, input=[result], tools=[ADD])
+    assert (last.output_text, last.previous_response_id) == ("2", response.id)
+    by_id = prompt_of(site)
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in by_id
+    assert "<tool_response>\ntwo\n</tool_response>" in by_id
+    items = [{"role": "user", "content": "Hi"}, *[item.to_dict() for item in response.output], result]
+    await client.responses.create(model="small", input=items, tools=[ADD], store=False)
+    assert prompt_of(site) == by_id, "what is sent again is what was kept"
+    references = [{"type": "item_reference", "id": item.id} for item in response.output]
+    turns = [{"role": "user", "content": "Hi"}, *references, result]
+    await client.responses.create(model="small", input=turns, tools=[ADD], store=False)
+    assert prompt_of(site) == by_id, "so is what an id names"
+
+
+async def test_a_stream_adds_up_to_the_whole_response(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.say(CALL)
+    whole = await client.responses.create(**asked(tools=[ADD]))
+    async with client.responses.stream(**asked(tools=[ADD])) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert [shown(item) for item in final.output] == [shown(item) for item in whole.output]
+    assert final.usage is not None
+    assert whole.usage is not None
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    parsed = final.output[-1]
+    assert parsed.type == "function_call"
+    assert json.loads(parsed.arguments) == {"a": 1}
+
+
+def shown(item: Any) -> dict[str, Any]:
+    told = item.model_dump(exclude_none=True)
+    return {name: value for name, value in told.items() if name not in ("id", "call_id", "parsed_arguments")}
+
+
+async def test_the_events_are_openais_in_their_order(site: Site) -> None:
+    site.say(CALL)
+    events = await frames(site, asked(tools=[ADD]))
+    kinds = [event["type"] for event in events if not event["type"].endswith(".delta")]
+    text = ["content_part.added", "output_text.done", "content_part.done"]
+    thought = ["content_part.added", "reasoning_text.done", "content_part.done"]
+    call = ["function_call_arguments.done"]
+    items = [["output_item.added", *inner, "output_item.done"] for inner in (thought, text, call)]
+    wanted = ["created", "in_progress", *items[0], *items[1], *items[2], "completed"]
+    assert kinds == [f"response.{kind}" for kind in wanted]
+    assert events[0]["response"]["output"] == []
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    for place, item in enumerate(done):
+        deltas = [
+            event["delta"]
+            for event in events
+            if event.get("item_id") == item["id"] and event["type"].endswith(".delta")
+        ]
+        assert "".join(deltas) == (item["arguments"] if place == 2 else item["content"][0]["text"])
+        assert {event.get("output_index") for event in events if event.get("item_id") == item["id"]} == {place}
+
+
+async def frames(site: Site, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = await site.post(PATH, {**body, "stream": True})
+    assert response.status_code == 200, response.text
+    found = [frame.split("\n", 1) for frame in response.text.split("\n\n") if frame]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in found]
+    assert [name.removeprefix("event: ") for name, _ in found] == [event["type"] for event in events]
+    return events
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.say("one two three four")
+    cut = await client.responses.create(**asked(max_output_tokens=2))
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[-1].status == "incomplete"
+    events = await frames(site, asked(max_output_tokens=2))
+    assert events[-1]["type"] == "response.incomplete"
+    assert events[-2]["item"]["status"] == "incomplete"
+    await client.responses.create(**asked())
+    assert site.door.tickets[-1].job.max_tokens == 4096 - len(site.door.tickets[-1].job.prompt)
+
+
+async def test_what_codex_sends_is_taken(site: Site) -> None:
+    """Items with ids, tools of kinds that are not here, functions in a namespace, sealed reasoning."""
+    server = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [{**ADD, "name": "open"}]}
+    site.say('<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "mcp__files__open", "arguments": {"a": 1}}\n</tool_call>')
+    body = {
+        "model": "small",
+        "instructions": "You are an agent.",
+        "input": [
+            {"type": "message", "role": "developer", "id": "1", "content": [{"type": "input_text", "text": "Rules."}]},
+            {"type": "message", "role": "user", "id": "2", "content": [{"type": "input_text", "text": "Do it."}]},
+            {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        ],
+        "tools": [
+            ADD,
+            server,
+            {"type": "web_search"},
+            {"type": "custom", "name": "patch"},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "key",
+        "client_metadata": {"a": "b"},
+        "text": {"verbosity": "low"},
+        "service_tier": "priority",
+    }
+    events = await frames(site, body)
+    reasoning, call = events[-1]["response"]["output"]
+    assert (call["namespace"], call["name"]) == ("mcp__files", "open")
+    assert opened(reasoning["encrypted_content"]) == "Hm."
+    assert "Rules." in prompt_of(site)
+    assert "mcp__files__open" in prompt_of(site)
+    assert "web_search" not in prompt_of(site)
+    told = {name: reasoning[name] for name in ("type", "id", "summary", "encrypted_content")}
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "text of it"}
+    response = await site.post(PATH, {**body, "input": [*body["input"], told, call, result]})
+    assert response.status_code == 200, response.text
+    assert response.headers["x-rekindle-tools-left-out"] == "web_search custom"
+    assert '{"name": "mcp__files__open", "arguments": {"a": 1}}' in prompt_of(site)
+
+
+async def test_tokens_are_counted_exactly(site: Site, client: openai.AsyncOpenAI) -> None:
+    count = await client.responses.input_tokens.count(**asked(instructions="Be brief.", tools=[ADD]))
+    await client.responses.create(**asked(instructions="Be brief.", tools=[ADD]))
+    assert count.input_tokens == len(site.door.tickets[-1].job.prompt)
+
+
+async def test_responses_are_shown_listed_and_deleted(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.say("Hello.")
+    items = [{"role": "user", "content": text} for text in ("one", "two", "three")]
+    response = await client.responses.create(**asked(input=items))
+    assert (await client.responses.retrieve(response.id)).to_dict() == response.to_dict()
+    listed = await client.responses.input_items.list(response.id, limit=2, order="asc")
+    assert [item.content for item in listed.data] == ["one", "two"]
+    assert [item.content async for item in listed] == ["one", "two", "three"]
+    assert (await site.client.get(f"/responses/{response.id}/")).json()["id"] == response.id
+    with pytest.raises(openai.BadRequestError, match="'completed'; only one that is in progress"):
+        await client.responses.cancel(response.id)
+    deleted = await site.client.delete(f"{PATH}/{response.id}")
+    assert deleted.json() == {"id": response.id, "object": "response", "deleted": True}
+    hidden = await client.responses.create(**asked(store=False))
+    for name in (response.id, hidden.id, "resp_x", "../../etc/passwd"):
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(name)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.delete(name)
+    with pytest.raises(openai.BadRequestError, match="send the whole conversation") as gone:
+        await client.responses.create(**asked(previous_response_id=hidden.id))
+    assert gone.value.code == "previous_response_not_found"
+
+
+@pytest.mark.parametrize(
+    ("query", "why"), [("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=x", "after")]
+)
+async def test_a_list_is_asked_for_rightly(site: Site, query: str, why: str) -> None:
+    name = (await site.post(PATH, asked(max_output_tokens=1))).json()["id"]
+    response = await site.client.get(f"{PATH}/{name}/input_items?{query}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, why)
+
+
+async def test_a_response_that_is_being_answered_can_be_cancelled(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.door.step_s = 0.01
+    stream = await client.responses.create(**asked(max_output_tokens=2000), stream=True)
+    events: list[Any] = []
+    told = False
+    async for event in stream:
+        events.append(event)
+        if event.type == "response.output_text.delta" and not told:
+            told = True
+            name = events[0].response.id
+            assert (await client.responses.retrieve(name)).status == "in_progress"
+            assert (await client.responses.cancel(name)).status == "cancelled"
+    assert (events[-1].type, events[-1].response.status) == ("response.failed", "cancelled")
+    assert site.door.tickets[-1].reason == "client_gone"
+    kept = await client.responses.retrieve(events[0].response.id)
+    assert (kept.status, kept.output[0].status) == ("cancelled", "incomplete")
+
+
+async def test_a_conversation_goes_on_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    async with served(folder, kept=tmp_path) as before:
+        before.say("My name is Ada.")
+        async with client_of(before) as client:
+            first = await client.responses.create(**asked())
+            second = await client.responses.create(**asked(input="And?", previous_response_id=first.id))
+    async with served(folder, kept=tmp_path) as after, client_of(after) as client:
+        assert (await client.responses.retrieve(first.id)).to_dict() == first.to_dict()
+        await client.responses.create(**asked(input="So?", previous_response_id=second.id))
+        assert prompt_of(after).count("My name is Ada.") == 2
+        assert prompt_of(after).index("And?") < prompt_of(after).index("So?")
+
+
+async def test_errors_reach_the_client(site: Site, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.responses.create(**asked(input="quick brown " * 4000))
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.create(**asked(model="other"))
+    site.door.fail_after = 3
+    events = await frames(site, asked())
+    assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.failed", "failed")
+    assert events[-1]["response"]["error"]["code"] == "server_error"
+    assert "secret" not in json.dumps(events[-1])
+    site.door.fail_after = None
+    site.door.state = "draining"
+    response = await site.post(PATH, asked())
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+async def test_who_leaves_is_cancelled(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.door.step_s = 0.01
+    stream = await client.responses.create(**asked(max_output_tokens=2000), stream=True)
+    async for event in stream:
+        if event.type == "response.output_text.delta":
+            break
+    await stream.close()
+    with anyio.fail_after(5):
+        while site.door.busy:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+    assert site.door.tickets[-1].reason == "client_gone"
+
+
+async def test_a_long_prefill_is_full_of_events(folder: Path) -> None:
+    async with served(folder, door={"chunk_s": 0.03}, keepalive_s=0.01) as slow:
+        events = await frames(slow, asked(input="Hello, world! " * 30))
+        kinds = [event["type"] for event in events[:5]]
+        assert kinds == ["response.created", *["response.in_progress"] * 4]
+        told = await frames(slow, asked(input="Hello! " * 50, return_progress=True))
+        reports = [event["prompt_progress"] for event in told if "prompt_progress" in event]
+        assert reports[0]["processed"] == reports[0]["cache"]
+        assert reports[-1]["processed"] == reports[-1]["total"]
+        slow.say("Done.")
+        async with client_of(slow) as client, client.responses.stream(**asked(input="Hello! " * 60)) as stream:
+            assert (await stream.get_final_response()).status == "completed"
+
+
+# -- readers, by table
+
+
+def items(*more: dict[str, Any]) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": "Hi"}, *more]}
+
+
+MADE = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": None}, "$.input", "a string or an array of items"),
+    ({"input": 5}, "$.input", "a string or an array of items"),
+    ({"input": []}, "$.input", "at least one message"),
+    ({"input": ["hi"]}, "$.input[0]", "an object"),
+    ({"input": [{}]}, "$.input[0].type", "one of"),
+    ({"input": [{"type": "poem"}]}, "$.input[0].type", "one of"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "$.input[0].role", "one of"),
+    ({"input": [{"type": "message", "content": "x"}]}, "$.input[0].role", "one of"),
+    ({"input": [{"role": "user"}]}, "$.input[0].content", "a string or an array"),
+    ({"input": [{"role": "user", "content": [5]}]}, "$.input[0].content[0]", "an object"),
+    ({"input": [{"role": "user", "content": [{"type": "verse"}]}]}, "$.input[0].content[0].type", "'input_text'"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "$.input[0].content[0].text", "a string"),
+    *[
+        ({"input": [{"role": "user", "content": [{"type": kind}]}]}, "$.input[0].content[0].type", "reads text only")
+        for kind in ("input_image", "input_file", "input_audio")
+    ],
+    (items({"type": "image_generation_call"}), "$.input[1].type", "reads text only"),
+    (items({"type": "item_reference", "id": "msg_x"}), "$.input[1].id", "no item 'msg_x' here"),
+    (items({"type": "item_reference"}), "$.input[1].id", "a string"),
+    (items({**MADE, "arguments": {}}), "$.input[1].arguments", "a string"),
+    (items({**MADE, "call_id": None}), "$.input[1].call_id", "a string"),
+    (items({**MADE, "name": "a b"}), "$.input[1].name", "letters"),
+    (items(MADE), "$.input", "ends with a call"),
+    (items({"type": "function_call_output", "call_id": "1", "output": "x"}), "$.input[1].call_id", "call before it"),
+    (items(MADE, {"type": "function_call_output", "call_id": "1"}), "$.input[2].output", "a string or an array"),
+    (
+        items(MADE, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}),
+        "$.input[2].output[0].type",
+        "reads text only",
+    ),
+    (items({"type": "reasoning", "content": "x"}), "$.input[1].content", "an array of parts"),
+    (items({"type": "reasoning", "encrypted_content": 5}), "$.input[1].encrypted_content", "a string"),
+    ({"instructions": ["x"]}, "$.instructions", "a string"),
+    ({"previous_response_id": "resp_1"}, "$.previous_response_id", "not kept here"),
+    ({"previous_response_id": 5}, "$.previous_response_id", "a string"),
+    ({"max_output_tokens": 0}, "$.max_output_tokens", "an integer >= 1"),
+    ({"max_output_tokens": "5"}, "$.max_output_tokens", 'not "5"'),
+    ({"temperature": 3}, "$.temperature", "[0, 2]"),
+    ({"stream": "yes"}, "$.stream", "true or false"),
+    ({"store": "yes"}, "$.store", "true or false"),
+    ({"parallel_tool_calls": 1}, "$.parallel_tool_calls", "true or false"),
+    ({"truncation": "some"}, "$.truncation", "one of"),
+    ({"background": True}, "$.background", "not supported"),
+    ({"conversation": "conv_1"}, "$.conversation", "use `previous_response_id`"),
+    ({"prompt": {"id": "pmpt_1"}}, "$.prompt", "not supported"),
+    ({"top_logprobs": 5}, "$.top_logprobs", "not supported"),
+    ({"include": ["everything"]}, "$.include[0]", "one of"),
+    ({"include": "all"}, "$.include", "an array"),
+    ({"metadata": {"a": 5}}, "$.metadata.a", "a string"),
+    ({"metadata": {str(n): "x" for n in range(17)}}, "$.metadata", "at most 16 keys"),
+    ({"reasoning": {"effort": "most"}}, "$.reasoning.effort", "one of"),
+    ({"reasoning": {"summary": "long"}}, "$.reasoning.summary", "one of"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "$.text.format.type", "to a grammar"),
+    ({"text": {"format": {"type": "poem"}}}, "$.text.format.type", "one of"),
+    ({"text": {"format": {}}}, "$.text.format.type", "one of"),
+    ({"text": {"verbosity": "much"}}, "$.text.verbosity", "one of"),
+    ({"tools": {}}, "$.tools", "an array"),
+    ({"tools": [{"name": "f"}]}, "$.tools[0].type", "'function'"),
+    ({"tools": [{"type": "function"}]}, "$.tools[0].name", "letters"),
+    ({"tools": [{**ADD, "parameters": []}]}, "$.tools[0].parameters", "an object"),
+    ({"tools": [ADD, ADD]}, "$.tools[1]", "second function"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+        "$.tools[0].tools[0].name",
+        "letters",
+    ),
+    ({"tools": [ADD], "tool_choice": "some"}, "$.tool_choice", "'none', 'auto', 'required'"),
+    ({"tools": [ADD], "tool_choice": {"type": "web_search"}}, "$.tool_choice", "of type 'function'"),
+    (
+        {"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}},
+        "$.tool_choice.name",
+        "none of the functions",
+    ),
+    ({"tool_choice": "required"}, "$.tool_choice", "nothing in `tools`"),
+]
+
+
+@pytest.mark.parametrize(("fields", "path", "why"), WRONG, ids=lambda value: value if isinstance(value, str) else None)
+async def test_a_wrong_field_is_named(shared: Site, fields: dict[str, Any], path: str, why: str) -> None:
+    response = await shared.post(PATH, asked(**fields))
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", path), response.text
+    assert why in error["message"]
+
+
+def test_items_are_read_into_messages() -> None:
+    body = {
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "developer", "content": "Rules."},
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Well."}]},
+            {"type": "web_search_call", "id": "ws_1"},
+            MADE,
+            {**MADE, "call_id": "2", "namespace": "n", "arguments": '{"b":1}'},
+            {"type": "custom_tool_call", "call_id": "3", "name": "patch", "input": "x"},
+            {"type": "function_call_output", "call_id": "1", "output": "one"},
+            {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "two"}]},
+            {"type": "custom_tool_call_output", "call_id": "3", "output": "three"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}], "encrypted_content": "%%"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "user", "content": "Go on."},
+        ],
+        "tools": [ADD],
+        "tool_choice": {"type": "function", "name": "add"},
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "none"},
+    }
+    find = References(Archive(), EdgeOptions("small", 4096, 500))
+    found, namespaces = read_conversation(Fields(body), [], find, Skipped())
+    calls = (ToolCall("1", "add", "{}"), ToolCall("2", "n__add", '{"b":1}'), ToolCall("3", "patch", '{"input": "x"}'))
+    assert found.messages == [
+        ChatMessage("system", "Be brief."),
+        ChatMessage("system", "Rules."),
+        ChatMessage("user", "a\nb"),
+        ChatMessage("assistant", "Well.", "Hm.", calls),
+        ChatMessage("tool", "one", answers="1"),
+        ChatMessage("tool", "two", answers="2"),
+        ChatMessage("tool", "three", answers="3"),
+        ChatMessage("assistant", "No.", "So."),
+        ChatMessage("user", "Go on."),
+    ]
+    assert (found.choice, found.parallel, namespaces) == (ToolChoice("function", "add"), False, {})
+    assert found.variables == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+
+
+@pytest.mark.parametrize("text", ["", "Hm.", "größer 😀\n"])
+def test_what_is_sealed_is_opened_again(text: str) -> None:
+    assert opened(sealed(text)) == text
