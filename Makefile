@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.t
 ARGS ?=
 DRAFT_ARGS ?=
 
-.PHONY: install serve test lint types imports check diagram train-demo train-demo-draft bench clean
+.PHONY: install serve test lint types imports check diagram train-demo train-demo-draft train-demo-hybrid bench clean
 
 install: .venv/develops  ## set up .venv with rekindle and what its tests and benchmarks need
 
@@ -41,6 +41,9 @@ check: lint types imports test  ## what CI runs
 
 diagram: install  ## regenerate docs/STATES.md
 	$(BIN)/rekindle diagram --markdown > docs/STATES.md
+
+train-demo-hybrid: install .train/packages  ## train the hybrid demo and its own head again, from nothing; needs a CUDA device
+	$(BIN)/python -m training.hybrid $(ARGS)
 
 bench: install  ## the figures of docs/BENCHMARKS.md that need no GPU; takes a while
 	$(BIN)/python -m benchmarks.engine_fold

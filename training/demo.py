@@ -24,10 +24,10 @@ from training.batches import Batches
 from training.card import write_card
 from training.corpus import MOST, Corpus, HeldOut, read_corpus
 from training.evaluate import evaluate
-from training.export import export, load
-from training.model import Qwen3
+from training.export import Trained, export, load
+from training.model import Geometry, Qwen3
 from training.packages import MORE, PACKAGES
-from training.recipe import TARGET, TOKENIZER_TASKS, Recipe, smallest
+from training.recipe import TARGET, TOKENIZER_TASKS, G, Recipe, smallest
 from training.tokenizer import train_tokenizer
 from training.train import Stage, TrainingProgress, digest, train
 from training.words import Source
@@ -62,7 +62,7 @@ class DemoLimits:
     first: int
 
 
-def run(recipe: Recipe, work: Path, out: Path, limits: DemoLimits) -> dict[str, float]:
+def run(recipe: Recipe[Geometry], work: Path, out: Path, limits: DemoLimits) -> dict[str, float]:
     """Train by the recipe and write the checkpoint to `out`, after every stage; then the exams and the model card."""
     corpus, tokenizer = prepare(work)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,7 +102,7 @@ def run(recipe: Recipe, work: Path, out: Path, limits: DemoLimits) -> dict[str, 
 
 
 def describe(
-    recipe: Recipe, corpus: Corpus, progress: TrainingProgress, model: Qwen3, device: torch.device
+    recipe: Recipe[G], corpus: Corpus, progress: TrainingProgress, model: Trained, device: torch.device
 ) -> dict[str, Any]:
     """What the model card tells about a run."""
     stages = ", then ".join(

@@ -27,9 +27,8 @@ from training.batches import PAD_ID, flatten, row_random
 from training.chat_format import CONTROLS, END_OF_TEXT, END_OF_TURN, Document, Passage, render, user
 from training.corpus import HeldOut, held_out
 from training.dialogues import chat, memory
-from training.export import load
+from training.export import Trained, load, load_hybrid, read_config
 from training.facts import ABOUT, SMALL_TALK
-from training.model import Qwen3
 from training.tasks import Task
 from training.tokenizer import encode
 from training.tools import tool_chat
@@ -143,7 +142,7 @@ class Score:
 
 
 @torch.inference_mode()
-def examine(model: Qwen3, tokenizer: Tokenizer, source: Source, exam: Exam) -> Score:
+def examine(model: Trained, tokenizer: Tokenizer, source: Source, exam: Exam) -> Score:
     """Sit one exam. Deterministic but for the arithmetic."""
     documents = []
     for number in range(exam.questions):
@@ -179,7 +178,7 @@ def spans(weights: Sequence[float]) -> list[slice]:
     return [slice(start - 1, stop - 1) for start, stop in zip(starts, stops, strict=True)]
 
 
-def greedy_picks(model: Qwen3, documents: Sequence[Sequence[int]]) -> list[list[int]]:
+def greedy_picks(model: Trained, documents: Sequence[Sequence[int]]) -> list[list[int]]:
     """For each document, the most likely token after each of its tokens but the last."""
     longest = max(map(len, documents))
     padded = torch.tensor([[*ids, *[PAD_ID] * (longest - len(ids))] for ids in documents], device=model.cos.device)
@@ -189,7 +188,7 @@ def greedy_picks(model: Qwen3, documents: Sequence[Sequence[int]]) -> list[list[
 
 
 @torch.inference_mode()
-def code_loss(model: Qwen3, tokenizer: Tokenizer, texts: Sequence[str], length: int) -> tuple[float, float]:
+def code_loss(model: Trained, tokenizer: Tokenizer, texts: Sequence[str], length: int) -> tuple[float, float]:
     """Mean loss on files in nats a token and in bits a character, each file cut into windows of `length`."""
     total = count = 0.0
     for ids in encode(tokenizer, texts):
@@ -204,7 +203,7 @@ def code_loss(model: Qwen3, tokenizer: Tokenizer, texts: Sequence[str], length: 
 
 
 @torch.inference_mode()
-def talk(model: Qwen3, tokenizer: Tokenizer, prompts: Sequence[str], limit: int) -> list[str]:
+def talk(model: Trained, tokenizer: Tokenizer, prompts: Sequence[str], limit: int) -> list[str]:
     """Greedy answers to prompts of one turn, all at once, up to and with the token that ended them. No cache."""
     device = model.cos.device
     rows = encode(tokenizer, [render([user(prompt)], prompt=True) for prompt in prompts])
@@ -228,14 +227,14 @@ def talk(model: Qwen3, tokenizer: Tokenizer, prompts: Sequence[str], limit: int)
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in said]
 
 
-def fixed_answers(model: Qwen3, tokenizer: Tokenizer) -> float:
+def fixed_answers(model: Trained, tokenizer: Tokenizer) -> float:
     """How many of the fixed questions about itself and of small talk, as written, get their answer in free decoding."""
     pairs = [(question, answer) for questions, answer in (*ABOUT, *SMALL_TALK) for question in questions]
     said = talk(model, tokenizer, [question for question, _ in pairs], 96)
     return sum(got == answer + END_OF_TURN for got, (_, answer) in zip(said, pairs, strict=True)) / len(pairs)
 
 
-def evaluate(model: Qwen3, tokenizer: Tokenizer, texts: HeldOut, questions: int) -> dict[str, float]:
+def evaluate(model: Trained, tokenizer: Tokenizer, texts: HeldOut, questions: int) -> dict[str, float]:
     """Every figure of the model card, printed as it comes. Exams are made of the library's files."""
     source = Source(texts.stdlib)
     context = model.geometry.context
@@ -271,7 +270,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=8, help="documents an exam")
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
-    model = load(arguments.model, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
+    loading = load_hybrid if "linear_attention" in read_config(arguments.model)["layer_types"] else load
+    model = loading(arguments.model, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     found: Mapping[str, float] = evaluate(model, tokenizer, held_out(), arguments.questions)
     print(json.dumps({name: round(value, 4) for name, value in found.items() if not math.isnan(value)}))

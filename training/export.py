@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from training.hybrid_model import Hybrid, HybridGeometry
 from training.model import UNUSED_IDS, Geometry, Qwen3
 from training.tokenizer import settings
 
@@ -19,7 +20,10 @@ SHARD_BYTES = 14 << 20
 INDEX = "model.safetensors.index.json"
 
 
-def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
+Trained = Qwen3 | Hybrid
+
+
+def export(model: Trained, tokenizer: Tokenizer, folder: Path) -> None:
     """Write everything but the model card, over what is there."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model-*.safetensors"):
@@ -31,7 +35,7 @@ def export(model: Qwen3, tokenizer: Tokenizer, folder: Path) -> None:
     write_shards(shipped(model), folder)
 
 
-def shipped(model: Qwen3) -> dict[str, Tensor]:
+def shipped(model: Trained) -> dict[str, Tensor]:
     """The parameters in bf16. An id that is never used gets the mean of the other rows, so its logit is the mean logit,
     which is never the largest: nothing has to be masked when serving."""
     state = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
@@ -77,10 +81,48 @@ def geometry_of(config: Mapping[str, Any], layers: int) -> Geometry:
     )
 
 
+def hybrid_geometry_of(config: Mapping[str, Any]) -> HybridGeometry:
+    return HybridGeometry(
+        vocabulary=config["vocab_size"],
+        hidden=config["hidden_size"],
+        inner=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        interval=config["full_attention_interval"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        rotary=config["rope_parameters"]["partial_rotary_factor"],
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        linear_dim=config["linear_key_head_dim"],
+        conv=config["linear_conv_kernel_dim"],
+        context=config["max_position_embeddings"],
+        theta=config["rope_parameters"]["rope_theta"],
+        eps=config["rms_norm_eps"],
+    )
+
+
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Qwen3:
-    """A target that `export` wrote, for evaluation or to train on."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    model = Qwen3(geometry_of(config, config["num_hidden_layers"]))
+    """A dense target that `export` wrote, for evaluation or to train on."""
+    config = read_config(folder)
+    return filled(Qwen3(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
+
+
+def load_hybrid(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Hybrid:
+    """A hybrid that `export` wrote, its prediction head included."""
+    return filled(Hybrid(hybrid_geometry_of(read_config(folder))), folder, device, dtype)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+M = TypeVar("M", Qwen3, Hybrid)
+
+
+def filled(model: M, folder: Path, device: torch.device | str, dtype: torch.dtype) -> M:
+    """The model with the folder's parameters."""
     places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
     state: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):

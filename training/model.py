@@ -112,11 +112,11 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Feed(nn.Module):
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, size: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(geometry.hidden, geometry.inner, bias=False)
-        self.up_proj = nn.Linear(geometry.hidden, geometry.inner, bias=False)
-        self.down_proj = nn.Linear(geometry.inner, geometry.hidden, bias=False)
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -128,7 +128,7 @@ class DecoderBlock(nn.Module):
         self.input_layernorm = Norm(geometry.hidden, geometry.eps)
         self.self_attn = SelfAttention(geometry)
         self.post_attention_layernorm = Norm(geometry.hidden, geometry.eps)
-        self.mlp = Feed(geometry)
+        self.mlp = Feed(geometry.hidden, geometry.inner)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), angles)

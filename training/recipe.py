@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from attrs import evolve, frozen
 
 from training.batches import BatchShape, Mixture
 from training.chat_format import CONTROLS
 from training.dialogues import chat, memory
+from training.hybrid_model import HybridGeometry
 from training.model import Geometry
 from training.tasks import (
     CopyTokens,
@@ -47,12 +50,15 @@ LONG: Mixture = {
 }  # fmt: skip
 
 
+G = TypeVar("G", Geometry, HybridGeometry)
+
+
 @frozen
-class Recipe:
+class Recipe(Generic[G]):
     """A training run of a model of the family: stages under one rise and fall of the learning rate, with batches
     from `seed`."""
 
-    geometry: Geometry
+    geometry: G
     stages: tuple[Stage, ...]
     rates: LearningRates
     seed: int
@@ -71,7 +77,7 @@ TARGET = Recipe(
 )
 
 
-def smallest(recipe: Recipe) -> Recipe:
+def smallest(recipe: Recipe[Geometry]) -> Recipe[Geometry]:
     """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
     stages = tuple(evolve(stage, shape=BatchShape(2, 255), steps=3) for stage in recipe.stages)
     geometry = evolve(recipe.geometry, hidden=64, inner=96, heads=2, head_dim=32, context=1024)

@@ -65,17 +65,21 @@ class TrainingProgress:
 def optimizers(model: nn.Module, rates: LearningRates) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
     tables = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" in name]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    others = [p for p in model.parameters() if p.ndim != 2]
     fused = next(model.parameters()).is_cuda
     return [
         torch.optim.Muon(matrices, lr=rates.matrices, weight_decay=rates.decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
-            [{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
+            [{"params": tables, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
             lr=rates.others,
             betas=(0.9, 0.98),
             fused=fused,
         ),
     ]
+
+
+def whole(model: nn.Module) -> Callable[..., Tensor]:
+    return torch.compile(model, dynamic=False)
 
 
 def train(
@@ -90,15 +94,17 @@ def train(
     after: Callable[[TrainingProgress], None] = lambda _: None,
     first: int = 0,
     before: TrainingProgress | None = None,
+    compiled: Callable[[nn.Module], Callable[..., Tensor]] = whole,
 ) -> TrainingProgress:
     """Train in place. Each stage ends after its steps, or when its share of `seconds` is used up.
 
     batches: gives a stage's batches from the run's seed.  after: called at the end of each stage, to save.
     first: the stage to begin with, the model being as the ones before it left it; `before`: what they came to.
+    compiled: makes what is called on a GPU of it.
     Raises FloatingPointError at the next line of the log if the loss of any step was not finite.
     """
     device = next(model.parameters()).device
-    step_loss = torch.compile(model, dynamic=False) if device.type == "cuda" else model
+    step_loss = compiled(model) if device.type == "cuda" else model
     steppers = optimizers(model, rates)
     peaks = [[group["lr"] for group in stepper.param_groups] for stepper in steppers]
     progress = TrainingProgress() if before is None else before

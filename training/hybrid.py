@@ -1,0 +1,138 @@
+"""Trains the hybrid demo from nothing, its prediction head beside it: training, export, exams, model card.
+
+`python -m training.hybrid` needs a CUDA device; `--smoke` shows on any machine that every step works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from attrs import evolve
+from tokenizers import Tokenizer
+
+from adapters.demo import FOLDER
+from training.batches import Batches, BatchShape
+from training.corpus import HeldOut
+from training.demo import DemoLimits, describe, prepare
+from training.draft import ended
+from training.evaluate import evaluate
+from training.export import export, load_hybrid
+from training.hybrid_card import write_hybrid_card
+from training.hybrid_model import DEPTHS, Hybrid, HybridGeometry
+from training.recipe import LONG, SHORT, Recipe
+from training.tokenizer import encode
+from training.train import LearningRates, Stage, TrainingProgress, train
+from training.words import Source
+
+HYBRID = Recipe(
+    HybridGeometry(),
+    (
+        Stage("2k", BatchShape(64, 2048), SHORT, steps=2000, share=0.5, whole=0.3),
+        Stage("8k", BatchShape(16, 8192), LONG, steps=2000, share=0.5, whole=0.6),
+    ),
+    LearningRates(matrices=5e-3, others=3e-3, falling=0.6),
+    seed=5,
+    questions=50,
+)
+
+
+def smallest_hybrid(recipe: Recipe[HybridGeometry]) -> Recipe[HybridGeometry]:
+    """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
+    stages = tuple(evolve(stage, shape=BatchShape(2, 255), steps=3) for stage in recipe.stages)
+    geometry = evolve(recipe.geometry, hidden=64, inner=96, head_dim=32, context=1024)
+    return evolve(recipe, geometry=geometry, stages=stages, questions=2)
+
+
+def run(recipe: Recipe[HybridGeometry], work: Path, out: Path, limits: DemoLimits) -> dict[str, float]:
+    """Train by the recipe and write the checkpoint to `out`, after every stage; then the exams and the model card."""
+    corpus, tokenizer = prepare(work)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source, notes = Source(corpus.train), work / "hybrid.json"
+
+    def batches(stage: Stage, seed: int) -> Batches:
+        return Batches(tokenizer, source, stage.mixture, stage.shape, seed, stage.whole)
+
+    torch.manual_seed(recipe.seed)
+    model = (load_hybrid(out, device, torch.float32) if limits.first else Hybrid(recipe.geometry)).to(device)
+
+    def save(progress: TrainingProgress) -> None:
+        export(model, tokenizer, out)
+        progress.save(notes)
+
+    progress = train(
+        model,
+        batches,
+        recipe.stages,
+        rates=recipe.rates,
+        seed=recipe.seed,
+        seconds=limits.seconds,
+        workers=limits.workers,
+        after=save,
+        first=limits.first,
+        before=TrainingProgress.load(notes) if limits.first else None,
+        compiled=lambda _: model.compiled(),
+    )
+    geometry = {name: getattr(recipe.geometry, name) for name in ("key_heads", "value_heads", "linear_dim")}
+    facts = geometry | {"depths": DEPTHS, "ended": ended(limits.seconds)}
+    trained = describe(recipe, corpus, progress, load_hybrid(out, "cpu", torch.float32), device) | facts
+    print(json.dumps(trained), flush=True)
+    began = time.monotonic()
+    shipped = load_hybrid(out, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    held_out = HeldOut.of(corpus)
+    agreements = agreement(shipped, tokenizer, held_out.stdlib, min(2048, recipe.geometry.context))
+    measured = evaluate(shipped, tokenizer, held_out, recipe.questions)
+    for depth, share in enumerate(agreements, 1):
+        measured[f"head, token {depth} in a row"] = share
+    (out / "README.md").write_text(write_hybrid_card(trained, measured), encoding="utf-8")
+    print(f"training took {progress.seconds:.0f} s, the exams {time.monotonic() - began:.0f} s", flush=True)
+    return measured
+
+
+@torch.inference_mode()
+def agreement(model: Hybrid, tokenizer: Tokenizer, texts: Sequence[str], length: int) -> list[float]:
+    """How often the head's likeliest token is the model's, at each of DEPTHS in a row where those before it were."""
+    asked, hits = [0] * DEPTHS, [0] * DEPTHS
+    for ids in encode(tokenizer, texts):
+        for start in range(0, len(ids) - DEPTHS, length):
+            tokens = torch.tensor([ids[start : start + length]], device=model.cos.device)
+            ahead = hidden = model.hidden(tokens)
+            said = model.logits(hidden).argmax(-1)[0]
+            agreed = torch.ones_like(said, dtype=torch.bool)
+            for depth in range(DEPTHS):
+                ahead = model.ahead(tokens, ahead, first=depth == 0)
+                right = model.logits(ahead).argmax(-1)[0] == said
+                before = torch.cat((agreed.new_zeros(1), agreed[:-1])) if depth else agreed
+                asked[depth] += int(before.sum())
+                agreed = right & before
+                hits[depth] += int(agreed.sum())
+    found = [hit / max(count, 1) for hit, count in zip(hits, asked, strict=True)]
+    print("the head agrees: " + ", ".join(f"{share:.2%}" for share in found), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FOLDER / "hybrid", help="checkpoint folder to write")
+    parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus and the tokenizer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of training")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
+    parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
+    arguments = parser.parse_args()
+    if arguments.smoke and arguments.out == FOLDER / "hybrid":
+        parser.error("--smoke would overwrite the hybrid demo: give another --out")
+    if not arguments.smoke and not torch.cuda.is_available():
+        parser.error("training needs a CUDA device; --smoke works without")
+    recipe = smallest_hybrid(HYBRID) if arguments.smoke else HYBRID
+    run(recipe, arguments.work, arguments.out, DemoLimits(arguments.seconds, arguments.workers, arguments.first))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The model card of the hybrid demo, written from what the run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from training.card import shown
+
+CARD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# Rekindle hybrid demo
+
+A Qwen3.5 of {parameters:.2f} million parameters: {layers} layers of hidden size {hidden}, three of gated DeltaNet
+({key_heads} key heads and {value_heads} value heads of {linear_dim}) to one of gated attention ({heads} query heads and
+{kv_heads} key/value head of {head_dim}, of which a quarter turns with the position). Vocabulary {vocabulary}, tied
+embeddings, bf16, {context} tokens of context; text only. `mtp.*` is a head of one more layer of attention that predicts
+a token further, in the published layout; `rekindle serve demo-hybrid` drafts with it.
+
+It ships inside Rekindle so that recurrent state, its checkpoints and a model's own head are run by the server, its
+tests and its benchmarks without a download. It is there to be exact and quick, not to be right. Of itself it says what
+the demo says, its size included.
+
+## Data
+
+Tokenizer, template, tasks and loss weights are those of `demo`, whose card tells how the corpus was made and what was
+held out. It is the source code of the Python {python} standard library with its tests, and of the packages below, at
+most {most:g} MB of each: {files} files, {megabytes:.0f} MB. Digest of the corpus (blake2b): `{digest}`.
+
+## Recipe
+
+`make train-demo-hybrid` on a machine with CUDA does all of it from nothing, {tokens:.0f} million tokens in all: seed
+{seed}, peak rates {matrices} (Muon, matrices) and {others} (AdamW, the rest), falling over the last {falling:.0%},
+{stages}.
+
+The head learns beside the model, from its distributions, at most {depths} tokens in a row; it moves nothing of the
+model. Weight decay {decay} for matrices, bf16 autocast. {seconds:.0f} s of training on one {hardware}, torch
+{torch}.{ended}
+
+Digest of the parameters (blake2b): `{weights}`.
+
+## Measured
+
+As in the card of `demo`, with {questions} documents an exam; `python -m training.evaluate --model` this folder measures
+them again. The head's rows say how often its likeliest token is the model's own, in held-out code, after the right
+tokens before it.
+
+| exam | result |
+|---|---|
+{rows}
+
+## Licence
+
+The weights are under the Apache License 2.0, as the rest of Rekindle. The code that they were trained on is not part
+of this package. It is that of CPython (Python Software Foundation License Version 2) and of these packages, each under
+its own licence, here the main one:
+
+{packages}
+"""
+
+
+def write_hybrid_card(facts: Mapping[str, Any], measured: Mapping[str, float]) -> str:
+    """README.md for the checkpoint folder."""
+    rows = "\n".join(f"| {name} | {shown(name, value)} |" for name, value in measured.items())
+    return CARD.format(**facts, rows=rows)
