@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.shard import Segment, Step
 from tests.models.checkpoints import save_model, shard_of, tokens_of
 from tests.models.hybrids import HYBRIDS, advance
 
-KERNELS = {"reference": lambda _: ReferenceKernels()}
+KERNELS = {"reference": lambda _: ReferenceKernels(), "cpu": CpuKernels}
 
 
 @pytest.fixture(scope="module", params=[*HYBRIDS])

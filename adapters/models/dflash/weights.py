@@ -69,7 +69,7 @@ def products(config: DFlashConfig, target: Products, *, capacity: int, vocab: in
     head = Weight(vocab, hidden)
     heads = Heads(config.num_heads // config.num_kv_heads, size, cache_rows(capacity, config.block, TILE))
     own = tuple(dict.fromkeys(one for one in weights if one != head))
-    return evolve(target, weights=own, heads=(heads,))
+    return evolve(target, weights=own, heads=(heads,), deltas=())
 
 
 def cache_rows(capacity: int, block: int, tile: int) -> int:

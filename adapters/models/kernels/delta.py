@@ -29,6 +29,7 @@ CHUNK = 64  # a state stands at a multiple of so many rows
 # Rows behind a state that are kept: of its chunk, and of what one step may compute past the chunk's end.
 RING = 2 * CHUNK
 UNSETTLED = CHUNK  # rows of one slot in a step that may be rolled back: 63 + 64 fit into the ring
+BLOCK = 16  # rows of which the factor may be inverted at once
 TAPS = 4
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from attrs import field, frozen
 
-from adapters.models.kernels.delta import DeltaShape
+from adapters.models.kernels.delta import BLOCK, CHUNK, DeltaShape
 
 TILE = 256  # keys are read in whole tiles
 NARROW = 16  # rows of a step that mostly decodes
@@ -19,6 +19,7 @@ NARROW = 16  # rows of a step that mostly decodes
 # 12M demo as fast as two where nothing else runs, and several times faster where something does. Beside other
 # processes two threads took twice as long as one for 16 rows.
 SMALL = 96 << 20
+BATCHED = (4, 8, 16, 32, 64, 128)  # rows of the batched products of recurrent layers
 SCORES = 1 << 21  # attention scores at a time, float32, so that they stay in the processor's caches
 QUERIES = 256  # query rows that attend at a time
 _EXACT_TILES = 8
@@ -52,7 +53,8 @@ class Heads:
 
 @frozen
 class Products:
-    """Everything that may be multiplied. rows: of the steps, ascending, the last is a prefill's chunk.
+    """Everything that may be multiplied. rows: of the steps, ascending, the last is a prefill's chunk. deltas: of
+    recurrent layers, whose heads are multiplied in batches.
 
     threads: of narrow steps, and of wide ones. wider: 16-bit weights may be kept in float32, if that is faster.
     """
@@ -99,6 +101,14 @@ class ServedHeads:
 
 
 @frozen
+class ServedDelta:
+    """How one kind of recurrent layer is computed, in float32. rows: the counts at which all its products agree."""
+
+    delta: DeltaShape
+    rows: tuple[int, ...]
+
+
+@frozen
 class ProductPlan:
     """What serves: the proven part of the list. steps: the row counts of steps; none: any, and nothing is promised."""
 
@@ -106,6 +116,7 @@ class ProductPlan:
     threads: tuple[int, int]
     weights: tuple[Served, ...]
     heads: tuple[ServedHeads, ...]
+    deltas: tuple[ServedDelta, ...] = ()
 
     def numbers(self) -> tuple[object, ...]:
         """All of it that bits depend on."""
@@ -113,7 +124,8 @@ class ProductPlan:
             (one.weight.outputs, one.weight.inputs, one.weight.gated, one.dtype, one.rows) for one in self.weights
         )
         heads = ((one.heads.group, one.heads.size, one.dtype, one.rows, one.terms) for one in self.heads)
-        return (self.steps, *sorted(weights), *sorted(heads))
+        deltas = ((repr(one.delta), one.rows) for one in self.deltas)
+        return (self.steps, *sorted(weights), *sorted(heads), *sorted(deltas))
 
     def shown(self) -> list[str]:
         """A line for each product."""
@@ -127,7 +139,12 @@ class ProductPlan:
             f"rows {', '.join(map(str, one.rows))}, values by {one.terms}"
             for one in self.heads
         )
-        return [*weights, *heads]
+        deltas = (
+            f"delta rule, {one.delta.value_heads} heads of {one.delta.key_size} x {one.delta.value_size}: float32, "
+            f"rows {', '.join(map(str, one.rows))}"
+            for one in self.deltas
+        )
+        return [*weights, *heads, *deltas]
 
     def weight(self, outputs: int, inputs: int, *, gated: bool = False) -> Served:
         """Raises Unproven."""
@@ -142,6 +159,24 @@ class ProductPlan:
             if (served.heads.group, served.heads.size) == (group, size):
                 return served
         raise Unproven(f"attention of {group} query heads of {size} to a key head was never proven")
+
+    def delta(self, shape: DeltaShape) -> ServedDelta:
+        """Raises Unproven."""
+        for served in self.deltas:
+            if served.delta == shape:
+                return served
+        raise Unproven(f"products of {shape} were never proven")
+
+
+def batched(delta: DeltaShape) -> tuple[tuple[int, int, int], ...]:
+    """The products of a recurrent layer: heads, terms of a sum, outputs."""
+    heads, size = delta.value_heads, delta.value_size
+    return (
+        (delta.key_heads, delta.key_size, CHUNK),  # keys and queries with the chunk's keys
+        (heads, delta.key_size, size),  # the same with the state
+        (heads, CHUNK, size),  # with the chunk's corrections, and of keys with them
+        (heads, BLOCK, size),  # the inverse of a block
+    )
 
 
 def spans(capacity: int) -> tuple[int, ...]:
@@ -175,7 +210,7 @@ def queries(group: int, keys: int, rows: Sequence[int]) -> int:
 
 def checked(plan: ProductPlan) -> ProductPlan:
     """Raises ValueError for a plan, read from somewhere, that no proof can have made."""
-    groups = (*(one.rows for one in plan.weights), *(one.rows for one in plan.heads))
+    groups = [one.rows for one in plan.weights] + [one.rows for one in plan.heads] + [one.rows for one in plan.deltas]
     if any(not rows or rows[0] < 1 or rows != tuple(sorted(set(rows))) for rows in groups):
         raise ValueError("a plan of products with impossible row counts")
     if any(one.wide not in one.rows for one in plan.weights) or any(one.terms < TILE for one in plan.heads):

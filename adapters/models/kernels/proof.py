@@ -16,15 +16,19 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
+from adapters.models.kernels.delta import DeltaShape
 from adapters.models.kernels.products import (
+    BATCHED,
     QUERIES,
     TILE,
     Heads,
     ProductPlan,
     Products,
     Served,
+    ServedDelta,
     ServedHeads,
     Weight,
+    batched,
     spans,
 )
 from adapters.models.kernels.trials import Group, ScoresTrial, Trial, ValuesTrial, bits, cancelling, name_of
@@ -90,9 +94,11 @@ class Prover:
         heads = [self.attention(heads) for heads in self.products.heads]
         served = tuple(one for one in weights if one is not None)
         attended = tuple(one for one in heads if one is not None)
-        if len(served) < len(weights) or len(attended) < len(heads):
+        deltas = [self.delta(delta) for delta in self.products.deltas]
+        recurrent = tuple(one for one in deltas if one is not None)
+        if len(served) < len(weights) or len(attended) < len(heads) or len(recurrent) < len(deltas):
             return None
-        return ProductPlan(self.products.rows, self.threads, served, attended)
+        return ProductPlan(self.products.rows, self.threads, served, attended, recurrent)
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
@@ -196,6 +202,40 @@ class Prover:
                 if rows and rows[-1] >= heads.group:
                     found.append((rows, scores, values))
         return found
+
+    def delta(self, delta: DeltaShape) -> ServedDelta | None:
+        """The counts at which all batched products of such a layer agree: the group of the most rows of the first one,
+        as far as the others agree on it.
+        """
+        known = None if (plan := self._known()) is None else plan.deltas
+        served = next((one for one in known or () if one.delta == delta), None)
+        if served is not None:
+            return served
+        rows: list[int] = [*BATCHED]
+        proven = list[tuple[Trial, Group]]()
+        for heads, terms, outputs in batched(delta):
+            trial = self._batched_trial(heads, terms, outputs)
+            groups = trial.groups(rows)
+            self._count(trial)
+            if not groups:
+                self.failures.append(f"{trial.name}: nothing agrees")
+                return None
+            best = max(groups, key=lambda group: len(group.rows))
+            rows = best.rows
+            proven.append((trial, best))
+        for trial, group in proven:
+            self._keep(trial, Group(rows, group.reference), len(rows) * len(self.regimes))
+        return ServedDelta(delta, tuple(rows))
+
+    def _batched_trial(self, heads: int, terms: int, outputs: int) -> Trial:
+        """All heads multiply the same rows, each with a weight of its own."""
+        x, w = cancelling(BATCHED[-1], heads * outputs, terms, torch.float32)
+        weights = w.view(heads, outputs, terms).transpose(1, 2).contiguous()
+
+        def multiply(rows: Tensor) -> Tensor:
+            return torch.bmm(rows.expand(heads, -1, -1).contiguous(), weights).transpose(0, 1).flatten(1)
+
+        return Trial(f"{heads} times {terms} to {outputs}", x, self.regimes, multiply)
 
     def _known(self) -> ProductPlan | None:
         """What holds here, too: it was proven for the same row counts and threads."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.cpu_attention import CpuAttention, StepPlan
+from adapters.models.kernels.cpu_delta import CpuDelta
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import NARROW, TILE, ProductPlan, Products, Unproven
@@ -89,12 +90,12 @@ class CpuKernels:
     """
 
     kv_tile = TILE
-    delta: DeltaKernels | None = None
 
     def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None) -> None:
         self._dtype, self._plan = dtype, plan
         self._preps: dict[tuple[int, int], tuple[HeadPrep, Tensor, Tensor | None]] = {}
         self._attention = CpuAttention(self, dtype, plan)
+        self.delta: DeltaKernels | None = CpuDelta(plan)
 
     @property
     def name(self) -> str:
