@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -92,14 +93,29 @@ def thinking(effort: str | None = None, enabled: bool | None = None) -> dict[str
     return variables if enabled is None else {**variables, "enable_thinking": enabled, "thinking": enabled}
 
 
-def templated(conversation: Conversation, argument_text: bool, parts: bool = False) -> dict[str, Any]:
+def with_one_system(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """For templates that know a system message in the first place only, while agents send them in between.
+
+    Those at the start become one. Later ones become the user's, where they are: moved to the front they would change
+    what every prompt of the conversation begins with.
+    """
+    leading = [message.content for message in takewhile(lambda message: message.role == "system", messages)]
+    rest = [
+        evolve(message, role="user") if message.role == "system" else message for message in messages[len(leading) :]
+    ]
+    return [ChatMessage("system", "\n\n".join(leading)), *rest] if leading else rest
+
+
+def templated(
+    conversation: Conversation, argument_text: bool, parts: bool = False, one_system: bool = False
+) -> dict[str, Any]:
     """All that a template is told. argument_text: it writes the arguments of calls as the text that they were.
 
-    parts: it reads contents as lists of parts.
+    parts: it reads contents as lists of parts.  one_system: it knows no system message but the first.
     """
     names: dict[str, str] = {}
     messages = []
-    for message in conversation.messages:
+    for message in with_one_system(conversation.messages) if one_system else conversation.messages:
         names.update((call.id, call.name) for call in message.calls)
         messages.append(templated_message(message, names, argument_text, parts))
     told: dict[str, Any] = {"messages": messages, **conversation.variables}

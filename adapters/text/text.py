@@ -13,7 +13,7 @@ from adapters.checkpoint.text_files import TextFiles
 from adapters.text.answer.detect import detect_calls, detect_reasoning
 from adapters.text.answer.reader import NONE, REASONING, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
-from adapters.text.conversation import Conversation, templated
+from adapters.text.conversation import ChatMessage, Conversation, templated
 from adapters.text.template import ChatTemplate, Control, Rendered, TemplateFailed, TemplateRefused, text_of
 from adapters.text.tokenizer import Gone, Tokenizer
 from effects.ids import Tokens
@@ -43,6 +43,7 @@ class Text:
     calls: str | None = None
     reasoning: str | None = None
     parts: bool = False  # the template reads contents as lists of parts only
+    one_system: bool = False  # it knows no system message but the first
 
     @staticmethod
     def load(folder: Path, calls: str | None = None, reasoning: str | None = None) -> Text:
@@ -64,6 +65,7 @@ class Text:
         await self.template.check()
         self.openings = await find_openings(self.template, self.tokenizer)
         self.parts = await reads_only_parts(self.template)
+        self.one_system = not await takes_systems(self.template, self.parts)
         self.calls = self.calls or await detect_calls(self.template)
         self.reasoning = self.reasoning or detect_reasoning(self.template)
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
@@ -84,7 +86,7 @@ class Text:
 
     async def rendered(self, conversation: Conversation) -> Rendered:
         assert self.template is not None
-        variables = templated(conversation, self.template.wants_argument_text, self.parts)
+        variables = templated(conversation, self.template.wants_argument_text, self.parts, self.one_system)
         generate = conversation.generate and not conversation.continues
         rendered = await self.template.render(variables.pop("messages"), generate=generate, **variables)
         if not conversation.continues:
@@ -130,6 +132,20 @@ async def reads_only_parts(template: ChatTemplate) -> bool:
         except (TemplateRefused, TemplateFailed):
             shown.append(False)
     return shown == [False, True]
+
+
+async def takes_systems(template: ChatTemplate, parts: bool) -> bool:
+    """Are system messages shown wherever they stand, and several of them?"""
+    word = "wordqz"
+    system, late, user = ChatMessage("system", "First."), ChatMessage("system", word), ChatMessage("user", "Hello")
+    for messages in ([system, late, user], [user, ChatMessage("assistant", "Hi."), late, user]):
+        told = templated(Conversation(messages), template.wants_argument_text, parts)
+        try:
+            if word not in text_of(await template.render(told["messages"])):
+                return False
+        except (TemplateRefused, TemplateFailed):
+            return False
+    return True
 
 
 def cut_behind(rendered: Rendered, text: str) -> Rendered:

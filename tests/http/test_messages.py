@@ -227,6 +227,27 @@ async def test_a_server_that_is_busy_or_stops_says_when_to_come_again(site: Site
     assert response.headers["retry-after"]
 
 
+async def test_a_full_queue_is_a_rate_limit_with_the_time_to_come_again(folder: Any) -> None:
+    busy = {"slots": 1, "max_queue": 0, "go": anyio.Event()}
+    async with served(folder, door=busy) as full, anyio.create_task_group() as tasks:
+        tasks.start_soon(full.post, PATH, asked())
+        while not full.door.busy:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+        response = await full.post(PATH, asked())
+        assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(response.headers["retry-after"]) >= 1
+        tasks.cancel_scope.cancel()
+
+
+async def test_the_models_are_listed_for_its_client_too(site: Site, client: anthropic.AsyncAnthropic) -> None:
+    listed = [model async for model in client.models.list()]
+    assert [(model.id, model.type, model.display_name) for model in listed] == [("small", "model", "small")]
+    assert (await client.models.retrieve("small")).id == "small"
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await client.models.retrieve("other")
+    assert missing.value.body["error"]["type"] == "not_found_error"
+
+
 async def test_who_leaves_is_cancelled(site: Site, client: anthropic.AsyncAnthropic) -> None:
     site.door.step_s = 0.01
     async with client.messages.stream(**asked(max_tokens=2000)) as stream:

@@ -1,0 +1,57 @@
+"""Conversations as templates are told of them: system messages where a template knows one place for them only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adapters.text.conversation import ChatMessage, Conversation, with_one_system
+from adapters.text.template import text_of
+from adapters.text.text import Text
+from tests.text import small
+
+SYSTEM, RULES, LATE = (ChatMessage("system", text) for text in ("Be brief.", "Rules.", "Mind the date."))
+USER, ANSWER = ChatMessage("user", "Hi"), ChatMessage("assistant", "Hello.")
+ONE = """\
+{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}WHAT{% endif %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+REFUSES = ONE.replace("WHAT", "{{ raise_exception('System message must be at the beginning.') }}")
+FORGETS = (
+    ONE.replace("{%- if message.role == 'system' and not loop.first %}WHAT{% endif %}\n", "")
+    .replace("{{- '<|im_start|>' +", "{%- if message.role != 'system' or loop.first %}{{- '<|im_start|>' +")
+    .replace("'<|im_end|>\\n' }}", "'<|im_end|>\\n' }}{% endif %}")
+)
+
+
+def test_system_messages_become_one_and_the_users() -> None:
+    messages = [SYSTEM, RULES, USER, ANSWER, LATE, USER]
+    found = with_one_system(messages)
+    assert found == [
+        ChatMessage("system", "Be brief.\n\nRules."),
+        USER,
+        ANSWER,
+        ChatMessage("user", LATE.content),
+        USER,
+    ]
+    assert with_one_system([USER, LATE]) == [USER, ChatMessage("user", LATE.content)]
+    assert with_one_system([SYSTEM, USER]) == [SYSTEM, USER]
+
+
+@pytest.mark.parametrize(("template", "one"), [(small.TEMPLATE, False), (REFUSES, True), (FORGETS, True)])
+async def test_what_a_template_does_with_them_is_found_at_start(tmp_path: Path, template: str, one: bool) -> None:
+    text = Text.load(small.write(tmp_path, template))
+    try:
+        await text.check()
+        assert text.one_system == one
+        written = text_of(await text.rendered(Conversation([SYSTEM, RULES, USER, ANSWER, LATE, USER])))
+        places = [written.index(message.content) for message in (SYSTEM, RULES, ANSWER, LATE)]
+        assert places == sorted(places)
+        longer = text_of(await text.rendered(Conversation([SYSTEM, RULES, USER, ANSWER, LATE, USER, ANSWER, LATE])))
+        assert longer.startswith(written.removesuffix("<|im_start|>assistant\n")), "a conversation's prompt only grows"
+    finally:
+        await text.aclose()
