@@ -31,6 +31,7 @@ UNSEEN = (
 )
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
+MADE = ("message", "function_call", "reasoning")  # items of a response
 KNOWN = ("message", *CALLS, *RESULTS, "reasoning", "item_reference")
 
 
@@ -39,9 +40,16 @@ class Turns:
     """Items in, messages out. find: an item of an earlier response, by its id."""
 
     find: Callable[[str], Mapping[str, Any] | None]
-    messages: list[ChatMessage] = field(factory=list)
-    _calls: set[str] = field(factory=set)  # their ids, of the whole conversation
-    _open: bool = False  # the last message is an answer that goes on with the next item
+    _messages: list[ChatMessage] = field(factory=list)
+    _called: set[str] = field(factory=set)  # ids of all calls
+    # of the answer that goes on with the next item, in parts, as there may be tens of thousands of them:
+    _texts: list[str] = field(factory=list)
+    _thoughts: list[str] = field(factory=list)
+    _calls: list[ToolCall] = field(factory=list)
+    _answering: bool = False
+
+    def instruct(self, text: str) -> None:
+        self._messages.append(ChatMessage("system", text))
 
     def add(self, item: Fields) -> None:
         """Raises ApiError naming what is wrong."""
@@ -49,17 +57,18 @@ class Turns:
         if kind == "item_reference" or (kind is None and item.has("id")):
             name = required(item, "id")
             found = self.find(name)
-            if found is None or found.get("type") == "item_reference":
+            if found is None or found.get("type") not in MADE:
                 raise invalid(item.at("id"), f"there is no item {name[:80]!r} here; send the item itself")
             self.add(Fields(found, item.path))
         elif kind == "message":
             self._message(item)
         elif kind == "reasoning":
-            self._answer(reasoning=read_reasoning(item))
+            self._thoughts.append(read_reasoning(item))
+            self._answering = True
         elif kind in CALLS:
-            call = read_call(item)
-            self._calls.add(call.id)
-            self._answer(call=call)
+            self._calls.append(read_call(item))
+            self._called.add(self._calls[-1].id)
+            self._answering = True
         elif kind in RESULTS:
             self._result(item)
         elif kind in NOT_TEXT_ITEMS:
@@ -67,31 +76,34 @@ class Turns:
         elif kind not in UNSEEN:
             raise item.wrong("type", "one of " + ", ".join(map(repr, KNOWN)))
 
+    def all(self) -> list[ChatMessage]:
+        self._close()
+        return self._messages
+
     def _message(self, item: Fields) -> None:
         role = item.choice("role", ROLES)
         if role is None:
             raise item.wrong("role", "one of " + ", ".join(map(repr, ROLES)))
-        text = read_parts(item, "content", "" if role == "assistant" else "\n")
         if role == "assistant":
-            self._answer(text=text)
+            self._texts.append(read_parts(item, "content", ""))
+            self._answering = True
         else:
-            self._open = False
-            self.messages.append(ChatMessage(ROLES[role], text))
+            self._close()
+            self._messages.append(ChatMessage(ROLES[role], read_parts(item, "content", "\n")))
 
     def _result(self, item: Fields) -> None:
         call = item.text("call_id", 256)
-        if call is None or call not in self._calls:
+        if call is None or call not in self._called:
             raise item.wrong("call_id", "the call_id of a call before it")
-        self._open = False
-        self.messages.append(ChatMessage("tool", read_parts(item, "output", "\n"), answers=call))
+        self._close()
+        self._messages.append(ChatMessage("tool", read_parts(item, "output", "\n"), answers=call))
 
-    def _answer(self, *, text: str = "", reasoning: str = "", call: ToolCall | None = None) -> None:
-        before = self.messages.pop() if self._open else ChatMessage("assistant")
-        self._open = True
-        calls = before.calls if call is None else (*before.calls, call)
-        self.messages.append(
-            ChatMessage("assistant", before.content + text, before.reasoning + reasoning, calls),
-        )
+    def _close(self) -> None:
+        """The answer is over."""
+        if self._answering:
+            text, reasoning = "".join(self._texts), "".join(self._thoughts)
+            self._messages.append(ChatMessage("assistant", text, reasoning, tuple(self._calls)))
+        self._answering, self._texts, self._thoughts, self._calls = False, [], [], []
 
 
 def read_call(item: Fields) -> ToolCall:

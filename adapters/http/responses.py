@@ -22,7 +22,7 @@ from adapters.http.response_items import Turns, spelled
 from adapters.http.response_shape import Namespaces, ResponseShape, place_of
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
 from adapters.http.unsupported import MISSING, SHAPED, Missing
-from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolChoice, thinking
+from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone
 from effects.ids import Tokens
@@ -112,7 +112,7 @@ def read_conversation(
     """Raises ApiError naming the item and part that is wrong."""
     turns = Turns(find)
     if instructions := fields.text("instructions"):
-        turns.messages.append(ChatMessage("system", instructions))
+        turns.instruct(instructions)
     where = fields.at("previous_response_id")
     for raw in earlier:
         try:
@@ -123,13 +123,14 @@ def read_conversation(
             turns.add(Fields.of(value, where))
     for place, value in enumerate(read_input(fields)):
         turns.add(Fields.of(value, f"{fields.at('input')}[{place}]"))
-    if not turns.messages:
+    messages = turns.all()
+    if not messages:
         raise invalid(fields.at("input"), "must have at least one message")
-    if turns.messages[-1].calls:
+    if messages[-1].calls:
         raise invalid(fields.at("input"), "ends with a call: the output of each must follow")
     tools, namespaces = read_tools(fields, skipped)
     choice, parallel = read_choice(fields, tools), fields.flag("parallel_tool_calls", True)
-    return Conversation(turns.messages, tools, choice, parallel, read_reasoning(fields)), namespaces
+    return Conversation(messages, tools, choice, parallel, read_reasoning(fields)), namespaces
 
 
 @define
