@@ -31,6 +31,7 @@ class Asked:
     paths: Sequence[str]
     reader: AnswerReader = PLAIN
     headers: Mapping[str, str] = field(factory=dict)  # that the answer is to carry, whatever it will be
+    cuts: Tokens = ()  # safe boundaries of its only prompt, which the client named
     echo: Mapping[str, Any] = field(factory=dict)  # what the answer says of the request again
 
 

@@ -132,7 +132,9 @@ class Edge:
         async with self._ready(request) as fields:
             asked = await api.read(fields, self.options, self.text, request.is_disconnected)
         how, tokenizer = asked.controls, self.text.tokenizer
-        planned = controls.plan(asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader)
+        planned = controls.plan(
+            asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader, cuts=asked.cuts
+        )
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
         told = how.stream, how.progress, self.turnover, asked.headers
         reply = Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)

@@ -169,10 +169,12 @@ def plan(
     openings: Openings,
     *,
     reader: AnswerReader = PLAIN,
+    cuts: Tokens = (),
 ) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 
-    Choice i draws with seed + i. Raises ApiError for a prompt that is empty or leaves no room.
+    Choice i draws with seed + i.  cuts: safe boundaries of the one prompt, besides where its messages open. Raises
+    ApiError for a prompt that is empty or leaves no room.
     """
     jobs = len(prompts) * controls.choices
     if jobs > options.max_jobs:
@@ -187,7 +189,7 @@ def plan(
             raise invalid(path, "must have at least one token")
         if room < 1:
             raise context_exceeded(len(prompt), options.max_ctx, path)
-        boundaries = openings.boundaries(prompt)
+        boundaries = tuple(sorted({*openings.boundaries(prompt), *cuts}))
         for choice in range(controls.choices):
             sampling = evolve(controls.sampling, seed=(controls.sampling.seed + choice) % (1 << 63))
             job = Job(

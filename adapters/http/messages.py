@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 
@@ -42,7 +42,7 @@ WORDS = Words(MISSING, max_tokens=("max_tokens",), stops="stop_sequences", choic
 async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
     controls, skipped = read_message_controls(fields, options, text), Skipped()
     prompt = await read_prompt(fields, options, text, gone, skipped)
-    return Asked(controls, [prompt.tokens], [fields.at("messages")], prompt.reader, skipped.headers)
+    return Asked(controls, [prompt.tokens], [fields.at("messages")], prompt.reader, skipped.headers, prompt.cuts)
 
 
 async def count(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
@@ -73,7 +73,7 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
         raise invalid(fields.at("messages"), "must be an array of at least one message")
     messages: list[ChatMessage] = []
     if fields.has("system"):
-        messages.append(ChatMessage("system", read_text(fields, "system")))
+        messages.append(spoken("system", blocks_of(fields, "system")))
     calls: set[str] = set()
     for place, value in enumerate(listed):
         said = Fields.of(value, f"{fields.at('messages')}[{place}]")
@@ -99,18 +99,31 @@ def read_message(message: Fields, calls: set[str]) -> list[ChatMessage]:
     if role == "assistant":
         return [read_assistant(message, calls)]
     if role == "system":
-        return [ChatMessage("system", read_text(message, "content"))]
+        return [spoken("system", blocks_of(message, "content"))]
     found: list[ChatMessage] = []
-    texts: list[str] = []
+    texts: list[Fields] = []
     for block in blocks_of(message, "content"):
         if block.data.get("type") == "tool_result":
             if texts:
-                found.append(ChatMessage("user", "\n".join(texts)))
+                found.append(spoken("user", texts))
             texts = []
             found.append(read_result(block, calls))
         else:
-            texts.append(read_block(block, ("text", "tool_result")))
-    return [*found, ChatMessage("user", "\n".join(texts))] if texts or not found else found
+            texts.append(block)
+    return [*found, spoken("user", texts)] if texts or not found else found
+
+
+def spoken(role: Literal["system", "user"], blocks: Sequence[Fields]) -> ChatMessage:
+    """Blocks of text. Where the last one ends, the next message opens: only those before it are cuts."""
+    accepted = ("text", "tool_result") if role == "user" else ("text",)
+    texts, cuts, size = [], [], 0
+    for block in blocks:
+        texts.append(read_block(block, accepted))
+        size += len(texts[-1])
+        if block.within("cache_control") is not None and block is not blocks[-1]:
+            cuts.append(size)
+        size += 1
+    return ChatMessage(role, "\n".join(texts), cuts=tuple(cuts))
 
 
 def read_assistant(message: Fields, calls: set[str]) -> ChatMessage:
@@ -145,13 +158,10 @@ def read_result(block: Fields, calls: set[str]) -> ChatMessage:
     if call is None or call not in calls:
         raise block.wrong("tool_use_id", "the id of a tool_use of an assistant's message before it")
     failed = block.flag("is_error")
-    content = read_text(block, "content") if block.has("content") else ""
+    content = (
+        "\n".join(read_block(part, ("text",)) for part in blocks_of(block, "content")) if block.has("content") else ""
+    )
     return ChatMessage("tool", content or ("error" if failed else ""), answers=call)
-
-
-def read_text(fields: Fields, name: str) -> str:
-    """A text, or blocks of it."""
-    return "\n".join(read_block(block, ("text",)) for block in blocks_of(fields, name))
 
 
 def blocks_of(fields: Fields, name: str) -> Sequence[Fields]:
@@ -170,7 +180,6 @@ def read_block(block: Fields, accepted: Sequence[str]) -> str:
         raise invalid(block.at("type"), f"{kind!r} blocks are not supported: this server's model reads text only")
     if kind != "text":
         raise block.wrong("type", "one of " + ", ".join(map(repr, accepted)))
-    block.within("cache_control")
     return required(block, "text")
 
 

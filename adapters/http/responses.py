@@ -61,7 +61,7 @@ async def read(archive: Archive, fields: Fields, options: EdgeOptions, text: Tex
     }
     conversation, echo["namespaces"] = await read_whole(archive, fields, options, text, skipped)
     prompt = await chat_prompt(conversation, text, options, gone, fields.at("input"))
-    return Asked(controls, [prompt.tokens], [fields.at("input")], prompt.reader, skipped.headers, echo)
+    return Asked(controls, [prompt.tokens], [fields.at("input")], prompt.reader, skipped.headers, echo=echo)
 
 
 async def count(archive: Archive, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:

@@ -27,7 +27,10 @@ class ToolCall:
 
 @frozen
 class ChatMessage:
-    """reasoning, calls: an assistant's.  answers: the id of the call whose result a tool's message is."""
+    """reasoning, calls: an assistant's.  answers: the id of the call whose result a tool's message is.
+
+    cuts: places in the content, ascending, up to where other prompts may have the same, as the client says.
+    """
 
     role: Role
     content: str = ""
@@ -35,6 +38,7 @@ class ChatMessage:
     calls: tuple[ToolCall, ...] = ()
     answers: str | None = None
     name: str | None = None
+    cuts: tuple[int, ...] = ()
 
 
 @frozen

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 from attrs import define, field, frozen
 
 from adapters.checkpoint.errors import CheckpointError
@@ -14,6 +15,7 @@ from adapters.text.answer.detect import detect_calls, detect_reasoning
 from adapters.text.answer.reader import NONE, REASONING, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
 from adapters.text.conversation import ChatMessage, Conversation, templated
+from adapters.text.cuts import cut_places
 from adapters.text.template import ChatTemplate, Control, Rendered, TemplateFailed, TemplateRefused, text_of
 from adapters.text.tokenizer import Gone, Tokenizer
 from effects.ids import Tokens
@@ -22,10 +24,14 @@ from effects.job import Sampling
 
 @frozen
 class ChatPrompt:
-    """A conversation, ready to be answered, and how the answer is to be read."""
+    """A conversation, ready to be answered, and how the answer is to be read.
+
+    cuts: places that the client marked in it, besides those where messages open.
+    """
 
     tokens: Tokens
     reader: AnswerReader
+    cuts: Tokens = ()
 
 
 @define(eq=False)
@@ -82,7 +88,10 @@ class Text:
         """Raises TemplateRefused or TemplateFailed.  most, gone: as `Tokenizer.encode` has them."""
         rendered = await self.rendered(conversation)
         tokens = await self.tokenizer.encode_rendered(rendered, most, gone)
-        return ChatPrompt(tokens, self.reader(conversation, rendered))
+        cuts: Tokens = ()
+        if any(message.cuts for message in conversation.messages):
+            cuts = await anyio.to_thread.run_sync(cut_places, conversation.messages, rendered, tokens, self.tokenizer)
+        return ChatPrompt(tokens, self.reader(conversation, rendered), cuts)
 
     async def rendered(self, conversation: Conversation) -> Rendered:
         assert self.template is not None

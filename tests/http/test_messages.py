@@ -171,6 +171,19 @@ async def test_where_cache_control_stands_changes_no_token(site: Site, client: a
     assert prompts[0] == prompts[1]
 
 
+async def test_where_cache_control_stands_is_a_safe_boundary(site: Site, client: anthropic.AsyncAnthropic) -> None:
+    marked = {"type": "text", "text": "You are an agent of many words.", "cache_control": {"type": "ephemeral"}}
+    jobs = []
+    for day in ("Monday", "Tuesday"):
+        await client.messages.create(**asked(system=[marked, {"type": "text", "text": day}]))
+        jobs.append(site.door.tickets[-1].job)
+    openings = site.text.openings.boundaries(jobs[0].prompt)
+    (cut,) = set(jobs[0].boundaries) - set(openings)
+    assert cut in jobs[1].boundaries
+    assert jobs[0].prompt[:cut] == jobs[1].prompt[:cut]
+    assert site.text.tokenizer.decode(jobs[0].prompt[:cut], special=True).endswith("of many words.")
+
+
 async def test_what_claude_code_sends_is_taken(site: Site) -> None:
     """Its fields, a system message between the others, tools of Anthropic's own, headers of its own."""
     body = asked(
