@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from attrs import field, frozen
 
+from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.scope import Scope, Selection
 
@@ -48,6 +49,10 @@ class Job:
     boundaries: Tokens = ()  # ascending: prompt positions just past the opening marker of a message
     compress: bool = True  # may the prompt be compressed, where the gate says so
     speculate: bool = True  # may a draft propose
+    # Alternatives beside each token of the prompt but the first, with whose logprobs the report comes; -1: none are
+    # asked for. All of its rows are computed then, as what was kept of a prompt has none.
+    prompt_logprobs: int = -1
+    salt: str = ""  # rows are shared with jobs of the same salt, and with no others
 
 
 @frozen
@@ -65,3 +70,4 @@ class Report:
     speculation: str = ""  # why nothing (more) was proposed, machine-readable; empty: it was to the end
     compressed_from: int = 0  # length of the prompt before compression; 0: not compressed
     cache: Selection = field(factory=Selection)  # what is kept of it for later
+    prompt_logprobs: tuple[Logprob, ...] = ()  # of each token of the prompt but the first, when they were asked for

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
+from effects.decode import Logprob
 from effects.ids import DeviceFailed, Side, SlotId, Tokens
 from effects.job import Sampling
 
@@ -34,6 +35,7 @@ class PrefillAdvanced:
 
     stop: int
     ns: int = 0  # what that took on the lane; 0: not measured
+    logprobs: tuple[Logprob, ...] = ()  # of the tokens after those rows, when they were asked for
 
 
 @frozen
@@ -41,6 +43,7 @@ class RunPrefill:
     """Compute rows `[start, stop)` of the slot's prompt: one chunk, at most C rows.
 
     checkpoint: the model's positional state at `stop` is copied out to be kept, too. A failure to keep it is none here.
+    logprobs: alternatives beside each token that follows one of these rows; -1: nobody asked.
     """
 
     outcomes: ClassVar = (PrefillAdvanced, DeviceFailed)
@@ -49,3 +52,4 @@ class RunPrefill:
     start: int
     stop: int
     checkpoint: bool = False
+    logprobs: int = -1

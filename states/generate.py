@@ -33,6 +33,8 @@ def prefilled(
     state: Prefilling, event: PrefillAdvanced, known: Known
 ) -> Then[Prefilling, ReportProgress, RunPrefill] | Then[Speculating, ReportProgress, RunDecode]:
     seat, prompt, speculation = evolve(state.seat, valid=event.stop), state.prompt, state.speculation
+    if event.logprobs:
+        prompt = evolve(prompt, logprobs=prompt.logprobs[: state.seat.valid] + event.logprobs)
     if event.stop < prompt.target:
         following = chunk(known.settings, seat, prompt, prompt.target)
         return Then(Prefilling(seat, prompt, speculation), progress(seat, prompt), following)

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
+from effects.decode import Logprob
 from effects.ids import SlotId, Tier, Tokens
 from effects.job import Job
 from effects.ports import CancelReason
@@ -41,6 +42,7 @@ class Prompt:
     shared: int = 0  # tokens that the job's prompt begins with as the likest of the recent prompts does
     stored: int = 0  # rows that host memory or disk have, by what is known; 0 after one could not be restored
     miss: str = ""  # why no (more) rows were restored
+    logprobs: tuple[Logprob, ...] = ()  # of its tokens but the first, as far as they were asked for and are known
     heard: Tokens | None = None  # of the answer, when the rows of its slot were lost; None: that has not happened yet
 
     @property

@@ -116,9 +116,10 @@ def work(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculatio
 def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPrefill:
     """The next rows of `[valid, target)`: C of them, or up to where the positional state is kept."""
     stop, mark = min(seat.valid + settings.chunk, target), scope.checkpoint(settings, seat, prompt)
+    logprobs = prompt.job.prompt_logprobs
     if mark is None or mark > stop:
-        return RunPrefill(seat.slot, seat.valid, stop)
-    return RunPrefill(seat.slot, seat.valid, mark, checkpoint=True)
+        return RunPrefill(seat.slot, seat.valid, stop, logprobs=logprobs)
+    return RunPrefill(seat.slot, seat.valid, mark, checkpoint=True, logprobs=logprobs)
 
 
 def next_decode(seat: Seat, prompt: Prompt, speculation: Speculation, answer: Generated) -> RunDecode:
@@ -203,6 +204,7 @@ def report(known: Known, state: Open) -> Report:
         speculation=undrafted(known, state),
         compressed_from=sent if sent != len(prompt.tokens) else 0,
         cache=scope.select(known.settings, remains(state)),
+        prompt_logprobs=prompt.logprobs,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from attrs import evolve, frozen
 
 from effects.ids import RequestId, SlotId, Tokens
+from effects.job import Job
 from states.events import Admitted
 from states.life import Held, Remains, State, Waiting, continued, remains, sequence, whole_blocks
 from states.settings import Settings
@@ -17,6 +18,7 @@ class Slot:
     tokens: Tokens = ()  # what its rows stand for, while nobody holds it
     holder: RequestId | None = None
     used: int = 0  # the turn of its last release
+    salt: str = ""  # of whom they are from
 
 
 @frozen
@@ -61,16 +63,31 @@ def admit(
     state = requests[request]
     assert isinstance(state, Waiting)
     prompt = state.prompt.tokens
-    rows = [resident(slot, requests, settings) for slot in slots.slots]
+    rows = [
+        resident(slot, requests, settings) if shares(slot, requests, state.prompt.job) else () for slot in slots.slots
+    ]
     shared = [continued(settings, row, prompt) for row in rows]
     spare = [number for number in free if not loses(settings, rows[number], shared[number])]
     source = max(range(len(rows)), key=lambda number: (shared[number], number in spare, number in free, -number))
     keep = shared[source]
     target = source if keep and source in spare else oldest(slots, free, source if keep else None)
-    taken = evolve(slots.slots[target], tokens=(), holder=request)
+    taken = evolve(slots.slots[target], tokens=(), salt="", holder=request)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
     admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep)
     return evolve(slots, slots=after, waiting=tuple(rest)), request, admitted
+
+
+def shares(slot: Slot, requests: Mapping[RequestId, State], job: Job) -> bool:
+    """May the job go on from these rows, if they are the same? Where logprobs of a prompt were asked for, nobody does:
+    its rows come about in other shapes than a prefill's.
+    """
+    if job.prompt_logprobs >= 0:
+        return False
+    holder = requests.get(slot.holder) if slot.holder is not None else None
+    if not isinstance(holder, Held):
+        return job.salt == slot.salt
+    other = remains(holder).prompt.job
+    return other.prompt_logprobs < 0 and job.salt == other.salt
 
 
 def loses(settings: Settings, rows: Tokens, keep: int) -> bool:
@@ -99,6 +116,8 @@ def release(slots: Slots, request: RequestId, left: Remains, settings: Settings)
     number = left.seat.slot
     slot = slots.slots[number]
     assert slot.holder == request, (slot, request)
-    idle = Slot(sequence(settings, left), None, slots.turn + 1)
+    job = left.prompt.job
+    kept = sequence(settings, left) if job.prompt_logprobs < 0 else ()
+    idle = Slot(kept, None, slots.turn + 1, job.salt)
     after = (*slots.slots[:number], idle, *slots.slots[number + 1 :])
     return evolve(slots, slots=after, turn=slots.turn + 1)

@@ -25,12 +25,12 @@ from adapters.device.agreement import Agreed, Member, agree, commit
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.proposer import DraftRequest, Proposer
-from adapters.device.sampling import Draw, Picked, Sampler, pick
+from adapters.device.sampling import Draw, Picked, Sampler, logprobs_of, pick
 from adapters.device.slots import SlotState, clipped
 from adapters.device.tree import chain
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
-from effects.decode import RunDecode
+from effects.decode import Logprob, RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -38,6 +38,7 @@ from effects.snapshot import SaveSnapshot
 
 log = logging.getLogger("rekindle.device")
 
+LOGIT_ROWS = 64  # of a prompt at a time: of a vocabulary of 152,000 they are 39 MB
 REAL_ROWS = 16  # up to here `fast` runs real row counts: padding costs most there, and every count keeps its buffers
 
 # Carries out one effect on the lane; raises torch.OutOfMemoryError where that is what happened.
@@ -237,6 +238,8 @@ class DeviceExecutor:
             limits = f"at most {self._chunk} of the prompt's {len(state.tokens)}"
             return DeviceFailed("broken", f"slot {effect.slot}: rows {start}..{stop} are not {limits}")
         started = time.perf_counter_ns()
+        if effect.logprobs >= 0:
+            return self._told(state, effect)
         step = Step((Segment(effect.slot, start, stop - start),), self._bucket(stop - start), rows_only=True)
         forward = self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
         self._follow(step, forward, [stop - start], [state])
@@ -246,6 +249,24 @@ class DeviceExecutor:
         if effect.checkpoint and self._keep_state is not None:
             self._keep_state(request, effect.slot, stop)
         return PrefillAdvanced(stop, took)
+
+    def _told(self, state: SlotState, effect: RunPrefill) -> PrefillAdvanced | DeviceFailed:
+        """A chunk whose logits are read, too: as a decode step has them, of no more rows at a time than one could have.
+
+        Nobody goes on from these rows, so no checkpoint is kept of them, and no price is known from how long they took.
+        """
+        logprobs, most = list[Logprob](), max(bucket for bucket in self._buckets if bucket <= LOGIT_ROWS)
+        for start in range(effect.start, effect.stop, most):
+            stop = min(start + most, effect.stop)
+            step = Step((Segment(effect.slot, start, stop - start),), self._bucket(stop - start))
+            forward = self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
+            logits = self._shard.logits(step, forward.hidden)[: stop - start]
+            if not torch.isfinite(logits).all():
+                return DeviceFailed("broken", f"slot {effect.slot}: the logits of rows {start}..{stop} are not finite")
+            logprobs += logprobs_of(logits, state.tokens[start + 1 : stop + 1], effect.logprobs)
+            self._shard.commit(step, [stop - start])
+            state.advance(stop)
+        return PrefillAdvanced(effect.stop, 0, tuple(logprobs))
 
     def _decode_steps(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)

@@ -188,6 +188,19 @@ def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     return torch.cat((every.gather(-1, tokens.unsqueeze(-1)), ids.double(), every.gather(-1, ids)), -1)
 
 
+def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logprob]:
+    """Of these tokens, one a row, with the `most` likeliest beside each; as those of picked ones are."""
+    told = _logprobs(logits, torch.tensor(tokens, device=logits.device), min(most, logits.shape[-1])).tolist()
+    return [_logprob(one) for one in told]
+
+
+def _logprob(told: list[float]) -> Logprob:
+    """What `_logprobs` found of a row."""
+    most = len(told) // 2
+    ids, theirs = told[1 : 1 + most], told[1 + most :]
+    return told[0], tuple((int(id_), value) for id_, value in zip(ids, theirs, strict=True))
+
+
 def _read(row: Draw, picked: list[float], told: list[float]) -> Picked:
     """picked: token, lowest and highest logit. told: what `_logprobs` found, if it was asked."""
     token, lowest, highest = picked
@@ -195,7 +208,5 @@ def _read(row: Draw, picked: list[float], told: list[float]) -> Picked:
         return NotFinite(f"the logits for position {row.position} are not finite")
     if not told:
         return Pick(int(token))
-    most, count = len(told) // 2, row.sampler.sampling.logprobs
-    ids, theirs = told[1 : 1 + most], told[1 + most :]
-    alternatives = tuple((int(id_), value) for id_, value in zip(ids, theirs, strict=True))
-    return Pick(int(token), (told[0], alternatives[:count]))
+    logprob, alternatives = _logprob(told)
+    return Pick(int(token), (logprob, alternatives[: row.sampler.sampling.logprobs]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attrs import evolve
+
 from adapters.http.api import Api, Asked
 from adapters.http.controls import Controls, Words, check_tokens, read_controls
 from adapters.http.errors import context_exceeded, far_too_long, invalid, left
@@ -17,7 +19,7 @@ from adapters.text.tokenizer import GaveUp, Gone, TooLong
 from effects.ids import Tokens
 
 MAX_LOGPROBS = 20
-WORDS = Words(MISSING, most=16)  # OpenAI's
+WORDS = Words(MISSING, most=16, least=0)  # OpenAI's
 KINDS = "a string, an array of strings, an array of token ids, or an array of arrays of token ids"
 
 
@@ -31,7 +33,13 @@ def read_completion_controls(fields: Fields, options: EdgeOptions, text: Text) -
         raise invalid(fields.at("best_of"), "above 1 is not supported; use `n`", "unsupported_parameter")
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     ends = text.tokenizer.end_tokens
-    return read_controls(fields, WORDS, options, ends, -1 if logprobs is None else logprobs)
+    controls = read_controls(fields, WORDS, options, ends, -1 if logprobs is None else logprobs)
+    if not fields.flag("echo"):
+        return controls
+    if controls.stream and logprobs is not None:
+        message = "with `logprobs` cannot be streamed: those of the prompt come as a whole"
+        raise invalid(fields.at("echo"), message, "unsupported_parameter")
+    return evolve(controls, echo=True)
 
 
 async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> tuple[list[Tokens], list[str]]:

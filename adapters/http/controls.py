@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from attrs import evolve, frozen
@@ -22,6 +23,7 @@ from effects.scope import ACCEPTED, MOST, Scope, count, parse
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
+MAX_SALT = 128
 SCOPE_KEYS = ("scope", "window")
 
 
@@ -41,11 +43,16 @@ class Controls:
     include_usage: bool
     progress: bool
     asked_scope: bool  # by the request itself
+    salt: str = ""  # a digest of the request's
+    echo: bool = False  # the prompt is part of the answer, with its logprobs where any are asked for
 
 
 @frozen
 class Planned:
-    """One job and what the edge does with its answer. `prompt`: which of the request's prompts it answers."""
+    """One job and what the edge does with its answer. `prompt`: which of the request's prompts it answers.
+
+    silent: nothing of what is generated is said: no tokens were asked for, and a job has one at least.
+    """
 
     index: int
     prompt: int
@@ -53,6 +60,7 @@ class Planned:
     stops: tuple[str, ...]
     asked_scope: bool = False
     reader: AnswerReader = PLAIN
+    silent: bool = False
 
 
 @frozen
@@ -67,6 +75,7 @@ class Words:
     stops: str = "stop"
     choices: str = "n"  # how many are asked for; "": there is one
     most: int | None = None  # tokens of an answer; None: until the context is full
+    least: int = 1  # that may be asked for
 
 
 def read_controls(
@@ -92,14 +101,21 @@ def read_controls(
         include_usage=stream_options is not None and stream_options.flag("include_usage"),
         progress=fields.flag("return_progress"),
         asked_scope=fields.has("prefix_cache"),
+        salt=read_salt(fields),
     )
+
+
+def read_salt(fields: Fields) -> str:
+    """Its digest: what a client chooses is no key by itself."""
+    salt = fields.text("cache_salt", MAX_SALT)
+    return blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
 
 
 def read_max_tokens(fields: Fields, words: Words) -> int | None:
     """-1, as llama.cpp has it: until the context is full."""
     name = fields.given(*words.max_tokens)
     count = fields.integer(name, -1)
-    if count == 0:
+    if count == 0 < words.least:
         raise fields.wrong(name, "an integer >= 1, or -1 (until the context is full)")
     return words.most if count is None else None if count == -1 else count
 
@@ -182,7 +198,10 @@ def plan(
             f"asks for {jobs} answers at once; this server takes at most {options.max_jobs} (--slots, --max-queue)"
         )
         raise invalid("$.n" if controls.choices > 1 else "$.prompt", message)
-    planned = []
+    planned, alone = (
+        [],
+        controls.echo and controls.sampling.logprobs >= 0,
+    )  # nothing of it comes from, or goes to, others
     for number, (prompt, path) in enumerate(zip(prompts, paths, strict=True)):
         room = options.max_ctx - len(prompt)
         if not prompt:
@@ -194,13 +213,17 @@ def plan(
             sampling = evolve(controls.sampling, seed=(controls.sampling.seed + choice) % (1 << 63))
             job = Job(
                 prompt=prompt,
-                max_tokens=room if controls.max_tokens is None else min(room, controls.max_tokens),
+                max_tokens=room if controls.max_tokens is None else max(1, min(room, controls.max_tokens)),
                 sampling=sampling,
                 stop_tokens=controls.stop_tokens,
-                scope=controls.scope,
+                scope=controls.scope if not (alone or controls.salt) else Scope("off"),
                 boundaries=boundaries,
-                speculate=controls.speculate,
+                compress=not alone,
+                speculate=controls.speculate and not alone,
+                prompt_logprobs=sampling.logprobs if alone else -1,
+                salt=controls.salt,
             )
             place = number * controls.choices + choice
-            planned.append(Planned(place, number, job, controls.stops, controls.asked_scope, reader))
+            silent = controls.max_tokens == 0
+            planned.append(Planned(place, number, job, controls.stops, controls.asked_scope, reader, silent))
     return tuple(planned)

@@ -29,6 +29,7 @@ from adapters.text.answer.pieces import (
     together,
 )
 from adapters.text.tokenizer import Tokenizer
+from effects.decode import Logprob
 
 
 @define(eq=False)
@@ -181,7 +182,8 @@ class CompletionShape(OpenAiShape):
     offsets: dict[int, int] = field(factory=dict)
 
     def opening(self) -> Iterable[bytes]:
-        return ()
+        for index in range(len(self.asked.prompts) * self.controls.choices if self.controls.echo else 0):
+            yield self.chunk([{**self.silence(index), "text": self.echoed(index)}])
 
     def said(self, said: Said) -> Iterable[bytes]:
         yield self.chunk([{**self.silence(said.index), "text": said.text, "logprobs": self.logprobs(said)}])
@@ -190,23 +192,34 @@ class CompletionShape(OpenAiShape):
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
     def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
-        told = {"text": said.text, "logprobs": self.logprobs(said), "finish_reason": finish_of(ended)}
+        text, prompt = self.echoed(ended.index) + said.text, ended.planned.job.prompt
+        before: list[tuple[int, Logprob | None]] = []
+        if ended.planned.job.prompt_logprobs >= 0:
+            before = list(zip(prompt, (None, *ended.closed.report.prompt_logprobs), strict=True))
+        told = {"text": text, "logprobs": self.logprobs(said, before), "finish_reason": finish_of(ended)}
         return {"index": ended.index, **told}
 
-    def logprobs(self, said: Said) -> dict[str, Any] | None:
-        if not said.picks:
+    def echoed(self, index: int) -> str:
+        """The prompt, where it is part of the answer."""
+        prompt = self.asked.prompts[index // self.controls.choices]
+        return self.tokenizer.decode(prompt) if self.controls.echo else ""
+
+    def logprobs(self, said: Said, before: Sequence[tuple[int, Logprob | None]] = ()) -> dict[str, Any] | None:
+        """before: tokens of the prompt; nothing is known of the first one's."""
+        every = [*before, *((pick.token, pick.logprob) for pick in said.picks)]
+        if not every:
             return None
         offset = self.offsets.get(said.index, 0)
         offsets = []
-        for pick in said.picks:
+        for token, _ in every:
             offsets.append(offset)
-            offset += len(self.written(pick.token))
+            offset += 0 if token in self.tokenizer.special else len(self.written(token))
         self.offsets[said.index] = offset
         return {
-            "tokens": [self.written(pick.token) for pick in said.picks],
-            "token_logprobs": [pick.logprob[0] for pick in said.picks],
+            "tokens": [self.written(token) for token, _ in every],
+            "token_logprobs": [told and told[0] for _, told in every],
             "top_logprobs": [
-                {self.written(token): logprob for token, logprob in reversed(pick.logprob[1])} for pick in said.picks
+                told and {self.written(token): logprob for token, logprob in reversed(told[1])} for _, told in every
             ],
             "text_offset": offsets,
         }

@@ -167,11 +167,13 @@ class Follower:
         for place, token in enumerate(message.tokens):
             if self.complete:
                 break
+            if self.one.silent:
+                continue
             self.tokens += 1
             thought = self.parser.thinking
             pieces += self.parser.push(self.text.push(token))
             self.reasoning += thought or self.parser.thinking
-            if message.logprobs and token not in self.text.hidden:
+            if message.logprobs and (token not in self.text.hidden or self.one.job.prompt_logprobs >= 0):
                 self.picks.append(PickedToken(token, message.logprobs[place]))
             if self.complete:
                 self.ticket.cancel("stop_string")
@@ -188,4 +190,6 @@ class Follower:
     def ended(self, closed: Closed) -> Ended:
         if self.complete:
             closed = evolve(closed, finish="stop")
+        if self.one.silent and closed.finish == "stop":
+            closed = evolve(closed, finish="length")
         return Ended(self.one, closed, self.tokens, self.text.stopped, self.reasoning, tuple(self.parser.called))

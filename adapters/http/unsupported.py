@@ -57,7 +57,6 @@ MISSING: Mapping[str, Missing] = {
     "n_indent": Missing("is not supported", (0,)),
     "truncate_prompt_tokens": Missing("is not supported: a prompt is served whole or refused"),
     # how text and tokens are shown
-    "echo": Missing("is not supported by this server yet"),
     "suffix": Missing("is not supported: the model only writes on"),
     "include_stop_str_in_output": Missing("is not supported: an answer ends before its stop string"),
     "skip_special_tokens": Missing("must be true: control tokens have no text", (True,)),
@@ -70,13 +69,13 @@ MISSING: Mapping[str, Missing] = {
     "documents": Missing("is not supported; put them into a message"),
     "image_data": ONLY_TEXT,
     "multimodal_data": ONLY_TEXT,
-    "cache_salt": Missing("is not supported; the cache is shared by all requests of this server", ()),
     "web_search_options": Missing("is not supported: this server looks nothing up"),
 }
 
 
 MISSING_IN_CHAT: Mapping[str, Missing] = {
     **MISSING,
+    "echo": Missing("is not supported; /v1/completions has it"),
     "functions": Missing("is not supported; use `tools`", ()),
     "function_call": Missing("is not supported; use `tool_choice`", ()),
     "audio": Missing("is not supported: this server answers with text only", ()),

@@ -9,8 +9,12 @@ from attrs import evolve
 
 from adapters.device.executor import DeviceExecutor
 from adapters.text.text import Text
-from benchmarks.exactness import each_batched, each_cold, each_continued, prompts
+from benchmarks.exactness import answered, each_batched, each_cold, each_continued, prompts
+from effects.decode import Logprob
+from effects.ids import Tokens
 from effects.job import Job, Sampling
+from effects.stream import EmitTokens
+from engine.assemble import Engine, engine
 from engine.begin import load_target
 from engine.options import Options
 from engine.target import Target
@@ -60,3 +64,36 @@ async def test_tokens_are_the_same_however_they_come_about(target: Target, shape
     assert await each_continued(target, asked, restored) == cold
     assert sum(restored) > 500, "nothing was continued"
     assert await each_batched(target, asked, None) == cold
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("shapes", ["buckets", "grid"])
+async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(target: Target, shapes: str) -> None:
+    """And they change nothing for others: a prompt that was asked for them is continued by nobody."""
+    if shapes == "grid":
+        target = gridded(target)
+    for job in [evolve(job, sampling=Sampling(logprobs=2), max_tokens=90) for job in (await jobs(target))[:2]]:
+        async with engine(target.settings, target.executor, facts={}) as running:
+            said, told = await heard(running, job)
+            whole = (*job.prompt, *said)
+            again, _ = await heard(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))
+            report = (await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))).report
+            assert report is not None
+            assert report.restored_tokens == 0
+            assert len(report.prompt_logprobs) == len(whole) - 1
+            assert report.prompt_logprobs[-len(said) :] == told
+            assert all(len(alternatives) == 2 for _, alternatives in report.prompt_logprobs)
+            assert (await answered(running, evolve(job, prompt=whole, max_tokens=1))).tokens == again
+        async with engine(target.settings, target.executor, facts={}) as running:
+            await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=0))
+            after = (await answered(running, evolve(job, prompt=whole, max_tokens=1))).report
+            assert after is not None
+            assert after.restored_tokens == 0
+
+
+async def heard(running: Engine, job: Job) -> tuple[Tokens, tuple[Logprob, ...]]:
+    tokens, logprobs = Tokens(), tuple[Logprob, ...]()
+    async for message in running.door.submit(job):
+        if isinstance(message, EmitTokens):
+            tokens, logprobs = tokens + message.tokens, logprobs + message.logprobs
+    return tokens, logprobs

@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 from attrs import define, evolve, field
 
 from effects.decode import Logprob
-from effects.ids import RequestId, Tokens
+from effects.ids import RequestId, Tier, Tokens
 from effects.job import Job, Report
 from effects.ports import CancelReason, Closed, Message, SlotStatus, Stage, Status
 from effects.scope import Selection
@@ -185,7 +185,10 @@ class FakeDoor:
         job, total = ticket.job, len(ticket.job.prompt)
         cached = self.common(job)
         missed = "" if cached else "empty_store"
-        ticket.report = Report(total, cached, "device" if cached else "none", missed, cache=self.selection)
+        told = tuple((-0.25, ((token, -0.25),) * job.prompt_logprobs) for token in job.prompt[1:])
+        told = told if job.prompt_logprobs >= 0 else ()
+        tier: Tier = "device" if cached else "none"
+        ticket.report = Report(total, cached, tier, missed, cache=self.selection, prompt_logprobs=told)
         ticket.tell(ReportProgress(cached, total, cached))
         done = cached
         end = total if self.last else total - 1

@@ -108,7 +108,8 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"enable_thinking": "no"}}, "$.chat_template_kwargs.enable_thinking", "true or false"),
     ({"reasoning_effort": "extreme"}, "$.reasoning_effort", "one of"),
     ({"speculation": "on"}, "$.speculation", "'auto', 'off'"),
-    ({"cache_salt": "x"}, "$.cache_salt", "not supported"),
+    ({"cache_salt": 5}, "$.cache_salt", "a string"),
+    ({"cache_salt": "x" * 129}, "$.cache_salt", "at most 128 characters"),
     ({"prefix_cache": "off"}, "$.prefix_cache", "an object"),
     *[
         ({"prefix_cache": {"scope": s}}, "$.prefix_cache.scope", '"auto:N" or N')
@@ -236,7 +237,6 @@ MISSING: list[dict[str, Any]] = [
     {"bad_words": ["a"]},
     {"n_probs": 2},
     {"skip_special_tokens": False},
-    {"echo": True},
     {"lora": [{"id": 0, "scale": 1}]},
 ]
 

@@ -110,7 +110,9 @@ async def test_the_context_is_exactly_as_long_as_it_is(shared: Site) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"echo": True}, "$.echo"),
+        ({"echo": True, "logprobs": 0, "stream": True}, "$.echo"),
+        ({"echo": 1}, "$.echo"),
+        ({"max_tokens": -2}, "$.max_tokens"),
         ({"suffix": "end"}, "$.suffix"),
         ({"best_of": 2}, "$.best_of"),
         ({"logprobs": 21}, "$.logprobs"),
@@ -123,6 +125,67 @@ async def test_what_is_not_supported_is_refused_by_name(shared: Site, fields: di
     assert response.json()["error"]["param"] == param
     harmless = {"echo": False, "suffix": "", "best_of": 1, "max_tokens": 1}
     assert (await shared.complete("x", **harmless)).status_code == 200
+
+
+async def test_a_prompt_comes_back_with_its_logprobs_as_evaluations_ask_for_them(site: Site) -> None:
+    said = site.say(" jumps")
+    response = await site.complete("The quick brown fox", echo=True, logprobs=1, max_tokens=1)
+    (choice,) = response.json()["choices"]
+    job = site.door.tickets[0].job
+    assert (job.prompt_logprobs, job.max_tokens, job.scope.kind, job.speculate, job.compress) == (
+        1,
+        1,
+        "off",
+        False,
+        False,
+    )
+    logprobs = choice["logprobs"]
+    count = len(job.prompt)
+    assert {len(each) for each in logprobs.values()} == {count + 1}
+    assert logprobs["token_logprobs"] == [None, *[-0.25] * (count - 1), -0.5]
+    assert logprobs["top_logprobs"][0] is None
+    assert all(len(top) == 1 for top in logprobs["top_logprobs"][1:])
+    text = "".join(logprobs["tokens"])
+    assert choice["text"] == text
+    assert text.startswith("The quick brown fox")
+    assert [text[at:].startswith(token) for at, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True)]
+    assert job.prompt[-1] != said[0]
+
+
+async def test_nothing_is_generated_where_no_tokens_are_asked_for(site: Site) -> None:
+    site.say("never")
+    body = (await site.complete(["Hello", "there"], echo=True, logprobs=0, max_tokens=0)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["Hello", "there"]
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+    assert body["usage"]["completion_tokens"] == 0
+    assert all(choice["logprobs"]["token_logprobs"][1:] for choice in body["choices"])
+    silent = (await site.complete("Hello", max_tokens=0)).json()["choices"][0]
+    assert (silent["text"], silent["logprobs"], silent["finish_reason"]) == ("", None, "length")
+
+
+async def test_an_end_token_counts_where_logprobs_of_a_prompt_are_asked_for(site: Site) -> None:
+    """Evaluations leave the last one out, which is the one that was generated."""
+    site.say("")
+    (choice,) = (await site.complete("Hello", echo=True, logprobs=0, max_tokens=1)).json()["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(site.door.tickets[0].job.prompt) + 1
+    assert choice["text"] == "Hello"
+
+
+async def test_an_echo_without_logprobs_can_be_streamed(site: Site) -> None:
+    site.say(" jumps")
+    found = await chunks(site, "/v1/completions", {"prompt": ["The fox", "A dog"], "echo": True, "n": 2})
+    assert [text_of(found, index) for index in range(4)] == ["The fox jumps"] * 2 + ["A dog jumps"] * 2
+    assert site.door.tickets[0].job.prompt_logprobs == -1
+
+
+async def test_a_salt_is_hashed_and_keeps_prompts_apart(site: Site) -> None:
+    for salt in ("one", "two", "one", ""):
+        await site.complete("Hello", max_tokens=1, cache_salt=salt)
+    salts = [ticket.job.salt for ticket in site.door.tickets]
+    assert salts[0] == salts[2] != salts[1]
+    assert salts[3] == ""
+    assert "one" not in salts[0]
+    assert [ticket.job.scope.kind for ticket in site.door.tickets] == ["off", "off", "off", "full"]
 
 
 async def test_more_answers_than_slots_and_queue_hold_are_a_400_since_trying_again_cannot_help(folder: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from attrs import evolve
 
 from effects.ids import RequestId, SlotId, Tokens
+from effects.job import Job
 from states import slots
 from states.events import Admitted
 from states.life import LookingUp, Prefilling, Speculating, State
@@ -34,9 +35,10 @@ def admitted(
     requests: dict[RequestId, State] | None = None,
     prompt: Tokens = PROMPT,
     settings: Settings = PLAIN,
+    job: Job | None = None,
 ) -> Admitted:
     """How request 1 is admitted to this house."""
-    job = a_job(prompt=prompt)
+    job = job or a_job(prompt=prompt)
     seated = slots.admit(evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, settings)
     assert seated is not None
     after, request, event = seated
@@ -134,6 +136,27 @@ def test_a_released_slot_keeps_its_sequence_and_its_turn() -> None:
 def test_where_decoding_differs_from_prefill_a_slot_keeps_the_prompt_only() -> None:
     only_prompts = evolve(PLAIN, keep_decoded=False)
     assert slots.release(a_house(Slot((), ONE)), ONE, answering().remains, only_prompts).slots[0].tokens == PROMPT[:20]
+
+
+def test_rows_are_shared_with_jobs_of_the_same_salt_only() -> None:
+    plain, salted = Slot(PROMPT), Slot(PROMPT, salt="a")
+    assert admitted(a_house(plain), job=a_job(salt="a")).keep == 0
+    assert admitted(a_house(salted)).keep == 0
+    assert admitted(a_house(salted), job=a_job(salt="b")).keep == 0
+    assert admitted(a_house(plain, salted), job=a_job(salt="a")) == seat(1, 1, 20)
+    busy = {TWO: a(Speculating, answering(job=a_job(salt="a")))}
+    assert admitted(a_house(Slot(), Slot(holder=TWO)), busy).keep == 0
+    assert admitted(a_house(Slot(), Slot(holder=TWO)), busy, job=a_job(salt="a")).keep > 0
+    released = slots.release(a_house(Slot((), ONE)), ONE, answering(job=a_job(salt="a")).remains, PLAIN)
+    assert released.slots[0] == Slot((*PROMPT, 7), None, 10, "a")
+
+
+def test_where_a_prompts_logprobs_are_asked_for_nothing_is_shared() -> None:
+    job = a_job(prompt_logprobs=0)
+    assert admitted(a_house(Slot(PROMPT)), job=job).keep == 0
+    busy = {TWO: a(Speculating, answering(job=job))}
+    assert admitted(a_house(Slot(), Slot(holder=TWO)), busy).keep == 0
+    assert slots.release(a_house(Slot((), ONE)), ONE, answering(job=job).remains, PLAIN).slots[0].tokens == ()
 
 
 def test_a_slot_is_released_by_its_holder_only() -> None:
