@@ -6,26 +6,16 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
-from adapters.http.api import Api, Counter
-from adapters.http.archive import Archive
 from adapters.http.chat import CHAT, CHAT_TOKENS
 from adapters.http.completions import COMPLETIONS
 from adapters.http.dialect import ANTHROPIC, OPENAI, Dialect
 from adapters.http.errors import ApiError
 from adapters.http.messages import MESSAGE_TOKENS, MESSAGES
 from adapters.http.paths import canonical
-from adapters.http.responses import response_tokens, responses
 
-STATELESS = (CHAT, COMPLETIONS, MESSAGES)
+STATELESS = (CHAT, COMPLETIONS, MESSAGES)  # responses are kept for whoever asked for them: see kept_responses.py
+COUNTERS = (CHAT_TOKENS, MESSAGE_TOKENS)
 PATHS = frozenset(api.path for api in STATELESS)
-
-
-def apis(archive: Archive) -> tuple[Api, ...]:
-    return (*STATELESS, responses(archive))
-
-
-def counters(archive: Archive) -> tuple[Counter, ...]:
-    return (CHAT_TOKENS, MESSAGE_TOKENS, response_tokens(archive))
 
 
 def dialect_of(scope: Scope) -> Dialect:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from adapters.http import chat, controls, models
 from adapters.http.access_log import NOTE, refused
 from adapters.http.api import Api, Counter
-from adapters.http.apis import apis, counters, error_response
+from adapters.http.apis import COUNTERS, STATELESS, error_response
 from adapters.http.archive import Archive
 from adapters.http.body import reading
 from adapters.http.errors import (
@@ -111,9 +111,9 @@ class Edge:
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
         return [
-            *(Route(api.path, partial(self.generate, api), methods=post) for api in apis(self.archive)),
-            *(Route(counter.path, partial(self.count, counter), methods=post) for counter in counters(self.archive)),
-            *self.kept.routes(),
+            *(Route(api.path, partial(self.generate, api), methods=post) for api in STATELESS),
+            *(Route(counter.path, partial(self.count, counter), methods=post) for counter in COUNTERS),
+            *self.kept.routes(self.generate, self.count),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route("/apply-template", self.apply_template, methods=post),
@@ -137,9 +137,7 @@ class Edge:
         )
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
         told = how.stream, how.progress, self.turnover, asked.headers
-        reply = Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
-        self.kept.add(reply)
-        return reply
+        return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
 
     @asynccontextmanager
     async def _ready(self, request: Request) -> AsyncIterator[Fields]:

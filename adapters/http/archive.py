@@ -1,9 +1,9 @@
 """Responses that later requests may ask for or continue: in memory, and in a folder of the cache for the next start.
 
-A file has the digest of what follows it, the name of the response that this one continues, and two lines of JSON: the
-response as its client got it, and the input items that it answered. What is read back is parsed like a request's body,
-within the same limits, and the items pass the same reader: a file that somebody else wrote can say nothing that a
-client could not.
+A file has the digest of what follows it, a line with whose it is and the name of the response that it continues, and
+two lines of JSON: the response as its client got it, and the input items that it answered. What is read back is parsed
+like a request's body, within the same limits, and the items pass the same reader: a file that somebody else wrote can
+say nothing that a client could not.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Archive:
     def __len__(self) -> int:
         return len(self._raw)
 
-    def keep(self, name: str, kept: ArchivedResponse) -> bool:
+    def keep(self, name: str, owner: str, kept: ArchivedResponse) -> bool:
         """False: it is too large."""
-        lines = (kept.previous or "").encode(), ENCODER.encode(kept.response), ENCODER.encode(kept.items)
-        body = b"\n".join(lines)
+        whose = f"{owner} {kept.previous or ''}".encode()
+        body = b"\n".join((whose, ENCODER.encode(kept.response), ENCODER.encode(kept.items)))
         if len(body) > LARGEST:
             return False
         self._put(name, digest(body) + b"\n" + body)
@@ -90,23 +90,9 @@ class Archive:
         """For `read`."""
         return self._raw.get(name)
 
-    def conversation(self, name: str, most: int) -> list[bytes] | None:
-        """It and all before it, the oldest first; None where one of them is gone.
-
-        most: bytes of all. Raises OverflowError.
-        """
-        names: dict[str, bytes] = {}
-        while name and name not in names:
-            if name not in self._raw:
-                return None
-            names[name] = self._raw[name]
-            most -= len(names[name])
-            if len(names) > MOST_TURNS or most < 0:
-                raise OverflowError
-            name = previous_of(names[name])
-        for one in names:  # the newest is let go of first: without the older ones it would be worth nothing
-            self._raw.move_to_end(one)
-        return [*names.values()][::-1]
+    def used(self, name: str) -> None:
+        """It is let go of later than all others."""
+        self._raw.move_to_end(name)
 
     def drop(self, name: str) -> bool:
         raw = self._raw.pop(name, None)
@@ -196,6 +182,46 @@ class Archive:
             self._news.set()
 
 
+@frozen
+class Shelf:
+    """What of it one caller has put there. Nobody else finds that, whatever ids they know.
+
+    owner: without white space; of callers with a key, a digest of it.
+    """
+
+    archive: Archive
+    owner: str = ""
+
+    def keep(self, name: str, kept: ArchivedResponse) -> bool:
+        return self.archive.keep(name, self.owner, kept)
+
+    def find(self, name: str) -> bytes | None:
+        raw = self.archive.find(name)
+        return raw if raw is not None and whose(raw)[0] == self.owner else None
+
+    def drop(self, name: str) -> bool:
+        return self.find(name) is not None and self.archive.drop(name)
+
+    def conversation(self, name: str, most: int) -> list[bytes] | None:
+        """It and all before it, the oldest first; None where one of them is gone.
+
+        most: bytes of all. Raises OverflowError.
+        """
+        found: dict[str, bytes] = {}
+        while name and name not in found:
+            raw = self.find(name)
+            if raw is None:
+                return None
+            found[name] = raw
+            most -= len(raw)
+            if len(found) > MOST_TURNS or most < 0:
+                raise OverflowError
+            _, name = whose(raw)
+        for one in found:  # the newest is let go of first: without the older ones it would be worth nothing
+            self.archive.used(one)
+        return [*found.values()][::-1]
+
+
 def digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=DIGEST // 2).hexdigest().encode()
 
@@ -204,9 +230,10 @@ def is_whole(raw: bytes) -> bool:
     return raw.count(b"\n") == LINES and raw[DIGEST : DIGEST + 1] == b"\n" and raw[:DIGEST] == digest(raw[DIGEST + 1 :])
 
 
-def previous_of(raw: bytes) -> str:
-    """The name of the response that this one continues, or nothing."""
-    return raw[DIGEST + 1 : raw.index(b"\n", DIGEST + 1)].decode("ascii", "replace")
+def whose(raw: bytes) -> tuple[str, str]:
+    """Its owner, and the name of the response that this one continues, or nothing."""
+    owner, _, previous = raw[DIGEST + 1 : raw.index(b"\n", DIGEST + 1)].decode("ascii", "replace").partition(" ")
+    return owner, previous
 
 
 def read(raw: bytes, options: EdgeOptions) -> ArchivedResponse:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import anyio
@@ -12,55 +12,72 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from adapters.http.archive import Archive, ArchivedResponse, read
+from adapters.http.api import Api, Counter
+from adapters.http.archive import Archive, ArchivedResponse, Shelf, read
 from adapters.http.errors import ApiError, invalid
+from adapters.http.guard import CALLER
 from adapters.http.options import EdgeOptions
 from adapters.http.reply import Reply
 from adapters.http.response_shape import ResponseShape
+from adapters.http.responses import PATH, response_tokens, responses
 
-PATH = "/v1/responses/{id}"
+Generate: TypeAlias = Callable[[Api, Request], Awaitable[Reply]]
+Count: TypeAlias = Callable[[Counter, Request], Awaitable[JSONResponse]]
+
+ONE = f"{PATH}/{{id}}"
 MOST_LISTED = 100
 
 
 @define(eq=False)
 class KeptResponses:
-    """running: those that are being answered."""
+    """Each caller has their own. running: those that are being answered."""
 
     archive: Archive
     options: EdgeOptions
     running: MutableMapping[str, Reply] = field(factory=WeakValueDictionary)
 
-    def routes(self) -> list[Route]:
+    def routes(self, generate: Generate, count: Count) -> list[Route]:
+        """generate, count: how the server does it for any API."""
+
+        async def respond(request: Request) -> Reply:
+            reply = await generate(responses(self.shelf(request)), request)
+            self.running[reply.shape.id] = reply
+            return reply
+
+        async def tokens(request: Request) -> JSONResponse:
+            return await count(response_tokens(self.shelf(request)), request)
+
         return [
-            Route(PATH, self.show, methods=["GET"]),
-            Route(PATH, self.delete, methods=["DELETE"]),
-            Route(f"{PATH}/cancel", self.cancel, methods=["POST"]),
-            Route(f"{PATH}/input_items", self.list_items, methods=["GET"]),
+            Route(PATH, respond, methods=["POST"]),
+            Route(f"{PATH}/input_tokens", tokens, methods=["POST"]),
+            Route(ONE, self.show, methods=["GET"]),
+            Route(ONE, self.delete, methods=["DELETE"]),
+            Route(f"{ONE}/cancel", self.cancel, methods=["POST"]),
+            Route(f"{ONE}/input_items", self.list_items, methods=["GET"]),
         ]
 
-    def add(self, reply: Reply) -> None:
-        if isinstance(reply.shape, ResponseShape):
-            self.running[reply.shape.id] = reply
+    def shelf(self, request: Request) -> Shelf:
+        return Shelf(self.archive, request.scope.get(CALLER, ""))
 
     async def show(self, request: Request) -> JSONResponse:
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
             raise invalid("stream", "is not supported here: a response is shown as it is")
         name = request.path_params["id"]
-        if (shape := self.shape_of(name)) is not None:
+        if (shape := self.shape_of(request, name)) is not None:
             return JSONResponse(shape.response())
-        return JSONResponse((await self.find(name)).response)
+        return JSONResponse((await self.find(request, name)).response)
 
     async def delete(self, request: Request) -> JSONResponse:
         name = request.path_params["id"]
-        if not self.archive.drop(name):
+        if not self.shelf(request).drop(name):
             raise unknown(name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> JSONResponse:
         name = request.path_params["id"]
-        shape = self.shape_of(name)
+        shape = self.shape_of(request, name)
         if shape is None:
-            kept = await self.find(name)
+            kept = await self.find(request, name)
             status = kept.response.get("status")
             raise invalid("id", f"the response is {status!r}; only one that is in progress can be cancelled")
         self.running[name].cancel()
@@ -73,7 +90,7 @@ class KeptResponses:
             raise invalid("limit", f"must be an integer from 1 to {MOST_LISTED}")
         if order not in ("asc", "desc"):
             raise invalid("order", "must be 'asc' or 'desc'")
-        items = [named(name, place, item) for place, item in enumerate((await self.find(name)).items)]
+        items = [named(name, place, item) for place, item in enumerate((await self.find(request, name)).items)]
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -85,13 +102,16 @@ class KeptResponses:
         more = {"first_id": first, "last_id": last, "has_more": len(items) > len(found)}
         return JSONResponse({"object": "list", "data": found, **more})
 
-    def shape_of(self, name: str) -> ResponseShape | None:
+    def shape_of(self, request: Request, name: str) -> ResponseShape | None:
+        """Of one that is being answered."""
         reply = self.running.get(name)
         shape = None if reply is None else reply.shape
-        return shape if isinstance(shape, ResponseShape) and shape.status == "in_progress" else None
+        if not isinstance(shape, ResponseShape) or shape.shelf.owner != self.shelf(request).owner:
+            return None
+        return shape if shape.status == "in_progress" else None
 
-    async def find(self, name: str) -> ArchivedResponse:
-        raw = self.archive.find(name)
+    async def find(self, request: Request, name: str) -> ArchivedResponse:
+        raw = self.shelf(request).find(name)
         if raw is None:
             raise unknown(name)
         try:

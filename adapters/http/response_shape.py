@@ -11,7 +11,7 @@ from attrs import define, field
 
 from adapters.http import figures
 from adapters.http.api import Asked
-from adapters.http.archive import Archive, ArchivedResponse
+from adapters.http.archive import ArchivedResponse, Shelf
 from adapters.http.blocks import Block, BlockBegun, BlockEnded, BlockEvent, BlockMore, Blocks
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
@@ -31,7 +31,7 @@ CODES = {"queue_full": "rate_limit_exceeded", "context_length_exceeded": "contex
 class ResponseShape:
     """A response is one answer. Every event has the next number."""
 
-    archive: Archive
+    shelf: Shelf
     id: str
     asked: Asked
     options: EdgeOptions
@@ -142,7 +142,7 @@ class ResponseShape:
 
     def keep(self, final: Mapping[str, Any]) -> None:
         if self.asked.echo["store"]:
-            self.archive.keep(self.id, ArchivedResponse(final, self.asked.echo["items"]))
+            self.shelf.keep(self.id, ArchivedResponse(final, self.asked.echo["items"]))
 
     def response(self) -> dict[str, Any]:
         """As it is now; in progress, nothing is in it yet."""

@@ -10,7 +10,7 @@ import anyio
 from attrs import define, evolve, field
 
 from adapters.http.api import Api, Asked, Counter
-from adapters.http.archive import Archive
+from adapters.http.archive import Shelf
 from adapters.http.archive import read as read_kept
 from adapters.http.controls import Controls, Words, read_controls, read_model
 from adapters.http.errors import invalid
@@ -27,6 +27,7 @@ from adapters.text.text import Text
 from adapters.text.tokenizer import Gone
 from effects.ids import Tokens
 
+PATH = "/v1/responses"
 MAX_ITEMS = 1 << 16
 MAX_METADATA = 16
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -51,7 +52,7 @@ WORDS = Words(
 )
 
 
-async def read(archive: Archive, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
+async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
     controls, skipped = read_controls(fields, WORDS, options, text.tokenizer.end_tokens), Skipped()
     echo = {
         "shown": shown(fields, controls),
@@ -59,33 +60,33 @@ async def read(archive: Archive, fields: Fields, options: EdgeOptions, text: Tex
         "store": fields.flag("store", True),
         "items": read_input(fields),
     }
-    conversation, echo["namespaces"] = await read_whole(archive, fields, options, text, skipped)
+    conversation, echo["namespaces"] = await read_whole(shelf, fields, options, text, skipped)
     prompt = await chat_prompt(conversation, text, options, gone, fields.at("input"))
     return Asked(controls, [prompt.tokens], [fields.at("input")], prompt.reader, skipped.headers, echo=echo)
 
 
-async def count(archive: Archive, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
+async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
     read_model(fields, options)
-    conversation, _ = await read_whole(archive, fields, options, text, Skipped())
+    conversation, _ = await read_whole(shelf, fields, options, text, Skipped())
     return (await chat_prompt(conversation, text, options, gone, fields.at("input"))).tokens
 
 
 async def read_whole(
-    archive: Archive, fields: Fields, options: EdgeOptions, text: Text, skipped: Skipped
+    shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, skipped: Skipped
 ) -> tuple[Conversation, Namespaces]:
     """What went before, and what is asked now."""
     check_template(text)
-    earlier = read_previous(fields, archive, options)
-    return await anyio.to_thread.run_sync(read_conversation, fields, earlier, References(archive, options), skipped)
+    earlier = read_previous(fields, shelf, options)
+    return await anyio.to_thread.run_sync(read_conversation, fields, earlier, References(shelf, options), skipped)
 
 
-def read_previous(fields: Fields, archive: Archive, options: EdgeOptions) -> list[bytes]:
+def read_previous(fields: Fields, shelf: Shelf, options: EdgeOptions) -> list[bytes]:
     name = fields.text("previous_response_id")
     if name is None:
         return []
     where = fields.at("previous_response_id")
     try:
-        found = archive.conversation(name, options.max_body)
+        found = shelf.conversation(name, options.max_body)
     except OverflowError:
         raise invalid(where, "the conversation is larger than this server takes; begin another one") from None
     if found is None:
@@ -137,7 +138,7 @@ def read_conversation(
 class References:
     """Items of earlier responses by their ids. left: bytes of such responses that one request may have read."""
 
-    archive: Archive
+    shelf: Shelf
     options: EdgeOptions
     left: int = field(init=False)
     outputs: dict[str, Sequence[Any]] = field(factory=dict)
@@ -148,7 +149,7 @@ class References:
     def __call__(self, item: str) -> Mapping[str, Any] | None:
         response, place = place_of(item)
         if response not in self.outputs:
-            raw = self.archive.find(response) or b""
+            raw = self.shelf.find(response) or b""
             self.left -= len(raw)
             try:
                 self.outputs[response] = read_kept(raw, self.options).output if raw and self.left >= 0 else ()
@@ -275,12 +276,13 @@ def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
     }
 
 
-def responses(archive: Archive) -> Api:
-    return Api("/v1/responses", "resp_", partial(read, archive), partial(ResponseShape, archive))
+def responses(shelf: Shelf) -> Api:
+    """As one caller may use it."""
+    return Api(PATH, "resp_", partial(read, shelf), partial(ResponseShape, shelf))
 
 
-def response_tokens(archive: Archive) -> Counter:
+def response_tokens(shelf: Shelf) -> Counter:
     def told(tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    return Counter("/v1/responses/input_tokens", partial(count, archive), told)
+    return Counter(f"{PATH}/input_tokens", partial(count, shelf), told)

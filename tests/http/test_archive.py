@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.http import archive as limits
-from adapters.http.archive import Archive, ArchivedResponse, digest, is_whole, previous_of, read
+from adapters.http.archive import Archive, ArchivedResponse, Shelf, digest, is_whole, read, whose
 from adapters.http.options import EdgeOptions
 from adapters.store.folder import Folder
 
@@ -56,13 +56,13 @@ def opened(folder: Path) -> Archive:
 async def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
     def fill(archive: Archive) -> None:
         for number in range(3):
-            archive.keep(name(number), one(number, number - 1 if number else None, f"täxt {number}"))
+            Shelf(archive).keep(name(number), one(number, number - 1 if number else None, f"täxt {number}"))
         archive.drop(name(2))
 
     await written(tmp_path, fill)
     archive = opened(tmp_path)
     assert [shown(archive, number) for number in range(3)] == [one(0, None, "täxt 0"), one(1, 0, "täxt 1"), None]
-    found = archive.conversation(name(1), 1 << 20)
+    found = Shelf(archive).conversation(name(1), 1 << 20)
     assert found is not None
     assert [read(raw, OPTIONS).response["id"] for raw in found] == [name(0), name(1)]
     await archive.close()
@@ -73,7 +73,7 @@ async def test_the_folder_follows_while_the_server_runs(tmp_path: Path) -> None:
     archive = opened(tmp_path)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(archive.run)
-        archive.keep(name(1), one(1))
+        Shelf(archive).keep(name(1), one(1))
         with anyio.fail_after(5):
             while not (tmp_path / name(1)).exists():  # noqa: ASYNC110
                 await anyio.sleep(0.01)
@@ -89,10 +89,10 @@ async def test_those_that_were_used_longest_ago_go_first(tmp_path: Path, monkeyp
 
     def fill(archive: Archive) -> None:
         for number in range(3):
-            archive.keep(name(number), one(number, 0 if number == 1 else None))
-        assert archive.conversation(name(1), 1 << 20) is not None
-        archive.keep(name(3), one(3))
-        archive.keep(name(4), one(4))
+            Shelf(archive).keep(name(number), one(number, 0 if number == 1 else None))
+        assert Shelf(archive).conversation(name(1), 1 << 20) is not None
+        Shelf(archive).keep(name(3), one(3))
+        Shelf(archive).keep(name(4), one(4))
         assert [archive.find(name(number)) is not None for number in range(5)] == [True, False, False, True, True]
 
     await written(tmp_path, fill)
@@ -103,7 +103,7 @@ async def test_those_that_were_used_longest_ago_go_first(tmp_path: Path, monkeyp
 async def test_a_start_keeps_the_newest_within_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(archive: Archive) -> None:
         for number in range(5):
-            archive.keep(name(number), one(number))
+            Shelf(archive).keep(name(number), one(number))
 
     await written(tmp_path, fill)
     for number in range(5):
@@ -119,26 +119,38 @@ def test_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_BYTES", 3000)
     monkeypatch.setattr(limits, "LARGEST", 2000)
     archive = Archive()
-    assert not archive.keep(name(0), one(0, text="x" * 2000))
+    assert not Shelf(archive).keep(name(0), one(0, text="x" * 2000))
     for number in range(1, 6):
-        assert archive.keep(name(number), one(number, text="x" * 500))
+        assert Shelf(archive).keep(name(number), one(number, text="x" * 500))
     assert len(archive) == 2
     with pytest.raises(OverflowError):
-        archive.conversation(name(5), 100)
+        Shelf(archive).conversation(name(5), 100)
+
+
+def test_nobody_finds_what_another_caller_put_there() -> None:
+    archive = Archive()
+    ours, theirs = Shelf(archive, "a" * 64), Shelf(archive, "b" * 64)
+    assert ours.keep(name(1), one(1))
+    assert theirs.keep(name(2), one(2, 1))
+    assert ours.find(name(1)) is not None
+    assert theirs.find(name(1)) is None
+    assert not theirs.drop(name(1))
+    assert theirs.conversation(name(2), 1 << 20) is None
+    assert ours.drop(name(1))
 
 
 def test_a_chain_that_is_broken_or_a_ring_ends() -> None:
     archive = Archive()
-    archive.keep(name(1), one(1, 0))
-    assert archive.conversation(name(1), 1 << 20) is None
-    archive.keep(name(0), one(0, 1))
-    found = archive.conversation(name(1), 1 << 20)
+    Shelf(archive).keep(name(1), one(1, 0))
+    assert Shelf(archive).conversation(name(1), 1 << 20) is None
+    Shelf(archive).keep(name(0), one(0, 1))
+    found = Shelf(archive).conversation(name(1), 1 << 20)
     assert found is not None
     assert len(found) == 2
 
 
 async def test_damaged_and_foreign_files_are_no_responses(tmp_path: Path) -> None:
-    await written(tmp_path, lambda archive: archive.keep(name(1), one(1)))
+    await written(tmp_path, lambda archive: Shelf(archive).keep(name(1), one(1)))
     good = (tmp_path / name(1)).read_bytes()
     (tmp_path / name(2)).write_bytes(good[:-1])
     (tmp_path / name(3)).write_bytes(b"")
@@ -164,7 +176,7 @@ async def test_damaged_and_foreign_files_are_no_responses(tmp_path: Path) -> Non
 def test_no_bytes_do_harm(tail: bytes, signed: bool) -> None:
     raw = (digest(tail) if signed else b"0" * 64) + b"\n" + tail
     if is_whole(raw):
-        previous_of(raw)
+        whose(raw)
         try:
             kept = read(raw, OPTIONS)
         except ValueError:
@@ -179,7 +191,7 @@ def test_no_bytes_do_harm(tail: bytes, signed: bool) -> None:
 )
 def test_what_is_read_back_has_the_limits_of_a_body(line: bytes) -> None:
     for response, items in ((line, b"[]"), (b"{}", line)):
-        body = b"\n".join((b"", response, items))
+        body = b"\n".join((b" ", response, items))
         with pytest.raises(ValueError):  # noqa: PT011 - each says what it is
             read(digest(body) + b"\n" + body, OPTIONS)
 
@@ -193,8 +205,8 @@ async def test_a_disk_that_fails_costs_a_restart_and_no_answer(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Folder, "write", full)
-    archive.keep(name(1), one(1))
-    archive.keep(name(2), one(2))
+    Shelf(archive).keep(name(1), one(1))
+    Shelf(archive).keep(name(2), one(2))
     await archive.close()
     assert shown(archive, 2) == one(2)
     assert sum("cannot be written" in record.message for record in caplog.records) == 1

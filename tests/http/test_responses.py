@@ -11,7 +11,7 @@ import anyio
 import openai
 import pytest
 
-from adapters.http.archive import Archive
+from adapters.http.archive import Archive, Shelf
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
 from adapters.http.response_items import opened, sealed
@@ -262,6 +262,26 @@ async def test_a_conversation_goes_on_after_a_restart(folder: Path, tmp_path: Pa
         assert prompt_of(after).index("And?") < prompt_of(after).index("So?")
 
 
+async def test_a_response_is_its_callers_alone(folder: Path) -> None:
+    async with served(folder, api_keys=("one", "two"), door={"step_s": 0.01}) as site:
+        ours, theirs = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        made = (await site.post(PATH, asked(max_output_tokens=1), headers=ours)).json()["id"]
+        assert (await site.client.get(f"{PATH}/{made}", headers=ours)).status_code == 200
+        for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
+            response = await site.client.request(method, f"{PATH}/{made}{path}", headers=theirs)
+            assert response.status_code == 404
+        more = await site.post(PATH, asked(previous_response_id=made), headers=theirs)
+        assert more.json()["error"]["code"] == "previous_response_not_found"
+        body = asked(max_output_tokens=500, stream=True)
+        async with site.client.stream("POST", PATH, json=body, headers=ours) as stream:
+            async for line in stream.aiter_lines():
+                if line.startswith("data: "):
+                    running = json.loads(line[6:])["response"]["id"]
+                    break
+            assert (await site.client.post(f"{PATH}/{running}/cancel", headers=theirs)).status_code == 404
+            assert (await site.client.post(f"{PATH}/{running}/cancel", headers=ours)).status_code == 200
+
+
 async def test_errors_reach_the_client(site: Site, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         await client.responses.create(**asked(input="quick brown " * 4000))
@@ -424,7 +444,7 @@ def test_items_are_read_into_messages() -> None:
         "parallel_tool_calls": False,
         "reasoning": {"effort": "none"},
     }
-    find = References(Archive(), EdgeOptions("small", 4096, 500))
+    find = References(Shelf(Archive()), EdgeOptions("small", 4096, 500))
     found, namespaces = read_conversation(Fields(body), [], find, Skipped())
     calls = (ToolCall("1", "add", "{}"), ToolCall("2", "n__add", '{"b":1}'), ToolCall("3", "patch", '{"input": "x"}'))
     assert found.messages == [
