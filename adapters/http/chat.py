@@ -12,10 +12,9 @@ from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
 from adapters.http.openai_shape import ChatShape
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import chat_prompt, check_template
+from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.tools import MAX_TOOLS, check_tools, named, needs_tools, read_function, read_name
 from adapters.http.unsupported import MISSING_IN_CHAT
-from adapters.text.answer.reader import NONE
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolCall, ToolChoice, thinking
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone
@@ -34,7 +33,6 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 TEMPLATE_FLAGS = ("enable_thinking", "thinking", "preserve_thinking")
 CHOICES = ("none", "auto", "required")
 NOT_TEXT = ("image_url", "input_image", "image", "input_audio", "audio", "file", "input_file", "video_url", "video")
-UNPARSED = {"x-rekindle-tools": "unparsed; a call comes back as text, with finish_reason stop"}
 WORDS = Words(MISSING_IN_CHAT)
 
 
@@ -43,8 +41,7 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> 
     # there may be tens of thousands of messages
     conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
     prompt = await chat_prompt(conversation, text, options, gone)
-    headers = UNPARSED if conversation.callable and text.calls in (None, NONE) else {}
-    return Asked(controls, [prompt.tokens], [fields.at("messages")], prompt.reader, headers)
+    return Asked(controls, [prompt.tokens], [fields.at("messages")], prompt.reader, unparsed(conversation, text))
 
 
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:

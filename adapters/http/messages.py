@@ -15,11 +15,11 @@ from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.messages_shape import MessageShape
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import chat_prompt, check_template
+from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
 from adapters.http.unsupported import SHAPED, Missing
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, ToolChoice, thinking
-from adapters.text.text import ChatPrompt, Text
+from adapters.text.text import Text
 from adapters.text.tokenizer import Gone
 from effects.ids import Tokens
 
@@ -41,19 +41,20 @@ WORDS = Words(MISSING, max_tokens=("max_tokens",), stops="stop_sequences", choic
 
 async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
     controls, skipped = read_message_controls(fields, options, text), Skipped()
-    prompt = await read_prompt(fields, options, text, gone, skipped)
-    return Asked(controls, [prompt.tokens], [fields.at("messages")], prompt.reader, skipped.headers, prompt.cuts)
+    conversation = await read_whole(fields, text, skipped)
+    prompt = await chat_prompt(conversation, text, options, gone)
+    headers = {**skipped.headers, **unparsed(conversation, text)}
+    return Asked(controls, [prompt.tokens], [fields.at("messages")], prompt.reader, headers, prompt.cuts)
 
 
 async def count(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
     read_model(fields, options)
-    return (await read_prompt(fields, options, text, gone, Skipped())).tokens
+    return (await chat_prompt(await read_whole(fields, text, Skipped()), text, options, gone)).tokens
 
 
-async def read_prompt(fields: Fields, options: EdgeOptions, text: Text, gone: Gone, skipped: Skipped) -> ChatPrompt:
+async def read_whole(fields: Fields, text: Text, skipped: Skipped) -> Conversation:
     check_template(text)
-    conversation = await anyio.to_thread.run_sync(read_messages, fields, skipped)
-    return await chat_prompt(conversation, text, options, gone, fields.at("messages"))
+    return await anyio.to_thread.run_sync(read_messages, fields, skipped)
 
 
 def read_message_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:

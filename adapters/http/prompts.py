@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from adapters.http.errors import ApiError, far_too_long, invalid, left
 from adapters.http.options import EdgeOptions
+from adapters.text.answer.reader import NONE
 from adapters.text.conversation import Conversation
 from adapters.text.pieces import size_of
 from adapters.text.template import Rendered, TemplateFailed, TemplateRefused
@@ -14,8 +15,14 @@ from adapters.text.text import ChatPrompt, Text
 from adapters.text.tokenizer import GaveUp, Gone, TooLong
 
 T = TypeVar("T")
+UNPARSED = {"x-rekindle-tools": "unparsed; a call comes back as text, and ends no answer"}
 COUNTED = 2  # contexts: a prompt is counted so far, then it is refused as having at least so many tokens
 THOUGHTS = 8  # contexts of reasoning that a template may be given to leave out
+
+
+def unparsed(conversation: Conversation, text: Text) -> Mapping[str, str]:
+    """Headers: that calls come back as text must not come as a surprise."""
+    return UNPARSED if conversation.callable and text.calls in (None, NONE) else {}
 
 
 def check_template(text: Text) -> None:

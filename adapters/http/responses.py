@@ -17,7 +17,7 @@ from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.fields import shown as shown_value
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import chat_prompt, check_template
+from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.response_items import Turns, spelled
 from adapters.http.response_shape import Namespaces, ResponseShape, place_of
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
@@ -62,7 +62,8 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, g
     }
     conversation, echo["namespaces"] = await read_whole(shelf, fields, options, text, skipped)
     prompt = await chat_prompt(conversation, text, options, gone, fields.at("input"))
-    return Asked(controls, [prompt.tokens], [fields.at("input")], prompt.reader, skipped.headers, echo=echo)
+    headers = {**skipped.headers, **unparsed(conversation, text)}
+    return Asked(controls, [prompt.tokens], [fields.at("input")], prompt.reader, headers, echo=echo)
 
 
 async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:

@@ -211,6 +211,15 @@ async def test_what_claude_code_sends_is_taken(site: Site) -> None:
     assert "web_search" not in written
 
 
+async def test_where_calls_are_not_read_the_answer_says_so(folder: Any) -> None:
+    async with served(folder) as site:
+        site.text.calls = "none"
+        for path, tool in ((PATH, ADD), ("/v1/responses", {**ADD, "type": "function", "parameters": {}})):
+            response = await site.post(path, {**asked(), "input": "Hi", "tools": [tool]})
+            assert response.status_code == 200, response.text
+            assert response.headers["x-rekindle-tools"].startswith("unparsed")
+
+
 async def test_errors_reach_the_client_as_its_own(site: Site, client: anthropic.AsyncAnthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"\$\.messages: must be an array of at least one"):
         await client.messages.create(**asked(messages=[]))
