@@ -4,7 +4,8 @@ First every product that serving can ask for, shape by shape and with the thread
 what agrees, and is quickest among that, becomes the plan that the kernels keep to. Then one decoder layer of every kind
 that the family has, of the model's own shapes, with random weights, as a check that the list is whole: every bucket is
 compared with a chunk of C rows, bit for bit, hidden rows and K and V rows, wherever the rows stand in the step, alone
-and next to other slots, across the boundaries of the kernels' key tiles. Nothing is left out for lack of time.
+and next to other slots, across the boundaries of the kernels' key tiles; layers with a recurrent state in a manner of
+their own (`state_probe.py`). Nothing is left out for lack of time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.proof import Proof
 from adapters.models.numerics import BLOCK_SIZE, Numerics, kept_under, machine
 from adapters.models.shard import BUCKETS, Segment, Shard, Step
+from adapters.models.state_probe import StateBench
 from adapters.models.synthetic import RandomWeights
 
 _MAX_BOUNDARIES = 16
@@ -138,8 +140,13 @@ def _layer(
         buckets=buckets,
     )
     try:
-        bench = LayerBench(shard, config.hidden_size, capacity)
-        spans = bench.run(kernels.kv_tile, every=proof.plan is None)
+        bench: LayerBench | StateBench
+        if shard.state_specs:
+            bench = StateBench(shard, capacity)
+            spans = bench.run()
+        else:
+            bench = LayerBench(shard, config.hidden_size, capacity)
+            spans = bench.run(kernels.kv_tile, every=proof.plan is None)
         whole = proof.holds and not bench.broken
         widths = frozenset(buckets[:-1] if whole else bench.widths())
         return LayerFindings(bench.broken, widths, bench.checks, spans, bench.fingerprint)
@@ -204,8 +211,6 @@ class LayerBench:
         shard.import_rows(0, 0, rows)
         for slot in range(1, _SLOTS):
             shard.copy_rows(0, slot, self.capacity)
-            if shard.state_specs:
-                shard.copy_state(0, slot)
 
     def compute(self, bucket: int, *segments: Segment) -> list[Computed]:
         """The rows of every segment; slots all hold the same sequence."""

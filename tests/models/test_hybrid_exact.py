@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from adapters.models.dense import DenseShard
+from adapters.models.kernels.cpu_delta import CpuDelta
 from adapters.models.kernels.delta import DeltaShape
 from adapters.models.kernels.products import Unproven
-from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.numerics import Numerics
+from adapters.models.probe import probe
+from adapters.models.qwen3_5 import FAMILY, FULL, LINEAR, Qwen35Config
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import proven, same_bits, same_rows, tokens_of
@@ -235,3 +239,31 @@ def test_states_are_counted(whole):
     assert place == sum(spec.nbytes for spec in shard.state_specs)
     rows = SLOTS * shard.capacity * shard.config.kv_bytes_per_token(shard.dtype)
     assert shard.memory()["kv"] == rows + SLOTS * held + 2 * place
+
+
+def test_the_probe_finds_that_every_bucket_holds(dtype):
+    own = CONFIGS["two value heads to a key head"]
+    found = probe(
+        FAMILY, own, CpuKernels(dtype), device=torch.device("cpu"), dtype=dtype, chunk=256, capacity=512, sizes=(4, 16)
+    )
+    assert (found.mode, found.buckets, found.failures) == ("buckets", (4, 16, 256), ())
+    assert found.numerics_class.count("-") >= 2, "both kinds of layers were tried"
+    assert any("delta rule" in line for line in found.shown()["products"])
+    assert found == Numerics.from_json(found.to_json())
+
+
+def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch):
+    """A kernel that adds the gates up otherwise where several rows come at once."""
+    own = CONFIGS["two value heads to a key head"]
+    rule = CpuDelta.delta_rule
+
+    def careless(self, convolved, gates, *rest):
+        rows = sum(segment.count for segment in rest[-1].segments)
+        return rule(self, convolved, gates * (1.0 if rows > 16 else 1.1), *rest)
+
+    monkeypatch.setattr(CpuDelta, "delta_rule", careless)
+    found = probe(
+        FAMILY, own, CpuKernels(dtype), device=torch.device("cpu"), dtype=dtype, chunk=256, capacity=512, sizes=(4, 16)
+    )
+    assert found.mode == "grid"
+    assert any("of a recurrent layer differ from a chunk's" in why for why in found.failures)
