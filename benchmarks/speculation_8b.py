@@ -24,10 +24,10 @@ from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.dense import DenseShard
-from adapters.models.dflash.blocks import BlockRequest as Wanted
 from adapters.models.dflash.checkpoint import draft_tensors
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.draft import BlockRequest as Wanted
 from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.triton_cuda import TritonKernels
 from adapters.models.rope import Rotary
@@ -237,7 +237,7 @@ def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
         pair.shard.logits(step, pair.shard.forward(step, tokens).hidden).argmax(-1).tolist()
 
     def propose() -> None:
-        pair.draft.propose([Wanted(0, 0, CONTEXT, 1, BLOCK - 1)]).argmax(-1).tolist()
+        pair.draft.logits([Wanted(0, 0, CONTEXT, 1, BLOCK - 1)]).argmax(-1).tolist()
 
     aux_hidden_states = pair.shard.forward(step, tokens).aux_hidden_states
     work: dict[str, Callable[[], None]] = {

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
+from adapters.models.checkpoint import Checkpoint
 from adapters.models.dflash.checkpoint import DraftCheckpoint
 from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.dflash.weights import products as draft_products
+from adapters.models.dflash.weights import products as block_products
+from adapters.models.draft import CachedDraft, DraftShape
 from adapters.models.family import ModelConfig
 from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.products import Products
+from adapters.models.mtp.checkpoint import HeadCheckpoint
+from adapters.models.mtp.draft import MtpDraft
+from adapters.models.mtp.weights import head_products
 from adapters.models.numerics import Numerics, kept_under, plan_from_json, plan_to_json
 from adapters.models.shard import Shard
 from engine.kept import Kept
@@ -23,20 +32,32 @@ from engine.refusal import Refusal
 
 log = logging.getLogger("rekindle")
 
+OWN = "mtp"  # the model's own prediction head
+SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
+"""What `auto` takes for models that come with a draft."""
 
-def find_draft(options: Options, config: ModelConfig, numerics: Numerics) -> DraftCheckpoint | None:
-    """The folder that was asked for, or the demo's own. Raises Refusal for one that cannot draft for this target."""
-    folder = Path(options.draft)
-    if options.draft == "auto":
-        folder = demo.FOLDER / "draft"
-        if options.model != "demo" or not (folder / "config.json").is_file():
-            return None
-    if options.draft == "none":
+
+@frozen
+class FoundDraft:
+    """A draft that was asked for, checked against its target. name: as `--draft` has it."""
+
+    name: str
+    shape: DraftShape
+    products: Callable[..., Products]
+    build: Callable[..., CachedDraft[Any]]
+
+
+def find_draft(options: Options, target: Checkpoint, numerics: Numerics) -> FoundDraft | None:
+    """What was asked for, or what comes with a demo. Raises Refusal for one that cannot draft for this target."""
+    name = SHIPPED.get(options.model, "none") if options.draft == "auto" else options.draft
+    if name == "none":
         if options.ddtree:
             log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
         return None
+    if name == OWN and options.ddtree:
+        raise Refusal("--ddtree: a prediction head says one token after the other; accepted: a DFlash draft")
     try:
-        found = DraftCheckpoint.open(folder, config)
+        found = own_head(target) if name == OWN else dflash(Path(name), target.config)
     except CheckpointError as error:
         raise Refusal(f"--draft {error}") from error
     if numerics.mode != "buckets":
@@ -45,8 +66,20 @@ def find_draft(options: Options, config: ModelConfig, numerics: Numerics) -> Dra
     return found
 
 
+def dflash(folder: Path, target: ModelConfig) -> FoundDraft:
+    found = DraftCheckpoint.open(folder, target)
+    config = found.config
+    return FoundDraft(str(folder), config, partial(block_products, config), partial(DFlashDraft, config, found))
+
+
+def own_head(target: Checkpoint) -> FoundDraft:
+    found = HeadCheckpoint.open(target)
+    config = found.config
+    return FoundDraft(OWN, config, partial(head_products, config), partial(MtpDraft, config, found))
+
+
 def draft_kernels(
-    found: DraftCheckpoint,
+    found: FoundDraft,
     config: ModelConfig,
     shard: Shard,
     kernels: Kernels,
@@ -64,20 +97,16 @@ def draft_kernels(
     if plan is None:
         return kernels.fresh()
     target = config.products(plan.steps, capacity=shard.capacity, dtype=shard.dtype, threads=plan.threads[1])
-    listed = draft_products(
-        found.config, evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=config.vocab_size
-    )
+    listed = found.products(evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=config.vocab_size)
     key = kept_under(listed, kernels, shard.device, (str(shard.dtype), plan))
     proven = kept.made(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
     return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
-def load_draft(found: DraftCheckpoint, shard: Shard, kernels: Kernels) -> DFlashDraft:
+def load_draft(found: FoundDraft, shard: Shard, kernels: Kernels) -> CachedDraft[Any]:
     """Beside the target, whose embedding and head it shares."""
     try:
-        return DFlashDraft(
-            found.config,
-            found,
+        return found.build(
             kernels,
             shard.head,
             device=shard.device,
@@ -90,7 +119,7 @@ def load_draft(found: DraftCheckpoint, shard: Shard, kernels: Kernels) -> DFlash
         why = "fewer --slots, a smaller --max-ctx or --draft none may help"
         raise Refusal(f"the draft does not fit {shard.device} beside the model: {why}") from error
     except ValueError as error:
-        raise Refusal(f"--draft {found.folder}: {error}") from error
+        raise Refusal(f"--draft {found.name}: {error}") from error
 
 
 def short_of_memory(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 from adapters.models.checkpoint import Checkpoint
-from adapters.models.dflash.checkpoint import DraftCheckpoint
+from adapters.models.draft import DraftShape
 from adapters.models.family import ModelConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics
@@ -43,9 +43,9 @@ def context_of(options: Options, config: ModelConfig, dtype: torch.dtype, device
     return context
 
 
-def row_bytes(config: ModelConfig, draft: DraftCheckpoint | None, dtype: torch.dtype) -> int:
+def row_bytes(config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype) -> int:
     """Of one token in a slot, the draft's context included."""
-    return config.kv_bytes_per_token(dtype) + (0 if draft is None else draft.config.kv_bytes_per_token(dtype))
+    return config.kv_bytes_per_token(dtype) + (0 if draft is None else draft.kv_bytes_per_token(dtype))
 
 
 def check_memory(token_bytes: int, device: torch.device, slots: int, context: int) -> None:

@@ -104,7 +104,8 @@ class ModelOption:
     """The one option that needs no flag."""
 
     model: Annotated[str, flag(MODEL)] = "demo"
-    """Folder of a Hugging Face checkpoint (Qwen3, Qwen2, Llama), or `demo`, the small model that comes with it."""
+    """Folder of a Hugging Face checkpoint (Qwen3.5, Qwen3, Qwen2, Llama), or `demo` or `demo-hybrid` (a Qwen3.5), small
+    models that come with it."""
 
 
 @frozen(kw_only=True)
@@ -145,7 +146,8 @@ class Options(ModelOption):
     """CPU threads for the model; 0 is one per core. Part of the numerics class."""
 
     draft: Annotated[str, flag(DRAFT)] = "auto"
-    """Folder of a DFlash draft that was trained for the model; none: no draft; auto: the demo's own, for the demo."""
+    """Folder of a DFlash draft that was trained for the model; mtp: the model's own prediction head, if its checkpoint
+    has one; none: no draft; auto: what a demo comes with."""
 
     ddtree: Annotated[bool, flag(DRAFT, negative="")] = False
     """Verify trees of proposals instead of chains: more tokens a decode step, and more work in each. Tokens stay the

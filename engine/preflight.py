@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import evolve
 
+from adapters import demo
 from adapters.checkpoint.config import read_json
 from adapters.checkpoint.errors import CheckpointError
 from adapters.models import FAMILIES
@@ -23,15 +24,18 @@ from engine.refusal import Refusal
 log = logging.getLogger("rekindle")
 CHECKPOINT = "accepted: a folder with a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors)"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+DRAFTS = ("auto", "mtp", "none")
 MOST_KEYS = 1 << 20  # bytes of --api-key-file
 
 
 def prepared(options: Options) -> Options:
     """The options, with the keys that a file holds. Raises Refusal."""
-    if options.model != "demo":
+    if options.model not in demo.FOLDERS:
         check_model(options.model)
-    if options.draft not in {"auto", "none"} and not Path(options.draft).is_dir():
-        raise Refusal(f"--draft {options.draft}: no such folder")
+    if options.draft not in DRAFTS and not Path(options.draft).is_dir():
+        raise Refusal(
+            f"--draft {options.draft}: no such folder; accepted: one with a DFlash draft, {', '.join(DRAFTS)}"
+        )
     if options.trace is not None:
         check_trace(options.trace)
     if options.kv_cache_dir is not None and parse(options.disk_prefix_cache).kind != "off":

@@ -16,8 +16,7 @@ from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
-from adapters.models.dflash.checkpoint import DraftCheckpoint
-from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.draft import CachedDraft
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics
 from adapters.models.shard import Shard
@@ -33,7 +32,7 @@ from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot
 from engine import startup
-from engine.draft import draft_kernels, find_draft, load_draft, short_of_memory
+from engine.draft import FoundDraft, draft_kernels, find_draft, load_draft, short_of_memory
 from engine.folders import cache_folder, user_folder
 from engine.kept import Kept
 from engine.loading import with_loading
@@ -67,7 +66,7 @@ class Target:
     mode: str  # exact or fast
     scope: Scope  # of requests that do not say
     kept: Kept
-    draft: DFlashDraft | None = None
+    draft: CachedDraft[Any] | None = None
     transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
 
     @property
@@ -142,7 +141,7 @@ class Target:
 
 
 def model_folder(options: Options) -> Path:
-    return demo.FOLDER if options.model == "demo" else Path(options.model)
+    return demo.FOLDERS.get(options.model) or Path(options.model)
 
 
 class Mismatched(Exception):
@@ -162,8 +161,10 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:
         raise Mismatched(named)
-    found = find_draft(options, checkpoint.config, numerics)
-    check_memory(row_bytes(checkpoint.config, found, dtype), device, options.slots, context)
+    found = find_draft(options, checkpoint, numerics)
+    check_memory(
+        row_bytes(checkpoint.config, None if found is None else found.shape, dtype), device, options.slots, context
+    )
     step(startup.WEIGHTS)
     shard = checkpoint.family.build(
         checkpoint.config,
@@ -174,7 +175,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         slots=options.slots,
         capacity=context,
         buckets=row_counts(numerics.buckets, fast=fast),
-        aux_layers=() if found is None else found.config.aux_layers,
+        aux_layers=() if found is None else found.shape.aux_layers,
     )
     executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast)
     drafting = None
@@ -209,7 +210,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         numerics=numerics,
         settings=settings,
         identity=named,
-        model_id="demo" if options.model == "demo" else folder.resolve().name,
+        model_id=options.model if options.model in demo.FOLDERS else folder.resolve().name,
         mode=options.numerics,
         scope=options.scope,
         kept=kept,
@@ -219,8 +220,8 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
 
 
 def add_draft(
-    found: DraftCheckpoint, shard: Shard, executor: DeviceExecutor, kernels: Kernels, nodes: int
-) -> Drafting[DFlashDraft]:
+    found: FoundDraft, shard: Shard, executor: DeviceExecutor, kernels: Kernels, nodes: int
+) -> Drafting[CachedDraft[Any]]:
     """Beside the target, at work for the executor. nodes: of its trees."""
     draft = load_draft(found, shard, kernels)
     drafting = Drafting(draft, shard.buckets, nodes)
@@ -234,7 +235,7 @@ def decide(
     options: Options,
     executor: DeviceExecutor,
     shard: Shard,
-    draft: DFlashDraft | None,
+    draft: CachedDraft[Any] | None,
     *,
     numerics: Numerics,
     named: str,
@@ -271,13 +272,13 @@ def decide(
     )
 
 
-def widths(draft: DFlashDraft | None, tree: int) -> list[int]:
+def widths(draft: CachedDraft[Any] | None, tree: int) -> list[int]:
     """Proposals of the decode steps that are worth measuring."""
     most = 0 if draft is None else draft.block - 1
     return sorted({0, most, max(most, tree), *(width for width in WIDTHS if width < most)})
 
 
-def layout(shard: Shard, draft: DFlashDraft | None, named: str, block_size: int) -> Layout:
+def layout(shard: Shard, draft: CachedDraft[Any] | None, named: str, block_size: int) -> Layout:
     kept = None if draft is None else Draft(draft.identity, draft.row_spec)
     return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
 

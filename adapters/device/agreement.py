@@ -10,7 +10,7 @@ from adapters.device.sampling import Draw, NotFinite, Pick, Picked
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree
 from effects.decode import Decoded
-from effects.ids import DeviceFailed
+from effects.ids import DeviceFailed, Tokens
 
 
 @frozen(eq=False)
@@ -37,6 +37,10 @@ class Agreed:
     picks: tuple[Pick, ...]
     accepted: int  # how many of the picks were proposed
 
+    @property
+    def tokens(self) -> Tokens:
+        return tuple(picked.token for picked in self.picks)
+
 
 def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agreed | DeviceFailed:
     """Down the tree along what the target picks: the proposals that it picked too, and its first pick that differs or
@@ -57,10 +61,9 @@ def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agr
         path.append(child)
 
 
-def commit(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
+def decoded(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
+    """The outcome of what has been committed."""
     if isinstance(agreed, DeviceFailed):
         return agreed
-    tokens = tuple(picked.token for picked in agreed.picks)
-    member.state.commit(tokens)
     logprobs = tuple(picked.logprob for picked in agreed.picks if picked.logprob is not None)
-    return Decoded(tokens, member.tree.size, logprobs, ns, agreed.accepted)
+    return Decoded(agreed.tokens, member.tree.size, logprobs, ns, agreed.accepted)

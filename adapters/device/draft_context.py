@@ -106,8 +106,13 @@ class DraftContext(Generic[D]):
         self._extend(Step(segments, bucket), joined, [run[0].state for run in runs])
 
     def _extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
+        tokens = [
+            token
+            for segment, state in zip(step.segments, states, strict=True)
+            for token in state.tokens[segment.start : segment.start + segment.count]
+        ]
         try:
-            self.draft.extend(step, aux_hidden_states)
+            self.draft.extend(step, torch.tensor(tokens), aux_hidden_states)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
@@ -22,10 +22,9 @@ from adapters.device.memory import ran_out_of_memory
 from adapters.device.noise import gumbel_of
 from adapters.device.proposer import DraftRequest
 from adapters.device.sampling import Draw, adjusted
-from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, best_first, chain
 from adapters.device.truncation import column
-from adapters.models.dflash.blocks import BlockRequest
+from adapters.models.draft import BlockRequest
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
@@ -55,16 +54,16 @@ class Drafting(DraftContext[D]):
         asking = {index: self._ask(request) for index, request in enumerate(requests)}
         asks = {index: ask for index, ask in asking.items() if ask.count > 0}
         if asks:
+            said = Said([requests[index] for index in asks], self.nodes if self.draft.branches else 0, self.draft.block)
             try:
-                logits = self.draft.propose(list(asks.values()))
+                self.draft.propose(list(asks.values()), said)
             except Exception as error:
                 if not ran_out_of_memory(error):
                     raise
                 log.warning("no proposals: %s", error)
                 return trees
-            parts = torch.split(logits, [ask.count for ask in asks.values()])
-            for index, found in zip(asks, self._read([requests[index] for index in asks], parts), strict=True):
-                trees[index] = found
+            for index, tree in zip(asks, said.trees(), strict=True):
+                trees[index] = tree
         return trees
 
     def _ask(self, request: DraftRequest) -> BlockRequest:
@@ -72,39 +71,6 @@ class Drafting(DraftContext[D]):
         first, position = request.state.drafted
         count = min(request.most, request.depth, self.draft.block - 1) if first < position else 0
         return BlockRequest(request.slot, first, position, request.state.tokens[-1], count)
-
-    def _read(self, requests: Sequence[DraftRequest], parts: Sequence[Tensor]) -> list[Tree]:
-        """Chains that need no look at what was proposed before are picked together."""
-        together = [
-            index for index, request in enumerate(requests) if request.state.sampler.plain and not self._wide(request)
-        ]
-        found: dict[int, Tree] = {}
-        if together:
-            rows = [row for index in together for row in rows_of(requests[index].state, len(parts[index]))]
-            tokens = iter(guesses(torch.cat([parts[index] for index in together]), rows))
-            for index in together:
-                picked = tuple(next(tokens) for _ in range(len(parts[index])))
-                found[index] = chain((requests[index].state.tokens[-1], *picked))
-        for index, request in enumerate(requests):
-            if index not in found:
-                found[index] = (
-                    self._grow(request, parts[index]) if self._wide(request) else one_by_one(request, parts[index])
-                )
-        return [cut(found[index], request.state.stops) for index, request in enumerate(requests)]
-
-    def _wide(self, request: DraftRequest) -> bool:
-        """Penalties would need the path before each token: there it is a chain all the same."""
-        return self.nodes > 0 and request.state.sampler.plain and request.most >= self.draft.block
-
-    def _grow(self, request: DraftRequest, logits: Tensor) -> Tree:
-        """Candidates are ranked by what is compared when one is picked: logits, or noisy ones."""
-        ids, scores = candidates(logits, rows_of(request.state, len(logits)))
-        values, order = scores.log_softmax(-1).topk(min(CHILDREN, scores.shape[-1]))
-        ranked = [
-            [(token, value) for token, value in zip(*pair, strict=True) if value > -math.inf]
-            for pair in zip(ids.gather(-1, order).tolist(), values.tolist(), strict=True)
-        ]
-        return best_first(request.state.tokens[-1], ranked, min(request.most, self.nodes))
 
     # --- residency ---
 
@@ -127,18 +93,74 @@ class Drafting(DraftContext[D]):
         return ModelUnloaded(held, time.perf_counter_ns() - started)
 
 
-def rows_of(state: SlotState, count: int) -> list[Draw]:
-    """How the proposals after the slot's last token are picked, whatever was proposed before them."""
-    return [Draw(state.sampler, len(state.tokens) + row) for row in range(count)]
+@define(eq=False)
+class Said:
+    """Picks what is proposed to these requests, as a draft says what may come. nodes, block: as `Drafting` has them."""
 
+    requests: Sequence[DraftRequest]
+    nodes: int
+    block: int
+    drafted: list[list[int]] = field(init=False)
+    grown: dict[int, Tree] = field(init=False, factory=dict)
 
-def one_by_one(request: DraftRequest, logits: Tensor) -> Tree:
-    """Each proposal is picked as if those before it were part of the answer."""
-    state, drafted = request.state, list[int]()
-    for number in range(len(logits)):
-        row = Draw(state.sampler, len(state.tokens) + number, tuple(drafted))
-        drafted += guesses(adjusted(logits[number : number + 1], [row]), [row])
-    return chain((state.tokens[-1], *drafted))
+    def __attrs_post_init__(self) -> None:
+        self.drafted = [[] for _ in self.requests]
+
+    def __call__(self, parts: Sequence[Tensor]) -> list[list[int]]:
+        """Chains that need no look at what was proposed before are picked together."""
+        found: list[list[int]] = [[] for _ in parts]
+        together = [index for index, part in enumerate(parts) if len(part) and self._plain(index)]
+        if together:
+            rows = [row for index in together for row in self._rows(index, len(parts[index]))]
+            tokens = iter(guesses(torch.cat([parts[index] for index in together]), rows))
+            for index in together:
+                found[index] = [next(tokens) for _ in range(len(parts[index]))]
+        for index, part in enumerate(parts):
+            if len(part) and index not in together:
+                found[index] = self._tree(index, part) if self._wide(index) else self._one_by_one(index, part)
+            self.drafted[index] += found[index]
+        return found
+
+    def trees(self) -> list[Tree]:
+        """All that was picked. Nothing follows a token that ends the answer."""
+        last = [request.state.tokens[-1] for request in self.requests]
+        trees = [self.grown.get(index, chain((last[index], *said))) for index, said in enumerate(self.drafted)]
+        return [cut(tree, request.state.stops) for tree, request in zip(trees, self.requests, strict=True)]
+
+    def _plain(self, index: int) -> bool:
+        return self.requests[index].state.sampler.plain and not self._wide(index)
+
+    def _wide(self, index: int) -> bool:
+        """Penalties would need the path before each token: there it is a chain all the same."""
+        request = self.requests[index]
+        return self.nodes > 0 and request.state.sampler.plain and request.most >= self.block
+
+    def _rows(self, index: int, count: int) -> list[Draw]:
+        """How the next proposals are picked, whatever was proposed before them."""
+        state = self.requests[index].state
+        first = len(state.tokens) + len(self.drafted[index])
+        return [Draw(state.sampler, first + row) for row in range(count)]
+
+    def _one_by_one(self, index: int, logits: Tensor) -> list[int]:
+        """Each proposal is picked as if those before it were part of the answer."""
+        state, before, found = self.requests[index].state, self.drafted[index], list[int]()
+        for number in range(len(logits)):
+            path = (*before, *found)
+            row = Draw(state.sampler, len(state.tokens) + len(path), path)
+            found += guesses(adjusted(logits[number : number + 1], [row]), [row])
+        return found
+
+    def _tree(self, index: int, logits: Tensor) -> list[int]:
+        """Candidates are ranked by what is compared when one is picked: logits, or noisy ones."""
+        request = self.requests[index]
+        ids, scores = candidates(logits, self._rows(index, len(logits)))
+        values, order = scores.log_softmax(-1).topk(min(CHILDREN, scores.shape[-1]))
+        ranked = [
+            [(token, value) for token, value in zip(*pair, strict=True) if value > -math.inf]
+            for pair in zip(ids.gather(-1, order).tolist(), values.tolist(), strict=True)
+        ]
+        self.grown[index] = best_first(request.state.tokens[-1], ranked, min(request.most, self.nodes))
+        return list(ids.gather(-1, order[:, :1]).flatten().tolist())
 
 
 def guesses(logits: Tensor, rows: Sequence[Draw]) -> list[int]:

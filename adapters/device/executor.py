@@ -21,7 +21,7 @@ import anyio
 import torch
 from torch import Tensor
 
-from adapters.device.agreement import Agreed, Member, agree, commit
+from adapters.device.agreement import Agreed, Member, agree, decoded
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.proposer import DraftRequest, Proposer
@@ -293,7 +293,7 @@ class DeviceExecutor:
                 outcomes[index] = out_of_memory(error)
             return tuple(outcomes)
         for member, agreed in zip(members, agreements, strict=True):
-            outcomes[member.index] = commit(member, agreed, time.perf_counter_ns() - started)
+            outcomes[member.index] = decoded(member, agreed, time.perf_counter_ns() - started)
         return tuple(outcomes)
 
     def _ready(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:
@@ -336,6 +336,9 @@ class DeviceExecutor:
             for member, one in zip(members, found, strict=True)
         ]
         self._shard.commit(step, kept)
+        for member, one in zip(members, found, strict=True):
+            if isinstance(one, Agreed):
+                member.state.commit(one.tokens)
         self._follow(step, forward, kept, [member.state for member in members])
         return found
 

@@ -1,4 +1,4 @@
-"""Whoever proposes what may follow a slot's last token, and the model that most of them ask."""
+"""Whoever proposes what may follow a slot's last token, and the draft that most of them ask."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree
-from adapters.models.dflash.blocks import BlockRequest
+from adapters.models.draft import BlockRequest, Pick
 from adapters.models.shard import Kept, Step
 
 
 class DraftModel(Protocol):
-    """What DFlashDraft is, as far as it is used here. Every call runs on the lane's thread."""
+    """What a `CachedDraft` is, as far as it is used here. Every call runs on the lane's thread."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]: ...
@@ -28,9 +28,12 @@ class DraftModel(Protocol):
     @property
     def state(self) -> Literal["loaded", "parked", "released"]: ...
 
-    def extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> None: ...
+    @property
+    def branches(self) -> bool: ...
 
-    def propose(self, asks: Sequence[BlockRequest]) -> Tensor: ...
+    def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None: ...
+
+    def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None: ...
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None: ...
 
@@ -63,7 +66,8 @@ class Proposer(Protocol):
     def follow(
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
     ) -> None:
-        """The target has run `step`; for each of its slots in order what stays of it, and the slot's state.
+        """The target has run `step`; for each of its slots in order what stays of it, and the slot's state, which has
+        the tokens of all rows that stay.
 
         aux_hidden_states are the target's static buffers.
         """

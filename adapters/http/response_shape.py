@@ -140,10 +140,9 @@ class ResponseShape:
         self.keep(final)
         return final
 
-    def keep(self, final: dict[str, Any]) -> None:
-        """One that is too large says that it is not kept."""
+    def keep(self, final: Mapping[str, Any]) -> None:
         if self.asked.echo["store"]:
-            final["store"] = self.shelf.keep(self.id, ArchivedResponse(final, self.asked.echo["items"]))
+            self.shelf.keep(self.id, ArchivedResponse(final, self.asked.echo["items"]))
 
     def response(self) -> dict[str, Any]:
         """As it is now; in progress, nothing is in it yet."""

@@ -156,9 +156,9 @@ class DenseShard:
     @property
     def head(self) -> TargetHead:
         """Embedding and head, for a draft; ValueError if the shard does not have both."""
-        if self._embedding is None or self._head is None:
+        if self._embedding is None or self._head is None or self._norm is None:
             raise ValueError(f"layers {self._layers.start}..{self._layers.stop - 1} lack the embedding or the head")
-        return TargetHead(self._embedding, self._head)
+        return TargetHead(self._embedding, self._head, self._norm)
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         self._check_step(step, inputs)

@@ -12,8 +12,10 @@ from attrs import frozen
 from adapters.checkpoint.errors import CheckpointError, shown
 from adapters.checkpoint.weights import Shapes, WeightSource
 from adapters.models import FAMILIES
+from adapters.models.decoder import LayerShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import Products
+from adapters.models.rope import Rotary
 from adapters.models.shard import Shard
 
 
@@ -86,17 +88,26 @@ class Build(Protocol):
         ...
 
 
+class HeadShape(LayerShape, Protocol):
+    """Of the layer of a model's own prediction head."""
+
+    @property
+    def rotary(self) -> Rotary: ...
+
+
 @frozen
 class Family:
     """model_type: of config.json. parse: config.json, or CheckpointError with one line that says what is accepted.
 
-    named: what a published tensor is called here; empty for one that the model is served without.
+    named: what a published tensor is called here; empty for one that the model is served without. head_shape: of a
+    model's own prediction head (`mtp.*`), which a checkpoint may have; None: such models have none.
     """
 
     model_type: str
     parse: Callable[[Mapping[str, Any]], ModelConfig]
     build: Build
     named: Callable[[str], str] = str
+    head_shape: Callable[[Any], HeadShape] | None = None
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:

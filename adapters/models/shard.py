@@ -84,11 +84,13 @@ class TargetHead:
     """What a draft shares with its target, by reference: it has neither embedding nor head of its own.
 
     embedding: `[V, D]` on the target's device, in its dtype. packed: the head `[V, D]` as the target's kernels packed
-    it, so a draft on the same kind of kernels multiplies with it as it is.
+    it, so a draft on the same kind of kernels multiplies with it as it is. norm: `[D]`, what the final norm before the
+    head multiplies with, as `Kernels.add_norm` takes it.
     """
 
     embedding: Tensor
     packed: Any
+    norm: Tensor
 
 
 class Shard(Protocol):

@@ -10,7 +10,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
-from adapters.models.dflash.blocks import BlockRequest
+from adapters.models.draft import BlockRequest, Pick
 from adapters.models.shard import NamedTensors, Step
 from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
 
@@ -23,6 +23,7 @@ class FakeDraft:
     capacity: int = 256
     block: int = 8
     noise: float = 0.0
+    branches: bool = True
     aux_layers: tuple[int, ...] = (0,)
     state: Literal["loaded", "parked", "released"] = "loaded"
     exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark; file: nothing is found
@@ -32,8 +33,9 @@ class FakeDraft:
     def __attrs_post_init__(self) -> None:
         self.cache = torch.randint(-(2**60), 2**60, (self.slots, self.capacity))
 
-    def extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> None:
+    def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
         self._need("extend")
+        assert tokens.shape == (step.rows,)
         rows, first = aux_hidden_states[0], 0
         assert rows.shape == (step.bucket, 1), (rows.shape, step)
         for segment in step.segments:
@@ -41,7 +43,7 @@ class FakeDraft:
             self.cache[segment.slot, at] = rows[first : first + segment.count, 0]
             first += segment.count
 
-    def propose(self, asks: Sequence[BlockRequest]) -> Tensor:
+    def propose(self, asks: Sequence[BlockRequest], pick: Pick) -> None:
         self._need("propose")
         self.asked.append(list(asks))
         vocab, generator = VOCAB, torch.Generator().manual_seed(len(self.asked))
@@ -55,7 +57,7 @@ class FakeDraft:
                 logits = logits_of(mix(total).reshape(1, 1), vocab)
                 found.append(logits + self.noise * torch.randn(1, vocab, generator=generator))
                 token = int(logits.argmax())
-        return torch.cat(found)
+        pick(torch.split(torch.cat(found), [ask.count for ask in asks]))
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         self.cache[target, start:stop] = self.cache[source, start:stop]

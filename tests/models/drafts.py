@@ -109,7 +109,7 @@ def save_draft(folder: Path, config: DFlashConfig, tensors: dict[str, Tensor], *
 def head_of(config: DFlashConfig, kernels, dtype: torch.dtype = torch.float32, vocab: int = 211) -> TargetHead:
     generator = torch.Generator().manual_seed(99)
     table = torch.randn(vocab, config.hidden_size, generator=generator).to(dtype)
-    return TargetHead(table, kernels.pack(table.clone()))
+    return TargetHead(table, kernels.pack(table.clone()), torch.ones(config.hidden_size, dtype=dtype))
 
 
 def proven_draft(config: DFlashConfig, dtype: torch.dtype, capacity: int, vocab: int = 211) -> CpuKernels:
@@ -142,7 +142,7 @@ def extend(draft: DFlashDraft, bucket: int, *parts: tuple[int, int, Tensor]) -> 
     for index, layer in enumerate(draft.aux_layers):
         aux_hidden_states[layer] = torch.full((bucket, every.shape[2]), 3e4, dtype=every.dtype)
         aux_hidden_states[layer][: every.shape[1]] = every[index]
-    draft.extend(step, aux_hidden_states)
+    draft.extend(step, torch.zeros(step.rows, dtype=torch.int64), aux_hidden_states)
 
 
 def extend_in_pieces(draft: DFlashDraft, rows: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> None:

@@ -99,7 +99,7 @@ class RecurrentShard:
 
     @property
     def head(self) -> TargetHead:
-        return TargetHead(self.embedding, self.output)
+        return TargetHead(self.embedding, self.output, torch.ones(WIDTH))
 
     # --- forwards ---
 

@@ -7,9 +7,9 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.dflash.blocks import BlockRequest
 from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.draft import DFlashDraft, NotLoaded
+from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.draft import BlockRequest, NotLoaded
 from adapters.models.kernels.batch import BlockBatch
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
@@ -50,7 +50,7 @@ def draft_of(config: DFlashConfig, dtype: torch.dtype, kernels=None, stored=None
     table = normal(VOCAB, config.hidden_size, dtype=stored, seed=9).to(dtype)
     shape = {"slots": 4, "capacity": 1024, "buckets": BUCKETS} | options
     weights = RandomDraft(config, 1, DEVICE, stored, config.hidden_size**-0.5)
-    head = TargetHead(table, kernels.pack(table.clone()))
+    head = TargetHead(table, kernels.pack(table.clone()), torch.ones_like(table[0]))
     return DFlashDraft(config, weights, kernels, head, device=DEVICE, dtype=dtype, **shape)
 
 
@@ -64,7 +64,7 @@ def extend(draft: DFlashDraft, bucket: int, *parts: tuple[int, int, Tensor]) -> 
     every = torch.cat([rows for _, _, rows in parts], 1)
     padded = torch.full((len(draft.aux_layers), bucket, every.shape[2]), 3e4, dtype=every.dtype, device=DEVICE)
     padded[:, : every.shape[1]] = every
-    draft.extend(step, dict(zip(draft.aux_layers, padded, strict=True)))
+    draft.extend(step, torch.zeros(step.rows, dtype=torch.int64), dict(zip(draft.aux_layers, padded, strict=True)))
 
 
 def extend_in_pieces(draft: DFlashDraft, rows: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> None:
@@ -76,7 +76,7 @@ def extend_in_pieces(draft: DFlashDraft, rows: Tensor, pieces: list[tuple[int, i
 
 
 def proposed(draft: DFlashDraft, *asks: BlockRequest) -> list[Tensor]:
-    return [part.clone() for part in draft.propose(asks).split([ask.count for ask in asks])]
+    return [part.clone() for part in draft.logits(asks).split([ask.count for ask in asks])]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,7 +215,7 @@ def test_a_forward_never_waits_for_the_device():
     draft, rows = draft_of(WIDE, torch.bfloat16), aux_hidden_states_of(WIDE, 16, torch.bfloat16)
     for _ in range(3):
         extend(draft, 16, (0, 0, rows))
-        draft.propose([BlockRequest(0, 0, 16, 9, 15)])
+        draft.logits([BlockRequest(0, 0, 16, 9, 15)])
     kernels = draft._kernels  # noqa: SLF001 - the steps without their one host copy
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -248,7 +248,7 @@ def test_parking_gives_device_memory_back_and_unparking_the_same_bits(large):
         assert (large.state, held["weights"], held["kv"]) == ("parked", 0, loaded["kv"])
         assert loaded["weights"] <= held["host"] < loaded["weights"] * 1.01
         with pytest.raises(NotLoaded):
-            large.propose([ask])
+            large.logits([ask])
         assert large.unpark() >= loaded["weights"]
         for _ in range(3):
             assert same_bits(proposed(large, ask)[0], expected)

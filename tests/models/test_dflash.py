@@ -10,9 +10,9 @@ from attrs import evolve
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.models.dense import DenseShard
-from adapters.models.dflash.blocks import BlockRequest
 from adapters.models.dflash.checkpoint import DraftCheckpoint
-from adapters.models.dflash.draft import DFlashDraft, NotLoaded
+from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.draft import BlockRequest, NotLoaded
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.parking import ParkedWeights, kept_on_host, relocated, size_of
@@ -58,7 +58,7 @@ def test_proposals_are_those_of_the_formulas(config, dtype, kernels):
     rows = aux_hidden_states_of(config, 90, dtype)
     for length, first, count in ((90, 0, config.block - 1), (90, 70, 3), (3, 3, 5)):
         extend_in_pieces(draft, rows[:, :length], [(64, 64)], slot=2)
-        found = draft.propose([BlockRequest(2, first, length, 17, count)])
+        found = draft.logits([BlockRequest(2, first, length, 17, count)])
         size = min(4 if count <= 3 else 8 if count <= 7 else 16, config.block)
         block = [17, *[config.mask_token_id] * (size - 1)]
         table = head_of(config, ReferenceKernels(), dtype).embedding
@@ -75,8 +75,8 @@ def test_a_mask_embedding_of_its_own_stands_for_the_targets(config):
     masked = draft_of(config, Tensors({**tensors, "mask_embedding": own.unsqueeze(0)}))
     for draft in (plain, masked):
         extend(draft, 32, (0, 0, aux_hidden_states_of(config, 20)))
-    found = masked.propose([BlockRequest(0, 0, 20, 17, 7)])
-    assert not torch.equal(found, plain.propose([BlockRequest(0, 0, 20, 17, 7)]))
+    found = masked.logits([BlockRequest(0, 0, 20, 17, 7)])
+    assert not torch.equal(found, plain.logits([BlockRequest(0, 0, 20, 17, 7)]))
     table = head_of(config, ReferenceKernels()).embedding
     table[config.mask_token_id] = own
     block = [17, *[config.mask_token_id] * 7]
@@ -93,7 +93,7 @@ def whole(request, config):
     draft = draft_of(config, dtype=request.param)
     rows = aux_hidden_states_of(config, LENGTH, request.param)
     extend_in_pieces(draft, rows, [(256, 256)])
-    expected = {at: draft.propose([BlockRequest(0, 0, at, 9, draft.block - 1)]).clone() for at in (LENGTH, 505, 64)}
+    expected = {at: draft.logits([BlockRequest(0, 0, at, 9, draft.block - 1)]).clone() for at in (LENGTH, 505, 64)}
     extend_in_pieces(draft, rows, [(256, 256)])  # the blocks were written over rows further on
     return draft, rows, expected
 
@@ -104,7 +104,7 @@ def same_rows(draft, ours: int, theirs: int, stop: int) -> bool:
 
 
 def proposed(draft, slot: int, at: int):
-    return draft.propose([BlockRequest(slot, 0, at, 9, draft.block - 1)])
+    return draft.logits([BlockRequest(slot, 0, at, 9, draft.block - 1)])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_block_is_proposed_the_same_whoever_asks_beside(whole):
     ):
         for slot in (1, 2, 3):
             draft.copy_rows(0, slot, 0, LENGTH)
-        found = draft.propose(asks).split([ask.count for ask in asks])
+        found = draft.logits(asks).split([ask.count for ask in asks])
         for ask, logits in zip(asks, found, strict=True):
             if ask.count == full:
                 assert same_bits(logits, expected[ask.position])
@@ -175,7 +175,7 @@ def test_a_block_leaves_nothing_behind(whole):
     draft.copy_rows(0, 1, 0, 400)
     at = 400
     for kept in (1, 7, 16, 3, 16, 2, 16, 16, 12, 16):
-        draft.propose([BlockRequest(1, 0, at, 30 + kept, draft.block - 1)])
+        draft.logits([BlockRequest(1, 0, at, 30 + kept, draft.block - 1)])
         extend(draft, 16, (1, at, rows[:, at : at + kept]))
         at += kept
     assert at == 505
@@ -190,9 +190,9 @@ def test_context_rows_before_the_first_valid_one_have_no_say(whole):
     for slot, source in ((1, rows), (2, strange)):
         extend_in_pieces(draft, source[:, :600], [(256, 256)], slot=slot)
         draft.copy_rows(0, slot, 530, 600)
-        found.append(draft.propose([BlockRequest(slot, 530, 600, 9, 7)]).clone())
+        found.append(draft.logits([BlockRequest(slot, 530, 600, 9, 7)]).clone())
     assert same_bits(*found)
-    assert not same_bits(draft.propose([BlockRequest(1, 529, 600, 9, 7)]), found[0])
+    assert not same_bits(draft.logits([BlockRequest(1, 529, 600, 9, 7)]), found[0])
 
 
 def test_more_blocks_than_one_forward_holds_are_proposed_to_in_turns():
@@ -202,8 +202,8 @@ def test_more_blocks_than_one_forward_holds_are_proposed_to_in_turns():
     for slot in range(20):
         extend(draft, 128, (slot, 0, rows[:, : 60 + slot]))
     asks = [BlockRequest(slot, 0, 60 + slot, slot, 1 + slot % 15) for slot in range(20)]
-    alone = [draft.propose([ask]).clone() for ask in asks]
-    assert same_bits(draft.propose(asks), torch.cat(alone))
+    alone = [draft.logits([ask]).clone() for ask in asks]
+    assert same_bits(draft.logits(asks), torch.cat(alone))
 
 
 def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
@@ -219,9 +219,10 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
         for count in cuts:
             bucket = next(bucket for bucket in shard.buckets if bucket >= count)
             step = Step((Segment(1, at, count),), bucket, rows_only=True)
-            draft.extend(step, shard.forward(step, tokens[at : at + count]).aux_hidden_states)
+            part = tokens[at : at + count]
+            draft.extend(step, part, shard.forward(step, part).aux_hidden_states)
             at += count
-        found.append(draft.propose([BlockRequest(1, 0, 300, int(tokens[3]), 15)]).clone())
+        found.append(draft.logits([BlockRequest(1, 0, 300, int(tokens[3]), 15)]).clone())
     assert same_bits(found[0], found[1])
     assert same_bits(found[0], found[2])
     with pytest.raises(ValueError, match=r"layers 1\.\.8 lack"):
@@ -239,11 +240,11 @@ def test_what_cannot_be_is_refused_by_name():
         ("token 211 is not in 0..210", BlockRequest(0, 0, 10, 211, 1)),
     ]:
         with pytest.raises(ValueError, match=message):
-            draft.propose([ask])
+            draft.logits([ask])
     with pytest.raises(ValueError, match="a slot asks twice"):
-        draft.propose([BlockRequest(0, 0, 10, 1, 1), BlockRequest(0, 0, 11, 1, 1)])
+        draft.logits([BlockRequest(0, 0, 10, 1, 1), BlockRequest(0, 0, 11, 1, 1)])
     with pytest.raises(ValueError, match="nothing is asked"):
-        draft.propose([])
+        draft.logits([])
     rows = aux_hidden_states_of(draft.config, 4)
     with pytest.raises(ValueError, match=r"rows 98\.\.102"):
         extend(draft, 4, (0, 98, rows))
@@ -305,7 +306,7 @@ def large(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read where Linux tells it")  # noqa: PTH110
 def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     asks = [BlockRequest(0, 0, 50, 9, 15)]
-    expected = large.propose(asks).clone()
+    expected = large.logits(asks).clone()
     loaded, before = large.memory(), resident()
     assert loaded["weights"] > 50 << 20
     assert large.state == "loaded"
@@ -315,7 +316,7 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     assert large.memory() == {**large.memory(), "weights": 0, "host": 0, "kv": loaded["kv"]}
     assert large.park() == 0
     for forward in (
-        lambda: large.propose(asks),
+        lambda: large.logits(asks),
         lambda: extend(large, 4, (1, 0, aux_hidden_states_of(large.config, 1))),
     ):
         with pytest.raises(NotLoaded, match="the draft is parked"):
@@ -324,12 +325,12 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     assert large.unpark() == loaded["weights"]
     assert large.unpark() == 0
     assert large.memory()["weights"] == loaded["weights"]
-    assert same_bits(large.propose(asks), expected)
+    assert same_bits(large.logits(asks), expected)
     large.release()
     assert (large.state, large.memory()["weights"]) == ("released", 0)
     large.unpark()
     large.import_rows(1, 0, rows)
-    assert same_bits(large.propose([BlockRequest(1, 0, 50, 9, 15)]), expected)
+    assert same_bits(large.logits([BlockRequest(1, 0, 50, 9, 15)]), expected)
 
 
 def test_files_that_have_gone_leave_a_parked_draft(large, tmp_path):
@@ -368,7 +369,7 @@ def test_an_unparking_that_fails_leaves_a_parked_draft_that_can_be_unparked(erro
     weights = Failing(random_tensors(config))
     draft = draft_of(config, weights)
     extend(draft, 32, (0, 0, aux_hidden_states_of(config, 20)))
-    expected = draft.propose([BlockRequest(0, 0, 20, 9, 15)]).clone()
+    expected = draft.logits([BlockRequest(0, 0, 20, 9, 15)]).clone()
     draft.park()
     weights.error = error
     with pytest.raises(raised):
@@ -377,7 +378,7 @@ def test_an_unparking_that_fails_leaves_a_parked_draft_that_can_be_unparked(erro
     assert draft.memory()["weights"] == 0
     weights.error = None
     draft.unpark()
-    assert same_bits(draft.propose([BlockRequest(0, 0, 20, 9, 15)]), expected)
+    assert same_bits(draft.logits([BlockRequest(0, 0, 20, 9, 15)]), expected)
 
 
 def test_memory_is_what_weights_caches_and_buffers_take(config):

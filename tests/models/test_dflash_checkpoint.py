@@ -11,10 +11,10 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 
 from adapters.checkpoint.errors import CheckpointError
-from adapters.models.dflash.blocks import BlockRequest
 from adapters.models.dflash.checkpoint import DraftCheckpoint
 from adapters.models.dflash.config import formula_aux_layers
 from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.draft import BlockRequest
 from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.rope import Yarn
@@ -419,7 +419,7 @@ def theirs(model, rows, masks=None, dtype=torch.float32):
 def ours(config, weights, rows, dtype=torch.float32):
     draft = draft_of(config, weights, dtype)
     extend_in_pieces(draft, rows, [(256, 256), (64, 64)], slot=1)
-    return draft.propose([BlockRequest(1, 0, rows.shape[1], 17, 15)])
+    return draft.logits([BlockRequest(1, 0, rows.shape[1], 17, 15)])
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from adapters.models.checkpoint import Checkpoint
-from adapters.models.dflash.blocks import BlockRequest
 from adapters.models.dflash.checkpoint import DraftCheckpoint
 from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.draft import BlockRequest
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.shard import Segment, Step, TargetHead
 from tests.training.conftest import DEMO
@@ -354,18 +354,26 @@ def test_the_server_computes_what_training_measured(shipped, source):
     checkpoint = DraftCheckpoint.open(DEMO / "draft", Checkpoint.open(DEMO).config)
     kernels, table = CpuKernels(torch.float32), target.model.embed_tokens.weight.detach()
     served = DFlashDraft(
-        checkpoint.config, checkpoint, kernels.fresh(), TargetHead(table, kernels.pack(table)), capacity=256
+        checkpoint.config,
+        checkpoint,
+        kernels.fresh(),
+        TargetHead(table, kernels.pack(table), torch.ones_like(table[0])),
+        capacity=256,
     )
     aux_hidden_states = dict(zip(served.aux_layers, aux_layers[0].chunk(len(served.aux_layers), -1), strict=True))
     for start in (0, 64):
         step = Step((Segment(0, start, 64),), 64)
-        served.extend(step, {aux_layer: rows[start : start + 64] for aux_layer, rows in aux_hidden_states.items()})
+        served.extend(
+            step,
+            tokens[0, start : start + 64],
+            {aux_layer: rows[start : start + 64] for aux_layer, rows in aux_hidden_states.items()},
+        )
     tail = {
         aux_layer: rows[126:130].roll(2, 0) for aux_layer, rows in aux_hidden_states.items()
     }  # two rows, two that are not looked at
-    served.extend(Step((Segment(0, 128, 2),), 4), tail)
+    served.extend(Step((Segment(0, 128, 2),), 4), tokens[0, 128:130], tail)
     for anchor, logits in zip(anchors[0].tolist(), ours, strict=True):
-        theirs = served.propose([BlockRequest(0, 0, anchor, int(tokens[0, anchor]), 15)])
+        theirs = served.logits([BlockRequest(0, 0, anchor, int(tokens[0, anchor]), 15)])
         torch.testing.assert_close(theirs, logits, atol=2e-3, rtol=1e-3)
         assert torch.equal(theirs.argmax(-1), logits.argmax(-1))
 

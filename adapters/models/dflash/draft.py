@@ -12,28 +12,21 @@ the other blocks, so a restored or batched sequence is proposed the same tokens 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.layout import RowSpec
 from adapters.models.decoder import WeightReader, finished, projected
-from adapters.models.dflash.blocks import MOST_ROWS, BlockRequest, check_requests, turns
+from adapters.models.dflash.blocks import MOST_ROWS, SMALLEST_BLOCK, block_rows, segment_of, turns
 from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.weights import DraftWeights, LoadedDraft, cache_rows, load_draft
+from adapters.models.dflash.weights import LoadedDraft, load_draft
+from adapters.models.draft import BlockRequest, CachedDraft, DraftWeights, Pick
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kv_cache import KvCache
-from adapters.models.parking import ParkedWeights, State
-from adapters.models.shard import NamedTensors, Segment, Step, TargetHead
-
-
-class NotLoaded(RuntimeError):
-    """A forward was asked of a draft whose weights are parked or released."""
+from adapters.models.shard import Step, TargetHead
 
 
 @define(eq=False)
@@ -53,92 +46,30 @@ class BlockBuffers:
     logits: Tensor
 
 
-class DFlashDraft:
-    """Called on the lane's thread only.
-
-    kernels: an instance of its own, of the target's kind. head: what it shares with the target, on the same device
-    and in the same dtype. buckets: the row counts that `extend` accepts and `propose` pads to. A slot holds `capacity`
-    rows and room for the block behind them.
-    """
+class DFlashDraft(CachedDraft[LoadedDraft]):
+    """As `CachedDraft` says; its blocks are behind the context rows of their slots."""
 
     def __init__(
-        self,
-        config: DFlashConfig,
-        weights: DraftWeights,
-        kernels: Kernels,
-        head: TargetHead,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        slots: int = 4,
-        capacity: int = 8192,
-        buckets: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
+        self, config: DFlashConfig, weights: DraftWeights, kernels: Kernels, head: TargetHead, **place: Any
     ) -> None:
-        self._config, self._kernels, self._head = config, kernels, head
-        self._device, self._dtype = torch.device(device), dtype
-        self._buckets = tuple(sorted(buckets))
-        _check_arguments(config, head, dtype, (slots, capacity), self._buckets)
-        rows = cache_rows(capacity, config.block, kernels.kv_tile)
-        self._rope = config.rotary.tables(rows, self._device)
-        names = [f"draft.layers.{layer}" for layer in range(config.num_layers)]
-        shape = (slots, config.num_kv_heads, rows, config.head_dim)
-        self._cache = KvCache(names, shape, dtype=dtype, device=self._device, capacity=capacity)
-        self._contexts: dict[int, ContextBuffers] = {}
-        self._blocks: dict[int, BlockBuffers] = {}
-        self._parking = ParkedWeights(partial(self._load, weights), self._device)
-        self._parking.unpark()
-        self._try()
-        facts = (weights.digest(), config.row_facts(), str(dtype))
-        self.identity = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-
-    def _try(self) -> None:
-        """A first forward of each kind, over nothing: what the kernels cannot do they say now, as a ValueError."""
-        shape, bucket = (self._buckets[0], self._config.hidden_size), self._buckets[0]
-        nothing = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        self.extend(Step((Segment(0, 0, 1),), bucket), dict.fromkeys(self.aux_layers, nothing))
-        self.propose([BlockRequest(0, 0, 1, 0, 1)])
-
-    # --- what it is ---
+        """place: of `CachedDraft`."""
+        self._config = config
+        if config.mask_token_id >= len(head.embedding):
+            raise ValueError(f"mask token {config.mask_token_id} is not in 0..{len(head.embedding) - 1}")
+        super().__init__(config, weights, kernels, head, **place)
 
     @property
     def config(self) -> DFlashConfig:
         return self._config
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The target's layers that `extend` needs the outputs of."""
-        return self._config.aux_layers
-
-    @property
-    def block(self) -> int:
-        """B; at most B - 1 proposals."""
-        return self._config.block
-
-    @property
-    def capacity(self) -> int:
-        """Context rows of a slot."""
-        return self._cache.capacity
-
-    @property
-    def row_spec(self) -> RowSpec:
-        return self._cache.spec
-
-    @property
-    def addressed(self) -> bool:
+    def branches(self) -> bool:
         return True
-
-    @property
-    def state(self) -> State:
-        return self._parking.state
 
     # --- forwards ---
 
-    def extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> None:
-        """Write the context rows of the step's rows, at their slots and positions.
-
-        aux_hidden_states: for each auxiliary layer what the target's forward of this very step left, `[bucket, D]`.
-        Rows past a position that is gone back to need not be taken back.
-        """
+    def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:  # noqa: ARG002
+        """Rows do not depend on their own tokens otherwise than through the target."""
         loaded = self._loaded()
         self._check_step(step)
         buffers = self._context(step.bucket)
@@ -148,15 +79,18 @@ class DFlashDraft:
             self._kernels.prepare(buffers.batch)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
 
-    def propose(self, requests: Sequence[BlockRequest]) -> Tensor:
+    def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
+        """All at once: `pick` is asked once."""
+        pick(torch.split(self.logits(requests), [request.count for request in requests]))
+
+    def logits(self, requests: Sequence[BlockRequest]) -> Tensor:
         """Float32 logits `[sum of counts, V]`: for each request in turn its rows 1 to count.
 
         Row j is the draft's word on the token at `position + j`. Read them before the next call: they may be static
         buffers. The block is run at the smallest of 4, 8, 16 ... B rows that holds the proposals.
         """
         loaded, block = self._loaded(), self.block
-        limits = {"slots": self._cache.slots, "capacity": self.capacity, "vocab": len(self._head.embedding)}
-        check_requests(requests, block=block, **limits)
+        self._check_requests(requests)
         together = list(turns(requests, block, max(block, min(MOST_ROWS, self._buckets[-1]))))
         parts = []
         for turn in together:
@@ -165,11 +99,11 @@ class DFlashDraft:
             for request in turn:
                 rows = logits[row + 1 : row + 1 + request.count]
                 parts.append(rows if len(together) == 1 else rows.clone())
-                row += request.rows(block)
+                row += block_rows(request, block)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run_turn(self, loaded: LoadedDraft, requests: Sequence[BlockRequest]) -> Tensor:
-        segments = tuple(request.segment(self.block) for request in requests)
+        segments = tuple(segment_of(request, self.block) for request in requests)
         total = sum(segment.count for segment in segments)
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= total))
         buffers = self._block(step.bucket)
@@ -207,85 +141,33 @@ class DFlashDraft:
         x = kernels.add_norm(residual, delta, loaded.norm, self._config.rms_norm_eps)
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
 
-    # --- rows ---
-
-    def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
-        """Copy context rows `[start, stop)` of slot `source` into slot `target`."""
-        self._cache.copy(source, target, start, stop)
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        """Context rows `[start, stop)` where they are: a view `[layers, 2, KV, stop - start, hd]`."""
-        return self._cache.rows(slot, start, stop)
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        """Context rows `[start, stop)` as `draft.layers.N.k` and `.v`, each `[KV, stop - start, hd]`, on the host."""
-        return self._cache.export(slot, start, stop)
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        """Put what `export_rows` gave back at `start`; a name, shape or dtype that is not ours is a ValueError."""
-        self._cache.import_(slot, start, rows)
-
-    # --- residency ---
-
-    def park(self) -> int:
-        """Give the weights' memory on the device back; context rows stay. Returns the bytes given back.
-
-        On CUDA they are kept in pinned host memory; on CPU the checkpoint is read again, from the page cache at best.
-        """
-        if self.state != "loaded":
-            return 0
-        self._forget()
-        return self._parking.park()
-
-    def unpark(self) -> int:
-        """Bring the weights back; returns the bytes. Whatever fails leaves the draft as it was.
-
-        Raises torch.OutOfMemoryError where there is no room, CheckpointError if the files have gone or are cut short.
-        """
-        return self._parking.unpark()
-
-    def release(self) -> None:
-        """Give back what parking keeps on the host as well; unparking reads the checkpoint again."""
-        self._forget()
-        self._parking.release()
-
-    def memory(self) -> Mapping[str, int]:
-        """Bytes: `weights`, `kv` and `buffers` on the device; `host` pinned by parking. Nothing shared is counted."""
-        buffers = self._rope.cos.nbytes + self._rope.sin.nbytes
-        for context in tuple(self._contexts.values()):  # asked from other threads, too
-            buffers += context.batch.table.nbytes + context.fused.nbytes
-        for block in tuple(self._blocks.values()):
-            buffers += block.batch.table.nbytes + block.hidden.nbytes + block.logits.nbytes
-        return {
-            "weights": self._parking.weights_bytes,
-            "host": self._parking.host_bytes,
-            "kv": self._cache.nbytes,
-            "buffers": buffers,
-        }
-
-    def close(self) -> None:
-        """Give all memory back; the draft is of no use afterwards."""
-        self.release()
-        self._cache.close()
-
-    def _forget(self) -> None:
-        """Buffers go, and recorded graphs with the weights' addresses in them: fresh kernels have recorded nothing."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._kernels = self._kernels.fresh()
-        self._contexts.clear()
-        self._blocks.clear()
+    def rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
+        """Blocks of every size for one slot, and whole ones for as many as a step holds."""
+        blocks = {min(SMALLEST_BLOCK << doubled, self.block) for doubled in range(self.block.bit_length())}
+        yield from ([BlockRequest(0, 0, 1, 0, size - 1)] for size in sorted(blocks))
+        for count in range(2, min(slots, rows // self.block) + 1):
+            yield [BlockRequest(slot, 0, 1, 0, self.block - 1) for slot in range(count)]
 
     # --- weights and buffers ---
 
-    def _loaded(self) -> LoadedDraft:
-        loaded = self._parking.loaded
-        if loaded is None:
-            raise NotLoaded(f"the draft is {self.state}")
-        return loaded
+    def _load(self, read: WeightReader, weights: DraftWeights) -> LoadedDraft:
+        return load_draft(read, weights, self._kernels, self._config)
 
-    def _load(self, weights: DraftWeights) -> LoadedDraft:
-        return load_draft(WeightReader(weights, self._device, self._dtype), weights, self._kernels, self._config)
+    def _make_buffers(self) -> None:
+        self._contexts: dict[int, ContextBuffers] = {}
+        self._blocks: dict[int, BlockBuffers] = {}
+
+    def _forget_buffers(self) -> None:
+        self._contexts.clear()
+        self._blocks.clear()
+
+    def _buffers_bytes(self) -> int:
+        held = 0
+        for context in tuple(self._contexts.values()):  # asked from other threads, too
+            held += context.batch.table.nbytes + context.fused.nbytes
+        for block in tuple(self._blocks.values()):
+            held += block.batch.table.nbytes + block.hidden.nbytes + block.logits.nbytes
+        return held
 
     def _context(self, bucket: int) -> ContextBuffers:
         if bucket not in self._contexts:
@@ -300,29 +182,3 @@ class DFlashDraft:
             logits = torch.zeros(bucket, len(self._head.embedding), device=self._device)
             self._blocks[bucket] = BlockBuffers(BlockBatch(bucket, self._device), hidden, logits)
         return self._blocks[bucket]
-
-    # --- arguments ---
-
-    def _check_step(self, step: Step) -> None:
-        if step.bucket not in self._buckets or not 0 < step.rows <= step.bucket:
-            raise ValueError(f"{step.rows} rows at bucket {step.bucket}; accepted: buckets {self._buckets}, not empty")
-        if len({segment.slot for segment in step.segments}) != len(step.segments):
-            raise ValueError("a slot appears twice in one step")
-        for segment in step.segments:
-            self._cache.check_span(segment.slot, segment.start, segment.start + segment.count)
-
-
-def _check_arguments(
-    config: DFlashConfig, head: TargetHead, dtype: torch.dtype, caches: tuple[int, int], buckets: Sequence[int]
-) -> None:
-    if min(caches) < 1:
-        raise ValueError(f"{caches[0]} slots of {caches[1]} rows; accepted: at least 1 of 1")
-    if not buckets or buckets[0] < 1 or buckets[-1] < config.block:
-        raise ValueError(f"buckets {tuple(buckets)} do not hold a block of {config.block} rows")
-    if head.embedding.shape[1] != config.hidden_size or head.embedding.dtype != dtype:
-        shape = list(head.embedding.shape)
-        raise ValueError(
-            f"the target's embedding is {head.embedding.dtype} {shape}, not {dtype} of {config.hidden_size}"
-        )
-    if config.mask_token_id >= len(head.embedding):
-        raise ValueError(f"mask token {config.mask_token_id} is not in 0..{len(head.embedding) - 1}")

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.checkpoint.weights import WeightSource
 from adapters.models.decoder import DecoderLayer, WeightReader, layer_products, load_layer
 from adapters.models.dflash.checkpoint import MASK_EMBEDDING
 from adapters.models.dflash.config import DFlashConfig
+from adapters.models.draft import DraftWeights, cache_rows
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import TILE, Heads, Products, Weight
-
-
-class DraftWeights(WeightSource, Protocol):
-    """Where the draft gets its tensors from, by their published names."""
-
-    def has(self, name: str) -> bool: ...
-
-    def digest(self) -> str:
-        """Identifies the weights."""
-        ...
 
 
 @frozen
@@ -70,8 +60,3 @@ def products(config: DFlashConfig, target: Products, *, capacity: int, vocab: in
     heads = Heads(config.num_heads // config.num_kv_heads, size, cache_rows(capacity, config.block, TILE))
     own = tuple(dict.fromkeys(one for one in weights if one != head))
     return evolve(target, weights=own, heads=(heads,), deltas=())
-
-
-def cache_rows(capacity: int, block: int, tile: int) -> int:
-    """A slot's rows, and room for the block behind them, in whole tiles."""
-    return -(-(capacity + block) // tile) * tile

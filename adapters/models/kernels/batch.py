@@ -96,7 +96,7 @@ class BlockBatch(Batch):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        self.starts, self.firsts = self.table[4:].unbind(0)
+        self.starts, self.firsts = self.table[4:6].unbind(0)
 
     def _measure(self, step: Step, staging: Tensor) -> None:
         row = 0

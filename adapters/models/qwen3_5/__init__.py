@@ -149,4 +149,9 @@ def named(published: str) -> str:
     return published.replace("model.language_model.", "model.", 1)
 
 
-FAMILY = Family("qwen3_5", parse, DenseShard, named)
+def head_shape(config: Qwen35Config) -> Qwen35Config:
+    """The head's layer is one of attention, like the model's own."""
+    return config
+
+
+FAMILY = Family("qwen3_5", parse, DenseShard, named, head_shape)

@@ -1,0 +1,227 @@
+"""A model's own prediction head: right by the training's formulas, and the same bits however its rows came about."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from attrs import evolve
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from adapters import demo
+from adapters.checkpoint.errors import CheckpointError
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.dense import DenseShard
+from adapters.models.draft import BlockRequest, NotLoaded
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.mtp.checkpoint import HeadCheckpoint
+from adapters.models.mtp.draft import MtpDraft
+from adapters.models.mtp.weights import head_products
+from adapters.models.shard import BUCKETS, Segment, Step
+from tests.models.checkpoints import kernels_for, same_bits
+from training.export import load_hybrid
+
+FOLDER = demo.FOLDERS["demo-hybrid"]
+LENGTH = 300
+SLOTS = 4
+
+
+class Pair:
+    """The hybrid demo and its head, on proven kernels; slots are filled by hand."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        checkpoint, capacity = Checkpoint.open(FOLDER), 512
+        config = checkpoint.config
+        listed = config.products(BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
+        kernels = kernels_for(listed, dtype, capacity)
+        shape = {"dtype": dtype, "slots": SLOTS, "capacity": capacity, "buckets": BUCKETS}
+        self.shard = DenseShard(config, checkpoint, kernels.fresh(), aux_layers=(config.num_layers - 1,), **shape)
+        head = HeadCheckpoint.open(checkpoint)
+        own = head_products(head.config, listed, capacity=capacity, vocab=config.vocab_size)
+        beside = kernels_for(evolve(own, weights=(*own.weights, *listed.weights)), dtype, capacity)
+        self.draft = MtpDraft(head.config, head, beside.fresh(), self.shard.head, **shape)
+
+    def fill(self, slot: int, tokens: Tensor, pieces: list[int], start: int = 0, *, followed: bool = True) -> None:
+        """pieces: rows of each step, the last one repeated."""
+        at, index = start, 0
+        while at < len(tokens):
+            part = tokens[at : at + pieces[min(index, len(pieces) - 1)]]
+            bucket = next(bucket for bucket in BUCKETS if bucket >= len(part))
+            step = Step((Segment(slot, at, len(part)),), bucket, rows_only=True)
+            left = self.shard.forward(step, part)
+            if followed:
+                self.draft.extend(step, part, left.aux_hidden_states)
+            at, index = at + len(part), index + 1
+
+    def said(self, *requests: BlockRequest) -> tuple[list[Tensor], list[list[int]]]:
+        """Logits of each request's places, and what was picked greedily."""
+        logits: list[list[Tensor]] = [[] for _ in requests]
+        tokens: list[list[int]] = [[] for _ in requests]
+
+        def pick(parts: list[Tensor]) -> list[list[int]]:
+            found = [part.argmax(-1).tolist() for part in parts]
+            for index, part in enumerate(parts):
+                logits[index] += part.clone().unbind(0)
+                tokens[index] += found[index]
+            return found
+
+        self.draft.propose(requests, pick)
+        return [torch.stack(rows) for rows in logits], tokens
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def pair(request):
+    return Pair(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    text = (demo.FOLDER / "__init__.py").read_bytes() * 4
+    return torch.tensor([16 + byte for byte in text[: LENGTH + 1]])
+
+
+def ask(tokens: Tensor, position: int, slot: int = 0, count: int = 5) -> BlockRequest:
+    return BlockRequest(slot, 0, position, int(tokens[position]), count)
+
+
+@pytest.mark.parametrize("position", [1, 63, 64, 65, 200, LENGTH])
+def test_it_says_what_the_formulas_of_its_training_say(tokens, position):
+    pair, model = Pair(torch.float32), load_hybrid(FOLDER, "cpu", torch.float32)
+    pair.fill(0, tokens[:position], [100])
+    [logits], [picked] = pair.said(ask(tokens, position))
+    with torch.no_grad():
+        hidden = model.hidden(tokens[None, : position + 1])
+        so_far = tokens[None, : position + 1]
+        before = torch.nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
+        before[:, ::64] = 0
+        for place in range(5):
+            out = model.mtp(model.model.embed_tokens(so_far), before, *model.angles(so_far))[:, -1:]
+            torch.testing.assert_close(logits[place], model.logits(out)[0, 0], atol=5e-4, rtol=1e-4)
+            so_far = torch.cat((so_far, torch.tensor([[picked[place]]])), 1)
+            before = torch.cat((before, out), 1)
+
+
+def test_the_same_bits_in_whatever_pieces_its_rows_were_made(pair, tokens):
+    pair.fill(0, tokens[:LENGTH], [256])
+    expected, _ = pair.said(ask(tokens, LENGTH))
+    for slot, pieces in enumerate(([64], [1, 63, 130, 7], [33, 100, 3]), 1):
+        pair.fill(slot, tokens[:LENGTH], pieces)
+        assert same_bits(pair.said(ask(tokens, LENGTH, slot))[0][0], expected[0])
+        assert same_bits(pair.draft.rows(slot, 0, LENGTH), pair.draft.rows(0, 0, LENGTH))
+
+
+def test_the_same_bits_beside_others_who_want_more_or_less(pair, tokens):
+    for slot, length in enumerate((LENGTH, 64, 130, 7)):
+        pair.fill(slot, tokens[:length], [128])
+    asks = [ask(tokens, LENGTH, 0, 3), ask(tokens, 64, 1, 7), ask(tokens, 130, 2, 1), ask(tokens, 7, 3, 7)]
+    together, picked = pair.said(*asks)
+    for request, logits, said in zip(asks, together, picked, strict=True):
+        [alone], [again] = pair.said(request)
+        assert same_bits(alone, logits)
+        assert again == said
+        assert len(said) == request.count
+
+
+def test_the_same_bits_from_kept_rows_alone_and_in_another_slot(pair, tokens):
+    pair.fill(0, tokens[:LENGTH], [256])
+    expected, _ = pair.said(ask(tokens, LENGTH))
+    rows = pair.draft.export_rows(0, 0, 192)
+    pair.fill(1, torch.flip(tokens, (0,)), [256])  # somebody else's hidden states
+    pair.fill(1, tokens[:192], [64], followed=False)
+    pair.draft.import_rows(1, 0, rows)
+    pair.fill(1, tokens[:LENGTH], [30, 64], start=192)
+    assert same_bits(pair.said(ask(tokens, LENGTH, 1))[0][0], expected[0])
+    pair.draft.copy_rows(0, 2, 0, LENGTH)  # not at a multiple of 64: what rows since then need comes with them
+    assert same_bits(pair.said(ask(tokens, LENGTH, 2))[0][0], expected[0])
+
+
+def test_rows_that_were_taken_back_are_forgotten(pair, tokens):
+    pair.fill(0, tokens[:LENGTH], [256])
+    expected, _ = pair.said(ask(tokens, LENGTH))
+    wrong = tokens.clone()
+    wrong[290:] = 99
+    pair.fill(3, wrong[:LENGTH], [128])
+    pair.fill(3, tokens[:LENGTH], [5], start=290)
+    assert same_bits(pair.said(ask(tokens, LENGTH, 3))[0][0], expected[0])
+
+
+def test_context_that_begins_later_is_not_looked_at_before(pair, tokens):
+    pair.fill(0, tokens[:LENGTH], [256])
+    other = tokens.clone()
+    other[:128] = 77
+    later = BlockRequest(0, 128, LENGTH, int(tokens[LENGTH]), 4)
+    expected, _ = pair.said(later)
+    rows = pair.draft.export_rows(0, 128, LENGTH)
+    pair.fill(1, tokens[:LENGTH], [256])
+    pair.draft.import_rows(1, 0, {name: torch.full_like(part[:, :128], 3) for name, part in rows.items()})
+    assert same_bits(pair.said(evolve(later, slot=1))[0][0], expected[0])
+
+
+def test_parked_it_says_nothing_and_comes_back_the_same(pair, tokens):
+    pair.fill(0, tokens[:LENGTH], [256])
+    expected, _ = pair.said(ask(tokens, LENGTH))
+    held = pair.draft.memory()["weights"]
+    assert pair.draft.park() == held > 0
+    with pytest.raises(NotLoaded, match="the draft is parked"):
+        pair.said(ask(tokens, LENGTH))
+    assert pair.draft.unpark() == held
+    assert same_bits(pair.said(ask(tokens, LENGTH))[0][0], expected[0])
+
+
+def test_what_cannot_be_proposed_to_is_refused(pair, tokens):
+    for words, request in (
+        ("8 proposals; accepted: 1..7", ask(tokens, 10, count=8)),
+        ("slot 4 is not in 0..3", ask(tokens, 10, slot=4)),
+        ("context rows 0..513", BlockRequest(0, 0, 513, 1, 1)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            pair.said(request)
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """The hybrid demo's folder with other tensors or settings."""
+
+    def change(tensors: dict[str, Tensor | None], **settings: object) -> Checkpoint:
+        for name in ("config.json", "tokenizer.json"):
+            shutil.copy(FOLDER / name, tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text()) | settings
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        [file] = FOLDER.glob("*.safetensors")
+        found = {**load_file(file), **tensors}
+        save_file({name: one for name, one in found.items() if one is not None}, tmp_path / "model.safetensors")
+        return Checkpoint.open(tmp_path)
+
+    return change
+
+
+def test_a_checkpoint_without_a_head_or_with_another_is_refused_by_name(changed):
+    [file] = FOLDER.glob("*.safetensors")
+    names = [name for name in load_file(file) if name.startswith("mtp.")]
+    with pytest.raises(CheckpointError, match=r"has no prediction head \(tensors mtp\.\*\); accepted: none, or"):
+        HeadCheckpoint.open(changed(dict.fromkeys(names)))
+    with pytest.raises(CheckpointError, match=r"tensor mtp\.fc\.weight is missing"):
+        HeadCheckpoint.open(changed({"mtp.fc.weight": None}))
+    with pytest.raises(CheckpointError, match=r"mtp\.layers\.1\.input_layernorm\.weight is not part of a pred"):
+        HeadCheckpoint.open(changed({"mtp.layers.1.input_layernorm.weight": torch.zeros(160)}))
+    with pytest.raises(CheckpointError, match=r"mtp\.norm\.weight has shape \[7\]; accepted here: \[160\]"):
+        HeadCheckpoint.open(changed({"mtp.norm.weight": torch.zeros(7)}))
+    with pytest.raises(CheckpointError, match="models of type 'qwen3' have no prediction head of their own; accepted"):
+        HeadCheckpoint.open(Checkpoint.open(demo.FOLDER))
+
+
+def test_its_identity_is_that_of_its_weights(changed):
+    kernels = CpuKernels(torch.float32)
+
+    def identity(checkpoint: Checkpoint) -> str:
+        config, head = checkpoint.config, HeadCheckpoint.open(checkpoint)
+        shard = DenseShard(config, checkpoint, kernels.fresh(), slots=1, capacity=64, buckets=(8,))
+        place = {"slots": 1, "capacity": 64, "buckets": (8,)}
+        return MtpDraft(head.config, head, kernels.fresh(), shard.head, **place).identity
+
+    shipped = identity(Checkpoint.open(FOLDER))
+    assert identity(Checkpoint.open(FOLDER)) == shipped
+    assert identity(changed({"mtp.norm.weight": torch.zeros(160, dtype=torch.bfloat16)})) != shipped
