@@ -138,9 +138,9 @@ class Archive:
     async def _follow(self) -> None:
         while self._changed:
             name = next(iter(self._changed))
-            del self._changed[name]
+            raw = self._raw.get(name)
             try:
-                if (raw := self._raw.get(name)) is not None:
+                if raw is not None:
                     await self._owned.write(name, [raw])
                 else:
                     await anyio.to_thread.run_sync(self._remove, name)
@@ -150,6 +150,8 @@ class Archive:
                 self._failing = True
             else:
                 self._failing = False
+            if self._raw.get(name) is raw:  # and not changed again meanwhile; a cancelled write is done by `close`
+                del self._changed[name]
 
     @property
     def _owned(self) -> Folder:

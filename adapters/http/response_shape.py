@@ -140,9 +140,10 @@ class ResponseShape:
         self.keep(final)
         return final
 
-    def keep(self, final: Mapping[str, Any]) -> None:
+    def keep(self, final: dict[str, Any]) -> None:
+        """One that is too large says that it is not kept."""
         if self.asked.echo["store"]:
-            self.shelf.keep(self.id, ArchivedResponse(final, self.asked.echo["items"]))
+            final["store"] = self.shelf.keep(self.id, ArchivedResponse(final, self.asked.echo["items"]))
 
     def response(self) -> dict[str, Any]:
         """As it is now; in progress, nothing is in it yet."""

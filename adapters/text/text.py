@@ -11,8 +11,8 @@ from attrs import define, field, frozen
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.text_files import TextFiles
-from adapters.text.answer.detect import detect_calls, detect_reasoning
-from adapters.text.answer.reader import NONE, REASONING, AnswerReader
+from adapters.text.answer.detect import detect_calls, detect_reasoning, opened
+from adapters.text.answer.reader import NONE, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
 from adapters.text.conversation import ChatMessage, Conversation, templated
 from adapters.text.cuts import cut_places
@@ -105,14 +105,12 @@ class Text:
 
     def reader(self, conversation: Conversation, rendered: Rendered) -> AnswerReader:
         """How to read what follows this prompt."""
-        tags = REASONING.get(self.reasoning or NONE)
-        if conversation.continues:
-            thinking = tags is not None and not conversation.messages[-1].content
-        else:
-            thinking = tags is not None and text_of(rendered[-3:]).rstrip().endswith(tags.opening)
-        tools, parallel = conversation.callable, conversation.parallel
-        names = (self.calls or NONE), (self.reasoning or NONE)
-        return AnswerReader(names[0], tools, parallel, names[1], thinking, conversation.choice)
+        calls, reasoning = self.calls or NONE, self.reasoning or NONE
+        last = conversation.messages[-1]
+        thinking = reasoning != NONE and not last.content if conversation.continues else opened(rendered, reasoning)
+        return AnswerReader(
+            calls, conversation.callable, conversation.parallel, reasoning, thinking, conversation.choice
+        )
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], most: int | None = None, gone: Gone | None = None, **variables: Any

@@ -15,12 +15,20 @@ from tests.e2e.server import Running, serving
 from tests.e2e.test_restart import kill, written
 from tests.models.checkpoints import LLAMA3, rope, save_model
 from tests.models.drafts import FULL, random_tensors, save_draft
+from tests.models.hybrids import ROPE
 
 VOCAB, LAYERS, HIDDEN = 4096, 4, 96  # the demo's tokenizer's
 PROMPT = [10 + 37 * n % 4000 for n in range(600)]
+LINEAR_SIZES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 FAMILIES = {
     "llama": {**rope("llama3", **LLAMA3), "bos_token_id": 0, "eos_token_id": [1, 2]},
     "qwen2": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2, "eos_token_id": 1},
+    "qwen3_5_text": {**LINEAR_SIZES, "head_dim": 32, "rope_parameters": ROPE, "eos_token_id": [1, 2]},
 }
 DRAFT = DFlashConfig(HIDDEN, 128, 2, 4, 2, 24, Rotary(24, 1e4), (FULL,) * 2, (0, 2), 8, 5)
 
@@ -30,7 +38,7 @@ def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     shape = {"hidden_size": HIDDEN, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
     own = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS, "head_dim": HIDDEN // 4}
-    save_model(folder, request.param, **shape, **own, **FAMILIES[request.param])
+    save_model(folder, request.param, **shape, **own | FAMILIES[request.param])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.FOLDER / name, folder)
     return folder

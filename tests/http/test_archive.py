@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,27 @@ async def test_the_folder_follows_while_the_server_runs(tmp_path: Path) -> None:
                 await anyio.sleep(0.01)
         tasks.cancel_scope.cancel()
     await archive.close()
+
+
+async def test_what_was_being_written_when_the_server_stops_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive, write, begun = opened(tmp_path), Folder.write, anyio.Event()
+
+    async def slow(folder: Folder, name: str, parts: Sequence[bytes]) -> int:
+        if not begun.is_set():
+            begun.set()
+            await anyio.sleep_forever()
+        return await write(folder, name, parts)
+
+    monkeypatch.setattr(Folder, "write", slow)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(archive.run)
+        Shelf(archive).keep(name(1), one(1))
+        await begun.wait()
+        tasks.cancel_scope.cancel()
+    await archive.close()
+    assert shown(opened(tmp_path), 1) == one(1)
 
 
 async def test_those_that_were_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,9 @@ async def detect_calls(template: ChatTemplate) -> str:
         ]
     except (TemplateRefused, TemplateFailed):
         return NONE
+    reasoning = detect_reasoning(template)
     for name in CALL_FORMS:
-        reader = AnswerReader(name, {TOOL.name: TOOL}, reasoning=detect_reasoning(template))
+        reader = AnswerReader(name, {TOOL.name: TOOL}, reasoning=reasoning, thinking=opened(asked, reasoning))
         parser = reader.start(lambda: CALL.id)
         said = blocks([*parser.push(answer(asked, called, reader.controls)), *parser.finish()])
         calls = [block for block in said if isinstance(block, ToolCall)]
@@ -60,6 +61,11 @@ def answer(asked: Rendered, called: Rendered, seen: Collection[str]) -> str:
             written += text[max(0, same - at) :]
         at += len(text)
     return written
+
+
+def opened(prompt: Rendered, reasoning: str) -> bool:
+    """Has the template begun the reasoning itself? Nothing that a client typed is at the end of a prompt."""
+    return reasoning != NONE and text_of(prompt[-3:]).rstrip().endswith(REASONING[reasoning].opening)
 
 
 def detect_reasoning(template: ChatTemplate) -> str:

@@ -1,0 +1,134 @@
+"""Whatever stands in a request's field, the answer is an error that names a place in it, or there is none wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.http.archive import Archive, Shelf
+from adapters.http.controls import read_controls
+from adapters.http.errors import ApiError
+from adapters.http.fields import Fields
+from adapters.http.messages import read_message_controls, read_messages
+from adapters.http.options import EdgeOptions
+from adapters.http.responses import WORDS, References, read_conversation, shown
+from adapters.http.tools import Skipped
+from adapters.text.conversation import Conversation, templated
+from adapters.text.text import Text
+
+OPTIONS = EdgeOptions("small", 4096, 500)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+MESSAGES = {
+    "model": "small",
+    "max_tokens": 4000,
+    "system": [
+        {"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "brief"},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2", "is_error": False}]},
+    ],
+    "tools": [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}, {"type": "web_search_20250305"}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 2000},
+    "output_config": {"effort": "high"},
+    "metadata": {"user_id": "me"},
+    "stop_sequences": ["x"],
+    "stream": True,
+}
+RESPONSES = {
+    "model": "small",
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "1", "name": "add", "namespace": "n", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "2"}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}]},
+    ],
+    "tool_choice": {"type": "function", "name": "add"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"a": "b"},
+    "parallel_tool_calls": True,
+    "truncation": "auto",
+    "max_output_tokens": 5,
+}
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=4,
+)
+WORDS_OF_OTHERS = st.sampled_from(["text", "tool_result", "tool_use", "message", "item_reference", "image", "function"])
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def changed(body: dict[str, Any], path: tuple[Any, ...], junk: Any) -> dict[str, Any]:
+    copy = deepcopy(body)
+    *way, last = path
+    inner: Any = copy
+    for key in way:
+        inner = inner[key]
+    inner[last] = junk
+    return copy
+
+
+def read_message_request(fields: Fields, text: Text) -> Conversation:
+    read_message_controls(fields, OPTIONS, text)
+    return read_messages(fields, Skipped())
+
+
+def read_response_request(fields: Fields, text: Text) -> Conversation:
+    shown(fields, read_controls(fields, WORDS, OPTIONS, text.tokenizer.end_tokens))
+    return read_conversation(fields, [], References(Shelf(Archive()), OPTIONS), Skipped())[0]
+
+
+@pytest.fixture(scope="session")
+def text(folder: Any) -> Text:
+    return Text.load(folder)
+
+
+READERS = {"messages": (MESSAGES, read_message_request), "responses": (RESPONSES, read_response_request)}
+
+
+@pytest.mark.parametrize(("body", "read"), READERS.values(), ids=READERS)
+@given(data=st.data())
+def test_a_field_with_anything_in_it_is_read_or_named(
+    text: Text, body: dict[str, Any], read: Callable[[Fields, Text], Conversation], data: st.DataObject
+) -> None:
+    assert read(Fields(body), text).messages
+    path = data.draw(st.sampled_from([*places(body)]))
+    fields = Fields(changed(body, path, data.draw(JUNK | WORDS_OF_OTHERS)))
+    refused: ApiError | None = None
+    try:
+        json.dumps(templated(read(fields, text), argument_text=False))
+    except ApiError as error:
+        refused = error
+    if refused is not None:
+        assert 400 <= refused.status < 500
+        assert refused.param is not None
+        assert refused.param.startswith("$")
