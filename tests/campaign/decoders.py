@@ -1,4 +1,4 @@
-"""Decoders of the store's own files, and of what measurements leave: records framed well, and not what we wrote."""
+"""Decoders of the store's own files, of kept responses and measurements: records framed well, and not what we wrote."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from attrs import asdict
 
+from adapters.http import archive
+from adapters.http.archive import Archive, Shelf
+from adapters.http.errors import ApiError
+from adapters.http.fields import Fields
+from adapters.http.options import EdgeOptions
+from adapters.http.responses import References, read_conversation
+from adapters.http.tools import Skipped
 from adapters.models.numerics import Numerics
 from adapters.store import journal, recent, seekable, survey
 from adapters.store.described import read_head
+from adapters.store.folder import Folder
 from adapters.store.format import Newer, Outdated
 from adapters.store.index import Entry
 from adapters.store.recent import Recent, Recents
@@ -34,6 +43,10 @@ EXAMPLES: tuple[tuple[What, Any, str], ...] = (
     ("numerics", Numerics, NUMERICS.to_json()),
     ("rates", Loading, Loading(5, 7, 1100, 1500).to_json()),
 )
+OPTIONS = EdgeOptions("small", 4096, 500)
+MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+OWNERS = ("", "a" * 64)
 NUMBERS = (0, 1, 2, 7, 255, 2**16, 2**31, 2**32 - 1, 2**48, 2**63, 2**64 - 1)
 
 
@@ -174,5 +187,38 @@ def outcomes(_: Path) -> Iterator[Case]:
             found = kind.from_json(raw.decode())
         if found is not None:
             assert asdict(kind.from_json(found.to_json())) == asdict(found)
+
+    yield case
+
+
+@contextmanager
+def responses(path: Path) -> Iterator[Case]:
+    """Kept responses, whole or damaged, their digests right or not: read as a conversation, or refused."""
+    response = {"id": "resp_" + "0" * 24, "previous_response_id": None, "output": [MESSAGE, CALL]}
+    items = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": "msg_" + "0" * 28}]
+
+    def files_of(random: Random) -> list[bytes]:
+        found = []
+        for _ in range(random.randrange(1, 4)):
+            lines = [spoilt_value(part, random) if random.random() < 0.5 else part for part in (response, items)]
+            before = random.choice(("", f"resp_{0:024x}", f"resp_{1:024x}", "../x"))
+            whose = random.choice(OWNERS) + " " + before
+            body = b"\n".join(line.encode() for line in (whose, *map(text_of, lines)))
+            digest = archive.digest(body if random.random() < 0.8 else body[:-1])
+            found.append(harmed(digest + b"\n" + body, random))
+        return found
+
+    def case(random: Random) -> None:
+        raws = files_of(random)
+        with TemporaryDirectory(dir=path) as name, closing(Folder.open(Path(name))) as folder:
+            for number, raw in enumerate(raws):
+                (folder.path / f"resp_{number:024x}").write_bytes(raw)
+            found = Archive(folder)
+            found.load()
+        for shelf in (Shelf(found, owner) for owner in OWNERS):
+            for number in range(3):
+                earlier = shelf.conversation(f"resp_{number:024x}", OPTIONS.max_body) or []
+                with suppress(ApiError):
+                    read_conversation(Fields({"input": "And?"}), earlier, References(shelf, OPTIONS), Skipped())
 
     yield case

@@ -16,6 +16,7 @@ DECODERS = (
     Kind("seek tables", decoders.seek_tables, 60),
     Kind("outcomes", decoders.outcomes, 40),
     Kind("kept", decoders.kept, 40),
+    Kind("responses", decoders.responses, 40),
     Kind("safetensors", folders.safetensors_heads, 40),
     Kind("configurations", folders.configurations, 40),
     Kind("tokenizers", folders.tokenizers, 60),

@@ -32,6 +32,8 @@ MEMORY_MIB = 256  # that a server may keep after some hundred hostile requests: 
 PROBES = 12
 ASKED = {"max_tokens": 4, "temperature": 0.8, "seed": 5, "logprobs": 2}
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+GENERATING = (CHAT, PLAIN, MESSAGES, RESPONSES)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {
         "model": "demo",
@@ -44,6 +46,30 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     },
     PLAIN: {"prompt": ["Hello", "x = "], "max_tokens": 2, "temperature": 0.5, "seed": 1, "logprobs": 1, "n": 1},
+    MESSAGES: {
+        "max_tokens": 2,
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]},
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+        "thinking": {"type": "disabled"},
+    },
+    RESPONSES: {
+        "max_output_tokens": 2,
+        "instructions": "x",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "x"},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "text": {"format": {"type": "text"}},
+        "metadata": {"a": "b"},
+    },
     "/tokenize": {"content": "Hello <|im_end|>", "parse_special": True},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/apply-template": {"messages": [{"role": "user", "content": "Hello"}]},
@@ -153,7 +179,7 @@ def bodies(_: Path) -> Iterator[Case]:
             raw = text_of(value).encode()
             if random.random() < 0.3:
                 raw = spoilt_bytes(raw, random)
-                path = random.choice(list(BODIES)) if path not in (CHAT, PLAIN) else "/tokenize"
+                path = random.choice(list(BODIES)) if path not in GENERATING else "/tokenize"
             headers = {"content-type": random.choice(("application/json", "application/json", "text/x", "a/b+json"))}
             told(attacked.server.client.post(path, content=raw, headers=headers, timeout=DEADLINE_S))
             attacked.run += 1
@@ -167,11 +193,13 @@ def bounded(value: Any) -> Any:
     """No long answer is asked for where a long one is anybody's right."""
     if isinstance(value, dict):
         value.setdefault("max_tokens", 2)
-        for name in ("max_tokens", "max_completion_tokens", "n", "best_of", "n_predict"):
+        value.setdefault("max_output_tokens", 2)
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of", "n_predict"):
             if isinstance(found := value.get(name), int) and not isinstance(found, bool) and (found > 4 or found == -1):
                 value[name] = 3
-        if value["max_tokens"] is None:  # no limit at all
-            value["max_tokens"] = 2
+        for name in ("max_tokens", "max_output_tokens"):
+            if value[name] is None:  # no limit at all
+                value[name] = 2
     return value
 
 
