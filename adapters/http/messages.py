@@ -30,7 +30,12 @@ THINKING = ("enabled", "adaptive", "disabled", "between_tools")
 DISPLAYS = ("summarized", "omitted")
 CHOICES = ("auto", "any", "tool", "none")
 NOT_TEXT = ("image", "document", "container_upload", "search_result", "browser_state")
-UNSEEN = ("redacted_thinking", "tool_reference")  # nothing in them can be read
+# What other servers' tools leave in an assistant's message: a conversation that began elsewhere goes on without.
+UNSEEN = (
+    *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+    *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+    *("mcp_tool_use", "mcp_tool_result", "compaction"),
+)
 MISSING = {
     "container": Missing("is not supported: this server runs no code"),
     "mcp_servers": Missing("is not supported: this server calls nobody; its client may"),
@@ -79,6 +84,9 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
     for place, value in enumerate(listed):
         said = Fields.of(value, f"{fields.at('messages')}[{place}]")
         messages += read_message(said, calls)
+    last = messages[-1]
+    if last.role == "assistant" and len(messages) > 1 and not (last.content.strip() or last.reasoning or last.calls):
+        messages.pop()  # it opens an answer, as is done anyway
     last = messages[-1]
     if last.calls:
         where = f"{fields.at('messages')}[{len(listed) - 1}].content"
@@ -141,7 +149,7 @@ def read_assistant(message: Fields, calls: set[str]) -> ChatMessage:
                 calls.add(called[-1].id)
             case "redacted_thinking":
                 required(block, "data")
-            case _:
+            case kind if kind not in UNSEEN:
                 texts.append(read_block(block, ("text", "thinking", "redacted_thinking", "tool_use")))
     return ChatMessage("assistant", "".join(texts), "".join(thoughts), tuple(called))
 
@@ -159,10 +167,9 @@ def read_result(block: Fields, calls: set[str]) -> ChatMessage:
     if call is None or call not in calls:
         raise block.wrong("tool_use_id", "the id of a tool_use of an assistant's message before it")
     failed = block.flag("is_error")
-    content = (
-        "\n".join(read_block(part, ("text",)) for part in blocks_of(block, "content")) if block.has("content") else ""
-    )
-    return ChatMessage("tool", content or ("error" if failed else ""), answers=call)
+    parts = blocks_of(block, "content") if block.has("content") else ()
+    texts = [read_block(part, ("text",)) for part in parts if part.data.get("type") != "tool_reference"]
+    return ChatMessage("tool", "\n".join(texts) or ("error" if failed else ""), answers=call)
 
 
 def blocks_of(fields: Fields, name: str) -> Sequence[Fields]:

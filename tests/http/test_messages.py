@@ -152,6 +152,26 @@ async def test_a_prefilled_answer_goes_on(site: Site, client: anthropic.AsyncAnt
     assert written.endswith("<|im_start|>assistant\nMy name is")
 
 
+async def test_an_empty_answer_at_the_end_is_one_that_begins(site: Site, client: anthropic.AsyncAnthropic) -> None:
+    await client.messages.create(**asked())
+    plain = site.door.tickets[-1].job.prompt
+    for content in ("", " \n", []):
+        await client.messages.create(**asked(messages=[*HI, {"role": "assistant", "content": content}]))
+        assert site.door.tickets[-1].job.prompt == plain
+
+
+async def test_a_conversation_that_began_elsewhere_goes_on_without_what_tools_left_there(site: Site) -> None:
+    server = {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "x"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []}
+    text = {"type": "text", "text": "It is so."}
+    plain, more = ([*HI, {"role": "assistant", "content": blocks}, *HI] for blocks in ([text], [server, found, text]))
+    prompts = []
+    for messages in (plain, more):
+        assert (await site.post(PATH, asked(messages=messages))).status_code == 200
+        prompts.append(site.door.tickets[-1].job.prompt)
+    assert prompts[0] == prompts[1]
+
+
 async def test_tokens_are_counted_exactly(site: Site, client: anthropic.AsyncAnthropic) -> None:
     said = {"messages": HI, "system": [{"type": "text", "text": "Be brief."}], "tools": [ADD]}
     count = await client.messages.count_tokens(model="small", **said)
