@@ -226,6 +226,8 @@ class Edge:
                 "default_generation_settings": default_settings(options),
                 "model_alias": options.model_id,
                 "chat_template": template.source if template is not None else None,
+                "tool_parser": self.text.calls,
+                "reasoning_parser": self.text.reasoning,
                 "eos_tokens": list(self.text.tokenizer.end_tokens),
                 "build_info": f"rekindle {options.version}",
                 "numerics": dict(options.numerics),

@@ -191,6 +191,11 @@ async def test_an_answer_can_go_on_with_the_last_message(site: Site) -> None:
     assert prompt.endswith("<|im_start|>assistant\nThe quick brown")
 
 
+async def test_props_tell_how_answers_are_read(shared: Site) -> None:
+    props = (await shared.client.get("/props")).json()
+    assert (props["tool_parser"], props["reasoning_parser"]) == ("hermes", "think")
+
+
 async def test_how_many_tokens_a_conversation_has(site: Site) -> None:
     body = chat(tools=TOOLS, model="small")
     counted = (await site.post(f"{PATH}/input_tokens", body)).json()
