@@ -35,8 +35,11 @@ class Decoded:
 class RunDecode:
     """Feed `token` at row `position` and up to `propose` drafted tokens after it.
 
-    They are a chain; where an executor proposes trees, as many more than a chain can hold branch off from it. The token
-    comes along so that an executor can refuse to run on a slot that went out of step.
+    checkpoint: the model's positional state at the last block's end up to `position` is copied out first, to be kept. A
+    failure to keep it is none here.
+
+    Proposals are a chain; where an executor proposes trees, as many more than a chain can hold branch off from it. The
+    token comes along so that an executor can refuse to run on a slot that went out of step.
     """
 
     outcomes: ClassVar = (Decoded, DeviceFailed)
@@ -45,3 +48,4 @@ class RunDecode:
     position: int  # rows [0, position) are valid
     token: int
     propose: int = 0
+    checkpoint: bool = False

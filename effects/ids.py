@@ -9,6 +9,7 @@ from attrs import frozen
 
 RequestId = NewType("RequestId", int)
 SlotId = NewType("SlotId", int)
+PlaceId = NewType("PlaceId", int)  # where a device keeps a checkpoint of a model's positional state
 LaneId = NewType("LaneId", int)  # a device that work is queued for; the target's is MAIN
 LeaseId = NewType("LeaseId", int)  # a hit in the block store: held until its rows are restored or released
 MAIN = LaneId(0)

@@ -13,7 +13,7 @@ from effects.ids import LeaseId, Side, StoreFailed, Tier, Tokens
 class PrefixFound:
     """Rows `[0, length)` are kept and will stay until `lease` is released.
 
-    Where the model has positional state, its checkpoint at `length` is kept too.
+    Where the model has positional state, it can be gone on from its checkpoints only: the last one is at `length`.
     """
 
     lease: LeaseId
@@ -21,6 +21,7 @@ class PrefixFound:
     tier: Tier
     served: Tokens | None = None  # what an earlier compression made of this prompt, when there was one
     shared: int = 0  # tokens that the prompt begins with as the likest of the recent prompts does, when it was asked
+    checkpoints: tuple[int, ...] = ()  # ascending, a few of the last ones; all beyond what was asked
 
 
 @frozen
@@ -33,7 +34,10 @@ class PrefixMissed:
 
 @frozen
 class FindPrefix:
-    """Look for more than the `beyond` tokens that are on the device already."""
+    """Look for more than the `beyond` tokens that are on the device already.
+
+    rows: of a model with positional state, rows of the prompt that are there, though the state behind them is not.
+    """
 
     outcomes: ClassVar = (PrefixFound, PrefixMissed, StoreFailed)
     side: ClassVar = Side.STORE
@@ -41,6 +45,7 @@ class FindPrefix:
     beyond: int
     memo: bool = False  # may what an earlier compression made of this prompt be found, and served, instead
     window: int = 0  # compare with so many recent prompts (the prompt then joins them); 0: neither
+    rows: int = 0
 
 
 @frozen

@@ -7,7 +7,7 @@ from typing import ClassVar
 from attrs import frozen
 
 from effects.decode import Logprob
-from effects.ids import DeviceFailed, Side, SlotId, Tokens
+from effects.ids import DeviceFailed, PlaceId, Side, SlotId, Tokens
 from effects.job import Sampling
 
 
@@ -17,6 +17,9 @@ class OpenSlot:
 
     If `source` is another slot, its rows `[0, keep)` are copied first. Done on the device lane, in order with the
     launches. Doing it twice changes nothing.
+
+    A model with positional state goes on from the one behind its first `state` rows, at most `keep`: `place` has it, or
+    the source itself. 0: from none.
     """
 
     outcomes: ClassVar = ()
@@ -27,6 +30,8 @@ class OpenSlot:
     prompt: Tokens
     sampling: Sampling
     stop_tokens: Tokens = ()  # a decode step keeps nothing past the first of them
+    state: int = 0
+    place: PlaceId | None = None
 
 
 @frozen
@@ -43,7 +48,8 @@ class RunPrefill:
     """Compute rows `[start, stop)` of the slot's prompt: one chunk, at most C rows.
 
     checkpoint: the model's positional state at `stop` is copied out to be kept, too. A failure to keep it is none here.
-    logprobs: alternatives beside each token that follows one of these rows; -1: nobody asked.
+    place: the device keeps it there. logprobs: alternatives beside each token that follows one of these rows; -1:
+    nobody asked.
     """
 
     outcomes: ClassVar = (PrefillAdvanced, DeviceFailed)
@@ -52,4 +58,5 @@ class RunPrefill:
     start: int
     stop: int
     checkpoint: bool = False
+    place: PlaceId | None = None
     logprobs: int = -1

@@ -13,7 +13,8 @@ from effects.ids import LeaseId, Side, SlotId, StoreFailed
 class BlocksRestored:
     """Rows `[start, stop)` of the slot are on the device; the lease is released.
 
-    The model's positional state, where it has any, is the one at `stop`, which then is all that was asked for.
+    The model's positional state, where it has any, is the one at `stop`, which then is all that was asked for: no rows,
+    if the slot had all of them.
     """
 
     start: int
@@ -24,7 +25,8 @@ class BlocksRestored:
 
 @frozen
 class RestoreBlocks:
-    """Load rows `[start, stop)` into the slot. Whatever comes of it, the lease is released with the outcome.
+    """Load rows `[start, stop)` into the slot, and the positional state at `stop` where the model has any: then there
+    may be no rows to load. Whatever comes of it, the lease is released with the outcome.
 
     They are written on the device's lane, behind what was asked of it before: another slot may still be copied from
     this one, and this one not be open yet.

@@ -19,7 +19,10 @@ class SnapshotSaved:
 
 @frozen
 class SaveSnapshot:
+    """Keep these rows. checkpoint: and the positional state behind the last of them, which the slot still has."""
+
     outcomes: ClassVar = (SnapshotSaved, DeviceFailed)
     side: ClassVar = Side.DEVICE
     slot: SlotId
     tokens: Tokens  # what rows [0, len(tokens)) stand for
+    checkpoint: bool = False

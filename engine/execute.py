@@ -122,6 +122,7 @@ class Execution:
 
     executor: DeviceExecutor
     chunk: int
+    stateful: bool
     remembered: Remembered
     ahead: Ahead
     answers: dict[RequestId, Outcome] = field(factory=dict[RequestId, Outcome])
@@ -141,7 +142,7 @@ class Execution:
                         self.valid[ask.request] = outcome.stop
                         await self.compute_loaded(number, ask.request)
             case Ask(request, OpenSlot() as opening):
-                self.valid[request] = opening.keep
+                self.valid[request] = opening.state if self.stateful else opening.keep
                 self.executor.open(request, opening)
             case Ask(request, RestoreBlocks() as restore):
                 self.restores[request] = restore
@@ -176,6 +177,8 @@ class Execution:
         The load may have been done before what is computed meanwhile; then these rows follow once that is there.
         """
         start, stop = self.loaded.get(request, (0, 0))
+        if self.stateful:  # rows before `start` may be there without the state behind them, which is what was loaded
+            start = min(start, self.valid.get(request, 0))
         if self.valid.get(request, 0) < start or start >= stop:
             return
         del self.loaded[request]
@@ -215,7 +218,7 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
         ) from error
     try:
         run, remembered, ahead = Replay.of(header), Remembered(target.checkpoint.config.vocab_size), Ahead(lines)
-        execution = Execution(target.executor, header.settings.chunk, remembered, ahead)
+        execution = Execution(target.executor, header.settings.chunk, header.settings.stateful, remembered, ahead)
         target.executor.proposed_to(remembered)
         for line in shown(ahead):
             envelope = line.record

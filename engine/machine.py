@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.draft import DraftShape
@@ -39,7 +39,7 @@ def context_of(options: Options, config: ModelConfig, dtype: torch.dtype, device
     context = options.max_ctx or config.max_positions
     if context > config.max_positions:
         raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
-    check_memory(row_bytes(config, None, dtype), device, options.slots, context)
+    check_memory(slot_memory(config, None, dtype), device, options, context)
     return context
 
 
@@ -48,15 +48,32 @@ def row_bytes(config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype)
     return config.kv_bytes_per_token(dtype) + (0 if draft is None else draft.kv_bytes_per_token(dtype))
 
 
-def check_memory(token_bytes: int, device: torch.device, slots: int, context: int) -> None:
-    """A host is killed where a GPU says no. Raises Refusal for a KV cache that is larger than the whole machine."""
+@frozen
+class SlotMemory:
+    """Bytes of what slots keep: rows, and positional state of a model that has any, in slots and in places."""
+
+    token: int
+    state: int = 0
+    place: int = 0
+
+
+def slot_memory(config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype) -> SlotMemory:
+    return SlotMemory(row_bytes(config, draft, dtype), *config.state_bytes(dtype))
+
+
+def check_memory(slot: SlotMemory, device: torch.device, options: Options, context: int) -> None:
+    """A host is killed where a GPU says no. Raises Refusal for slots that are larger than the whole machine."""
     if device.type != "cpu":
         return
-    needed = slots * context * token_bytes
+    rows, states = options.slots * (context * slot.token + slot.state), options.state_checkpoints * slot.place
     there = host_memory()
-    if needed > there:
-        size = f"{slots} slots of {context} tokens take {needed / 1e9:.0f} GB"
-        raise Refusal(f"{size}, this machine has {there / 1e9:.0f} GB: fewer --slots or a smaller --max-ctx may help")
+    if rows + states > there:
+        size = f"{options.slots} slots of {context} tokens take {rows / 1e9:.0f} GB"
+        fewer = "fewer --slots or a smaller --max-ctx may help"
+        if states:
+            size += f" and {options.state_checkpoints} states beside them {states / 1e9:.0f} GB"
+            fewer = "fewer --slots, fewer --state-checkpoints or a smaller --max-ctx may help"
+        raise Refusal(f"{size}, this machine has {there / 1e9:.0f} GB: {fewer}")
 
 
 def host_memory() -> int:

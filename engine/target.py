@@ -36,7 +36,7 @@ from engine.draft import FoundDraft, draft_kernels, find_draft, load_draft, shor
 from engine.folders import cache_folder, user_folder
 from engine.kept import Kept
 from engine.loading import with_loading
-from engine.machine import check_memory, context_of, identity, prove, row_bytes
+from engine.machine import check_memory, context_of, identity, prove, slot_memory
 from engine.measure import kept_or_measured, key
 from engine.options import Options
 from engine.refusal import Refusal
@@ -162,9 +162,8 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     if only not in {None, named}:
         raise Mismatched(named)
     found = find_draft(options, checkpoint, numerics)
-    check_memory(
-        row_bytes(checkpoint.config, None if found is None else found.shape, dtype), device, options.slots, context
-    )
+    shape = None if found is None else found.shape
+    check_memory(slot_memory(checkpoint.config, shape, dtype), device, options, context)
     step(startup.WEIGHTS)
     shard = checkpoint.family.build(
         checkpoint.config,
@@ -175,6 +174,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         slots=options.slots,
         capacity=context,
         buckets=row_counts(numerics.buckets, fast=fast),
+        state_places=options.state_checkpoints,
         aux_layers=() if found is None else found.shape.aux_layers,
     )
     executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast)
@@ -267,9 +267,16 @@ def decide(
         rates=kept_or_measured(kept, times, executor, shard, **shape),
         min_tokens=options.kv_cache_min_tokens,
         stateful=stateful,
+        state_places=shard.state_places,
+        state_tokens=state_tokens(shard),
         interval=options.kv_cache_interval,
         cold_max=options.kv_cache_cold_max,
     )
+
+
+def state_tokens(shard: Shard) -> int:
+    """A checkpoint takes as long to move as the rows of so many tokens."""
+    return -(-sum(spec.nbytes for spec in shard.state_specs) // shard.row_spec.token_bytes) if shard.state_specs else 0
 
 
 def widths(draft: CachedDraft[Any] | None, tree: int) -> list[int]:

@@ -26,7 +26,6 @@ from states.life import (
     Prefilling,
     Remains,
     Restoring,
-    Seat,
     Snapshotting,
     Speculating,
     Unparking,
@@ -80,22 +79,22 @@ def settle_draft(state: Draining, _: ModelLoaded, known: Known) -> GiveBack:
 def settle_rows(state: Draining, event: PrefillAdvanced, known: Known) -> Settled:
     left = state.remains
     if not state.lost:
-        left = evolve(left, seat=evolve(left.seat, valid=event.stop))
+        left = evolve(left, seat=left.seat.computed(event.stop))
     return still(state, left) if state.flying > 1 else leave(known.settings, left)
 
 
 def settle_restored(state: Draining, event: BlocksRestored, _: Known) -> Then[Draining] | Then[Done]:
     """Loaded rows stay in the slot if none is missing before them; the store has them all."""
-    left, seat = state.remains, state.remains.seat
-    if event.start <= seat.valid < event.stop and not state.lost:
-        left = evolve(left, seat=Seat(seat.slot, event.stop, seat.restored + event.stop - seat.valid, seat.tier))
+    left = state.remains
+    if event.start <= left.seat.rows and left.seat.valid < event.stop and not state.lost:
+        left = evolve(left, seat=left.seat.loaded(event.start, event.stop, left.seat.tier))
     return still(state, left) if state.flying > 1 else Then(Done(left))
 
 
 def settle_decode(state: Draining, event: Decoded, known: Known) -> Leave:
     """The decode step fed one more token that the client has seen: its row is valid. What it picked, nobody saw.
 
-    Positional state has gone past that, and takes the slot's sequence with it.
+    Positional state may have gone past that, so the slot keeps all of it.
     """
     left, valid = state.remains, state.remains.seat.valid
     if state.lost:

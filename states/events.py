@@ -7,7 +7,7 @@ from typing import TypeAlias
 from attrs import frozen
 
 from effects.all import Outcome
-from effects.ids import RequestId, SlotId
+from effects.ids import PlaceId, RequestId, SlotId
 from effects.job import Job
 from effects.ports import CancelReason
 
@@ -26,11 +26,16 @@ class Cancelled:
 
 @frozen
 class Admitted:
-    """Derived by the world: a slot is free, and these rows of it, or of `source`, can be kept."""
+    """Derived by the world: a slot is free, and these rows of it, or of `source`, can be kept.
+
+    state: where the positional state is, of a model that has any, and `place` which has it, if not `source` itself.
+    """
 
     slot: SlotId
     source: SlotId
     keep: int
+    state: int = 0
+    place: PlaceId | None = None
 
 
 @frozen

@@ -11,6 +11,7 @@ from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, UnloadModel
 from effects.stream import CloseStream, EmitTokens, ReportProgress
+from states import scope
 from states import speculation_control as control
 from states.life import Done, Drafted, Generated, Parking, Prefilling, Seat, Speculating, Undrafted, Unparking
 from states.machine import Then
@@ -32,7 +33,7 @@ def plain(state: Unparking, event: DeviceFailed, known: Known) -> Work:
 def prefilled(
     state: Prefilling, event: PrefillAdvanced, known: Known
 ) -> Then[Prefilling, ReportProgress, RunPrefill] | Then[Speculating, ReportProgress, RunDecode]:
-    seat, prompt, speculation = evolve(state.seat, valid=event.stop), state.prompt, state.speculation
+    seat, prompt, speculation = state.seat.computed(event.stop), state.prompt, state.speculation
     if event.logprobs:
         prompt = evolve(prompt, logprobs=prompt.logprobs[: state.seat.valid] + event.logprobs)
     if event.stop < prompt.target:
@@ -77,7 +78,8 @@ def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
     emit = EmitTokens(tokens[len(heard) :], event.logprobs[len(heard) : len(tokens)])
     if stops or len(answer.tokens) == job.max_tokens:
         return finish(known, after, emit, "stop" if stops else "length")
-    one = next_decode(seat, prompt, speculation, answer)
+    mark = scope.passed(known.settings, prompt, state.seat.valid, seat.valid)
+    one = next_decode(seat, prompt, speculation, answer, checkpoint=mark)
     return Then(after, emit, one) if emit.tokens else Then(after, one)
 
 

@@ -33,6 +33,7 @@ def check(world: World) -> None:
         assert len(answer) <= prompt.job.max_tokens, "more tokens than asked for"
         assert prompt.shared <= len(prompt.job.prompt), "more is shared than there is"
         check_cache(world.requests[request], world.settings)
+    check_places(world)
     waiting = [request for request, state in world.requests.items() if isinstance(state, Waiting)]
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
     assert not waiting or len(holders) == len(world.slots.slots), "somebody waits although a slot is free"
@@ -48,6 +49,19 @@ def check(world: World) -> None:
     assert not leases or draft.place == "loaded", "the draft is leased and not loaded"
     leasing = {request for request, left in held.items() if left.leased}
     assert set(leases) == leasing, "leases and states disagree"
+
+
+def check_places(world: World) -> None:
+    """Every checkpoint on the device is behind a row of what its slot keeps."""
+    filled = [(place.slot, place.at) for place in world.slots.places if place.at]
+    assert len(set(filled)) == len(filled), "two places have the same state"
+    assert len(world.slots.places) == world.settings.state_places, "a place appeared or went"
+    for number, at in filled:
+        slot = world.slots.slots[number]
+        assert at % world.settings.block_size == 0, "a checkpoint that is at no cache position"
+        assert slot.holder is not None or at <= len(slot.tokens), "a checkpoint of rows that are not there"
+    for slot in world.slots.slots:
+        assert 0 <= slot.live <= len(slot.tokens), "a state of rows that are not there"
 
 
 def check_cache(state: State, settings: Settings) -> None:

@@ -24,12 +24,31 @@ from states.speculation_control import SpeculationControl
 
 @frozen
 class Seat:
-    """A slot, and how far its rows can be believed."""
+    """A slot, and how far its rows can be believed.
+
+    Where the model has positional state, it is the one behind row `valid`: the next row to be computed is that one.
+    """
 
     slot: SlotId
     valid: int = 0  # rows [0, valid) are acknowledged
     restored: int = 0  # prompt rows that were kept or loaded, not computed
     tier: Tier = "none"  # where most of these came from
+    ahead: int = 0  # rows from `valid` on that are there too, only the state behind them is not; until one is computed
+
+    @property
+    def rows(self) -> int:
+        """Rows [0, rows) are there."""
+        return self.valid + self.ahead
+
+    def loaded(self, start: int, stop: int, tier: Tier) -> Seat:
+        """Rows `[start, stop)` came from this tier, with the state behind them; those before them were there."""
+        restored = self.restored + stop - self.valid
+        most = tier if 2 * (stop - start) > restored else "device" if self.tier == "none" else self.tier
+        return Seat(self.slot, stop, restored, most, max(0, self.rows - stop))
+
+    def computed(self, stop: int) -> Seat:
+        """Rows up to there are acknowledged; computing has overwritten what followed."""
+        return evolve(self, valid=stop, ahead=0)
 
 
 @frozen
@@ -119,7 +138,10 @@ class LookingUp:
 
 @frozen
 class Restoring:
-    """Rows `[front, stop)` are loaded while `[valid, front)` is computed."""
+    """Rows `[front, stop)` are loaded while `[valid, front)` is computed.
+
+    Where the model has positional state, that at `stop` is loaded, and nothing is computed meanwhile.
+    """
 
     seat: Seat
     prompt: Prompt
@@ -262,9 +284,22 @@ def kept(settings: Settings, left: Remains) -> int:
 
 
 def sequence(settings: Settings, left: Remains) -> Tokens:
-    """What a slot keeps. Positional state that went past the end of it takes all of it along."""
-    rows = kept(settings, left)
-    return () if settings.stateful and rows < left.seat.valid else left.rows[:rows]
+    """What a slot keeps."""
+    if left.seat.ahead:
+        return left.prompt.tokens[: left.seat.rows]
+    return left.rows[: kept(settings, left)]
+
+
+def live(settings: Settings, left: Remains) -> int:
+    """Where the slot itself has the positional state that what it keeps can be gone on from; 0: nowhere.
+
+    It has the one at its last block's end. Where decoded rows are not believed, blocks may be longer than what the
+    model's own state is apart: then only a prefill that stopped there has left it there.
+    """
+    valid = left.seat.valid
+    at = whole_blocks(settings, valid)
+    there = at <= kept(settings, left) and (settings.keep_decoded or at == valid)
+    return at if settings.stateful and there else 0
 
 
 def usable(settings: Settings, prompt: Prompt, length: int) -> int:
@@ -274,9 +309,10 @@ def usable(settings: Settings, prompt: Prompt, length: int) -> int:
 
 def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tuple[Seat, Prompt]:
     """From now on these are what is served; only rows that they share with what was stay valid."""
-    valid = continued(settings, prompt.tokens[: seat.valid], tokens)
+    rows = continued(settings, prompt.tokens[: seat.rows], tokens)
+    valid = rows if not settings.stateful else seat.valid if seat.valid <= rows else 0
     tier = seat.tier if valid else "none"
-    return Seat(seat.slot, valid, min(seat.restored, valid), tier), evolve(
+    return Seat(seat.slot, valid, min(seat.restored, valid), tier, rows - valid), evolve(
         prompt, tokens=tokens, compressed=True, stored=0
     )
 
@@ -284,14 +320,9 @@ def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tup
 def continued(settings: Settings, rows: Tokens, prompt: Tokens) -> int:
     """How many of a slot's rows, which stand for these tokens, a prompt can be continued from.
 
-    Whole blocks of what both begin with; or, where the model has state at the last row only, all of them or none. The
-    last prompt token is always computed.
+    Whole blocks of what both begin with. The last prompt token is always computed.
     """
-    most = len(prompt) - 1
-    if not settings.stateful:
-        return whole_blocks(settings, min(common(settings.block_size, rows, prompt), most))
-    whole = len(rows) <= most and prompt[: len(rows)] == rows
-    return len(rows) if whole and (settings.keep_decoded or len(rows) % settings.block_size == 0) else 0
+    return whole_blocks(settings, min(common(settings.block_size, rows, prompt), len(prompt) - 1))
 
 
 def common(block_size: int, one: Tokens, other: Tokens) -> int:

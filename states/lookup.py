@@ -31,7 +31,6 @@ from states.life import (
     Unparking,
     Waiting,
     serve,
-    usable,
 )
 from states.machine import Then, first
 from states.onward import Onward, chunk, find, opening, report_early, settled
@@ -59,9 +58,10 @@ def leave_queue(state: Waiting, event: Cancelled, _: Known) -> Then[Done, CloseS
 
 
 def admit(state: Waiting, event: Admitted, known: Known) -> Opened:
-    seat = Seat(event.slot, event.keep, event.keep, "device" if event.keep else "none")
-    prompt = evolve(state.prompt, miss="" if event.keep else "nothing_shared_on_device")
-    return first(opening(seat, prompt, event.source), look(known, seat, prompt))
+    valid = event.state if known.settings.stateful else event.keep
+    seat = Seat(event.slot, valid, valid, "device" if valid else "none", event.keep - valid)
+    prompt = evolve(state.prompt, miss="" if valid else "nothing_shared_on_device")
+    return first(opening(known.settings, seat, prompt, event.source, event.place), look(known, seat, prompt))
 
 
 def look(known: Known, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix] | Onward:
@@ -86,16 +86,18 @@ def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
     settings = known.settings
     seat, prompt = remembered(settings, state.seat, state.prompt, event.served)
     prompt = evolve(prompt, shared=prompt.shared or event.shared, stored=event.length)
-    stop = max(usable(settings, prompt, event.length), seat.valid)
-    front = policy.front(settings, known.rates, seat.valid, stop, event.tier)
-    compress = policy.compress(settings, prompt, prompt.target - stop).go
-    opened = opening(seat, prompt, seat.slot)
-    if compress or front == stop:
-        if seat.valid < stop:
+    there = policy.there(settings, seat, prompt, event)
+    best = max(there, default=seat.valid)
+    load = policy.load(known, seat, prompt, there, event.tier)
+    compress = policy.compress(settings, prompt, prompt.target - best).go
+    opened = opening(settings, seat, prompt)
+    if compress or load is None:
+        if seat.valid < best:
             prompt = evolve(prompt, miss="compression_is_quicker" if compress else "recompute_is_quicker")
         return first(ReleasePrefix(event.lease), first(opened, onward.onward(known, seat, prompt)))
+    front, stop = load
     restore = RestoreBlocks(event.lease, seat.slot, front, stop)
-    if front == seat.valid:
+    if front <= seat.rows:
         return Then(Restoring(seat, prompt, front, stop, event.tier), opened, restore)
     restoring = Restoring(seat, prompt, front, stop, event.tier, computing=True)
     return Then(restoring, opened, restore, chunk(settings, seat, prompt, front))
@@ -112,7 +114,7 @@ def missed(state: LookingUp, event: PrefixMissed, known: Known) -> Onward | Serv
 
 def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
     """Another prompt than before, which stays: look for it once more, from the rows that both share."""
-    opened = opening(seat, prompt, seat.slot)
+    opened = opening(known.settings, seat, prompt)
     if policy.lookup(known.settings, seat, prompt).go:
         return first(opened, find(known.settings, seat, prompt))
     return first(opened, settled(known, seat, prompt))
@@ -140,7 +142,7 @@ def compressed(state: Compressing, event: PromptCompressed, known: Known) -> Ser
 def verbatim(state: Compressing, _: DeviceFailed, known: Known) -> Verbatim:
     """A failed compression serves the prompt as it is; what is kept of it is looked for again."""
     seat, prompt = state.seat, evolve(state.prompt, compressed=True)
-    opened = opening(seat, prompt, seat.slot)
+    opened = opening(known.settings, seat, prompt)
     if policy.lookup(known.settings, seat, prompt).go:
         return first(opened, find(known.settings, seat, prompt))
     return first(opened, onward.verbatim(known, seat, prompt))

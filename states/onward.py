@@ -7,7 +7,7 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, SlotId
+from effects.ids import DeviceFailed, PlaceId, SlotId
 from effects.job import Report
 from effects.lookup import FindPrefix
 from effects.pflash import CompressPrompt
@@ -33,6 +33,7 @@ from states.life import (
     Speculation,
     Undrafted,
     Unparking,
+    live,
     remains,
 )
 from states.machine import Then, first
@@ -60,14 +61,19 @@ Failing: TypeAlias = FailEarly | Then[Parking, CloseStream, UnloadModel]
 NOTHING = Generated()
 
 
-def opening(seat: Seat, prompt: Prompt, source: SlotId) -> OpenSlot:
-    """The slot serves this prompt from now on."""
-    return OpenSlot(seat.slot, source, seat.valid, prompt.tokens, prompt.job.sampling, prompt.job.stop_tokens)
+def opening(
+    settings: Settings, seat: Seat, prompt: Prompt, source: SlotId | None = None, place: PlaceId | None = None
+) -> OpenSlot:
+    """The slot serves this prompt from now on. source: None for itself."""
+    whence, state = seat.slot if source is None else source, seat.valid if settings.stateful else 0
+    job = prompt.job
+    return OpenSlot(seat.slot, whence, seat.rows, prompt.tokens, job.sampling, job.stop_tokens, state, place)
 
 
 def find(settings: Settings, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix]:
     memo = policy.shorten(settings, prompt).go
-    return Then(LookingUp(seat, prompt), FindPrefix(prompt.tokens, seat.valid, memo, policy.window(prompt)))
+    rows = seat.rows if settings.stateful else 0
+    return Then(LookingUp(seat, prompt), FindPrefix(prompt.tokens, seat.valid, memo, policy.window(prompt), rows))
 
 
 def onward(known: Known, seat: Seat, prompt: Prompt) -> Onward:
@@ -104,29 +110,38 @@ def verbatim(known: Known, seat: Seat, prompt: Prompt) -> Verbatim:
     wanted = policy.speculate(known, prompt.job)
     if wanted.go:
         return Then(Unparking(seat, prompt), LoadModel("draft"))
-    return Then(Prefilling(seat, prompt, Undrafted(wanted.reason)), chunk(known.settings, seat, prompt, prompt.target))
+    return prefill(known.settings, seat, prompt, Undrafted(wanted.reason))
 
 
 def work(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculation) -> Work:
     if seat.valid < prompt.target:
-        return Then(Prefilling(seat, prompt, speculation), chunk(settings, seat, prompt, prompt.target))
+        return prefill(settings, seat, prompt, speculation)
+    seat = seat.computed(seat.valid)
     return Then(Speculating(seat, prompt, speculation, NOTHING), next_decode(seat, prompt, speculation, NOTHING))
+
+
+def prefill(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculation) -> Then[Prefilling, RunPrefill]:
+    """From now on rows are overwritten, those that are there already included."""
+    seat = seat.computed(seat.valid)
+    return Then(Prefilling(seat, prompt, speculation), chunk(settings, seat, prompt, prompt.target))
 
 
 def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPrefill:
     """The next rows of `[valid, target)`: C of them, or up to where the positional state is kept."""
-    stop, mark = min(seat.valid + settings.chunk, target), scope.checkpoint(settings, seat, prompt)
+    stop, mark = min(seat.valid + settings.chunk, target), scope.mark(settings, seat, prompt)
     logprobs = prompt.job.prompt_logprobs
-    if mark is None or mark > stop:
+    if mark is None or mark.at > stop:
         return RunPrefill(seat.slot, seat.valid, stop, logprobs=logprobs)
-    return RunPrefill(seat.slot, seat.valid, mark, checkpoint=True, logprobs=logprobs)
+    return RunPrefill(seat.slot, seat.valid, mark.at, checkpoint=mark.beyond, logprobs=logprobs)
 
 
-def next_decode(seat: Seat, prompt: Prompt, speculation: Speculation, answer: Generated) -> RunDecode:
+def next_decode(
+    seat: Seat, prompt: Prompt, speculation: Speculation, answer: Generated, *, checkpoint: bool = False
+) -> RunDecode:
     """It may propose as much as is of use; how much it does is decided with those that it is launched with."""
     last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
     propose = min(speculation.control.widths[-1], answer.room(prompt.job)) if isinstance(speculation, Drafted) else 0
-    return RunDecode(seat.slot, seat.valid, last, propose)
+    return RunDecode(seat.slot, seat.valid, last, propose, checkpoint)
 
 
 def park(settings: Settings) -> UnloadModel:
@@ -143,8 +158,9 @@ def leave(settings: Settings, left: Remains) -> Leave:
 def leave_early(settings: Settings, left: Remains) -> LeaveEarly:
     """The same, where the draft has not been asked for yet, or comes later."""
     if policy.snapshot(settings, left).go:
-        rows = left.rows[: scope.select(settings, left).rows]
-        return Then(Snapshotting(left), SaveSnapshot(left.seat.slot, rows))
+        rows = scope.select(settings, left).rows
+        saving = SaveSnapshot(left.seat.slot, left.rows[:rows], checkpoint=rows == live(settings, left))
+        return Then(Snapshotting(left), saving)
     return Then(Done(left))
 
 

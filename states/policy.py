@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from attrs import frozen
 
-from effects.ids import Tier
+from effects.ids import Span, Tier
 from effects.job import Job
+from effects.lookup import PrefixFound
 from states import scope
 from states import speculation_control as control
-from states.life import Prompt, Remains, Seat, whole_blocks
+from states.life import Prompt, Remains, Seat, usable, whole_blocks
 from states.rates import ALONE, Rates, load_time, prefill_time
 from states.settings import Known, Settings
 
@@ -91,13 +93,44 @@ def snapshot(settings: Settings, left: Remains) -> Decision:
     return Decision(True, "new_rows")
 
 
+def there(settings: Settings, seat: Seat, prompt: Prompt, found: PrefixFound) -> list[int]:
+    """What could be gone on from, beyond what the slot can, were it loaded: the longest rows, or any checkpoint."""
+    if settings.stateful:
+        return [at for at in found.checkpoints if seat.valid < at <= prompt.target]
+    best = usable(settings, prompt, found.length)
+    return [best] if seat.valid < best else []
+
+
+def load(known: Known, seat: Seat, prompt: Prompt, there: Sequence[int], tier: Tier) -> Span | None:
+    """Which rows are loaded; None: computing is better. All from the last one on, where nothing is computed meanwhile.
+
+    Positional state cannot be computed for some rows and loaded for the rest, so there it is one checkpoint or another,
+    with the rows before it that the slot does not have, and everything behind it is computed.
+    """
+    settings, rates = known.settings, known.rates
+    if not there:
+        return None
+    if not settings.stateful:
+        m = front(settings, rates, seat.valid, there[-1], tier)
+        return (m, there[-1]) if m < there[-1] else None
+    at = there[-1]
+    if load_time(rates, tier) and prefill_time(rates, seat.valid, prompt.target):
+        at = min((*reversed(there), seat.valid), key=lambda at: resumed(known, seat, prompt, at, tier))
+    return (min(at, seat.rows), at) if at > seat.valid else None
+
+
+def resumed(known: Known, seat: Seat, prompt: Prompt, at: int, tier: Tier) -> int:
+    """When the whole prompt is there, if it is gone on from a checkpoint at `at`, in nanoseconds."""
+    tokens = known.settings.state_tokens + max(0, at - seat.rows) if at > seat.valid else 0
+    return tokens * load_time(known.rates, tier) + prefill_time(known.rates, at, prompt.target)
+
+
 def front(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -> int:
     """The planner's one number m: compute `[start, m)` while `[m, stop)` is loaded, both to end at once.
 
     m = start is pure restore, m = stop pure recompute. A time that was never measured means that restoring is trusted.
     Both at once have to be a tenth better than either: two sides cost more to set going than these times tell. Whole
     chunks are computed: part of one takes nearly as long.
-    Positional state cannot be computed for some rows and loaded for the rest: all or nothing.
     """
     if start == stop or not load_time(rates, tier) or not prefill_time(rates, start, stop):
         return start
@@ -106,8 +139,6 @@ def front(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -
         return ready(rates, start, m, stop, tier)
 
     pure = min((start, stop), key=when)
-    if settings.stateful:
-        return pure
     chunks = range(-(-(stop - start) // settings.chunk))
     even = bisect_left(chunks, 0, key=lambda m: lead(rates, start, start + m * settings.chunk, stop, tier))
     mixed = [start + m * settings.chunk for m in (even - 1, even) if 0 < m < len(chunks)]

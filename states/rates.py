@@ -91,10 +91,13 @@ def computed(rates: Rates, asked: RunPrefill, done: PrefillAdvanced, chunk: int,
     return prefilled(rates, asked.start, chunk, done.ns, beside=beside)
 
 
-def loaded(rates: Rates, tier: Tier, done: BlocksRestored, chunk: int, *, beside: bool) -> Rates:
-    """The same. Of a load shorter than a chunk most of the time is waiting, which says nothing about a longer one."""
-    rows = done.stop - done.start
-    return restored(rates, tier, rows, done.ns, beside=beside) if done.ns and rows >= chunk else rates
+def loaded(rates: Rates, tier: Tier, done: BlocksRestored, chunk: int, state: int, *, beside: bool) -> Rates:
+    """The same. Of a load shorter than a chunk most of the time is waiting, which says nothing about a longer one.
+
+    state: positional state that came with it, in tokens whose rows take as long.
+    """
+    tokens = done.stop - done.start + state
+    return restored(rates, tier, tokens, done.ns, beside=beside) if done.ns and tokens >= chunk else rates
 
 
 def prefilled(rates: Rates, start: int, rows: int, took_ns: int, *, beside: bool) -> Rates:

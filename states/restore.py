@@ -42,7 +42,7 @@ def lost(state: Restoring, event: StoreFailed, known: Known) -> Then[Restoring] 
 
 
 def advanced(state: Restoring, event: PrefillAdvanced, known: Known) -> Computed:
-    seat = evolve(state.seat, valid=event.stop)
+    seat = state.seat.computed(event.stop)
     if event.stop < state.front and (state.loading or state.loaded):
         following = chunk(known.settings, seat, state.prompt, state.front)
         return Then(evolve(state, seat=seat), progress(seat, state.prompt), following)
@@ -62,10 +62,8 @@ def broken(state: Restoring, event: DeviceFailed, known: Known) -> Then[Draining
 def joined(known: Known, state: Restoring) -> Onward:
     """Both sides are done: the rows that are valid without a gap."""
     seat, prompt = state.seat, state.prompt
-    if state.loaded and state.front <= seat.valid < state.stop:
-        loaded = state.stop - state.front
-        tier = state.tier if loaded > seat.restored else seat.tier
-        return onward(known, Seat(seat.slot, state.stop, seat.restored + loaded, tier), evolve(prompt, miss=""))
+    if state.loaded and state.front <= seat.rows and seat.valid < state.stop:
+        return onward(known, seat.loaded(state.front, state.stop, state.tier), evolve(prompt, miss=""))
     return onward(known, seat, evolve(prompt, miss="restore_incomplete") if state.loaded else prompt)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
+from attrs import frozen
+
 from effects.ids import Tokens
 from effects.scope import Selection
 from states.life import Prompt, Remains, Seat, alike, kept, whole_blocks
@@ -65,27 +67,48 @@ def aligned(boundaries: Tokens, limit: int) -> int:
     return boundaries[before - 1] if before else 0
 
 
-def checkpoint(settings: Settings, seat: Seat, prompt: Prompt) -> int | None:
-    """The next position after the valid rows at which prefill stops to keep the positional state; None: none."""
-    if not (settings.stateful and settings.store) or prompt.job.scope.kind == "off":
+@frozen
+class Mark:
+    """Where prefill stops to keep the positional state: on the device, and, as the scope says, beyond it."""
+
+    at: int
+    beyond: bool
+
+
+def mark(settings: Settings, seat: Seat, prompt: Prompt) -> Mark | None:
+    """The next one after the valid rows. Nobody goes on from those whose logprobs were asked for."""
+    if not settings.stateful or prompt.job.prompt_logprobs >= 0:
         return None
-    worth = (place for place in positions(settings, seat, prompt) if place >= settings.min_tokens)
+    beyond = {whole_blocks(settings, at) for at in positions(settings, seat, prompt) if at >= settings.min_tokens}
+    here = {whole_blocks(settings, turning(settings, prompt))} if settings.state_places else set[int]()
     last = whole_blocks(settings, prompt.target)
-    return min((at for place in worth if seat.valid < (at := whole_blocks(settings, place)) <= last), default=None)
+    at = min((at for at in beyond | here if seat.valid < at <= last), default=None)
+    return None if at is None else Mark(at, at in beyond)
+
+
+def passed(settings: Settings, prompt: Prompt, before: int, valid: int) -> bool:
+    """Has decoding just gone past a position where `full` keeps the positional state, which the slot still has?"""
+    if not (settings.stateful and settings.store and settings.interval and settings.keep_decoded):
+        return False
+    at = whole_blocks(settings, valid)
+    marked = whole_blocks(settings, next_multiple(settings.interval, at)) == at  # one in this block
+    return prompt.job.scope.kind == "full" and before < at and settings.min_tokens <= at and marked
 
 
 def positions(settings: Settings, seat: Seat, prompt: Prompt) -> Iterator[int]:
-    """Where checkpoints pay, in no order and before they are moved down to whole blocks.
+    """Where checkpoints beyond the device pay, in no order and before they are moved down to whole blocks.
 
-    `full`: at the end of prefill, for the next turn; every `interval` tokens; and for new sessions of the same agent
+    `full`: where the next turn comes back to; every `interval` tokens; and for new sessions of the same agent
     at the last boundary up to `cold_max`, unless this one was restored, or the boundary opens the answer. `auto` and
     `fixed`: where they stop, and there only: with nothing shared, nobody has come back yet.
     """
     job = prompt.job
+    if not settings.store or job.scope.kind == "off":
+        return
     if job.scope.kind != "full":
         yield min(reach(prompt, len(prompt.tokens))[0], prompt.target)
         return
-    yield prompt.target
+    yield turning(settings, prompt)
     if settings.interval:
         yield next_multiple(
             settings.interval, max(whole_blocks(settings, seat.valid) + settings.block_size, settings.min_tokens)
@@ -93,6 +116,15 @@ def positions(settings: Settings, seat: Seat, prompt: Prompt) -> Iterator[int]:
     if not seat.restored:
         limit = min(settings.cold_max, alike(job.prompt, prompt.tokens) if rewritten(prompt) else settings.cold_max)
         yield aligned(job.boundaries[:-1], limit)
+
+
+def turning(settings: Settings, prompt: Prompt) -> int:
+    """Where the next turn comes back to: the end of prefill, or the boundary right before it that opens the answer.
+
+    Templates may write what follows that boundary anew: they leave earlier reasoning out.
+    """
+    opens = 0 if rewritten(prompt) else aligned(prompt.job.boundaries, prompt.target)
+    return opens if opens and prompt.target - opens < settings.block_size else prompt.target
 
 
 def next_multiple(step: int, least: int) -> int:

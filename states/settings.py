@@ -23,6 +23,8 @@ class Settings:
     store: bool = False  # host memory or disk keep blocks
     min_tokens: int = 0  # sequences shorter than this are not kept beyond the device
     stateful: bool = False  # the model has positional state that blocks do not hold: a hit needs a checkpoint too
+    state_places: int = 0  # checkpoints that the device keeps, beside the state of each slot
+    state_tokens: int = 0  # a checkpoint takes as many bytes as the rows of so many tokens
     interval: int = 0  # `full` keeps a checkpoint every so many tokens; 0: only where it ends
     cold_max: int = 0  # `full` keeps one at the last safe boundary up to here, for what other sessions share; 0: none
     block: int = 0  # tokens that a draft proposes a decode step at most; 0: there is no draft
@@ -39,8 +41,10 @@ class Settings:
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
             *(self.compress_threshold, self.keep_permille, self.drafter_lane),
+            *(self.state_places, self.state_tokens),
         )
-        if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or self.slots > MOST_SLOTS:
+        limit = MOST_SLOTS - max(self.slots, self.state_places)
+        if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or limit < 0:
             raise ValueError(f"settings that cannot be: {self}")
 
 

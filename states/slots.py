@@ -1,4 +1,8 @@
-"""Device slots: who holds one, who waits for one, and which sequences the idle ones still keep."""
+"""Device slots: who holds one, who waits for one, and which sequences the idle ones still keep.
+
+Where the model has positional state, a slot's own is the one at the end of what it keeps, and a few earlier ones are
+kept in places that all slots share (`places.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,26 @@ from collections.abc import Mapping
 
 from attrs import evolve, frozen
 
-from effects.ids import RequestId, SlotId, Tokens
+from effects.all import Ask, Outcome
+from effects.ids import PlaceId, RequestId, SlotId, Tokens
 from effects.job import Job
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from states import places, scope
 from states.events import Admitted
-from states.life import Held, Remains, State, Waiting, continued, remains, sequence, whole_blocks
+from states.life import (
+    Draining,
+    Held,
+    Prefilling,
+    Remains,
+    State,
+    Waiting,
+    continued,
+    live,
+    remains,
+    sequence,
+    whole_blocks,
+)
+from states.places import Place
 from states.settings import Settings
 
 
@@ -19,6 +39,7 @@ class Slot:
     holder: RequestId | None = None
     used: int = 0  # the turn of its last release
     salt: str = ""  # of whom they are from
+    live: int = 0  # where its own positional state is, while nobody holds it; 0: nowhere that could be gone on from
 
 
 @frozen
@@ -26,6 +47,7 @@ class Slots:
     slots: tuple[Slot, ...]
     waiting: tuple[RequestId, ...] = ()  # first come, first served
     turn: int = 0  # counts releases
+    places: tuple[Place, ...] = ()
 
 
 def enqueue(slots: Slots, request: RequestId) -> Slots:
@@ -36,14 +58,16 @@ def give_up(slots: Slots, request: RequestId, number: SlotId) -> Slots:
     """Its rows are gone: the slot is free, and the request is the next to be admitted."""
     slot = slots.slots[number]
     assert slot.holder == request, (slot, request)
+    slots = forget(slots, number)
     after = (*slots.slots[:number], Slot((), None, slot.used), *slots.slots[number + 1 :])
     return evolve(slots, slots=after, waiting=(request, *slots.waiting))
 
 
 def forget(slots: Slots, number: SlotId) -> Slots:
-    """Of a slot that nobody holds: its rows are gone."""
-    slot = evolve(slots.slots[number], tokens=())
-    return evolve(slots, slots=(*slots.slots[:number], slot, *slots.slots[number + 1 :]))
+    """Its rows are gone, and so is every checkpoint of them."""
+    slot = evolve(slots.slots[number], tokens=(), live=0)
+    after = (*slots.slots[:number], slot, *slots.slots[number + 1 :])
+    return evolve(slots, slots=after, places=places.cut(slots.places, number, 0))
 
 
 def leave_queue(slots: Slots, request: RequestId) -> Slots:
@@ -67,14 +91,32 @@ def admit(
         resident(slot, requests, settings) if shares(slot, requests, state.prompt.job) else () for slot in slots.slots
     ]
     shared = [continued(settings, row, prompt) for row in rows]
+    starts = [start(slots, shared, number, settings) for number in range(len(rows))]
     spare = [number for number in free if not loses(settings, rows[number], shared[number])]
-    source = max(range(len(rows)), key=lambda number: (shared[number], number in spare, number in free, -number))
-    keep = shared[source]
+    source = max(
+        range(len(rows)),
+        key=lambda number: (starts[number][0], shared[number], number in spare, number in free, -number),
+    )
+    (at, place), keep = starts[source], shared[source] if settings.store else starts[source][0]
     target = source if keep and source in spare else oldest(slots, free, source if keep else None)
-    taken = evolve(slots.slots[target], tokens=(), salt="", holder=request)
+    taken = evolve(slots.slots[target], tokens=(), salt="", holder=request, live=0)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
-    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep)
-    return evolve(slots, slots=after, waiting=tuple(rest)), request, admitted
+    left = places.used(slots.places, place, slots.turn)
+    left = places.handed_on(left, target, shared[target], rows)
+    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, at if settings.stateful else 0, place)
+    return evolve(slots, slots=after, waiting=tuple(rest), places=left), request, admitted
+
+
+def start(slots: Slots, shared: list[int], source: int, settings: Settings) -> tuple[int, PlaceId | None]:
+    """Where a prompt goes on from if its rows are those of `source`, and who has the positional state, if not that."""
+    if not settings.stateful:
+        return shared[source], None
+    own = slots.slots[source].live
+    found: tuple[int, PlaceId | None] = (own if own <= shared[source] else 0, None)
+    for number, place in enumerate(slots.places):
+        if place.slot is not None and found[0] < place.at <= min(shared[source], shared[place.slot]):
+            found = place.at, PlaceId(number)
+    return found
 
 
 def shares(slot: Slot, requests: Mapping[RequestId, State], job: Job) -> bool:
@@ -103,12 +145,12 @@ def oldest(slots: Slots, free: list[int], source: int | None) -> int:
 def resident(slot: Slot, requests: Mapping[RequestId, State], settings: Settings) -> Tokens:
     """The sequence whose rows are on the device in this slot, and may be continued or copied.
 
-    A busy slot's positional state moves on, so there is nothing to be copied where the model has any.
+    A busy slot's own positional state moves on, so only those in places can be gone on from.
     """
     if slot.holder is None:
         return slot.tokens
     state = requests.get(slot.holder)
-    return sequence(settings, remains(state)) if isinstance(state, Held) and not settings.stateful else ()
+    return sequence(settings, remains(state)) if isinstance(state, Held) else ()
 
 
 def release(slots: Slots, request: RequestId, left: Remains, settings: Settings) -> Slots:
@@ -117,7 +159,41 @@ def release(slots: Slots, request: RequestId, left: Remains, settings: Settings)
     slot = slots.slots[number]
     assert slot.holder == request, (slot, request)
     job = left.prompt.job
-    kept = sequence(settings, left) if job.prompt_logprobs < 0 else ()
-    idle = Slot(kept, None, slots.turn + 1, job.salt)
+    kept, at = (sequence(settings, left), live(settings, left)) if job.prompt_logprobs < 0 else ((), 0)
+    idle = Slot(kept, None, slots.turn + 1, job.salt, at)
     after = (*slots.slots[:number], idle, *slots.slots[number + 1 :])
-    return evolve(slots, slots=after, turn=slots.turn + 1)
+    return evolve(slots, slots=after, turn=slots.turn + 1, places=places.cut(slots.places, number, len(idle.tokens)))
+
+
+def opened(slots: Slots, opening: OpenSlot) -> Slots:
+    """The slot may serve another prompt from now on, which shares so many rows with the one before."""
+    return evolve(slots, places=places.cut(slots.places, opening.slot, opening.keep))
+
+
+def given(
+    slots: Slots, ask: Ask, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, tuple[Ask, ...]]:
+    """A chunk is about to be launched: if it stops where the positional state is kept, there is a place for that, which
+    stays empty until it has happened; unless all that is kept is worth more.
+    """
+    effect, state = ask.effect, requests[ask.request]
+    assert isinstance(effect, RunPrefill), ask
+    mark = scope.mark(settings, state.seat, state.prompt) if isinstance(state, Prefilling) else None
+    if mark is None or mark.at != effect.stop:
+        return slots, (ask,)
+    place = places.room(slots.places, effect.slot, mark.at, slots.turn)
+    if place is None:
+        return slots, (ask,)
+    emptied = places.changed(slots.places, place, places.EMPTY)
+    return evolve(slots, places=emptied), (evolve(ask, effect=evolve(effect, place=place)),)
+
+
+def acknowledged(slots: Slots, ask: Ask, outcome: Outcome, requests: Mapping[RequestId, State]) -> Slots:
+    """A chunk was computed, and its place has the state behind it; unless the slot's rows were lost meanwhile."""
+    effect, state = ask.effect, requests.get(ask.request)
+    if not (isinstance(effect, RunPrefill) and effect.place is not None and isinstance(outcome, PrefillAdvanced)):
+        return slots
+    if not (isinstance(state, Prefilling) or (isinstance(state, Draining) and not state.lost)):
+        return slots
+    place = Place(effect.slot, outcome.stop, slots.turn)
+    return evolve(slots, places=places.changed(slots.places, effect.place, place))

@@ -12,7 +12,7 @@ from effects.all import Ask, Effect, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
-from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import Abandon
 from states import lane as lanes
@@ -35,6 +35,7 @@ from states.events import (
 from states.lane import Answer, Lane
 from states.life import Done, New, Recovering, Restoring, State, Waiting, Yielding
 from states.machine import IllegalEvent, step
+from states.places import EMPTY
 from states.rates import Rates
 from states.residency import Models, Residence
 from states.settings import Known, Settings
@@ -55,7 +56,8 @@ class World:
 
 
 def begin(settings: Settings) -> World:
-    slots, models = Slots((Slot(),) * settings.slots), residency.boot(settings.residency)
+    slots = Slots((Slot(),) * settings.slots, places=(EMPTY,) * settings.state_places)
+    models = residency.boot(settings.residency)
     lanes = {MAIN: Lane(), settings.drafter_lane: Lane()}
     return World(settings, slots, lanes=lanes, models=models, rates=settings.rates)
 
@@ -102,6 +104,7 @@ class Fold:
             for ask in lane.running:
                 if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
                     self.models = residency.acknowledged(self.models, ask, answer.outcome)
+                    self.slots = seats.acknowledged(self.slots, ask, answer.outcome, self.requests)
                     self.learn(ask.effect, answer, lane)
                     self.lanes[number] = lanes.answered(lane, answer.request)
                     return
@@ -117,8 +120,9 @@ class Fold:
                 beside = isinstance(state, Restoring) and state.loading
                 self.rates = rates.computed(self.rates, effect, answer.outcome, self.settings.chunk, beside=beside)
             case None, BlocksRestored() if isinstance(state, Restoring):
-                beside = state.front > state.seat.restored
-                self.rates = rates.loaded(self.rates, state.tier, answer.outcome, self.settings.chunk, beside=beside)
+                chunk, tokens = self.settings.chunk, self.settings.state_tokens
+                beside = not self.settings.stateful and state.front > state.seat.restored
+                self.rates = rates.loaded(self.rates, state.tier, answer.outcome, chunk, tokens, beside=beside)
             case RunDecode(propose=propose), Decoded() as done:
                 if done.ns and done.proposed == propose and lanes.tells(lane, done.ns):
                     known = control.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
@@ -131,10 +135,8 @@ class Fold:
         for slot in dict.fromkeys(slots):
             if not 0 <= slot < len(self.slots.slots):
                 raise IllegalEvent(f"there is no slot {slot} to be lost")
-            holder = self.slots.slots[slot].holder
-            if holder is None:
-                self.slots = seats.forget(self.slots, slot)
-            else:
+            self.slots = seats.forget(self.slots, slot)
+            if (holder := self.slots.slots[slot].holder) is not None:
                 self.todo.append((holder, SlotEmptied()))
         self.settle()
 
@@ -172,6 +174,8 @@ class Fold:
 
     def route(self, ask: Ask) -> None:
         """Queue it for the lane, or hand it on; a place in the queue is given up on the spot."""
+        if isinstance(ask.effect, OpenSlot):
+            self.slots = seats.opened(self.slots, ask.effect)
         if ask.effect.outcomes and ask.effect.side is Side.DEVICE:
             number = lanes.lane_of(self.settings, ask.effect)
             self.lanes[number] = lanes.join(self.lanes[number], ask)
@@ -195,6 +199,9 @@ class Fold:
         )
         match chosen:
             case Launch(asks):
+                if self.settings.state_places and isinstance(asks[0].effect, RunPrefill):
+                    self.slots, asks = seats.given(self.slots, asks[0], self.requests, self.settings)
+                    lane = evolve(lane, running=asks)
                 if self.settings.block and lane.decode_last:
                     self.rates = control.begun(self.rates, lane.plan)
                     self.requests |= lanes.told(lane, self.requests)

@@ -22,16 +22,17 @@ import torch
 from torch import Tensor
 
 from adapters.device.agreement import Agreed, Member, agree, decoded
+from adapters.device.checkpoints import Checkpoints, KeepState
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.sampling import Draw, Picked, Sampler, logprobs_of, pick
-from adapters.device.slots import SlotState, clipped
+from adapters.device.slots import SlotState, check, clipped
 from adapters.device.tree import chain
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
 from effects.decode import Logprob, RunDecode
-from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.ids import DeviceFailed, RequestId
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.snapshot import SaveSnapshot
@@ -43,8 +44,6 @@ REAL_ROWS = 16  # up to here `fast` runs real row counts: padding costs most the
 
 # Carries out one effect on the lane; raises torch.OutOfMemoryError where that is what happened.
 Handler: TypeAlias = Callable[[RequestId, Any], Outcome]
-# Keeps the positional state that a slot has behind so many rows; on the lane. Where it cannot, it says so in the log.
-KeepState: TypeAlias = Callable[[RequestId, SlotId, int], object]
 
 
 def row_counts(buckets: Sequence[int], *, fast: bool) -> tuple[int, ...]:
@@ -74,7 +73,7 @@ class DeviceExecutor:
         self._buckets = row_counts(buckets, fast=fast)
         self._chunk = max(buckets)
         self._proposer = proposer
-        self._keep_state: KeepState | None = None
+        self._checkpoints = Checkpoints(shard)
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
         self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._flying: set[RequestId] = set()
@@ -91,8 +90,8 @@ class DeviceExecutor:
         self._proposer = proposer
 
     def checkpointed_by(self, keep: KeepState) -> None:
-        """From now on, this keeps the state where a prefill is told to; before the first launch."""
-        self._keep_state = keep
+        """From now on, this keeps positional state beyond the device; before the first launch."""
+        self._checkpoints.beyond = keep
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why."""
@@ -164,30 +163,21 @@ class DeviceExecutor:
 
     def _open(self, request: RequestId, effect: OpenSlot) -> None:
         slot, source, keep, prompt = effect.slot, effect.source, effect.keep, effect.prompt
-        slots, capacity, vocab = self._shard.slots, self._shard.capacity, self._shard.vocab_size
-        if not (0 <= slot < slots and 0 <= source < slots):
-            raise ValueError(f"slots {slot} and {source} are not both in 0..{slots - 1}")
-        if not 0 < len(prompt) <= capacity:
-            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit 1..{capacity} rows")
-        if not 0 <= keep < len(prompt):
-            raise ValueError(f"{keep} rows to keep of a prompt of {len(prompt)}; the last one is always computed")
-        if not (min(prompt) >= 0 and max(prompt) < vocab):
-            raise ValueError(f"the prompt has tokens that are not in 0..{vocab - 1}")
-        sampler = Sampler(effect.sampling, prompt, vocab, self._lane.device)
+        check(effect, self._shard)
+        sampler = Sampler(effect.sampling, prompt, self._shard.vocab_size, self._lane.device)
         state = SlotState(request, list(prompt), keep, sampler, stops=frozenset(effect.stop_tokens))
+        origin = self._slots.get(source)
         if keep:
-            origin = self._slots.get(source)
             if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):
                 raise ValueError(f"slot {source} does not hold the first {keep} tokens of the prompt")
-            if self._shard.state_specs and keep < origin.valid - origin.valid % self._shard.state_block:
-                raise ValueError(f"slot {source}, with {origin.valid} rows, has no state to go on from at {keep}")
             if self._proposer is not None:
                 self._proposer.catch_up(source)
             state.context = clipped(origin.context, keep)
             if source != slot:
                 self._shard.copy_rows(source, slot, keep)
-                if self._shard.state_specs:
-                    self._shard.copy_state(source, slot)
+        if self._shard.state_specs:
+            self._checkpoints.open(origin if isinstance(origin, SlotState) else None, effect)
+            state.valid, state.ahead = effect.state, keep - effect.state
         if self._proposer is not None:
             self._proposer.opened(source, slot, state)
         self._slots[slot] = state
@@ -237,7 +227,7 @@ class DeviceExecutor:
         if not 0 < stop - start <= self._chunk or stop > len(state.tokens):
             limits = f"at most {self._chunk} of the prompt's {len(state.tokens)}"
             return DeviceFailed("broken", f"slot {effect.slot}: rows {start}..{stop} are not {limits}")
-        started = time.perf_counter_ns()
+        state.ahead, started = 0, time.perf_counter_ns()
         if effect.logprobs >= 0:
             return self._told(state, effect)
         step = Step((Segment(effect.slot, start, stop - start),), self._bucket(stop - start), rows_only=True)
@@ -246,8 +236,7 @@ class DeviceExecutor:
         self._shard.synchronize()  # or the host would run ahead of what it acknowledges
         state.advance(stop)
         took = time.perf_counter_ns() - started
-        if effect.checkpoint and self._keep_state is not None:
-            self._keep_state(request, effect.slot, stop)
+        self._checkpoints.computed(request, effect, state)
         return PrefillAdvanced(stop, took)
 
     def _told(self, state: SlotState, effect: RunPrefill) -> PrefillAdvanced | DeviceFailed:
@@ -280,6 +269,7 @@ class DeviceExecutor:
                 outcomes[index] = DeviceFailed("broken", f"slot {effect.slot} is in the batch already")
             else:
                 taken[effect.slot] = (index, state, effect.propose)
+                self._checkpoints.passed(ask.request, effect)
         if not taken:
             return tuple(outcomes)
         started = time.perf_counter_ns()

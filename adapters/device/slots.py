@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from attrs import define
 
 from adapters.device.sampling import Sampler
+from adapters.models.shard import Shard
 from effects.ids import RequestId, Span, Tokens
+from effects.prefill import OpenSlot
 
 
 @define(eq=False)
@@ -17,8 +19,8 @@ class SlotState:
     tokens: the prompt, then the answer. valid: rows `[0, valid)` are those of `tokens[:valid]`; rows past it are
     garbage, but for those that were loaded, and taking rows back is lowering it. loaded: rows that came from a store,
     perhaps while those before them are still computed. stops: a decode step keeps nothing past the first of these.
-    context: the rows that a draft has its own for, ascending, none touching the next. Read and changed on the lane
-    only.
+    context: the rows that a draft has its own for, ascending, none touching the next. ahead: of a model with positional
+    state, which is the one behind row `valid`, rows after it that are there too. Read and changed on the lane only.
     """
 
     request: RequestId
@@ -28,6 +30,7 @@ class SlotState:
     loaded: Span = (0, 0)
     stops: frozenset[int] = frozenset()
     context: tuple[Span, ...] = ()
+    ahead: int = 0
 
     @property
     def drafted(self) -> Span:
@@ -44,13 +47,17 @@ class SlotState:
     def holds(self, tokens: Sequence[int]) -> bool:
         """Do the first rows stand for exactly these?"""
         count = len(tokens)
-        return self.valid >= count and self.tokens[:count] == list(tokens)
+        return self.valid + self.ahead >= count and self.tokens[:count] == list(tokens)
 
     def load(self, start: int, stop: int) -> None:
         """Rows `[start, stop)` are in place: they count as soon as all rows before them do."""
         first, last = self.loaded
         self.loaded = (first, stop) if first < last == start else (start, stop)
         self.advance(self.valid)
+
+    def resume(self, stop: int) -> None:
+        """Rows up to there are in place, and now so is the positional state behind them."""
+        self.valid, self.ahead = stop, max(0, self.valid + self.ahead - stop)
 
     def advance(self, valid: int) -> None:
         """Rows up to `valid` are computed; loaded ones that follow count too."""
@@ -60,9 +67,22 @@ class SlotState:
     def commit(self, picked: Tokens) -> None:
         """A decode step fed the last token and kept `picked`: all of them but the last have rows now, as has what was
         fed."""
-        self.valid += len(picked)
+        self.valid, self.ahead = self.valid + len(picked), 0
         self.tokens += picked
         self.sampler.append(picked)
+
+
+def check(opening: OpenSlot, shard: Shard) -> None:
+    """Raises ValueError for what cannot be opened, whatever the slots hold."""
+    slot, source, keep, prompt = opening.slot, opening.source, opening.keep, opening.prompt
+    if not (0 <= slot < shard.slots and 0 <= source < shard.slots):
+        raise ValueError(f"slots {slot} and {source} are not both in 0..{shard.slots - 1}")
+    if not 0 < len(prompt) <= shard.capacity:
+        raise ValueError(f"a prompt of {len(prompt)} tokens does not fit 1..{shard.capacity} rows")
+    if not 0 <= keep < len(prompt):
+        raise ValueError(f"{keep} rows to keep of a prompt of {len(prompt)}; the last one is always computed")
+    if not (min(prompt) >= 0 and max(prompt) < shard.vocab_size):
+        raise ValueError(f"the prompt has tokens that are not in 0..{shard.vocab_size - 1}")
 
 
 def joined(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:

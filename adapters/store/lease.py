@@ -22,24 +22,32 @@ class Part:
 class Lease:
     """Its entries stay until it is released.
 
-    parts: the target's rows. draft: those of the draft, which end where the target's end and may begin later. state:
-    the checkpoint at `length`, for a target that needs one.
+    parts: the target's rows, from where the slot has none. draft: those of the draft, which end where the target's end
+    and may begin later. states: for a target that needs one, checkpoints that could be gone on from, ascending, the
+    last one at `length`.
     """
 
     parts: tuple[Part, ...]
     length: int  # tokens
     draft: tuple[Part, ...] = ()
-    state: Part | None = None
+    states: tuple[Part, ...] = ()
 
     @property
     def place(self) -> Place:
         """Where most of it is."""
-        host = sum(part.stop - part.start for part in self.parts if part.place == "host")
-        return "host" if 2 * host >= self.length else "disk"
+        host, whole = (
+            sum(part.stop - part.start for part in (*self.parts, *self.states[-1:]) if part.place in places)
+            for places in (("host",), ("host", "disk"))
+        )
+        return "host" if 2 * host >= whole else "disk"
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return tuple(part.stop for part in self.states)
 
     @property
     def all(self) -> tuple[Part, ...]:
-        return (*self.parts, *self.draft, *(() if self.state is None else (self.state,)))
+        return (*self.parts, *self.draft, *self.states)
 
 
 @frozen

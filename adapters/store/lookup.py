@@ -37,10 +37,10 @@ class Lookup:
 
     def _find(self, request: RequestId, effect: FindPrefix) -> PrefixFound | PrefixMissed:
         shared = self.store.joins(effect.prompt, effect.window) if effect.window else 0
-        found = self.store.find(effect.prompt, effect.beyond)
+        found = self.store.find(effect.prompt, effect.beyond, effect.rows)
         if isinstance(found, Miss):
             log.info("request %d: nothing kept beyond %d tokens: %s", request, effect.beyond, found.reason)
             return PrefixMissed(found.reason, shared=shared, length=found.length)
         name, lease = found
         log.info("request %d: %d of %d tokens are kept (%s)", request, lease.length, len(effect.prompt), lease.place)
-        return PrefixFound(name, lease.length, lease.place, shared=shared)
+        return PrefixFound(name, lease.length, lease.place, shared=shared, checkpoints=lease.checkpoints)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +27,7 @@ D = TypeVar("D", bound=LowerTier)
 log = logging.getLogger("rekindle.store")
 
 RUN_BYTES = 4 << 20  # of rows that are saved together: one file, one entry
+MOST_STATES = 4  # checkpoints of one lease: more of them differ too little for anybody to choose between
 AHEAD = 6  # runs that are on their way at once: one reader alone leaves a disk idle between its reads
 
 
@@ -91,11 +92,14 @@ class Store(Generic[D]):
 
     # --- looking up ---
 
-    def find(self, prompt: Tokens, beyond: int) -> tuple[LeaseId, Lease] | Miss:
-        """The longest kept prefix that can be continued, leased, if it is longer than `beyond`; otherwise why not."""
+    def find(self, prompt: Tokens, beyond: int, rows: int = 0) -> tuple[LeaseId, Lease] | Miss:
+        """The longest kept prefix that can be continued, leased, if it is longer than `beyond`; otherwise why not.
+
+        rows: that are there, of a target with positional state, so that they need not be kept.
+        """
         path = self.path(prompt[:-1])
         with self.lock:
-            lease = self._continued(path)
+            lease = self._continued(path, beyond, rows)
             if lease.length <= beyond:
                 reason = self._reason(path, lease)
                 self.misses[reason.partition(":")[0]] += 1
@@ -124,22 +128,28 @@ class Store(Generic[D]):
                 part.entry.leases -= 1
             self.host.make_room(0)
 
-    def _continued(self, path: Path) -> Lease:
+    def _continued(self, path: Path, beyond: int, rows: int) -> Lease:
         """Not leased yet. Of no tokens, where nothing is kept, or where a checkpoint is missing."""
-        parts, state = self._parts(path), None
-        length = parts[-1].stop if parts else 0
-        if self.layout.state:
-            state = self._checkpoint(path, length)
-            length = 0 if state is None else state.stop
-            parts = [evolve(part, stop=min(part.stop, length)) for part in parts if part.start < length]
-        return Lease(tuple(parts), length, self._draft(path, length), state)
+        if not self.layout.state:
+            parts = self._parts(path)
+            length = parts[-1].stop if parts else 0
+            return Lease(tuple(parts), length, self._draft(path, length))
+        parts = self._parts(path, rows // self.layout.block_size)
+        found = list[Part]()
+        for state in self._checkpoints(path, parts[-1].stop if parts else rows):
+            found.append(state)
+            if state.stop <= beyond or len(found) == MOST_STATES:
+                break
+        length = found[0].stop if found else 0
+        parts = [evolve(part, stop=min(part.stop, length)) for part in parts if part.start < length]
+        states = tuple(state for state in reversed(found) if state.stop > beyond)
+        return Lease(tuple(parts), length, self._draft(path, length), states)
 
-    def _checkpoint(self, path: Path, length: int) -> Part | None:
-        """The last one within the first `length` tokens."""
+    def _checkpoints(self, path: Path, length: int) -> Iterator[Part]:
+        """Those within the first `length` tokens, the last one first."""
         for stop in range(length, 0, -self.layout.block_size):
             if (found := self._where(*self._state_key(path, stop))) is not None:
-                return Part(*found, stop - self.layout.block_size, stop)
-        return None
+                yield Part(*found, stop - self.layout.block_size, stop)
 
     def _state_key(self, path: Path, stop: int) -> tuple[bytes, bytes]:
         """(key, packed tokens of the block) of the checkpoint at `stop`."""
@@ -163,10 +173,10 @@ class Store(Generic[D]):
             parts.append(part)
         return tuple(reversed(parts))
 
-    def _parts(self, path: Path) -> list[Part]:
-        """From the first block on, until one is missing; host memory is asked first."""
+    def _parts(self, path: Path, first: int = 0) -> list[Part]:
+        """From this block on, until one is missing; host memory is asked first."""
         parts = list[Part]()
-        for number in range(len(path.keys)):
+        for number in range(first, len(path.keys)):
             part = self._part(path, number)
             if part is None:
                 break
@@ -249,7 +259,7 @@ class Store(Generic[D]):
         path, stop = self.path(tokens), len(tokens)
         key, packed = self._state_key(path, stop)
         with self.lock:
-            before = self._checkpoint(path, stop - self.layout.block_size)
+            before = next(self._checkpoints(path, stop - self.layout.block_size), None)
             since = 0 if before is None else before.stop
             run = Run(stop - self.layout.block_size, path.keys[-1], (key,), packed, "state", since)
             return self.keep(run, state)

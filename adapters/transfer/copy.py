@@ -43,6 +43,9 @@ class TargetPart(RowHolder, Protocol):
     @property
     def state_specs(self) -> tuple[TensorSpec, ...]: ...
 
+    @property
+    def state_block(self) -> int: ...
+
     def export_state(self, slot: int) -> NamedTensors: ...
 
     def import_state(self, slot: int, state: NamedTensors) -> None: ...
@@ -125,6 +128,10 @@ class StateMover:
 
     parts: Sequence[TargetPart]
     specs: Sequence[TensorSpec]
+
+    def standing(self, rows: int) -> int:
+        """Where a slot has its state that has settled so many rows."""
+        return rows - max((rows % part.state_block for part in self.parts if part.state_specs), default=0)
 
     def put(self, slot: int, data: Tensor) -> None:
         """Raises ValueError or RuntimeError where it cannot be."""

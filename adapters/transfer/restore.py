@@ -108,6 +108,9 @@ class Restorer:
     async def restore(self, request: RequestId, effect: RestoreBlocks) -> BlocksRestored | StoreFailed:
         """What really came, without a gap from `start` on. The lease is released whatever happens."""
         lease, started = self.store.lease(effect.lease), time.perf_counter_ns()
+        if lease.states and effect.stop not in lease.checkpoints:
+            self.store.release(effect.lease)
+            return StoreFailed("broken", f"there are checkpoints at {lease.checkpoints}, not at {effect.stop}")
         by_kind: Mapping[Kind, Sequence[Mover]] = {"rows": self.target, "draft": self.draft, "state": ()}
         now = Restore(effect, self.fences.of(request, effect.slot), tuple(moves(lease, effect, by_kind)))
         self._restoring[request] = now
@@ -121,20 +124,18 @@ class Restorer:
         self, request: RequestId, lease: Lease, now: Restore, started: int
     ) -> BlocksRestored | StoreFailed:
         effect = now.effect
-        if lease.state is not None and effect.stop != lease.length:
-            return StoreFailed("broken", f"the checkpoint is at {lease.length}, not at {effect.stop}")
         queue = deque(now.moves)
         async with anyio.create_task_group() as tasks:
             for _ in range(min(AHEAD, len(queue))):
                 tasks.start_soon(self._work, now, queue)
         taken, ready = time.perf_counter_ns() - started, now.ready()
-        if now.failure is not None and lease.state is not None:
+        if now.failure is not None and lease.states:
             return now.failure  # rows alone do not continue a sequence that has a state beside them
         failure = await self.lane.run(partial(self._landed, request, now, ready))
         stop = max((move.span[1] for move in ready if move.kind == "rows"), default=effect.start)
-        if failure is not None or stop == effect.start:
+        if failure is not None or (stop == effect.start and not lease.states):
             return failure or now.failure or GIVEN_UP
-        loaded = sum(map(self._bytes, ready))
+        loaded = sum(map(self._bytes, ready)) + sum(self._bytes(move) for move in now.moves if move.kind == "state")
         self.store.restored(lease.place, loaded, taken / 1e9)
         log.info(
             "request %d: %d tokens, %d bytes restored from %s in %.1f ms%s",
@@ -200,29 +201,29 @@ class Restorer:
         state = self.fences.serving(now.effect.slot, request)
         if isinstance(state, DeviceFailed):
             return StoreFailed(state.kind, state.detail)
-        for move in now.moves:
-            if move.kind == "state" and (failure := self._put_state(state, now, move)) is not None:
+        checkpoints = [move for move in now.moves if move.kind == "state"]
+        for move in checkpoints:
+            if (failure := self._put_state(state, now, move)) is not None:
                 return failure
+            state.resume(now.effect.stop)
         for move in ready:
-            if move.kind == "rows":
+            if move.kind == "rows" and not checkpoints:
                 state.load(*move.span)
-            else:
+            elif move.kind == "draft":
                 state.draft(*move.span)
         return None
 
     def _put_state(self, state: SlotState, now: Restore, move: Move) -> StoreFailed | None:
-        """Before the rows count, which are of no use without it. A front that is still computed would move it on."""
-        slot, start = now.effect.slot, now.effect.start
+        """Before the rows count, which are of no use without it."""
+        slot, start, rows = now.effect.slot, now.effect.start, state.valid + state.ahead
         if move.buffer is None:
             return move.failure or GIVEN_UP
-        if state.valid != start:
-            return StoreFailed(
-                "broken", f"slot {slot} has {state.valid} rows, not the {start} that a state is to replace"
-            )
+        if rows < start:
+            return StoreFailed("broken", f"slot {slot} has {rows} rows; a state goes with those from {start} on")
         try:
             self.state.put(slot, move.buffer.data)
         except (ValueError, RuntimeError) as error:
-            state.valid = 0  # a part of it may be there: nothing goes on from what was
+            state.valid = state.ahead = 0  # a part of it may be there: nothing goes on from what was
             return StoreFailed("broken", str(error))
         return None
 
@@ -236,5 +237,6 @@ def moves(lease: Lease, effect: RestoreBlocks, movers: Mapping[Kind, Sequence[Mo
         start, stop = max(part.start, effect.start), min(part.stop, effect.stop)
         if start < stop and movers[part.entry.kind]:
             yield Move(part, (start, stop), list(movers[part.entry.kind]))
-    if lease.state is not None:
-        yield Move(lease.state, (lease.state.start, lease.state.stop), [])
+    for part in lease.states:
+        if part.stop == effect.stop:
+            yield Move(part, (part.start, part.stop), [])

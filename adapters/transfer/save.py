@@ -42,6 +42,8 @@ class Saver:
         if self.draft:
             start, stop = state.drafted
             saved += self._save(effect.slot, effect.tokens[:stop], "draft", start, self.draft)
+        if effect.checkpoint:
+            self.checkpoint(request, effect.slot, len(effect.tokens))
         log.info("request %d: %d tokens kept, %d bytes of them new", request, len(effect.tokens), saved)
         return SnapshotSaved(len(effect.tokens), saved)
 
@@ -58,11 +60,11 @@ class Saver:
         return saved
 
     def checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
-        """When rows `[0, at)` have been computed: keep the state there. False if that was not possible."""
+        """Where the slot's state stands behind rows `[0, at)`: keep it. False if that was not possible."""
         state, layout = self.serving(slot, request), self.store.layout
         if isinstance(state, DeviceFailed) or not layout.state:
             return False
-        if state.valid != at or at % layout.block_size or not at:
+        if self.state.standing(state.valid) != at or at % layout.block_size or not at:
             log.warning("request %d: slot %d has %d rows, no checkpoint at %d", request, slot, state.valid, at)
             return False
         tokens = tuple(state.tokens[:at])

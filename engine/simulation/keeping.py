@@ -118,11 +118,11 @@ class Keeping:
 
     def find(self, effect: FindPrefix) -> PrefixFound | PrefixMissed:
         shared = self.store.joins(effect.prompt, effect.window) if effect.window else 0
-        found = self.store.find(effect.prompt, effect.beyond)
+        found = self.store.find(effect.prompt, effect.beyond, effect.rows)
         if isinstance(found, Miss):
             return PrefixMissed(found.reason, shared=shared, length=found.length)
         name, lease = found
-        return PrefixFound(name, lease.length, lease.place, shared=shared)
+        return PrefixFound(name, lease.length, lease.place, shared=shared, checkpoints=lease.checkpoints)
 
     def release(self, lease: LeaseId) -> None:
         self.store.release(lease)

@@ -39,6 +39,7 @@ RICH = evolve(
     rates=Rates(prefill=(100,), host=100, disk=100),
 )
 AGENT = evolve(PLAIN, store=True, stateful=True, min_tokens=40)
+HYBRID = evolve(AGENT, state_places=2, state_tokens=10, slots=1)
 A, B, C, D = map(RequestId, range(1, 5))
 
 
@@ -159,10 +160,30 @@ def sessions_of_one_agent() -> str:
     story.tell(A, *(PrefillAdvanced(stop, ns=64_000) for stop in (32, 64, 89)), Decoded((7,)))
     story.tell(B, Submitted(jobs[1]), PrefixMissed("empty_store", shared=70))
     story.tell(B, *(PrefillAdvanced(stop, ns=64_000) for stop in (32, 64, 89)), Decoded((8,)), SnapshotSaved(64, 4096))
-    story.tell(
-        C, Submitted(jobs[2]), PrefixFound(LeaseId(1), 64, "host", shared=70), BlocksRestored(0, 64, 4096, ns=6_400)
-    )
+    hit = PrefixFound(LeaseId(1), 64, "host", shared=70, checkpoints=(64,))
+    story.tell(C, Submitted(jobs[2]), hit, BlocksRestored(64, 64, 4096, ns=6_400))
     story.tell(C, PrefillAdvanced(89, ns=64_000), Decoded((9,)))
+    return story.end()
+
+
+def reasoning_that_is_left_out() -> str:
+    """A hybrid model answers with reasoning, which the next turn's prompt leaves out: the slot keeps its rows, and goes
+    on from the state that a place has kept where the answer opened. A third turn rewrites more: rows are there, and the
+    state behind them comes from the disk.
+    """
+    story, prompt = Teller(HYBRID), tuple(range(60))
+    story.tell(A, Submitted(Job(prompt, 9, boundaries=(1, 40, 58))), PrefixMissed("empty_store"))
+    story.tell(
+        A, PrefillAdvanced(32), PrefillAdvanced(48), PrefillAdvanced(59), *(Decoded((n,)) for n in range(80, 89))
+    )
+    story.tell(A, SnapshotSaved(64, 4096))
+    turn = (*prompt, *range(86, 89), *range(200, 230))
+    story.tell(B, Submitted(Job(turn, 1, boundaries=(1, 40, 58, 64, 91))), PrefixMissed("no_checkpoint:48", length=48))
+    story.tell(B, PrefillAdvanced(80), PrefillAdvanced(92), Decoded((7,)), SnapshotSaved(80, 4096))
+    other = (*turn[:40], *range(300, 330))
+    story.tell(C, Submitted(Job(other, 1, boundaries=(1, 40))), PrefixFound(LeaseId(1), 32, "disk", checkpoints=(32,)))
+    story.tell(C, BlocksRestored(32, 32, 2048), PrefillAdvanced(64), PrefillAdvanced(69), Decoded((8,)))
+    story.tell(C, SnapshotSaved(64, 4096))
     return story.end()
 
 
@@ -195,6 +216,7 @@ STORIES: dict[str, Callable[[], str]] = {
         everything_goes_wrong_and_the_answer_comes,
         compressed_restored_and_speculated,
         sessions_of_one_agent,
+        reasoning_that_is_left_out,
         a_device_that_dies,
     )
 }

@@ -20,6 +20,7 @@ from adapters.device.proposer import DraftRequest
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.numerics import Numerics
+from adapters.models.shard import NamedTensors
 from adapters.store.format import Layout
 from adapters.store.opening import open_store
 from adapters.store.store import Store
@@ -41,7 +42,15 @@ from tests.store.kit import settled
 
 CHUNK, BUCKETS = 32, (4, 8, 16, 32)
 SETTINGS = Settings(
-    slots=2, max_context=256, chunk=CHUNK, block_size=16, batch_rows=32, store=True, stateful=True, interval=48
+    slots=2,
+    max_context=256,
+    chunk=CHUNK,
+    block_size=16,
+    batch_rows=32,
+    store=True,
+    stateful=True,
+    interval=48,
+    state_places=3,
 )
 SAMPLED = Sampling(temperature=0.9, seed=5)
 
@@ -77,10 +86,21 @@ class Guesses:
     def opened(self, source: int, target: int, state: SlotState) -> None: ...
 
 
+class ReadBack(RecurrentShard):
+    """Counts checkpoints that are read back."""
+
+    brought = 0
+
+    def import_state(self, slot: int, state: NamedTensors) -> None:
+        self.brought += 1
+        super().import_state(slot, state)
+
+
 @define
 class OneStart:
     engine: Engine
     store: Store
+    shard: ReadBack
 
     async def told(self, job: Job) -> tuple[Tokens, tuple[str, int]]:
         """And gone, and written: while a slot is busy, nobody continues from a state that may move on."""
@@ -97,7 +117,9 @@ async def process(
     folder: Path, host: int = 0, known: Sequence[Tokens] = (), **changes: object
 ) -> AsyncIterator[OneStart]:
     """From its start to its end; what it kept is in the folder."""
-    lane, shard = DeviceLane(), RecurrentShard(SETTINGS.slots, SETTINGS.max_context, BUCKETS)
+    settings = evolve(SETTINGS, block=7 if known else 0, **changes)
+    places = {"state_block": settings.block_size, "state_places": settings.state_places}
+    lane, shard = DeviceLane(), ReadBack(settings.slots, settings.max_context, BUCKETS, **places)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Guesses(known) if known else None)
     executor.handle(LoadModel, lambda *_: ModelLoaded())
     store = open_store(
@@ -110,18 +132,17 @@ async def process(
     moving = transfer(store, (shard,), lane, executor.serving)
     executor.handle(SaveSnapshot, moving.saver.save)
     executor.checkpointed_by(moving.saver.checkpoint)
-    settings = evolve(SETTINGS, block=7 if known else 0, **changes)
     async with engine(settings, executor, transfer=moving, facts={}, paranoid=True) as running:
-        yield OneStart(running, store)
+        yield OneStart(running, store, shard)
         await anyio.to_thread.run_sync(settled, store)
     assert store.figures()["leases"] == 0
     assert executor.close()
     moving.close()
 
 
-async def cold(tmp_path: Path, job: Job) -> Tokens:
+async def cold(tmp_path: Path, job: Job, **changes: object) -> Tokens:
     """Alone in a process that keeps nothing, row by row."""
-    async with process(tmp_path / "none", chunk=1, block_size=1, store=False) as running:
+    async with process(tmp_path / "none", **{**changes, "chunk": 1, "block_size": 1, "store": False}) as running:
         return (await running.told(evolve(job, scope=Scope("off"))))[0]
 
 
@@ -147,15 +168,69 @@ async def test_every_way_to_a_state_gives_the_tokens_of_a_cold_one(tmp_path: Pat
                 return restored
 
             assert await asked(first) == ("none", 0)
-            assert await asked(turn) == ("device", 108), "the slot goes on where the answer ended"
+            assert await asked(turn) == ("device", 96), "the slot goes on in the last block of the answer"
             for other in others:
                 await asked(other)
             place, rows = await asked(turn)
             assert (place, rows) == (tier, 128), "both slots serve others now"
-            assert await asked(branch) == (tier, 48), "from the last checkpoint that both share"
+            assert await asked(branch) == ("device", 48), "the rows are there, and a state that both share"
         async with process(folder, host) as running:
             assert await asked(turn, running) == ("disk", 128), "a new process"
             assert (await asked(branch, running))[1] == 80, "its own checkpoint"
+
+
+class Dialogue:
+    """Turns of a template that leaves the reasoning of earlier answers out, as Qwen's does."""
+
+    OPENS, SYSTEM, USER, THINKS = (1, 2), prompt(20, 30), 14, 11
+
+    def __init__(self) -> None:
+        self.said, self.turns, self.boundaries = [*self.OPENS, *self.SYSTEM], 0, [2]
+
+    def asks(self) -> Job:
+        """The next prompt; its last boundary opens the answer, whose reasoning begins behind it."""
+        self.turns += 1
+        self._message(prompt(30 + self.turns, self.USER))
+        boundaries = (*self.boundaries, len(self.said) + 2)
+        return Job((*self.said, *self.OPENS, 3), 24, boundaries=boundaries)
+
+    def hears(self, answer: Tokens) -> None:
+        self._message(answer[self.THINKS :])
+
+    def _message(self, content: Tokens) -> None:
+        self.boundaries.append(len(self.said) + 2)
+        self.said += [*self.OPENS, *content]
+
+
+@pytest.mark.parametrize(("host", "places"), [(1 << 30, 3), (0, 3), (1 << 30, 0)])
+async def test_a_conversation_without_its_earlier_reasoning_computes_a_chunk_and_what_is_new(
+    tmp_path: Path, host: int, places: int
+) -> None:
+    """Ten turns, a restart before the sixth. Nothing but the new tokens, less than a chunk, and one state a turn."""
+    dialogue, before, tiers, large = Dialogue(), 0, list[str](), {"max_context": 1024, "state_places": places}
+    for lives in range(2):
+        async with process(tmp_path / "kv", host, **large) as running:
+            for _ in range(5):
+                job, states = dialogue.asks(), running.shard.brought
+                tokens, (tier, restored) = await running.told(job)
+                assert tokens == await cold(tmp_path, job, **large)
+                new = len(job.prompt) - before
+                assert len(job.prompt) - restored <= new + CHUNK, (lives, dialogue.turns)
+                assert running.shard.brought - states <= 1
+                dialogue.hears(tokens)
+                before, tiers = len(dialogue.said), [*tiers, tier]
+    back = "device" if places else "host" if host else "disk"
+    assert (tiers[0], tiers[5]) == ("none", "disk")
+    assert {*tiers[1:5], *tiers[6:]} == {"device"}, f"rows stay on the device, wherever the state is: {back}"
+
+
+async def test_an_append_only_turn_after_a_restart_goes_on_in_the_last_block_of_the_answer(tmp_path: Path) -> None:
+    job = Job(prompt(1, 70), 40)
+    async with process(tmp_path / "kv") as running:
+        answer, _ = await running.told(job)
+    turn = Job((*job.prompt, *answer, *prompt(2, 20)), 5)
+    async with process(tmp_path / "kv") as running:
+        assert await running.told(turn) == (await cold(tmp_path, turn), ("disk", 96)), "109 rows, of which 6 blocks"
 
 
 async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +247,7 @@ async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path, m
         assert found.report.proposed > found.report.accepted > 10, "some were taken back"
         turn = Job((*known, *prompt(2, 20)), 8)
         tokens, restored = await running.told(turn)
-        assert restored == ("device", len(known) - 1)
+        assert restored == ("device", (len(known) - 1) // 16 * 16)
         assert tokens == await cold(tmp_path, turn)
 
 

@@ -10,7 +10,7 @@ import random
 from collections import deque
 from typing import Any, TypeAlias
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
@@ -58,6 +58,10 @@ def alike(one: Tokens, other: Tokens) -> int:
     return next((at for at, (mine, its) in pairs if mine != its), min(len(one), len(other)))
 
 
+def whole(settings: Settings, tokens: int) -> int:
+    return tokens // settings.block_size * settings.block_size
+
+
 def shortened(prompt: Tokens) -> Tokens:
     """What a compression makes of a prompt: its head, every third token, and its last one."""
     return (*prompt[:4], *prompt[4:-1:3], prompt[-1])
@@ -69,7 +73,7 @@ class DeviceSlot:
     tokens: list[int] = field(factory=list)  # what is served: the prompt, then what was picked
     seed: int = 0
     stops: Tokens = ()
-    state: int = 0  # where the positional state is, of a model that has any
+    done: int = 0  # rows that it has settled: of a model with positional state, its own follows from that
     owner: RequestId | None = None
     broken: FailureKind | None = None  # why it refuses all work until it is opened again
     spoiled: bool = False  # its own rows may be anything, and not only those that it was to be opened with
@@ -96,8 +100,10 @@ class Device:
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
     scored: dict[RequestId, Tokens] = field(factory=dict)  # of prompts that are being compressed
     draft: Place = field(init=False)
+    places: list[Tokens] = field(init=False)  # what the positional state in each stands for
 
     def __attrs_post_init__(self) -> None:
+        self.places = [()] * self.settings.state_places
         self.draft = IDLE[self.settings.residency.draft]
         self.slots = [DeviceSlot([NOTHING] * self.settings.max_context) for _ in range(self.settings.slots)]
 
@@ -122,17 +128,28 @@ class Device:
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         slot, source = self.slots[opening.slot], self.slots[opening.source]
         assert opening.keep < len(opening.prompt), "the last prompt token is always computed"
+        assert opening.keep % self.settings.block_size == 0, "kept rows end at a cache position"
         if self.settings.stateful:
-            assert opening.keep in {0, source.state} or source.broken, "kept rows end where the state is"
-            slot.state = opening.keep
-        else:
-            assert opening.keep % self.settings.block_size == 0, "kept rows end at a cache position"
+            self.open_state(source, opening)
+        slot.done = opening.state if self.settings.stateful else opening.keep
         wanted = rows_of(opening.prompt[: opening.keep])
         slot.broken, slot.spoiled = "broken" if opening.keep and source.broken else None, False
         assert slot.broken or source.rows[: opening.keep] == wanted, "a slot is opened on rows that are not there"
         slot.rows[: opening.keep] = wanted
         slot.tokens, slot.seed, slot.owner = list(opening.prompt), opening.sampling.seed, request
         slot.stops = opening.stop_tokens
+
+    def open_state(self, source: DeviceSlot, opening: OpenSlot) -> None:
+        assert 0 <= opening.state <= opening.keep, "a state of rows that are not kept"
+        if opening.place is not None:
+            assert self.places[opening.place] == opening.prompt[: opening.state] != (), "a place that has another state"
+        elif opening.state and not source.broken:
+            assert opening.state == self.live(source), "a slot that has its state elsewhere"
+
+    def live(self, slot: DeviceSlot) -> int:
+        """Where its own state is. Where decoded rows are not believed, a block is longer than what states are apart."""
+        block_size = self.settings.block_size if self.settings.keep_decoded else 1
+        return slot.done // block_size * block_size
 
     def perform(self, ask: Ask) -> Any:
         failed = self.failure(ask.request)
@@ -168,11 +185,13 @@ class Device:
 
     def perform_in(self, slot: DeviceSlot, effect: Any, failed: DeviceFailed | None) -> Any:
         match effect:
-            case RunPrefill(_, start, stop, checkpoint):
-                return self.prefill(slot, start, stop, failed, checkpoint=checkpoint)
-            case RunDecode():
+            case RunPrefill():
+                return self.prefill(slot, effect, failed)
+            case RunDecode(position=at, checkpoint=checkpoint):
+                if checkpoint and failed is None:
+                    self.keep_state(slot, whole(self.settings, at))
                 return self.round(slot, effect, failed)
-            case SaveSnapshot(_, tokens):
+            case SaveSnapshot(_, tokens, checkpoint):
                 assert tokens
                 assert slot.owner is not None
                 assert len(tokens) % self.settings.block_size == 0
@@ -180,6 +199,8 @@ class Device:
                 self.store.asked.append((slot.owner, tokens))
                 if failed is None:
                     self.store.keep(tokens)
+                    if checkpoint:
+                        self.keep_state(slot, len(tokens))
                 return failed or SnapshotSaved(len(tokens), len(tokens))
 
     def failure(self, request: RequestId) -> DeviceFailed | None:
@@ -189,19 +210,31 @@ class Device:
             return DeviceFailed(self.rng.choice(DEVICE_FAILURES), "simulated")
         return None
 
-    def prefill(self, slot: DeviceSlot, start: int, stop: int, failed: DeviceFailed | None, *, checkpoint: bool) -> Any:
-        assert slot.state == start or not self.settings.stateful, "a chunk on another state"
+    def keep_state(self, slot: DeviceSlot, at: int) -> None:
+        """Beyond the device."""
+        assert slot.owner is not None
+        assert at == self.live(slot), "a checkpoint of a state that has moved on"
+        tokens = tuple(slot.tokens[:at])
+        self.store.asked.append((slot.owner, tokens))
+        self.store.mark(tokens)
+
+    def prefill(self, slot: DeviceSlot, effect: RunPrefill, failed: DeviceFailed | None) -> Any:
+        start, stop = effect.start, effect.stop
+        assert slot.done == start or not self.settings.stateful, "a chunk on another state"
         assert 0 < stop - start <= self.settings.chunk, "a chunk has a limit"
         assert stop < len(slot.tokens), "the last prompt token is fed by a decode step"
         assert slot.rows[:start] == rows_of(tuple(slot.tokens[:start])), "a chunk on rows that are not there"
         below = slot.rows[start - 1] if start else 0
         slot.rows[start:stop] = rows_of(tuple(slot.tokens[start:stop]), below)
+        if self.settings.stateful:
+            self.forget(slot, stop)
         if failed is None:
-            slot.state = stop
-            if checkpoint:
-                assert slot.owner is not None
-                self.store.asked.append((slot.owner, tuple(slot.tokens[:stop])))
-                self.store.mark(tuple(slot.tokens[:stop]))
+            slot.done = stop
+            if effect.checkpoint:
+                self.keep_state(slot, stop)
+            if effect.place is not None:
+                assert stop == self.live(slot), "a place for a state that is not there"
+                self.places[effect.place] = tuple(slot.tokens[:stop])
             return PrefillAdvanced(stop, ns=self.rng.choice((0, 30, 500)))
         self.spoil(slot, start, failed)
         return failed
@@ -211,7 +244,7 @@ class Device:
         assert self.draft == "loaded" or not one.propose, "proposals without a draft"
         assert one.propose <= self.settings.block
         assert len(slot.tokens) == at + 1, "a decode step out of step"
-        assert slot.state == at or not self.settings.stateful, "a decode step on another state"
+        assert slot.done == at or not self.settings.stateful, "a decode step on another state"
         assert slot.tokens[at] == one.token, "a round that feeds another token"
         assert slot.rows[:at] == rows_of(tuple(slot.tokens[:at])), "a decode step on rows that are not there"
         assert at + 1 + one.propose < self.settings.max_context
@@ -227,8 +260,8 @@ class Device:
             slot.tokens.append(picked[-1])
             if cuts and picked[-1] in slot.stops:
                 break
-        slot.state = at + len(picked)
-        self.forget(slot, slot.state)
+        slot.done = at + len(picked)
+        self.forget(slot, slot.done)
         return Decoded(tuple(picked), proposed, ns=self.rng.choice((0, 5, 90)), accepted=min(len(picked), right))
 
     def drafted(self, most: int) -> tuple[int, int]:
@@ -261,7 +294,7 @@ class Device:
         if roll > 1 - self.failures:
             slot.rows[restore.start] = NOTHING
             return StoreFailed("io", "simulated")
-        slot.state = stop
+        slot.done = stop
         return BlocksRestored(restore.start, stop, stop - restore.start, ns=self.rng.choice((0, 40, 800)))
 
     def spoil(self, slot: DeviceSlot, start: int, failed: DeviceFailed) -> None:
@@ -298,7 +331,7 @@ class CheckedStore:
     shared: dict[RequestId, int] = field(factory=dict)  # what requests were told that they share
     asked: list[tuple[RequestId, Tokens]] = field(factory=list)  # everything that was asked to be kept
     memo: dict[Tokens, Tokens] = field(factory=dict)
-    leases: dict[LeaseId, Tokens] = field(factory=dict)
+    leases: dict[LeaseId, tuple[Tokens, FindPrefix]] = field(factory=dict)
     abandoned: set[RequestId] = field(factory=set)
     given: int = 0
 
@@ -335,22 +368,31 @@ class CheckedStore:
         served = self.memo.get(find.prompt) if find.memo else None
         prompt = find.prompt if served is None else served
         lengths = range(self.settings.block_size, len(prompt) + 1, self.settings.block_size)
+        there, rows, checkpoints = self.kept, find.rows if served is None else 0, list[int]()
         if self.settings.stateful:
-            lengths = [length for length in lengths if prompt[:length] in self.marks and length < len(prompt)]
-        longest = max((length for length in lengths if prompt[:length] in self.kept), default=0)
-        if longest <= find.beyond and self.rng.random() < 0.8:
+            reach = max((length for length in lengths if prompt[:length] in self.kept), default=0)
+            lengths, there = [length for length in lengths if length <= max(reach, rows)], self.marks
+            checkpoints = [length for length in lengths if find.beyond < length and prompt[:length] in there][-4:]
+        longest = max((length for length in lengths if prompt[:length] in there), default=0)
+        if longest <= find.beyond and (self.settings.stateful or self.rng.random() < 0.8):
             return PrefixMissed(f"diverged_at:{longest}", served, shared, longest)
         self.given += 1
-        self.leases[LeaseId(self.given)] = prompt[:longest]
-        return PrefixFound(LeaseId(self.given), longest, self.rng.choice(("host", "disk")), served, shared)
+        self.leases[LeaseId(self.given)] = prompt[:longest], evolve(find, rows=rows)
+        tier = self.rng.choice(("host", "disk"))
+        return PrefixFound(LeaseId(self.given), longest, tier, served, shared, tuple(checkpoints))
 
     def load(self, ask: Ask) -> CheckedTransfer | StoreFailed:
         """Read what the lease keeps; it goes into the slot over the device's lane."""
         restore = ask.effect
         assert isinstance(restore, RestoreBlocks)
         assert restore.lease in self.leases, "a restore without a lease"
-        tokens = self.leases[restore.lease]
-        assert restore.start < restore.stop <= len(tokens), "a restore beyond what was found"
+        tokens, find = self.leases[restore.lease]
+        if self.settings.stateful:
+            assert tokens[: restore.stop] in self.marks, "a restore to where no checkpoint is"
+            assert restore.start >= min(find.rows, restore.stop), "a restore of rows that the slot was said to have"
+        else:
+            assert restore.start < restore.stop
+        assert restore.start <= restore.stop <= len(tokens), "a restore beyond what was found"
         if self.rng.random() < self.failures:
             self.let_go(restore.lease)
             return StoreFailed("io", "simulated")

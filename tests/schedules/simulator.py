@@ -165,7 +165,9 @@ class Simulator:
             residency=rng.choice(RESIDENCIES),
             compress_threshold=rng.choice((0, 0, 6, 14)),
             min_tokens=rng.choice((0, 0, 7)),
-            stateful=rng.random() < 0.25,
+            stateful=rng.random() < 0.4,
+            state_places=rng.choice((0, 1, 2, 5)),
+            state_tokens=rng.choice((0, 3)),
             interval=rng.choice((0, 3, 8)),
             cold_max=rng.choice((0, 12)),
             rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90, decode=decode_steps))),
@@ -329,6 +331,10 @@ class Simulator:
             assert slot.holder is None
             assert not (real.spoiled and rows), "a slot is trusted that broke"
             assert real.broken or real.rows[:rows] == rows_of(slot.tokens), "a slot does not have what it is said to"
+            assert real.broken or not slot.live or slot.live == device.live(real), "a slot has its state elsewhere"
+        for place, tokens in zip(world.slots.places, device.places, strict=True):
+            kept = world.slots.slots[place.slot]
+            assert tokens == kept.tokens[: place.at] or not place.at, "a place has another state than it is said to"
         for client in self.clients.values():
             client.check(self.settings, failures=self.failures > 0 or self.losses > 0)
         for request, tokens in self.store.asked:

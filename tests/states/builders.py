@@ -43,6 +43,7 @@ PLAIN = Settings(slots=2, max_context=64, max_queue=3, chunk=8, block_size=4, ba
 STORE = evolve(PLAIN, store=True)
 DRAFT = evolve(PLAIN, block=3)
 SCOPED = evolve(DRAFT, residency=Resolved("request-scoped", "park"))
+STATEFUL = evolve(STORE, stateful=True, state_places=3)
 PFLASH = evolve(PLAIN, compress_threshold=12, keep_permille=250)
 EVERYTHING = evolve(STORE, block=3, compress_threshold=12, keep_permille=250)
 
@@ -61,6 +62,7 @@ class Flat:
     valid: int = 0
     restored: int = 0
     tier: Tier = "none"
+    ahead: int = 0
     miss: str = "nothing_shared_on_device"
     compressed: bool = False
     shared: int = 0
@@ -74,7 +76,7 @@ class Flat:
 
     @property
     def early(self) -> tuple[Seat, Prompt]:
-        seat = Seat(self.slot, self.valid, self.restored, self.tier)
+        seat = Seat(self.slot, self.valid, self.restored, self.tier, self.ahead)
         return seat, Prompt(self.job, self.prompt, self.compressed, self.shared, self.stored, self.miss)
 
     @property

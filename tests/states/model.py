@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from effects.all import Effect
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, LeaseId, Side, SlotId, StoreFailed
+from effects.ids import DeviceFailed, LeaseId, PlaceId, Side, SlotId, StoreFailed
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
@@ -55,8 +55,18 @@ BLOCKS = tuple(
     )
 )
 STATEFUL = tuple(
-    Settings(block_size=1, chunk=2, store=True, stateful=True, cold_max=2, interval=interval, keep_decoded=keep_decoded)
-    for interval, keep_decoded in ((0, True), (1, False))
+    Settings(
+        block_size=1,
+        chunk=2,
+        store=True,
+        stateful=True,
+        state_tokens=1,
+        cold_max=2,
+        interval=interval,
+        keep_decoded=keep_decoded,
+        state_places=places,
+    )
+    for interval, keep_decoded, places in ((0, True, 2), (1, True, 0), (1, False, 1))
 )
 SETTINGS = BLOCKS + STATEFUL
 LOSING = (
@@ -125,6 +135,20 @@ def outcomes(effect: Effect) -> Iterator[Any]:
         yield from DEVICE_FAILURES
 
 
+def checkpoints_of(effect: Effect) -> Iterator[Any]:
+    """The same of a model with positional state: all of it, or none."""
+    match effect:
+        case FindPrefix(prompt, beyond, False, window):
+            for shared in (0, 2, 4) if window else (0,):
+                yield PrefixMissed("no_checkpoint:0", shared=shared)
+                for last in range(beyond + 1, len(prompt)):
+                    for checkpoints in {(last,), (beyond + 1, last)} if last > beyond + 1 else {(last,)}:
+                        yield PrefixFound(LeaseId(1), last, "disk", None, shared, checkpoints)
+        case RestoreBlocks(_, _, start, stop):
+            yield BlocksRestored(start, stop, 1)
+    yield StoreFailed("io", "")
+
+
 def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
     """All that can happen here, and what it answers."""
     settings = node.known.settings
@@ -136,12 +160,15 @@ def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
             return
         case Waiting():
             for keep, source in product(range(0, len(JOB.prompt), settings.block_size), (0, 1)):
-                yield Admitted(SlotId(0), SlotId(source), keep), None
+                for state in range(keep + 1) if settings.stateful else (0,):
+                    for place in (None, PlaceId(0)) if state and settings.state_places else (None,):
+                        yield Admitted(SlotId(0), SlotId(source), keep, state, place), None
     yield Cancelled("client_gone"), None
     if isinstance(node.state, Held) and node.losses < 2 and settings in LOSING:
         yield from ((SlotEmptied(), None),) if remains(node.state).prompt.job == JOB else ()
     for effect in node.flying:
-        yield from ((outcome, effect) for outcome in outcomes(effect))
+        stateful = settings.stateful and isinstance(effect, FindPrefix | RestoreBlocks)
+        yield from ((outcome, effect) for outcome in (checkpoints_of if stateful else outcomes)(effect))
 
 
 def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS) -> Walk:
@@ -217,7 +244,22 @@ def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
             fault = "speaks after the close"
     if effect.outcomes:
         node = evolve(node, flying=node.flying | {effect})
-    return node, fault
+    return node, fault or misplaced(node, effect)
+
+
+def misplaced(node: Node, effect: Effect) -> str | None:
+    """What is wrong with the rows that it is about."""
+    seat = remains(node.state).seat if isinstance(node.state, Held) else None
+    match effect:
+        case OpenSlot(keep=keep, state=state, place=place) if not state <= keep or (place is not None and not state):
+            return "goes on from a state of rows that are not there"
+        case RestoreBlocks(start=start) if seat and start > seat.rows and not node.state.computing:
+            return "loads rows behind some that are missing"
+        case RunPrefill(start=start) | RunDecode(position=start) if seat and start != seat.valid:
+            return "computes other rows than the next ones"
+        case RunPrefill() | RunDecode() if seat and seat.ahead:
+            return "believes rows that are overwritten"
+    return None
 
 
 def at_rest(node: Node) -> Iterator[str]:

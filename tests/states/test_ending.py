@@ -14,6 +14,7 @@ from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced
 from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
+from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream
 from states import ending
@@ -25,13 +26,16 @@ from states.life import (
     LookingUp,
     Parking,
     Prefilling,
+    Seat,
     Snapshotting,
     Speculating,
     Unparking,
+    live,
     remains,
+    sequence,
 )
 from states.machine import Then, step
-from states.onward import report
+from states.onward import leave, report
 from states.settings import Known
 from states.table import TABLE
 from tests.states.builders import (
@@ -40,8 +44,10 @@ from tests.states.builders import (
     HERE,
     PROMPT,
     SHORT,
+    STATEFUL,
     STORE,
     a,
+    a_job,
     a_restoring,
     answering,
     knowing,
@@ -122,6 +128,29 @@ def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() ->
     before = answering(evolve(DRAFT, stateful=True), control=leased())
     left = settle(before, Decoded((9, 10)), knowing(evolve(DRAFT, stateful=True))).state.remains
     assert (left.seat.valid, left.rows) == (24, (*PROMPT, 7, 8, 9))
+
+
+def test_rows_without_their_state_stay_with_what_is_brought_behind_them() -> None:
+    before = some(STATEFUL, valid=4, restored=4, tier="device", ahead=12)
+    left = settle(before, BlocksRestored(8, 8, 99), knowing(STATEFUL)).state.remains
+    assert left.seat == Seat(HERE, 8, 8, "device", 8)
+    assert (sequence(STATEFUL, left), live(STATEFUL, left)) == (PROMPT[:16], 8)
+    left = settle(before, StoreFailed("io", ""), knowing(STATEFUL)).state.remains
+    assert (sequence(STATEFUL, left), live(STATEFUL, left)) == (PROMPT[:16], 4)
+
+
+def test_the_end_of_an_answer_is_kept_with_the_state_there() -> None:
+    for valid, checkpoint, settings in (
+        (24, True, STATEFUL),
+        (22, True, STATEFUL),
+        (22, False, STORE),
+        (22, False, evolve(STATEFUL, keep_decoded=False)),
+    ):
+        then = leave(settings, answering(settings, valid=valid, answer=(7, 8, 9, 10)).remains)
+        assert then.effects == (SaveSnapshot(HERE, (*PROMPT, 7, 8, 9)[: valid // 4 * 4], checkpoint),) or not checkpoint
+        assert [effect.checkpoint for effect in then.effects] == [checkpoint]
+    fixed = answering(STATEFUL, job=a_job(scope=Scope("fixed", 9)))
+    assert leave(STATEFUL, fixed.remains).effects == (SaveSnapshot(HERE, PROMPT[:8]),), "that is not where it is"
 
 
 def test_both_sides_answer_in_any_order_and_what_joins_is_kept() -> None:

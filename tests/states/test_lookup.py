@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, LeaseId, SlotId, StoreFailed
+from effects.ids import DeviceFailed, LeaseId, PlaceId, SlotId, StoreFailed
 from effects.job import Report, Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
@@ -17,7 +17,7 @@ from effects.scope import Scope
 from effects.stream import CloseStream, ReportProgress
 from states import lookup
 from states.events import Admitted, Cancelled, Rejected, Submitted
-from states.life import Compressing, Done, LookingUp, New, Prefilling, Restoring, Speculating, Unparking
+from states.life import Compressing, Done, LookingUp, New, Prefilling, Restoring, Seat, Speculating, Unparking
 from states.machine import Then
 from tests.states.builders import (
     DRAFT,
@@ -26,6 +26,7 @@ from tests.states.builders import (
     PFLASH,
     PROMPT,
     SHORT,
+    STATEFUL,
     STORE,
     a,
     a_job,
@@ -222,12 +223,39 @@ def test_a_compressed_prompt_is_not_compared_again_and_what_was_shared_is_rememb
 
 def test_positional_state_is_loaded_whole_or_not_at_all() -> None:
     hold = some(STORE)
-    stateful = evolve(STORE, stateful=True)
-    then = lookup.found(a(LookingUp, hold), found(20), knowing(stateful, prefill=(100,), disk=90))
+    event = found(20, checkpoints=(20,))
+    then = lookup.found(a(LookingUp, hold), event, knowing(STATEFUL, prefill=(100,), disk=90))
     restoring = a(Restoring, evolve(hold, stored=20), 0, 20, "disk")
     assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 0, 20))
-    slow = lookup.found(a(LookingUp, hold), found(20), knowing(stateful, prefill=(100,), disk=110))
+    slow = lookup.found(a(LookingUp, hold), event, knowing(STATEFUL, prefill=(100,), disk=110))
     assert isinstance(slow.state, Prefilling)
+
+
+def test_a_slot_with_positional_state_keeps_its_rows_and_asks_for_the_state_behind_them() -> None:
+    then = lookup.admit(a_waiting(), Admitted(HERE, THERE, 16, 8, PlaceId(2)), knowing(STATEFUL))
+    hold = some(STATEFUL, valid=8, restored=8, tier="device", ahead=8, miss="")
+    opened = evolve(opening(16), source=THERE, state=8, place=PlaceId(2))
+    assert then == Then(a(LookingUp, hold), opened, FindPrefix(PROMPT, 8, rows=16))
+    then = lookup.found(a(LookingUp, hold), found(16, checkpoints=(12, 16)), knowing(STATEFUL))
+    restoring = a(Restoring, evolve(hold, stored=16), 16, 16, "disk")
+    assert then == Then(restoring, evolve(opening(16), state=8), RestoreBlocks(LEASE, HERE, 16, 16))
+
+
+def test_a_slot_with_rows_and_no_state_is_no_hit() -> None:
+    then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 16), knowing(STATEFUL))
+    hold = some(STATEFUL, ahead=16)
+    assert then == Then(a(LookingUp, hold), opening(16), FindPrefix(PROMPT, 0, rows=16))
+    then = lookup.missed(a(LookingUp, hold), PrefixMissed("no_checkpoint:0"), knowing(STATEFUL))
+    assert then == Then(a(Prefilling, evolve(hold, ahead=0, miss="no_checkpoint:0")), RunPrefill(HERE, 0, 8))
+
+
+def test_of_another_prompt_that_is_served_the_state_stays_where_both_agree() -> None:
+    stateful = evolve(STATEFUL, compress_threshold=12, keep_permille=250)
+    for valid, stays in ((4, 4), (8, 0)):
+        before = some(stateful, valid=valid, restored=valid, tier="device", ahead=4, miss="")
+        then = lookup.compressed(a(Compressing, before), PromptCompressed(SHORT, ((0, 4),)), knowing(stateful))
+        assert then.state.seat == Seat(HERE, stays, stays, "device" if stays else "none", 4 - stays)
+        assert then.effects[0] == evolve(opening(4, SHORT), state=stays)
 
 
 def test_a_failed_lookup_is_a_miss() -> None:

@@ -15,17 +15,17 @@ from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
 from states import policy, rates
 from states.events import ForRequest, Submitted
-from states.life import Prefilling, Restoring
+from states.life import Prefilling, Prompt, Restoring, Seat
 from states.rates import Rates, filled, load_time, prefill_time, span_of
-from states.settings import Settings
+from states.settings import Known
 from states.world import advance, begin
 from tests.states.builders import (
+    HERE,
     ONE,
+    STATEFUL,
     STORE,
     a_job,
 )
-
-STATEFUL = evolve(STORE, stateful=True)
 
 
 def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
@@ -72,22 +72,65 @@ factors = st.sampled_from((0, 1000, 1300, 2000, 9000))
     ),
     st.integers(0, 300),
     st.integers(0, 300),
-    st.sampled_from((STORE, STATEFUL)),
 )
-def test_no_choice_is_better_and_neither_is_one_side_alone(
-    known: Rates, start: int, length: int, settings: Settings
-) -> None:
+def test_no_choice_is_better_and_neither_is_one_side_alone(known: Rates, start: int, length: int) -> None:
     first, last = 16 * start, 16 * (start + length)
-    chosen = policy.front(evolve(settings, chunk=16, block_size=16), known, first, last, "host")
+    chosen = policy.front(evolve(STORE, chunk=16, block_size=16), known, first, last, "host")
     assert type(chosen) is int
     if not known.host or not any(known.prefill):
         assert chosen == first
         return
-    choices = (first, last) if settings.stateful else range(first, last + 1, 16)
+    choices = range(first, last + 1, 16)
     ready = [policy.ready(known, first, m, last, "host") for m in choices]
     assert chosen in choices
     best, pure, got = min(ready), min(ready[0], ready[-1]), policy.ready(known, first, chosen, last, "host")
     assert got == (best if 10 * best <= 9 * pure else pure), "both at once only where a tenth is gained"
+
+
+LONG = Prompt(a_job(prompt=tuple(range(1000))), tuple(range(1000)))  # 999 rows
+
+
+@pytest.mark.parametrize(
+    ("valid", "ahead", "there", "load_time", "expected"),
+    [
+        (0, 0, (), 10, None),
+        (0, 0, (800,), 0, (0, 800)),  # never measured: restoring is trusted
+        (0, 0, (800,), 10, (0, 800)),
+        (0, 0, (400, 800), 10, (0, 800)),  # the later one, as long as rows load quicker than they are computed
+        (0, 0, (400, 800), 120, None),
+        (0, 800, (400, 800), 120, (800, 800)),  # rows are there: 200 tokens' worth of state alone, at 120, beats 800
+        (0, 400, (400, 800), 120, (400, 400)),  # rows behind 400 would take longer than computing them
+        (0, 400, (400, 800), 90, (400, 800)),
+        (700, 100, (800,), 40, (800, 800)),
+        (700, 100, (800,), 60, None),  # nothing is gained by a state that is only 100 rows away
+        (700, 0, (800,), 40, None),  # nor by as many rows beside it
+        (700, 200, (800, 900), 60, (900, 900)),
+    ],
+)
+def test_which_checkpoint_is_gone_on_from(
+    valid: int, ahead: int, there: tuple[int, ...], load_time: int, expected: tuple[int, int] | None
+) -> None:
+    """Computing takes 100 a token; a checkpoint weighs as much as 200 rows."""
+    known = Known(evolve(STATEFUL, state_tokens=200), Rates(prefill=(100,), disk=load_time))
+    assert policy.load(known, Seat(HERE, valid, ahead=ahead), LONG, there, "disk") == expected
+
+
+@given(
+    st.builds(Rates, prefill=st.integers(1, 300).map(lambda time: (time,)), disk=times),
+    st.integers(0, 400),
+    st.tuples(st.integers(0, 60), st.integers(0, 90)),
+    st.lists(st.integers(1, 60), max_size=4, unique=True).map(sorted),
+)
+def test_no_other_checkpoint_would_be_better(rates: Rates, state: int, held: tuple[int, int], there: list[int]) -> None:
+    known = Known(evolve(STATEFUL, state_tokens=state), rates)
+    seat = Seat(HERE, 4 * held[0], ahead=4 * held[1])
+    beyond = [16 * at for at in there if 16 * at > seat.valid]
+    chosen = policy.load(known, seat, LONG, beyond, "disk")
+    took = {at: policy.resumed(known, seat, LONG, at, "disk") for at in (seat.valid, *beyond)}
+    at = seat.valid if chosen is None else chosen[1]
+    assert at in took
+    assert took[at] == min(took.values()) or not rates.disk
+    assert chosen is None or chosen[0] == min(at, seat.rows), "rows that the slot has are not loaded"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.states.builders import (
     EVERYTHING,
     HERE,
     PROMPT,
+    STATEFUL,
     STORE,
     a,
     a_restoring,
@@ -27,7 +28,6 @@ from tests.states.builders import (
     some,
 )
 
-STATEFUL = evolve(STORE, stateful=True)
 OUT_OF_MEMORY = DeviceFailed("out_of_memory", "no room for a chunk")
 
 
@@ -163,3 +163,18 @@ def test_rows_of_another_slot_are_never_named() -> None:
     hold = some(STORE, slot=SlotId(1))
     then = lookup.found(a(LookingUp, hold), PrefixFound(LeaseId(5), 20, "disk"), knowing(STORE))
     assert {effect.slot for effect in then.effects} == {SlotId(1)}
+
+
+def test_rows_that_the_slot_had_count_with_the_state_that_comes_behind_them() -> None:
+    had = some(STATEFUL, valid=4, restored=4, tier="device", ahead=12, stored=16)
+    then = restore.loaded(a(Restoring, had, 16, 16, "disk"), BlocksRestored(16, 16, 99), knowing(STATEFUL))
+    hold = evolve(had, valid=16, restored=16, ahead=0, miss="")
+    assert then == Then(a(Prefilling, hold), RunPrefill(HERE, 16, 20, checkpoint=True))
+    then = restore.loaded(a(Restoring, had, 8, 8, "disk"), BlocksRestored(8, 8, 99), knowing(STATEFUL))
+    assert then.state.seat == evolve(hold, valid=8, restored=8).early[0], "what is computed now overwrites the rest"
+    none = evolve(had, valid=0, restored=0, tier="none")
+    then = restore.loaded(a(Restoring, none, 12, 20, "disk"), BlocksRestored(12, 20, 99), knowing(STATEFUL))
+    assert (then.state.seat.valid, then.state.seat.restored, then.state.seat.tier) == (20, 20, "device")
+    bare = evolve(none, ahead=4)
+    then = restore.loaded(a(Restoring, bare, 4, 20, "disk"), BlocksRestored(4, 20, 99), knowing(STATEFUL))
+    assert then.state.seat.tier == "disk"

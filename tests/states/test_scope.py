@@ -13,15 +13,15 @@ from effects.ids import SlotId
 from effects.job import Job
 from effects.prefill import RunPrefill
 from effects.scope import Scope, Selection
-from states.life import alike, continued, kept
+from states.life import alike, continued, kept, live, sequence
 from states.onward import chunk
-from states.scope import checkpoint, select
+from states.scope import Mark, mark, passed, select
 from states.settings import Settings
 from tests.states.builders import PROMPT, SHORT, STORE, Flat, a_job, a_report, answering, some
 
 FULL, AUTO = Scope("full"), Scope("auto", 30)
 LONG = evolve(STORE, min_tokens=9)
-STATEFUL = evolve(STORE, stateful=True, chunk=64, max_context=256)
+STATEFUL = evolve(STORE, stateful=True, chunk=8, max_context=256)
 
 
 def kept_of(settings: Settings, scope: Scope, **changes: Any) -> tuple[str, int, int]:
@@ -126,7 +126,7 @@ def stateful(scope: Scope = FULL, length: int = 100, boundaries: tuple[int, ...]
 
 
 def marks(settings: Settings, flat: Flat) -> list[int]:
-    """All positions at which prefill stops to keep the state, if every chunk succeeds."""
+    """All positions at which prefill stops to keep the state beyond the device, if every chunk succeeds."""
     found = []
     target = len(flat.prompt) - 1
     while flat.valid < target:
@@ -148,6 +148,11 @@ def marks(settings: Settings, flat: Flat) -> list[int]:
         (stateful(length=97), [96]),
         (stateful(length=96), [92]),
         (stateful(length=4), []),
+        (stateful(length=98, boundaries=(1, 30, 95)), [92]),  # what follows where the answer opens may be left out
+        (stateful(length=98, boundaries=(1, 30, 97)), [96]),
+        (stateful(length=98, boundaries=(1, 30, 93)), [96]),  # further away than a block: that is not it
+        (stateful(length=6, boundaries=(1,)), [4]),
+        (stateful(length=5, boundaries=(2,)), []),  # no block before it
         (stateful(min_tokens=99), [96]),
         (stateful(min_tokens=100), []),
         (stateful(interval=32), [32, 64, 96]),
@@ -178,39 +183,92 @@ def test_where_the_positional_state_is_kept(case: Case, expected: list[int]) -> 
 
 def test_prefill_stops_where_the_state_is_kept() -> None:
     settings, flat = stateful(interval=32)
-    assert chunk(settings, *flat.early, 99) == RunPrefill(SlotId(0), 0, 32, checkpoint=True)
+    assert chunk(settings, *evolve(flat, valid=28).early, 99) == RunPrefill(SlotId(0), 28, 32, checkpoint=True)
     assert chunk(settings, *evolve(flat, valid=96).early, 99) == RunPrefill(SlotId(0), 96, 99)
     settings, flat = stateful(length=200)
-    assert chunk(settings, *flat.early, 199) == RunPrefill(SlotId(0), 0, 64)
+    assert chunk(settings, *flat.early, 199) == RunPrefill(SlotId(0), 0, 8)
+
+
+def test_the_device_keeps_the_state_where_the_next_turn_comes_back_to_whatever_the_scope() -> None:
+    for scope in (FULL, Scope("off"), Scope("fixed", 50), AUTO):
+        settings, flat = stateful(scope, 98, boundaries=(1, 95), state_places=1, min_tokens=99)
+        assert mark(settings, *evolve(flat, valid=60).early) == Mark(92, beyond=False)
+        assert chunk(settings, *evolve(flat, valid=88).early, 97) == RunPrefill(SlotId(0), 88, 92)
+    settings, flat = stateful(FULL, 98, boundaries=(1, 95), state_places=1)
+    assert mark(settings, *flat.early) == Mark(92, beyond=True)
+    assert mark(evolve(settings, stateful=False), *flat.early) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [32, 64, 96]),
+        ({"interval": 33}, [32, 64, 96]),
+        ({"interval": 0}, []),
+        ({"min_tokens": 65}, [96]),
+        ({"store": False}, []),
+        ({"stateful": False}, []),
+        ({"keep_decoded": False}, []),
+        ({"scope": AUTO}, []),
+    ],
+)
+def test_decoding_keeps_the_state_at_every_interval(changes: dict[str, Any], expected: list[int]) -> None:
+    settings, flat = stateful(changes.pop("scope", FULL), length=5, **{"interval": 32, **changes})
+    prompt = flat.early[1]
+    for step in (1, 3, 4):
+        steps = [(before, before + step) for before in range(20, 110, step)]
+        assert [after // 4 * 4 for before, after in steps if passed(settings, prompt, before, after)] == expected
 
 
 def test_of_a_rewritten_prompt_only_messages_that_stayed_are_cold_boundaries() -> None:
     settings, flat = stateful(cold_max=80, boundaries=(1, 30, 60, 90))
     served = evolve(flat, prompt=(*flat.prompt[:40], *flat.prompt[70:]))
     assert marks(settings, served) == [28, 68]
-    assert checkpoint(settings, *served.early) == 28
+    assert mark(settings, *served.early) == Mark(28, beyond=True)
 
 
 # What a slot's rows are good for.
 
 
 @pytest.mark.parametrize(
-    ("rows", "prompt", "blocks", "state"),
+    ("rows", "prompt", "blocks"),
     [
-        ((), PROMPT, 0, 0),
-        (PROMPT[:10], PROMPT, 8, 10),
-        (PROMPT[:20], PROMPT, 20, 20),
-        (PROMPT, PROMPT, 20, 0),  # the last token is always computed, and the state is past it
-        ((*PROMPT[:10], 7), PROMPT, 8, 0),
-        ((7, *PROMPT[1:10]), PROMPT, 0, 0),
+        ((), PROMPT, 0),
+        (PROMPT[:10], PROMPT, 8),
+        (PROMPT[:20], PROMPT, 20),
+        (PROMPT, PROMPT, 20),  # the last token is always computed
+        ((*PROMPT[:10], 7), PROMPT, 8),
+        ((7, *PROMPT[1:10]), PROMPT, 0),
     ],
 )
-def test_a_slot_with_positional_state_is_continued_where_it_ends_or_not_at_all(
-    rows: tuple[int, ...], prompt: tuple[int, ...], blocks: int, state: int
+def test_a_slot_has_whole_blocks_of_what_both_begin_with(
+    rows: tuple[int, ...], prompt: tuple[int, ...], blocks: int
 ) -> None:
     assert continued(STORE, rows, prompt) == blocks
-    assert continued(STATEFUL, rows, prompt) == state
-    assert continued(evolve(STATEFUL, keep_decoded=False), rows, prompt) == state // 4 * 4 * (state % 4 == 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "expected"),
+    [
+        ({"valid": 0}, STATEFUL, 0),
+        ({"valid": 16}, STATEFUL, 16),
+        ({"valid": 19}, STATEFUL, 16),
+        ({"valid": 19}, STORE, 0),  # of attention alone there is none
+        ({"valid": 8, "ahead": 8}, STATEFUL, 8),
+        ({"valid": 24, "answer": (7, 8, 9, 10)}, STATEFUL, 24),
+        # where decoded rows are not believed, only a prefill that stopped there has left it there
+        ({"valid": 16}, evolve(STATEFUL, keep_decoded=False), 16),
+        ({"valid": 19}, evolve(STATEFUL, keep_decoded=False), 0),
+        ({"valid": 24, "answer": (7, 8, 9, 10)}, evolve(STATEFUL, keep_decoded=False), 0),
+    ],
+)
+def test_where_a_slot_itself_has_its_positional_state(
+    changes: dict[str, Any], settings: Settings, expected: int
+) -> None:
+    left = some(settings, **changes).remains
+    assert live(settings, left) == expected
+    rows = 20 if settings is not STATEFUL and left.answer else left.seat.rows
+    assert sequence(settings, left) == (*PROMPT, *left.answer)[:rows], "and what it keeps"
 
 
 @given(st.lists(st.integers(0, 1), max_size=200), st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200))

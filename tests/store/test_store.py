@@ -180,9 +180,42 @@ def test_a_target_with_a_state_is_continued_from_checkpoints_only() -> None:
     assert store.find((*ONE, 0), 24) == Miss("no_checkpoint:24", 24)
     for prompt, length in (((*ONE, 0), 24), (ONE[:24], 8), (ONE[:25], 24)):
         name, lease = store.find(prompt, 0)
-        assert (lease.length, lease.parts[-1].stop, lease.state.stop) == (length, length, length)
+        assert (lease.length, lease.parts[-1].stop, lease.checkpoints[-1]) == (length, length, length)
         assert fetch(store, ONE, name) == length
     assert not store.lacks_checkpoint(ONE[:24])
+
+
+def test_rows_that_a_slot_has_need_not_be_kept() -> None:
+    store = kept_as(STATEFUL)
+    save(store, ONE)
+    for stop in (8, 24, 36):
+        checkpoint(store, ONE[:stop])
+    for beyond, rows, first, checkpoints in (
+        (0, 0, 0, (8, 24, 36)),
+        (8, 24, 24, (24, 36)),
+        (12, 40, None, (24, 36)),  # a state without rows
+        (24, 28, 28, (36,)),
+    ):
+        name, lease = store.find((*ONE, 0), beyond, rows)
+        assert (lease.checkpoints, lease.length) == (checkpoints, 36)
+        assert [part.start for part in lease.parts[:1]] == ([] if first is None else [first])
+        held = [entry for entry in store.host.index.entries.values() if entry.leases]
+        assert {entry.kind for entry in held} == ({"state"} if first is None else {"rows", "state"})
+        store.release(name)
+    assert store.find((*ONE, 0), 36, 40) == Miss("no_checkpoint:36", 36)
+
+
+def test_a_lease_has_a_few_of_the_last_checkpoints() -> None:
+    store = kept_as(STATEFUL)
+    save(store, ONE)
+    for stop in range(4, 40, 4):
+        checkpoint(store, ONE[:stop])
+    name, lease = store.find((*ONE, 0), 0)
+    assert lease.checkpoints == (24, 28, 32, 36)
+    store.release(name)
+    name, lease = store.find((*ONE, 0), 30)
+    assert lease.checkpoints == (32, 36)
+    store.release(name)
 
 
 def test_a_checkpoint_without_its_rows_is_no_hit() -> None:

@@ -104,16 +104,38 @@ class StatefulBench:
         (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))
         return evolve(outcome, ns=0) if hasattr(outcome, "ns") else outcome
 
-    def open(self, request: int, slot: int, prompt: Tokens = PROMPT, source: int | None = None, keep: int = 0) -> None:
-        start = SlotId(slot if source is None else source)
-        self.executor.open(RequestId(request), OpenSlot(SlotId(slot), start, keep, prompt, Sampling(logprobs=2)))
+    def open(
+        self,
+        request: int,
+        slot: int,
+        prompt: Tokens = PROMPT,
+        *,
+        source: int | None = None,
+        keep: int = 0,
+        state: int | None = None,
+        place: int | None = None,
+    ) -> None:
+        """state: where it goes on from, at `keep` unless it is told."""
+        start, at = SlotId(slot if source is None else source), keep if state is None else state
+        self.executor.open(
+            RequestId(request),
+            OpenSlot(SlotId(slot), start, keep, prompt, Sampling(logprobs=2), (), at, place),  # type: ignore[arg-type]
+        )
 
     async def prefill(
-        self, request: int, slot: int, start: int = 0, stop: int = END, checkpoints: Sequence[int] = ()
+        self,
+        request: int,
+        slot: int,
+        start: int = 0,
+        stop: int = END,
+        *,
+        checkpoints: Sequence[int] = (),
+        places: Mapping[int, int] = {},
     ) -> None:
+        """places: position -> the place that keeps the state there."""
         while start < stop:
-            end = min([start + max(BUCKETS), stop, *(at for at in checkpoints if at > start)])
-            effect = RunPrefill(SlotId(slot), start, end, checkpoint=end in checkpoints)
+            end = min([start + max(BUCKETS), stop, *(at for at in (*checkpoints, *places) if at > start)])
+            effect = RunPrefill(SlotId(slot), start, end, checkpoint=end in checkpoints, place=places.get(end))  # type: ignore[arg-type]
             assert await self.one(request, effect) == PrefillAdvanced(end)
             start = end
 
@@ -169,7 +191,7 @@ def made(folder: Path, host: int) -> StatefulBench:
     lane, lock, shard, draft = (
         DeviceLane(),
         threading.RLock(),
-        RecurrentShard(SLOTS, CAPACITY, BUCKETS),
+        RecurrentShard(SLOTS, CAPACITY, BUCKETS, state_block=BLOCK_SIZE, state_places=2),
         Caches(DRAFT.rows),
     )
     disk = open_disk(LAYOUT, Folder.open(folder), lock, budget=1 << 30)
@@ -242,6 +264,77 @@ async def test_nothing_is_continued_from_where_the_state_is_not(bench: StatefulB
     assert outcome == DeviceFailed(
         "broken", "slot 1 could not be opened: slot 0, with 76 rows, has no state to go on from at 40"
     )
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2])
+async def test_a_place_has_the_state_of_rows_that_were_gone_past(bench: StatefulBench, slot: int) -> None:
+    """In the same slot, in another one, and while a third one goes on; whatever of the rows behind it is kept."""
+    bench.open(1, 0)
+    await bench.prefill(1, 0, places={40: 1, 64: 0})
+    await bench.decode(1, 0, PROMPT, 3)
+    other = (*PROMPT[:70], *PROMPT[:20])
+    for request, (keep, state, place) in enumerate(((40, 40, 1), (64, 40, 1), (64, 64, 0)), 2):
+        bench.open(request, slot, other, source=0, keep=keep, state=state, place=place)
+        assert await bench.goes_on(request, slot, state, other) == await bench.cold(other)
+        bench.open(7, 0)
+        await bench.prefill(7, 0)
+
+
+async def test_a_place_with_another_state_is_refused(bench: StatefulBench) -> None:
+    bench.open(1, 0)
+    await bench.prefill(1, 0, places={40: 1})
+    for place, at in ((0, 40), (1, 32), (2, 40), (1, 0)):
+        bench.open(2, 1, source=0, keep=64, state=at, place=place)
+        outcome = await bench.one(2, RunPrefill(SlotId(1), at, at + 8))
+        assert isinstance(outcome, DeviceFailed)
+        assert f"place {place} does not have the state behind {at} tokens" in outcome.detail
+
+
+async def test_a_state_comes_without_rows_where_the_slot_has_them(bench: StatefulBench) -> None:
+    await bench.kept()
+    bench.open(2, 1, source=0, keep=72, state=0)
+    found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 0, rows=72))
+    assert isinstance(found, PrefixFound)
+    assert (found.length, found.checkpoints) == (72, (32, 72))
+    lease = bench.store.lease(found.lease)
+    assert [part.entry.kind for part in lease.all] == [*["draft"] * len(lease.draft), "state", "state"]
+    outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 72, 72))
+    assert isinstance(outcome, BlocksRestored)
+    assert (outcome.start, outcome.stop, outcome.bytes) == (72, 72, LAYOUT.size("state", 0))
+    assert await bench.goes_on(2, 1, 72) == await bench.cold()
+
+
+async def test_an_earlier_checkpoint_of_a_lease_may_be_taken(bench: StatefulBench) -> None:
+    await bench.kept()
+    bench.open(2, 1, source=0, keep=40, state=0)
+    found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 0, rows=40))
+    assert isinstance(found, PrefixFound)
+    outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 32, 32))
+    assert isinstance(outcome, BlocksRestored)
+    assert await bench.goes_on(2, 1, 32) == await bench.cold()
+
+
+async def test_the_end_of_an_answer_is_kept_with_the_state_at_its_last_block(bench: StatefulBench) -> None:
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    said = [token for one in await bench.decode(1, 0, PROMPT, 9) for token in one.tokens]
+    tokens = (*PROMPT, *said)  # 85 of 86 have rows
+    saved = await bench.one(1, SaveSnapshot(SlotId(0), tokens[:80], checkpoint=True))
+    assert isinstance(saved, SnapshotSaved)
+    settled(bench.store)
+    turn = (*tokens, *PROMPT[:9])
+    assert await bench.restored(2, 1, turn) == rows(80)
+    assert await bench.goes_on(2, 1, 80, turn) == await bench.cold(turn)
+
+
+async def test_a_decode_step_keeps_the_state_that_it_goes_on_behind(bench: StatefulBench) -> None:
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    said = [token for one in await bench.decode(1, 0, PROMPT, 6) for token in one.tokens]
+    tokens = (*PROMPT, *said)  # 82 rows
+    await bench.one(1, RunDecode(SlotId(0), len(tokens) - 1, tokens[-1], checkpoint=True))
+    assert not bench.store.lacks_checkpoint(tokens[:80])
+    assert bench.store.lacks_checkpoint(tokens[:72])
 
 
 @pytest.mark.parametrize("wrong", [range(0), range(0, 20, 3), range(0, 20, 2), range(20)])
@@ -325,7 +418,7 @@ async def test_damaged_draft_rows_cost_the_draft_only(bench: StatefulBench, tmp_
 
 async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: StatefulBench) -> None:
     await bench.kept()
-    for start, stop in ((0, 40), (8, 72)):
+    for start, stop in ((0, 40), (8, 72)):  # where no checkpoint is; and rows before it that nobody has
         bench.open(2, 1)
         found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 0))
         effect = RestoreBlocks(found.lease, SlotId(1), start, stop)
@@ -341,7 +434,7 @@ async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: StatefulBenc
     def ask(request: int, at: int) -> bool:
         return bench.moving.saver.checkpoint(RequestId(request), SlotId(0), at)
 
-    for request, at in ((1, 16), (1, 20), (1, 0), (2, 16)):
+    for request, at in ((1, 8), (1, 20), (1, 0), (2, 16)):
         assert not await bench.moving.restorer.lane.run(lambda request=request, at=at: ask(request, at))
     assert not bench.store.host.index.entries
 
