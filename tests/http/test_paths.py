@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from adapters.http.apis import error_response
 from adapters.http.dialect import anthropic_error
-from adapters.http.errors import context_exceeded
+from adapters.http.errors import context_exceeded, unavailable
 from adapters.http.paths import canonical
 from adapters.http.retry import Turnover, retry_after
 from effects.job import Report
@@ -84,6 +86,22 @@ async def test_anthropics_clients_are_known_by_their_header_and_get_errors_of_th
     assert (host.status_code, host.json()["error"]["type"]) == (421, "invalid_request_error")
     plain = await shared.client.get("/v1/models/other")
     assert set(plain.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/messages", 529), ("/messages/", 529), ("/v1/messages/x", 529), ("/v1/responses", 503)]
+)
+def test_a_server_that_loads_says_so_in_the_dialect_of_the_path(path: str, status: int) -> None:
+    response = error_response({"type": "http", "path": path, "headers": []}, unavailable("Beginning model", 1))
+    assert (response.status_code, response.headers["retry-after"]) == (status, "1")
+    assert (json.loads(bytes(response.body)).get("type") == "error") == (status == 529)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/messages/batches/x"])
+async def test_below_anthropics_path_errors_are_anthropics(shared: Site, path: str) -> None:
+    response = await shared.client.post(f"{path}?beta=true", json={"model": "claude"})
+    assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+    assert "POST /v1/chat/completions" in response.json()["error"]["message"]
 
 
 def test_anthropics_words_for_a_prompt_that_is_too_long_have_both_counts() -> None:
