@@ -76,6 +76,79 @@ async def test_a_stream_says_a_calls_name_first_and_then_its_arguments(site: Sit
     assert found[-1]["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
 
 
+async def test_every_choice_has_calls_of_its_own(site: Site) -> None:
+    said = iter([site.say(CALL), site.say(SECOND)])
+
+    def script(job: Job) -> Iterator[int]:
+        yield from next(said)
+
+    site.door.script = script
+    found = await chunks(site, PATH, chat(tools=TOOLS, n=2))
+    pieces = [
+        (choice["index"], piece)
+        for chunk in found
+        for choice in chunk["choices"]
+        for piece in choice["delta"].get("tool_calls", [])
+    ]
+    names = sorted(piece["function"]["name"] for _, piece in pieces if "name" in piece["function"])
+    assert names == ["add", "get_weather"]
+    assert {index for index, _ in pieces} == {0, 1}
+    assert {piece["index"] for _, piece in pieces} == {0}
+
+
+# As agents were seen to send them: OpenCode 1.18 and pi 0.73, less their long texts.
+OPENCODE = {
+    "model": "small",
+    "max_tokens": 32000,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "tool_choice": "auto",
+    "messages": [
+        {"role": "system", "content": "You are an agent."},
+        {"role": "user", "content": "Read a.txt"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ],
+    "tools": TOOLS,
+}
+PI = {
+    "model": "small",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "store": False,
+    "max_completion_tokens": 32000,
+    "reasoning_effort": "medium",
+    "messages": [
+        {"role": "developer", "content": "You are an agent."},
+        {"role": "user", "content": [{"type": "text", "text": "Read a.txt"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}],
+        },
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+    ],
+    "tools": [WEATHER, {**ADD, "function": {**ADD["function"], "strict": False}}],  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("body", [OPENCODE, PI], ids=["opencode", "pi"])
+async def test_what_agents_send_is_taken_as_it_is(site: Site, body: dict[str, Any]) -> None:
+    site.say(CALL)
+    found = await chunks(site, PATH, body)
+    assert found[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert found[-1]["usage"]["completion_tokens"] > 0
+    job = site.door.tickets[0].job
+    assert job.max_tokens == site.options.max_ctx - len(job.prompt)
+    prompt = site.text.tokenizer.decode(job.prompt)
+    assert "system\nYou are an agent." in prompt
+    assert "<tool_response>\n3\n" in prompt
+
+
 async def test_an_answer_of_nothing_but_a_call_has_no_content(site: Site) -> None:
     site.say(CALL)
     message = (await site.chat(tools=TOOLS)).json()["choices"][0]["message"]
