@@ -17,7 +17,7 @@ Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
 ModelName: TypeAlias = Literal["target", "draft", "drafter"]
 Tier: TypeAlias = Literal["none", "device", "host", "disk"]
-FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken", "lost"]
+FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken", "lost", "dead_end"]
 
 
 class Side(Enum):
@@ -31,8 +31,9 @@ class Side(Enum):
 class DeviceFailed:
     """A device effect did not happen.
 
-    What had been acknowledged before it still holds where it was abandoned or ran out of memory. After anything else
-    nobody knows what the slot's rows are worth. lost: they are gone, as `SlotsLost` has told.
+    What had been acknowledged before it still holds where it was abandoned, ran out of memory or came to a dead end.
+    After anything else nobody knows what the slot's rows are worth. lost: they are gone, as `SlotsLost` has told.
+    dead_end: the request's grammar lets no token follow.
     """
 
     kind: FailureKind

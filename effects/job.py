@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from attrs import field, frozen
 
 from effects.decode import Logprob
+from effects.grammar import Grammar
 from effects.ids import Tokens
 from effects.scope import Scope, Selection
 
@@ -20,7 +21,8 @@ class Sampling:
     """How a token is picked from its logits. Greedy at temperature 0. Carried, never computed with, by the core.
 
     The order is: logit bias, repetition penalty (prompt and answer), presence and frequency penalties (answer only),
-    temperature, top-k, top-p, min-p, then the largest of logit + Gumbel noise keyed by (seed, position).
+    what the grammar lets follow, temperature, top-k, top-p, min-p, then the largest of logit + Gumbel noise keyed by
+    (seed, position).
     """
 
     temperature: float = field(default=0, converter=float)  # >= 0; 0 is greedy
@@ -35,6 +37,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = field(default=(), converter=biases)  # (token id, added to its logit)
     seed: int = 0  # [0, 2**63)
     logprobs: int = -1  # -1: none; otherwise how many alternatives beside the chosen token
+    grammar: Grammar | None = None  # what the answer keeps to
 
 
 @frozen

@@ -10,8 +10,9 @@ from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Report
 
-# Why a stream ended. `stop`: a stop token, or a stop string (cancelled by the edge); `length`: max_tokens reached.
-Finish: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "shutdown", "queue_full", "failed"]
+# Why a stream ended. `stop`: a stop token, or a stop string (cancelled by the edge); `length`: max_tokens reached;
+# `dead_end`: the request's grammar let no token follow.
+Finish: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "shutdown", "queue_full", "dead_end", "failed"]
 
 
 @frozen

@@ -21,6 +21,8 @@ from adapters.device.proposer import DraftRequest
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.shard import Kept, Step
+from adapters.text.grammar import Grammars
+from adapters.text.tokenizer import Tokenizer
 from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
@@ -220,6 +222,7 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
         run, remembered, ahead = Replay.of(header), Remembered(target.checkpoint.config.vocab_size), Ahead(lines)
         execution = Execution(target.executor, header.settings.chunk, header.settings.stateful, remembered, ahead)
         target.executor.proposed_to(remembered)
+        target.executor.matched_by(Grammars(Tokenizer.load(target.folder)).match)
         for line in shown(ahead):
             envelope = line.record
             if not isinstance(envelope, Envelope):

@@ -51,7 +51,7 @@ class Redactor:
     def redact(self, request: RequestId, event: Event) -> Event:
         match event:
             case Submitted(job):
-                sampling = evolve(job.sampling, logit_bias=())
+                sampling = evolve(job.sampling, logit_bias=(), grammar=None)
                 return Submitted(evolve(job, prompt=self.prompt(request, job.prompt), sampling=sampling))
             case PromptCompressed(prompt, _):
                 return evolve(event, prompt=self.prompt(request, prompt))

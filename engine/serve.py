@@ -147,6 +147,7 @@ async def serve_model(
         await text.aclose()
         raise
     try:
+        target.executor.matched_by(text.grammars.match)
         recorder, archive = build_recorder(options, target), await open_archive(options)
         async with engine(
             target.settings,

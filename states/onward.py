@@ -190,14 +190,15 @@ def fail_emptied(
 def failed(known: Known, state: Open, event: DeviceFailed) -> CloseStream:
     """The report is of what was done, the cache's part of it of what is believed now."""
     believed = scope.select(known.settings, trusted(remains(state), event))
-    return CloseStream("failed", evolve(report(known, state), cache=believed), event.detail)
+    why: Finish = "dead_end" if event.kind == "dead_end" else "failed"
+    return CloseStream(why, evolve(report(known, state), cache=believed), event.detail)
 
 
 def trusted(left: Remains, event: DeviceFailed) -> Remains:
-    """What was given up, or had no room, costs only its own work. After anything else the slot keeps no rows, so that
-    nobody is sent to it again.
+    """What was given up, had no room or nothing to say costs only its own work. After anything else the slot keeps no
+    rows, so that nobody is sent to it again.
     """
-    return left if event.kind in {"abandoned", "out_of_memory"} else emptied(left)
+    return left if event.kind in {"abandoned", "out_of_memory", "dead_end"} else emptied(left)
 
 
 def emptied(left: Remains) -> Remains:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from adapters.device.sampling import Draw, NotFinite, Pick, Picked
+from adapters.device.sampling import DeadEnd, Draw, NotFinite, Pick, Picked
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree
 from effects.decode import Decoded
-from effects.ids import DeviceFailed, Tokens
+from effects.ids import DeviceFailed, FailureKind, Tokens
 
 
 @frozen(eq=False)
@@ -50,9 +50,10 @@ def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agr
     path, kept = [0], list[Pick]()
     while True:
         picked = picked_at(first + path[-1])
-        if isinstance(picked, NotFinite):
+        if isinstance(picked, NotFinite | DeadEnd):
             if not kept:
-                return DeviceFailed("broken", f"slot {member.slot}: {picked.detail}")
+                kind: FailureKind = "dead_end" if isinstance(picked, DeadEnd) else "broken"
+                return DeviceFailed(kind, f"slot {member.slot}: {picked.detail}")
             return Agreed(tuple(path[:-1]), tuple(kept), len(kept))
         kept.append(picked)
         child = children.get((path[-1], picked.token))

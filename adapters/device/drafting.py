@@ -22,7 +22,7 @@ from adapters.device.memory import ran_out_of_memory
 from adapters.device.noise import gumbel_of
 from adapters.device.proposer import DraftRequest
 from adapters.device.sampling import Draw, adjusted
-from adapters.device.tree import Tree, best_first, chain
+from adapters.device.tree import Tree, best_first, chain, subtree
 from adapters.device.truncation import column
 from adapters.models.draft import BlockRequest
 from effects.ids import DeviceFailed, RequestId
@@ -197,10 +197,8 @@ def cut(tree: Tree, stops: frozenset[int]) -> Tree:
     ends = [node for node, token in enumerate(tree.tokens) if node and token in stops]
     if not ends:
         return tree
-    numbers = {0: 0}
+    keep = {0}
     for node in range(1, len(tree.tokens)):
-        if tree.parents[node] in numbers and tree.parents[node] not in ends:
-            numbers[node] = len(numbers)
-    return Tree(
-        tuple(tree.tokens[node] for node in numbers), tuple(numbers.get(tree.parents[node], -1) for node in numbers)
-    )
+        if tree.parents[node] in keep and tree.parents[node] not in ends:
+            keep.add(node)
+    return subtree(tree, keep)

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from adapters.device.agreement import Agreed, Member, agree, decoded
 from adapters.device.checkpoints import Checkpoints, KeepState
+from adapters.device.constraint import Match, no_grammars
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.sampling import Draw, Picked, Sampler, logprobs_of, pick
 from adapters.device.slots import SlotState, check, clipped
-from adapters.device.tree import chain
+from adapters.device.tree import chain, fitted
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
 from effects.decode import Logprob, RunDecode
@@ -74,6 +75,7 @@ class DeviceExecutor:
         self._chunk = max(buckets)
         self._proposer = proposer
         self._checkpoints = Checkpoints(shard)
+        self._match: Match = no_grammars
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
         self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._flying: set[RequestId] = set()
@@ -92,6 +94,10 @@ class DeviceExecutor:
     def checkpointed_by(self, keep: KeepState) -> None:
         """From now on, this keeps positional state beyond the device; before the first launch."""
         self._checkpoints.beyond = keep
+
+    def matched_by(self, match: Match) -> None:
+        """From now on, this says what grammars let follow; before the first launch."""
+        self._match = match
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why."""
@@ -164,7 +170,8 @@ class DeviceExecutor:
     def _open(self, request: RequestId, effect: OpenSlot) -> None:
         slot, source, keep, prompt = effect.slot, effect.source, effect.keep, effect.prompt
         check(effect, self._shard)
-        sampler = Sampler(effect.sampling, prompt, self._shard.vocab_size, self._lane.device)
+        matching = None if effect.sampling.grammar is None else self._match(effect.sampling.grammar)
+        sampler = Sampler(effect.sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
         state = SlotState(request, list(prompt), keep, sampler, stops=frozenset(effect.stop_tokens))
         origin = self._slots.get(source)
         if keep:
@@ -310,6 +317,9 @@ class DeviceExecutor:
         ]
         if self._proposer is not None and requests:
             trees |= zip((one.slot for one in requests), self._proposer.propose(requests), strict=True)
+        for slot, (_, state, _) in taken.items():
+            if state.sampler.matching is not None:
+                trees[slot] = fitted(trees[slot], state.sampler.matching.fitting)
         return [Member(index, slot, state, trees[slot]) for slot, (index, state, _) in taken.items()]
 
     def _verify(self, members: Sequence[Member]) -> list[Agreed | DeviceFailed]:

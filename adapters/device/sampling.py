@@ -1,9 +1,9 @@
 """Picks tokens from logits, exactly and reproducibly.
 
-The order is logit bias, repetition penalty, presence and frequency penalties, temperature, top-k, top-p, min-p, then
-the largest of logit + Gumbel noise (`noise.py`). Greedy is the largest logit, the lowest token id winning ties. A pick
-depends on its own row only: what could round differently in another shape runs row by row on a host, and on a GPU only
-elementwise operations and integer sums see more than one row.
+The order is logit bias, repetition penalty, presence and frequency penalties, what the grammar forbids, temperature,
+top-k, top-p, min-p, then the largest of logit + Gumbel noise (`noise.py`). Greedy is the largest logit, the lowest
+token id winning ties. A pick depends on its own row only: what could round differently in another shape runs row by row
+on a host, and on a GPU only elementwise operations and integer sums see more than one row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from adapters.device.constraint import Matching, forbidden
 from adapters.device.noise import gumbel
 from adapters.device.truncation import SCALE, allowed, column, leaders, weights_of
 from effects.decode import Logprob
@@ -27,12 +28,19 @@ from effects.job import Sampling
 class Sampler:
     """How one request's tokens are picked, and what its penalties have seen so far. Made anew for every request.
 
-    prompt: every token before the answer, restored ones included. vocab: V. Raises ValueError for a bias on a token
-    that the model does not have.
+    prompt: every token before the answer, restored ones included. vocab: V. matching: what its grammar lets follow, if
+    it has one. Raises ValueError for a bias on a token that the model does not have.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Tokens, vocab: int, device: torch.device | str = "cpu") -> None:
-        self.sampling = sampling
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Tokens,
+        vocab: int,
+        device: torch.device | str = "cpu",
+        matching: Matching | None = None,
+    ) -> None:
+        self.sampling, self.matching = sampling, matching
         self._device = torch.device(device)
         self._bias = _bias(sampling, vocab, self._device)
         self._seen: Tensor | None = None  # bool [V]: in the prompt or in the answer
@@ -45,7 +53,7 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """The model's logits are used as they are."""
+        """The model's logits are used as they are, but for a grammar's mask."""
         return self._bias is None and self._seen is None and self._counts is None
 
     def append(self, tokens: Sequence[int]) -> None:
@@ -54,6 +62,8 @@ class Sampler:
             self._seen.index_fill_(0, self._ids(tokens), True)
         if self._counts is not None:
             self._counts.index_add_(0, self._ids(tokens), torch.ones(len(tokens), device=self._device))
+        if self.matching is not None:
+            self.matching.append(tokens)
 
     def adjusted(self, logits: Tensor, drafted: Sequence[int] = ()) -> Tensor:
         """float32 `[V]` with bias and penalties, as if `drafted` were the end of the answer. `logits` stays as is."""
@@ -112,22 +122,38 @@ class NotFinite:
     detail: str
 
 
-Picked: TypeAlias = Pick | NotFinite
+@frozen
+class DeadEnd:
+    """The request's grammar lets no token follow; nothing was picked."""
+
+    detail: str
+
+
+Picked: TypeAlias = Pick | NotFinite | DeadEnd
 
 
 def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     """One token a row. logits: float32 `[at least len(rows), V]`; waits for the device once, whatever is asked for.
 
-    Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature.
+    Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature; among what
+    a grammar lets follow, where there is one.
     """
     raw = logits[: len(rows)]
     used = adjusted(raw, rows)
     lowest, highest = used.amin(-1), used.amax(-1)  # both propagate NaN; faster than aminmax
+    masks = [None if row.sampler.matching is None else row.sampler.matching.mask(row.drafted) for row in rows]
+    ends = {index: mask for index, mask in enumerate(masks) if isinstance(mask, str)}
+    masked = [None if isinstance(mask, str) else mask for mask in masks]
+    if any(mask is not None for mask in masked):
+        out = forbidden(masked, raw.shape[-1], raw.device)
+        raw, used = raw.masked_fill(out, -math.inf), used.masked_fill(out, -math.inf)
     tokens = choose(used, rows)
     found = torch.stack((tokens.double(), lowest.double(), highest.double()), -1)
     wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
     if not wanted:
-        return [_read(*each, []) for each in zip(rows, found.tolist(), strict=True)]
+        return [
+            _read(row, told, [], ends.get(at)) for at, (row, told) in enumerate(zip(rows, found.tolist(), strict=True))
+        ]
     most = min(max(row.sampler.sampling.logprobs for row in rows), raw.shape[-1])
     at = torch.tensor(wanted).to(raw.device, non_blocking=True)
     told = _logprobs(raw[at], tokens[at], most)
@@ -135,7 +161,12 @@ def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     picks, more = values[: found.numel()], iter(values[found.numel() :])
     width = 1 + 2 * most
     return [
-        _read(row, picks[3 * index : 3 * index + 3], list(islice(more, width)) if index in wanted else [])
+        _read(
+            row,
+            picks[3 * index : 3 * index + 3],
+            list(islice(more, width)) if index in wanted else [],
+            ends.get(index),
+        )
         for index, row in enumerate(rows)
     ]
 
@@ -198,14 +229,18 @@ def _logprob(told: list[float]) -> Logprob:
     """What `_logprobs` found of a row."""
     most = len(told) // 2
     ids, theirs = told[1 : 1 + most], told[1 + most :]
-    return told[0], tuple((int(id_), value) for id_, value in zip(ids, theirs, strict=True))
+    return told[0], tuple((int(id_), value) for id_, value in zip(ids, theirs, strict=True) if value > -math.inf)
 
 
-def _read(row: Draw, picked: list[float], told: list[float]) -> Picked:
-    """picked: token, lowest and highest logit. told: what `_logprobs` found, if it was asked."""
+def _read(row: Draw, picked: list[float], told: list[float], end: str | None) -> Picked:
+    """picked: token, lowest and highest logit. told: what `_logprobs` found, if it was asked. end: why the grammar lets
+    nothing follow.
+    """
     token, lowest, highest = picked
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         return NotFinite(f"the logits for position {row.position} are not finite")
+    if end is not None:
+        return DeadEnd(f"the grammar lets nothing follow at position {row.position}: {end}")
     if not told:
         return Pick(int(token))
     logprob, alternatives = _logprob(told)

@@ -8,7 +8,7 @@ likeliest paths. It is grown best first (Ringel & Romano 2026); the likeliest ch
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 
 from attrs import frozen
@@ -58,6 +58,28 @@ class Tree:
     def kept(self, path: Sequence[int]) -> Kept:
         """A path from node 0 on, as a shard wants to be told of it."""
         return len(path) if self.chain else tuple(path)
+
+
+def subtree(tree: Tree, nodes: Collection[int]) -> Tree:
+    """Of these nodes only, which hang together and hold node 0."""
+    numbers = {node: place for place, node in enumerate(sorted(nodes))}
+    return Tree(
+        tuple(tree.tokens[node] for node in numbers), tuple(numbers.get(tree.parents[node], -1) for node in numbers)
+    )
+
+
+def fitted(tree: Tree, fitting: Callable[[Tokens], int]) -> Tree:
+    """Without what may not follow. fitting: how many tokens of a path may."""
+    if not tree.size:
+        return tree
+    paths, inner, keep = tree.paths(), set(tree.parents), {0}
+    for leaf in range(1, len(tree.tokens)):
+        if leaf not in inner:
+            line = [leaf]
+            while tree.parents[line[-1]] > 0:
+                line.append(tree.parents[line[-1]])
+            keep.update(line[::-1][: fitting(paths[leaf])])
+    return tree if len(keep) == len(tree.tokens) else subtree(tree, keep)
 
 
 def chain(tokens: Tokens) -> Tree:

@@ -36,6 +36,7 @@ from adapters.http.errors import (
     wrong_method,
 )
 from adapters.http.fields import Fields
+from adapters.http.grammar import held
 from adapters.http.guard import Guard
 from adapters.http.intake import ROOM, Intake
 from adapters.http.kept_responses import KeptResponses
@@ -130,7 +131,7 @@ class Edge:
 
     async def generate(self, api: Api, request: Request) -> Reply:
         async with self._ready(request) as fields:
-            asked = await api.read(fields, self.options, self.text, request.is_disconnected)
+            asked = await held(await api.read(fields, self.options, self.text, request.is_disconnected), self.text)
         how, tokenizer = asked.controls, self.text.tokenizer
         planned = controls.plan(
             asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader, cuts=asked.cuts

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 
 from adapters.http.errors import context_exceeded, invalid
 from adapters.http.fields import Fields, shown
+from adapters.http.form import Form, read_form
 from adapters.http.models import check_name
 from adapters.http.options import EdgeOptions
 from adapters.http.sampling import read_sampling
@@ -43,6 +44,7 @@ class Controls:
     include_usage: bool
     progress: bool
     asked_scope: bool  # by the request itself
+    form: Form | None = None  # of the answer
     salt: str = ""  # a digest of the request's
     echo: bool = False  # the prompt is part of the answer, with its logprobs where any are asked for
 
@@ -73,6 +75,7 @@ class Words:
     missing: Mapping[str, Missing]
     max_tokens: tuple[str, ...] = ("max_completion_tokens", "max_tokens", "n_predict")
     stops: str = "stop"
+    formats: tuple[tuple[str, ...], ...] = (("response_format",),)  # where the form of an answer is asked for
     choices: str = "n"  # how many are asked for; "": there is one
     most: int | None = None  # tokens of an answer; None: until the context is full
     least: int = 1  # that may be asked for
@@ -102,6 +105,7 @@ def read_controls(
         progress=fields.flag("return_progress"),
         asked_scope=fields.has("prefix_cache"),
         salt=read_salt(fields),
+        form=read_form(fields, words.formats),
     )
 
 

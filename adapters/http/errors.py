@@ -8,6 +8,7 @@ from typing import Any
 from attrs import define, field
 
 from effects.ports import Closed
+from effects.stream import Finish
 
 
 @define(eq=False)
@@ -84,22 +85,40 @@ def left() -> ApiError:
     return ApiError(499, "The client has left.", "cancelled", code="client_gone")
 
 
+# How answers end badly while the server goes on: status, message, type, code, and whether to try again.
+FAILURES: Mapping[Finish, tuple[int, str, str, str, bool]] = {
+    "deadline": (
+        504,
+        "The request took longer than this server allows (--request-timeout).",
+        "timeout_error",
+        "deadline_exceeded",
+        False,  # it would most likely take as long again
+    ),
+    "cancelled": (499, "The request was cancelled.", "cancelled", "cancelled", True),
+    "dead_end": (
+        422,
+        "No token of this model goes on with the answer within the form that was asked for.",
+        "invalid_request_error",
+        "form_dead_end",
+        False,
+    ),
+    "failed": (
+        500,
+        "The engine could not finish this request. The server's log says why.",
+        "server_error",
+        "engine_failed",
+        True,
+    ),
+}
+
+
 def failure_of(closed: Closed, retry_after_s: int) -> ApiError | None:
     """What the end of a job means to its client; None for the good ends. Details are for the log only."""
-    match closed.finish:
-        case "stop" | "length":
-            return None
-        case "queue_full":
-            return queue_full(retry_after_s)
-        case "deadline":
-            # the same request would most likely take as long again
-            no_retry = {"x-should-retry": "false"}
-            message = "The request took longer than this server allows (--request-timeout)."
-            return ApiError(504, message, "timeout_error", code="deadline_exceeded", headers=no_retry)
-        case "shutdown":
-            return unavailable(SHUTTING_DOWN, retry_after_s)
-        case "cancelled":
-            return ApiError(499, "The request was cancelled.", "cancelled", code="cancelled")
-        case "failed":
-            message = "The engine could not finish this request. The server's log says why."
-            return ApiError(500, message, "server_error", code="engine_failed")
+    if closed.finish in {"stop", "length"}:
+        return None
+    if closed.finish == "queue_full":
+        return queue_full(retry_after_s)
+    if closed.finish == "shutdown":
+        return unavailable(SHUTTING_DOWN, retry_after_s)
+    status, message, kind, code, again = FAILURES[closed.finish]
+    return ApiError(status, message, kind, code=code, headers={} if again else {"x-should-retry": "false"})

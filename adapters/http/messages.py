@@ -17,7 +17,7 @@ from adapters.http.messages_shape import MessageShape
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
-from adapters.http.unsupported import SHAPED, Missing
+from adapters.http.unsupported import Missing
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, ToolChoice, thinking
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone
@@ -39,9 +39,9 @@ UNSEEN = (
 MISSING = {
     "container": Missing("is not supported: this server runs no code"),
     "mcp_servers": Missing("is not supported: this server calls nobody; its client may"),
-    "output_format": SHAPED,
 }
-WORDS = Words(MISSING, max_tokens=("max_tokens",), stops="stop_sequences", choices="")
+FORMATS = (("output_config", "format"), ("output_format",))
+WORDS = Words(MISSING, max_tokens=("max_tokens",), stops="stop_sequences", choices="", formats=FORMATS)
 
 
 async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
@@ -234,12 +234,7 @@ def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> tuple[ToolChoi
 def read_thinking(fields: Fields) -> dict[str, Any]:
     """Variables of the template. A budget is told to it: a model that was trained to keep one does."""
     output = fields.within("output_config")
-    effort = None
-    if output is not None:
-        effort = output.choice("effort", EFFORTS)
-        shape = output.within("format")
-        if shape is not None:
-            raise invalid(output.at("format"), SHAPED.why, "unsupported_parameter")
+    effort = None if output is None else output.choice("effort", EFFORTS)
     given = fields.within("thinking")
     if given is None:
         return thinking(effort)

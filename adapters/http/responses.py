@@ -21,7 +21,7 @@ from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.response_items import Turns, spelled
 from adapters.http.response_shape import Namespaces, ResponseShape, place_of
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
-from adapters.http.unsupported import MISSING, SHAPED, Missing
+from adapters.http.unsupported import MISSING, Missing
 from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone
@@ -32,7 +32,6 @@ MAX_ITEMS = 1 << 16
 MAX_METADATA = 16
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SUMMARIES = ("auto", "concise", "detailed")
-FORMATS = ("text", "json_object", "json_schema")
 SEALED = "reasoning.encrypted_content"
 INCLUDED = (
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources", SEALED),
@@ -49,6 +48,7 @@ WORDS = Words(
     },
     max_tokens=("max_output_tokens",),
     choices="",
+    formats=(("text", "format"),),
 )
 
 
@@ -224,18 +224,12 @@ def read_include(fields: Fields) -> Sequence[str]:
 
 
 def read_format(fields: Fields) -> dict[str, Any]:
-    """How text is to look. The one place where an answer's form is asked for."""
+    """How text is to look, as the response shows it; its form was read with the controls."""
     text = fields.within("text")
     if text is None:
         return {"format": {"type": "text"}}
     text.choice("verbosity", ("low", "medium", "high"))
-    wanted = text.within("format")
-    kind = None if wanted is None else wanted.choice("type", FORMATS)
-    if wanted is not None and kind is None:
-        raise wanted.wrong("type", "one of " + ", ".join(map(repr, FORMATS)))
-    if wanted is not None and kind != "text":
-        raise invalid(wanted.at("type"), f"{kind!r} {SHAPED.why}", "unsupported_parameter")
-    return {**text.data, "format": {"type": "text"}}
+    return {"format": {"type": "text"}, **text.data}
 
 
 def read_metadata(fields: Fields) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from adapters.http.errors import invalid
-from adapters.http.fields import Fields, shown
+from adapters.http.fields import Fields
 
 EMPTY: tuple[Any, ...] = ("", [], {}, False)
 
@@ -25,14 +25,11 @@ class Missing:
     harmless: tuple[Any, ...] = EMPTY
 
 
-SHAPED = Missing("is not supported by this server yet: answers are not held to a grammar")
 SAMPLER = "is a sampler that this server does not have"
 ONLY_TEXT = Missing("is not supported: this server reads and writes text only")
 
 MISSING: Mapping[str, Missing] = {
-    # answers of a given form
-    **dict.fromkeys(("grammar", "json_schema", "structured_outputs", "structural_tag", "regex", "ebnf"), SHAPED),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"), SHAPED),
+    "structural_tag": Missing("is not supported; use `response_format`, `tool_choice` or `guided_grammar`"),
     # samplers
     "typical_p": Missing(SAMPLER, (1,)),
     "typ_p": Missing(SAMPLER, (1,)),
@@ -88,8 +85,3 @@ def refuse_missing(fields: Fields, missing: Mapping[str, Missing]) -> None:
     for name, one in missing.items():
         if fields.has(name) and fields.data[name] not in one.harmless:
             raise invalid(fields.at(name), one.why, "unsupported_parameter")
-    answer = fields.within("response_format")
-    if answer is not None and answer.data.get("type") != "text":
-        kind = answer.choice("type", ("text", "json_object", "json_schema"))
-        message = f"{shown(kind)} is not supported by this server yet; only `text` is"
-        raise invalid(answer.at("type"), message, "unsupported_parameter")

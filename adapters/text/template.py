@@ -1,33 +1,21 @@
 """Chat templates: from messages to text in which the template's own control tokens are known from typed ones.
 
 A template comes with the checkpoint and is not trusted: it is rendered in a sandbox, in a process of its own
-(`render_worker.py`) with little memory, which is killed when it takes too long. The event loop only waits.
+(`worker.py`) with little memory, which is killed when it takes too long. The event loop only waits.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import secrets
-import signal
-import struct
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
-import anyio
-from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
 from attrs import define, field, frozen
 
 from adapters.checkpoint.errors import CheckpointError
+from adapters.text.worker import Confined, WorkFailed
 
-WORKER = Path(__file__).with_name("render_worker.py")
-START_SECONDS = 60  # a fresh interpreter on a busy machine
-PATIENCE = 15  # seconds by the clock for each of processor time: a busy machine is not the template's fault
 MAX_OWN_CHARS = 1 << 16  # in a prompt that says one word: a system prompt of its own takes a few thousand
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "TZ", "SYSTEMROOT")
 
@@ -67,9 +55,11 @@ class ChatTemplate:
     seconds: int = 2
     max_chars: int = 1 << 25
     max_bytes: int = 1 << 30
-    _worker: Worker | None = field(default=None, init=False)
-    _lock: anyio.Lock = field(factory=anyio.Lock, init=False)
+    _confined: Confined = field(init=False)
     _nonce: str = field(factory=lambda: str(secrets.randbits(128)), init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._confined = Confined(self._setup, self.seconds, self.max_bytes, 8 * self.max_chars)
 
     @property
     def wants_argument_text(self) -> bool:
@@ -87,11 +77,15 @@ class ChatTemplate:
         Raises TemplateRefused or TemplateFailed.
         """
         asked = {"messages": list(messages), "add_generation_prompt": generate, **variables}
-        async with self._lock:
-            if self._worker is None:
-                await self._start()
-            text = await self._ask(json.dumps(asked).encode(), PATIENCE * self.seconds)
-        return self._split(text)
+        try:
+            reply = await self._confined.ask(asked)
+        except WorkFailed as failure:
+            raise TemplateFailed(f"the chat template {failure}") from None
+        if reply.get("error") == "refused":
+            raise TemplateRefused(reply["message"])
+        if "error" in reply:
+            raise TemplateFailed(reply["message"])
+        return self._split(reply["ok"])
 
     async def check(self) -> None:
         """Render a small conversation. Raises CheckpointError if the template cannot even do that."""
@@ -104,49 +98,16 @@ class ChatTemplate:
 
     async def aclose(self) -> None:
         """End the worker. The next render starts another."""
-        if self._worker is not None:
-            worker, self._worker = self._worker, None
-            await worker.kill()
+        await self._confined.aclose()
 
-    async def _start(self) -> None:
-        self._worker = await Worker.start()
-        setup = {
+    def _setup(self) -> Mapping[str, Any]:
+        return {
             "template": self.source,
             "controls": [control.content for control in self.controls],
             "variables": dict(self.variables),
             "nonce": self._nonce,
             "max_chars": self.max_chars,
-            "max_bytes": self.max_bytes,
-            "seconds": self.seconds,
         }
-        try:
-            await self._ask(json.dumps(setup).encode(), START_SECONDS)
-        except (TemplateRefused, TemplateFailed):
-            await self.aclose()
-            raise
-
-    async def _ask(self, frame: bytes, seconds: float) -> str:
-        """One question to the worker. It is killed unless it answers in time and the caller stays to hear it."""
-        assert self._worker is not None
-        answered = False
-        try:
-            with anyio.fail_after(seconds):
-                reply = await self._worker.ask(frame, limit=8 * self.max_chars)
-            answered = True
-        except TimeoutError:
-            raise TemplateFailed(f"the chat template did not end within {seconds} s") from None
-        except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            if await self._worker.ended() == -signal.SIGPROF:
-                raise TemplateFailed(f"the chat template took more than {self.seconds} s of processor time") from None
-            raise TemplateFailed("the chat template ended its process") from None
-        finally:
-            if not answered:
-                await self.aclose()
-        if reply.get("error") == "refused":
-            raise TemplateRefused(reply["message"])
-        if "error" in reply:
-            raise TemplateFailed(reply["message"])
-        return str(reply["ok"])
 
     def _split(self, text: str) -> Rendered:
         """Marks become control tokens."""
@@ -157,47 +118,6 @@ class ChatTemplate:
         except UnicodeEncodeError:
             raise TemplateFailed("the chat template wrote a lone surrogate") from None
         return tuple(piece for piece in rendered if piece)
-
-
-@define(eq=False)
-class Worker:
-    """The process at the other end of two pipes."""
-
-    process: Process
-    replies: BufferedByteReceiveStream
-
-    @staticmethod
-    async def start() -> Worker:
-        kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        process = await anyio.open_process(
-            [sys.executable, "-P", str(WORKER)],
-            env=kept,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the server to handle
-        )
-        assert process.stdout is not None
-        return Worker(process, BufferedByteReceiveStream(process.stdout))
-
-    async def ask(self, frame: bytes, limit: int) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        await self.process.stdin.send(struct.pack(">I", len(frame)) + frame)
-        (length,) = struct.unpack(">I", await self.replies.receive_exactly(4))
-        if length > limit:
-            raise TemplateFailed("the chat template wrote too much")
-        reply: dict[str, Any] = json.loads(await self.replies.receive_exactly(length))
-        return reply
-
-    async def ended(self) -> int | None:
-        """How, if it has."""
-        with anyio.move_on_after(1):
-            return await self.process.wait()
-        return None
-
-    async def kill(self) -> None:
-        with anyio.CancelScope(shield=True):
-            if self.process.returncode is None:
-                self.process.kill()
-            await self.process.aclose()
 
 
 def text_of(rendered: Rendered) -> str:

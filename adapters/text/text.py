@@ -16,6 +16,7 @@ from adapters.text.answer.reader import NONE, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
 from adapters.text.conversation import ChatMessage, Conversation, templated
 from adapters.text.cuts import cut_places
+from adapters.text.grammar import Grammars
 from adapters.text.template import ChatTemplate, Control, Rendered, TemplateFailed, TemplateRefused, text_of
 from adapters.text.tokenizer import Gone, Tokenizer
 from effects.ids import Tokens
@@ -39,17 +40,21 @@ class Text:
     """A tokenizer, a chat template if there is one, and how the checkpoint wants to be sampled.
 
     openings: of messages, as the template writes them.  calls, reasoning: the names of the forms that answers are read
-    by. What is not given of them is known from `check` on.
+    by. What is not given of them is known from `check` on.  grammars: for answers that keep to one.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
+    grammars: Grammars = field(init=False)
     sampling: Sampling = field(factory=Sampling)
     openings: Openings = field(factory=Openings)
     calls: str | None = None
     reasoning: str | None = None
     parts: bool = False  # the template reads contents as lists of parts only
     one_system: bool = False  # it knows no system message but the first
+
+    def __attrs_post_init__(self) -> None:
+        self.grammars = Grammars(self.tokenizer)
 
     @staticmethod
     def load(folder: Path, calls: str | None = None, reasoning: str | None = None) -> Text:
@@ -126,6 +131,7 @@ class Text:
         return await self.template.render(messages, **variables)
 
     async def aclose(self) -> None:
+        await self.grammars.aclose()
         if self.template is not None:
             await self.template.aclose()
 

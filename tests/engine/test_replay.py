@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effects.decode import Decoded
+from effects.grammar import Grammar
 from effects.ids import RequestId
 from effects.job import Job, Sampling
 from engine.__main__ import main
@@ -26,7 +27,8 @@ from states.world import advance, begin
 from tests.engine.play import collect, engine, header
 from tests.engine.stories import GOLDEN, STORIES, files
 
-JOBS = [Job(prompt=tuple(range(n, 150 + n)), max_tokens=40, stop_tokens=(17,)) for n in range(3)]
+HELD = Sampling(grammar=Grammar("regex", "nobody's business"))
+JOBS = [Job(tuple(range(n, 150 + n)), 40, HELD if n == 1 else Sampling(), (17,)) for n in range(3)]
 
 
 async def record(path: Path, *, redacted: bool = False) -> None:
@@ -65,6 +67,9 @@ async def test_a_redacted_trace_replays_and_has_none_of_the_tokens(tmp_path: Pat
     shown = {token for _, record in records if isinstance(record, Envelope) for token in tokens_of(record)}
     assert len(shown) > 100
     assert shown & set(range(256)) <= {17}, "only the stop token keeps its name"
+    assert "business" in (tmp_path / "open.jsonl").read_text()
+    with zstandard.open(tmp_path / "shut.jsonl.zst", "rt") as file:
+        assert "business" not in file.read()
 
 
 def tokens_of(envelope: Envelope) -> tuple[int, ...]:

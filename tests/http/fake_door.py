@@ -105,6 +105,7 @@ class FakeDoor:
     step_s: float = 0.0
     per_step: int = 1
     fail_after: int | None = None  # tokens
+    failure: Finish = "failed"  # how, then
     hang_after: int | None = None  # tokens; the engine never says anything again
     state: Literal["ready", "draining"] = "ready"
     troubles: Mapping[str, str] = field(factory=dict)
@@ -125,7 +126,18 @@ class FakeDoor:
     def reset(self) -> None:
         """As new, when nothing runs."""
         fresh = FakeDoor(digest_script(20, 300), self.tasks)
-        for name in ("script", "per_step", "last", "selection", "fail_after", "state", "kept", "tickets", "busy"):
+        for name in (
+            "script",
+            "per_step",
+            "last",
+            "selection",
+            "fail_after",
+            "failure",
+            "state",
+            "kept",
+            "tickets",
+            "busy",
+        ):
             setattr(self, name, getattr(fresh, name))
 
     def submit(self, job: Job) -> FakeTicket:
@@ -206,7 +218,7 @@ class FakeDoor:
             if not await ticket.pause(self.step_s):
                 return ticket.close(FINISHES[ticket.reason or "client_gone"])
             if count == self.fail_after:
-                return ticket.close("failed", "the fake was told to: secret detail")
+                return ticket.close(self.failure, "the fake was told to: secret detail")
             if count == self.hang_after:
                 await anyio.sleep_forever()
             batch: list[int] = []

@@ -341,7 +341,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "$.stream", "true or false"),
     ({"mcp_servers": [{"url": "x"}]}, "$.mcp_servers", "not supported"),
     ({"container": {"skills": []}}, "$.container", "not supported"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "$.output_config.format", "not held to a grammar"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "$.output_config.format.schema", "an object, the JSON"),
     ({"output_config": {"effort": "most"}}, "$.output_config.effort", "one of"),
     ({"thinking": {"type": "deep"}}, "$.thinking.type", "one of"),
     ({"thinking": {}}, "$.thinking.type", "one of"),

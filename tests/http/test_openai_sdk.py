@@ -113,7 +113,7 @@ async def test_a_tool_loop(site: Site, sdk: openai.AsyncOpenAI) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "$.tools[0].function.name"),
         ({"temperature": 5}, "$.temperature"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "nobody"}]}, "$.messages[0].tool_call_id"),
-        ({"response_format": {"type": "json_object"}}, "$.response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "$.response_format.schema"),
     ],
 )
 async def test_errors_are_its_own(sdk: openai.AsyncOpenAI, fields: dict[str, Any], param: str) -> None:

@@ -387,7 +387,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"metadata": {str(n): "x" for n in range(17)}}, "$.metadata", "at most 16 keys"),
     ({"reasoning": {"effort": "most"}}, "$.reasoning.effort", "one of"),
     ({"reasoning": {"summary": "long"}}, "$.reasoning.summary", "one of"),
-    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "$.text.format.type", "to a grammar"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "$.text.format.schema", "an object, the JSON schema"),
     ({"text": {"format": {"type": "poem"}}}, "$.text.format.type", "one of"),
     ({"text": {"format": {}}}, "$.text.format.type", "one of"),
     ({"text": {"verbosity": "much"}}, "$.text.verbosity", "one of"),

@@ -211,7 +211,15 @@ def test_a_failed_snapshot_loses_time_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "valid"),
-    [("abandoned", 20), ("out_of_memory", 20), ("io", 0), ("timed_out", 0), ("broken", 0), ("lost", 0)],
+    [
+        ("abandoned", 20),
+        ("out_of_memory", 20),
+        ("dead_end", 20),
+        ("io", 0),
+        ("timed_out", 0),
+        ("broken", 0),
+        ("lost", 0),
+    ],
 )
 def test_a_slot_is_believed_only_after_failures_that_say_nothing_about_it(kind: Any, valid: int) -> None:
     hold = prefilled()

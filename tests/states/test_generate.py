@@ -184,6 +184,13 @@ def test_a_failure_closes_the_stream_and_keeps_what_was_acknowledged() -> None:
     assert then == Then(a(Snapshotting, before), closing, SaveSnapshot(HERE, PROMPT[:20]))
 
 
+def test_a_grammar_without_a_way_on_ends_the_answer_and_says_so() -> None:
+    before = answering(STORE)
+    then = generate.broken(a(Speculating, before), DeviceFailed("dead_end", "nothing may follow"), knowing(STORE))
+    closing = CloseStream("dead_end", a_report(before, STORE), "nothing may follow")
+    assert then == Then(a(Snapshotting, before), closing, SaveSnapshot(HERE, PROMPT[:20]))
+
+
 def test_a_slot_that_broke_keeps_nothing() -> None:
     before = answering(EVERYTHING, control=leased())
     forgotten = evolve(before, valid=0, restored=0)

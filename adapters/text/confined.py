@@ -1,10 +1,11 @@
-"""Renders a chat template in a process of its own, which its parent may kill. Run by path; needs only jinja2.
+"""Renders a chat template, or tries grammars, in a process of its own, which its parent may kill. Run by path; needs
+only jinja2 or llguidance.
 
-Frames in both directions: four bytes of length (big endian), then JSON. The first frame is the set-up
-`{"template", "controls", "variables", "nonce", "max_chars", "max_bytes", "seconds"}`, answered by `{"ok": ""}` or an
-error.
-Every later frame holds the variables of one render, answered by `{"ok": text}` or `{"error": kind, "message": text}`
-with kind `refused` (the template's own raise_exception) or `failed`.
+Frames in both directions: four bytes of length (big endian), then JSON. The first frame is the set-up with `max_bytes`
+and `seconds`, answered by `{"ok": ""}` or an error. With `{"template", "controls", "variables", "nonce", "max_chars"}`
+every later frame holds the variables of one render; with `{"tokens", "special", "ends", "limits"}` it is a grammar.
+They are answered by `{"ok": text}` or `{"error": kind, "message": text}` with kind `refused` (the template's own
+raise_exception, a grammar that cannot be used) or `failed`.
 
 Marks: a control token counts only where the template itself writes it. So in the parsed template every constant that
 may reach the output has its control tokens replaced by marks (a nonce that nobody outside can know, between two
@@ -45,7 +46,7 @@ SELECTORS = {
 
 
 class Refused(jinja2.TemplateError):
-    """The template called raise_exception: the conversation is not one it can render."""
+    """The template called raise_exception: the conversation is not one it can render. Or a grammar cannot be used."""
 
 
 class Marker:
@@ -162,6 +163,33 @@ class Renderer:
         return "".join(parts)
 
 
+class GrammarTrial:
+    """Compiles grammars for a vocabulary; what costs too much ends this process, not the server's."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        import llguidance  # noqa: PLC0415 - templates are rendered without it
+
+        class Vocabulary:
+            is_tokenizer_wrapper = True
+            eos_token_id, bos_token_id = setup["ends"][0], None
+            tokens = [bytes.fromhex(token) for token in setup["tokens"]]  # noqa: RUF012 - llguidance reads it so
+            special_token_ids = setup["special"]
+
+            def __call__(self, _: Any) -> list[int]:
+                return []  # only what is forced would be tokenized, and nothing is answered here
+
+        self.limits = llguidance.LLParserLimits(**setup["limits"])
+        self.matcher = llguidance.LLMatcher
+        vocabulary: Any = Vocabulary()
+        self.tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=setup["ends"])
+
+    def render(self, grammar: str) -> str:
+        found = self.matcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
+        if found.is_error():
+            raise Refused(found.get_error())
+        return ""
+
+
 def answer(work: Any) -> dict[str, str]:
     """Do `work` and say what came of it, whatever came of it."""
     try:
@@ -212,19 +240,19 @@ def main() -> None:
     os.dup2(2, 1)
     setup = receive(source)
     confine(setup["max_bytes"])
-    made: list[Renderer] = []
+    made: list[Renderer | GrammarTrial] = []
 
     def set_up() -> str:
-        made.append(Renderer(setup))
+        made.append(Renderer(setup) if "template" in setup else GrammarTrial(setup))
         return ""
 
     limit(setup["seconds"])  # compiling computes, too
     send(sink, answer(set_up))
     while made:
         limit(0)
-        variables = receive(source)
+        asked = receive(source)
         limit(setup["seconds"])
-        send(sink, answer(lambda given=variables: made[0].render(given)))
+        send(sink, answer(lambda given=asked: made[0].render(given)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+"""From the form that was asked for to the grammar of the whole answer: made once the prompt is known, and with it what
+opens the answer; then tried.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from attrs import evolve
+
+from adapters.http.api import Asked
+from adapters.http.errors import ApiError, invalid
+from adapters.http.form import Form
+from adapters.text.answer.held import answer_grammar
+from adapters.text.grammar import GrammarRefused
+from adapters.text.text import Text
+
+
+async def held(asked: Asked, text: Text) -> Asked:
+    """With the grammar of the whole answer, tried. Such an answer ends with its grammar, `ignore_eos` or not.
+
+    Raises ApiError for one that cannot be used.
+    """
+    form = asked.controls.form
+    try:
+        grammar = answer_grammar(asked.reader, None if form is None else form.grammar, text.tokenizer.controls)
+        if grammar is None:
+            return asked
+        await text.grammars.admit(grammar)
+    except GrammarRefused as refused:
+        if form is None:
+            raise invalid("$.tools", f"cannot be held to: {refused}", "unsupported_parameter") from None
+        raise cannot(form, refused) from None
+    sampling = evolve(asked.controls.sampling, grammar=grammar)
+    ends = tuple(dict.fromkeys((*text.tokenizer.end_tokens, *asked.controls.stop_tokens)))
+    return evolve(asked, controls=evolve(asked.controls, sampling=sampling, stop_tokens=ends))
+
+
+def cannot(form: Form, refused: GrammarRefused) -> ApiError:
+    """With the place of what is refused, where the message names keywords of a schema."""
+    path, message = form.path, str(refused)
+    if form.grammar.kind == "json_schema" and "Unimplemented keys" in message:
+        found = place(msgspec.json.decode(form.grammar.source), message)
+        path = f"{path}{found}" if found else path
+    return invalid(path, f"cannot be held to: {message}", "unsupported_parameter")
+
+
+def place(schema: Any, message: str) -> str:
+    """The path of the first keyword that the message names."""
+    items = schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+    for key, value in items:
+        here = f".{key}" if isinstance(key, str) else f"[{key}]"
+        if isinstance(key, str) and json.dumps(key) in message:
+            return here
+        if found := place(value, message):
+            return here + found
+    return ""

@@ -1,0 +1,225 @@
+"""Grammars for answers: which tokens may follow. Tried in a confined process first, then compiled here and kept.
+
+What a stranger sends may cost more than it looks (a schema of 300 bytes takes a minute and 2 GB), and the library that
+compiles it cannot be interrupted. So a process of its own (`worker.py`) tries it with little time and memory; what
+passes there costs no more here. Steps are bounded by the library's own limits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+import anyio
+import msgspec
+import torch
+from attrs import define, field
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from adapters.text.tokenizer import Tokenizer
+from adapters.text.worker import Confined, WorkFailed
+from effects.grammar import Grammar
+from effects.ids import Tokens
+
+MOST_SOURCE = 1 << 16  # characters; agents' tools take some thousand
+KEPT = 16  # compiled ones that nobody uses now
+SECONDS = 2  # of processor time to compile one; 30 tools with six arguments each take 0.02
+MAX_BYTES = 1 << 30  # of the process that tries: it has the vocabulary, and compiling takes 40 MB a second at most
+MAX_REPLY = 1 << 16
+# States of a lexer take 1 to 2 kB, so that a grammar takes at most 20 MB and those that are kept 320 MB. A step of 0.2
+# million units of fuel takes about 15 ms.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 10_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+# White space between the parts of JSON: none, a space, or a line with its indentation. As much as one likes would be
+# what some models write until they are cut off.
+LAYOUT = {"whitespace_pattern": r" |\n[ \t]{0,40}"}
+
+
+class GrammarRefused(ValueError):
+    """It cannot be used: the client's to mend. One line."""
+
+
+@define(eq=False)
+class Vocabulary:
+    """A tokenizer as the library reads one."""
+
+    tokenizer: Tokenizer
+    is_tokenizer_wrapper: bool = True
+    bos_token_id: int | None = None
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.tokenizer.end_tokens[0]
+
+    @property
+    def tokens(self) -> list[bytes]:
+        return [self.tokenizer.piece(token) for token in range(self.tokenizer.size)]
+
+    @property
+    def special_token_ids(self) -> list[int]:
+        return sorted(control.id for control in self.tokenizer.controls.values())
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """What must come is compared with how it is usually written."""
+        words = text if isinstance(text, str) else text.decode(errors="replace")
+        return list(self.tokenizer.encode_now([words])[0])
+
+
+@define(eq=False)
+class Grammars:
+    """Of one tokenizer. Admitted on the event loop, matched on the device's lane."""
+
+    tokenizer: Tokenizer
+    _trial: Confined = field(init=False)
+    _vocabulary: LLTokenizer | None = field(default=None, init=False)
+    _kept: OrderedDict[str, LLMatcher] = field(factory=OrderedDict, init=False)
+    _lock: Lock = field(factory=Lock, init=False)
+    _limiter: anyio.CapacityLimiter | None = field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._trial = Confined(self._setup, SECONDS, MAX_BYTES, MAX_REPLY)
+
+    async def admit(self, grammar: Grammar) -> None:
+        """From now on it can be matched. Raises GrammarRefused."""
+        if not self.tokenizer.end_tokens:
+            raise GrammarRefused("this model has no end token, so an answer could not end with its grammar")
+        if len(grammar.source) > MOST_SOURCE:
+            raise GrammarRefused(f"must have at most {MOST_SOURCE} characters, not {len(grammar.source)}")
+        if self._find(grammar) is not None:
+            return
+        try:
+            reply = await self._trial.ask(definition(grammar))
+        except WorkFailed as failure:
+            raise GrammarRefused(f"compiling it {failure}; send a simpler one") from None
+        if "error" in reply:
+            raise GrammarRefused(one_line(reply["message"]))
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(1)  # one core at most
+        await anyio.to_thread.run_sync(self.match, grammar, limiter=self._limiter)
+
+    def match(self, grammar: Grammar) -> GrammarMatching:
+        """For a new answer. Raises GrammarRefused, a ValueError for the device."""
+        compiled = self._find(grammar) or self._compile(grammar)
+        with self._lock:
+            self._kept[grammar.digest] = compiled
+            self._kept.move_to_end(grammar.digest)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return self._matching(compiled)
+
+    async def aclose(self) -> None:
+        await self._trial.aclose()
+
+    def _find(self, grammar: Grammar) -> LLMatcher | None:
+        with self._lock:
+            return self._kept.get(grammar.digest)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        compiled = LLMatcher(self._read(), definition(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+        if compiled.is_error():
+            raise GrammarRefused(one_line(compiled.get_error()))
+        first = self._matching(compiled).mask(())
+        if isinstance(first, str):
+            raise GrammarRefused(f"no text keeps to it: {first}")
+        return compiled
+
+    def _matching(self, compiled: LLMatcher) -> GrammarMatching:
+        return GrammarMatching(compiled.deep_copy(), frozenset(self.tokenizer.end_tokens), self.tokenizer.size)
+
+    def _read(self) -> LLTokenizer:
+        """Takes a second for 150,000 tokens, so it waits for somebody who wants it."""
+        with self._lock:
+            if self._vocabulary is None:
+                vocabulary: Any = Vocabulary(self.tokenizer)
+                self._vocabulary = LLTokenizer(vocabulary, eos_token=list(self.tokenizer.end_tokens))
+            return self._vocabulary
+
+    def _setup(self) -> dict[str, Any]:
+        vocabulary = Vocabulary(self.tokenizer)
+        tokens = [token.hex() for token in vocabulary.tokens]
+        ends = list(self.tokenizer.end_tokens)
+        return {"tokens": tokens, "special": vocabulary.special_token_ids, "ends": ends, "limits": LIMITS}
+
+
+@define(eq=False)
+class GrammarMatching:
+    """One answer's way through its grammar (`adapters.device.constraint.Matching`).
+
+    _base stands behind the answer so far, _ahead behind `_path` after that: a step's rows are asked for one after the
+    other along what is agreed to, so each mask is one token away from the last one.
+    """
+
+    _base: LLMatcher
+    _ends: frozenset[int]
+    _size: int
+    _path: Tokens = ()
+    _ahead: LLMatcher | None = None
+
+    def mask(self, path: Tokens) -> Tensor | str:
+        found = torch.zeros(4 * -(-self._size // 32), dtype=torch.uint8)
+        if path and path[-1] in self._ends:
+            return found.fill_(255)  # nothing is asked there
+        matcher = self._at(path)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(found.data_ptr(), len(found))
+        if matcher.is_error():
+            return one_line(matcher.get_error())
+        return found if found.any() else "the grammar has no continuation"
+
+    def fitting(self, path: Tokens) -> int:
+        """An end token counts wherever it stands: whether it may is the mask's to say."""
+        end = next((at for at, token in enumerate(path) if token in self._ends), len(path))
+        count = self._base.validate_tokens(list(path[:end]))
+        return min(len(path), count + 1) if count == end else count
+
+    def append(self, tokens: Sequence[int]) -> None:
+        said = tuple(token for token in tokens if token not in self._ends)
+        if self._ahead is not None and self._path == said[: len(self._path)]:
+            self._base, said = self._ahead, said[len(self._path) :]
+        self._path, self._ahead = (), None
+        self._base.consume_tokens(list(said))
+
+    def _at(self, path: Tokens) -> LLMatcher:
+        if not path:
+            return self._base
+        if self._ahead is None or self._path != path[: len(self._path)]:
+            self._path, self._ahead = (), self._base.deep_copy()
+        self._ahead.consume_tokens(list(path[len(self._path) :]))
+        self._path = path
+        return self._ahead
+
+
+def json_grammar(schema: Mapping[str, Any], *, lenient: bool = False) -> Grammar:
+    """lenient: keywords that cannot be held are passed over. Raises GrammarRefused."""
+    guidance = {**LAYOUT, **({"lenient": True} if lenient else {})}
+    try:
+        return Grammar("json_schema", msgspec.json.encode({**schema, "x-guidance": guidance}).decode())
+    except RecursionError:
+        raise GrammarRefused("it is nested too deeply") from None
+
+
+def definition(grammar: Grammar) -> str:
+    """As the library reads it. A schema that is no JSON is one that it refuses."""
+    match grammar.kind:
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(grammar.source)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.source)
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.source)
+
+
+def one_line(message: str) -> str:
+    return " ".join(message.replace("<non-verbose/>", "").split())[:300]

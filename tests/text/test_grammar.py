@@ -1,0 +1,208 @@
+"""Grammars: what may follow at every place, and what nobody may make the server pay."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from adapters.text.grammar import KEPT, MOST_SOURCE, GrammarMatching, GrammarRefused, Grammars, json_grammar
+from adapters.text.tokenizer import Tokenizer
+from effects.grammar import Grammar
+from tests.schemas import schema_of
+from tests.text import small
+
+ENDS = (2, 0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(small.write(tmp_path_factory.mktemp("small")))
+
+
+@pytest.fixture
+async def grammars(tokenizer: Tokenizer) -> AsyncIterator[Grammars]:
+    made = Grammars(tokenizer)
+    yield made
+    await made.aclose()
+
+
+def following(matching: GrammarMatching, path: tuple[int, ...] = ()) -> set[int] | str:
+    mask = matching.mask(path)
+    if isinstance(mask, str):
+        return mask
+    bits = (mask.unsqueeze(-1) & torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)).flatten()
+    return set(bits.nonzero().flatten().tolist())
+
+
+def test_a_mask_depends_on_the_tokens_before_it_and_on_no_call_before_it(tokenizer: Tokenizer) -> None:
+    """Walks that go ahead, come back and branch off see what a straight walk sees."""
+    grammars, draw = Grammars(tokenizer), random.Random(3)
+    for seed in range(12):
+        grammar = json_grammar(schema_of(seed))
+        walked, said = grammars.match(grammar), list[int]()
+        while True:
+            allowed = following(walked)
+            fresh = grammars.match(grammar)
+            fresh.append(said)
+            assert isinstance(allowed, set)
+            assert following(fresh) == allowed
+            path: tuple[int, ...] = ()
+            for _ in range(draw.randint(0, 4)):  # some of what follows, of which a part stays
+                ahead = following(walked, path)
+                assert isinstance(ahead, set)
+                if path and path[-1] in ENDS:
+                    break
+                path += (draw.choice(sorted(ahead)),)
+                assert walked.fitting(path) == len(path)
+            wrong = next((token for token in range(tokenizer.size) if token not in allowed and token not in ENDS), None)
+            assert wrong is None or walked.fitting((wrong, *path)) == 0
+            kept = path[: draw.randint(1, len(path))] if path else (draw.choice(sorted(allowed)),)
+            walked.append(kept)
+            said += kept
+            if said[-1] in ENDS:
+                break
+        jsonschema.validate(json.loads(tokenizer.decode(said[:-1])), schema_of(seed))
+
+
+def test_behind_a_complete_answer_only_the_end_may_follow(tokenizer: Tokenizer) -> None:
+    matching = Grammars(tokenizer).match(Grammar("regex", "ab?"))
+    (tokens,) = tokenizer.encode_now(["a"])
+    matching.append(tokens)
+    (more,) = tokenizer.encode_now(["b"])
+    assert following(matching) == {*ENDS, *more}
+    matching.append(more)
+    assert following(matching) == set(ENDS)
+
+
+def test_control_tokens_are_no_text_and_are_meant_where_a_grammar_names_them(tokenizer: Tokenizer) -> None:
+    grammars = Grammars(tokenizer)
+    controls = {control.id for control in tokenizer.controls.values()}
+    free = following(grammars.match(Grammar("regex", "(?s:.)*")))
+    assert isinstance(free, set)
+    assert free & controls == set(ENDS)
+    named = grammars.match(Grammar("lark", 'start: <tool_call> "x"'))
+    assert following(named) == {tokenizer.controls["<tool_call>"].id}
+
+
+async def test_what_is_admitted_is_kept_and_what_nobody_used_for_long_is_not(grammars: Grammars) -> None:
+    for number in range(KEPT + 3):
+        await grammars.admit(Grammar("regex", f"a{number}"))
+    assert grammars._find(Grammar("regex", "a0")) is None  # noqa: SLF001 - how much is kept, nobody else can see
+    assert grammars._find(Grammar("regex", f"a{KEPT}")) is not None  # noqa: SLF001
+    assert following(grammars.match(Grammar("regex", "a0"))) != set(), "and is made again where it is needed"
+
+
+REFUSED: dict[str, tuple[Grammar, str]] = {
+    "regex": (Grammar("regex", "(a"), "unclosed group"),
+    "lark": (Grammar("lark", "start: a"), "unknown name"),
+    "empty": (Grammar("regex", r"[^\s\S]"), "no text keeps to it"),
+    "never ends": (json_grammar({"$ref": "#"}), "no text keeps to it"),
+    "keyword": (json_grammar({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+    "type": (json_grammar({"type": "text"}), "Invalid type"),
+    "impossible": (json_grammar({"type": "integer", "minimum": 3, "maximum": 2}), "minimum (3) is greater"),
+    "elsewhere": (json_grammar({"$ref": "http://127.0.0.1:1/schema.json"}), "Default retriever does not fetch"),
+    "file": (json_grammar({"$ref": "file:///etc/passwd"}), "Default retriever does not fetch"),
+    "no object": (Grammar("json_schema", "[1"), ""),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_cannot_be_used_is_refused_and_says_why(grammars: Grammars, name: str) -> None:
+    grammar, why = REFUSED[name]
+    with pytest.raises(GrammarRefused) as refused:
+        await grammars.admit(grammar)
+    assert why in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def expanding(depth: int) -> dict[str, Any]:
+    """2**depth integers."""
+    pair = {
+        f"d{level}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{level + 1}"}] * 2, "minItems": 2}
+        for level in range(depth)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**pair, f"d{depth}": {"type": "integer"}}}
+
+
+HOSTILE: dict[str, Grammar] = {
+    "deep": json_grammar(nested(60)),
+    "too deep": Grammar("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000),
+    "huge": json_grammar({"enum": ["x" * MOST_SOURCE]}),
+    "wide": json_grammar({"type": "object", "properties": {f"p{at}": {} for at in range(6000)}}),
+    "many values": json_grammar({"enum": [f"v{at}" for at in range(6000)]}),
+    "multiples": json_grammar({"prefixItems": [{"type": "integer", "multipleOf": 99991 + at} for at in range(50)]}),
+    "long texts": json_grammar({"items": {"type": "string", "minLength": 9000, "maxLength": 60000}}),
+    "expanding": json_grammar(expanding(60)),
+    "unions of unions": json_grammar(
+        {"allOf": [{"anyOf": [{"properties": {f"x{at}": {"const": one}}} for one in range(4)]} for at in range(12)]}
+    ),
+    "references in circles": json_grammar(
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}},
+        }
+    ),
+    "exponential regex": Grammar("regex", "((a|b)*a(a|b){20}){20}"),
+    "repeated regex": Grammar("regex", "(((a{1,99}){1,99}){1,99}){1,99}b"),
+    "ambiguous rules": Grammar("lark", 'start: s\ns: s s | s s s | "a" | ""'),
+    "endless rules": Grammar("lark", "start: a\na: b\nb: a"),
+    "no rules": Grammar("lark", "\0" * 1000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_grammars_are_refused_or_cost_little(grammars: Grammars, name: str) -> None:
+    """What takes too much processor time or memory does so in a process that is killed; then the next one is served."""
+    draw = random.Random(name)
+    with suppress(GrammarRefused):
+        await grammars.admit(HOSTILE[name])
+        matching = grammars.match(HOSTILE[name])
+        for _ in range(40):
+            allowed = following(matching)
+            if isinstance(allowed, str) or allowed <= set(ENDS):
+                break
+            matching.append([draw.choice(sorted(allowed - set(ENDS)))])
+    await grammars.admit(Grammar("regex", "fine"))
+    assert following(grammars.match(Grammar("regex", "fine"))), "whatever became of the process that tried the other"
+
+
+async def test_what_costs_too_much_is_killed_and_says_so(grammars: Grammars) -> None:
+    with pytest.raises(GrammarRefused, match=r"compiling it (took more than 2 s of processor time|ended its process)"):
+        await grammars.admit(HOSTILE["multiples"])
+
+
+async def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(GrammarRefused, match="nested too deeply"):
+        json_grammar(schema)
+
+
+async def test_a_model_without_an_end_token_keeps_to_no_grammar(tmp_path: Path) -> None:
+    folder = small.write(tmp_path)
+    (folder / "generation_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(GrammarRefused, match="no end token"):
+        await Grammars(Tokenizer.load(folder)).admit(Grammar("regex", "a"))
+
+
+def test_a_digest_names_kind_and_source() -> None:
+    made = {Grammar("regex", "a").digest, Grammar("lark", "a").digest, Grammar("regex", "b").digest}
+    assert len(made) == 3
+    assert Grammar("regex", "a").digest in made

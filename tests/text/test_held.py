@@ -1,0 +1,124 @@
+"""Whole answers: what each form, choice and way of thinking lets a model say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.text.answer.held import answer_grammar
+from adapters.text.answer.reader import AnswerReader
+from adapters.text.conversation import FunctionTool, ToolChoice
+from adapters.text.grammar import Grammars, json_grammar
+from adapters.text.tokenizer import Tokenizer
+from effects.grammar import Grammar
+from tests.text import small
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/n"}},
+    "required": ["n"],
+    "$defs": {"n": {"maximum": 9}},
+}
+SCHEMA["$defs"]["n"]["type"] = "integer"  # type: ignore[index]
+ADD = FunctionTool("add", None, SCHEMA, strict=True)
+LOOK = FunctionTool("look", None, {"type": "object", "uniqueItems": "nothing that could be held"})
+TOOLS: Mapping[str, FunctionTool] = {"add": ADD, "look": LOOK}
+FORM = json_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False})
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+ADDED, LOOKED = call("add", '{"n": 4}'), call("look", '{"any": [1, "thing"]}')
+TOO_MUCH = call("add", '{"n": 10}')
+THOUGHT = "<think>\nLet me see. {\n</think>\n\n"
+HERMES: dict[str, Any] = {"calls": "hermes", "tools": TOOLS}
+REQUIRED = AnswerReader(**HERMES, choice=ToolChoice("required"))
+NAMED = AnswerReader(**HERMES, choice=ToolChoice("function", "add"))
+ONE = AnswerReader(**HERMES, choice=ToolChoice("required"), parallel=False)
+AUTO = AnswerReader(**HERMES)
+THINKS = AnswerReader(reasoning="think")
+OPENED = AnswerReader(reasoning="think", thinking=True)
+BARE = AnswerReader(calls="llama3-json", tools=TOOLS, choice=ToolChoice("required"))
+REGEX = Grammar("regex", "a/b")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(small.write(tmp_path_factory.mktemp("small")))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer)
+
+
+CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str, ...]]] = {
+    "required": (REQUIRED, None, (ADDED, LOOKED, f"{ADDED}\n{LOOKED}"), ("", "Hm.", TOO_MUCH, f"{ADDED} ok")),
+    "one": (ONE, None, (ADDED,), (f"{ADDED}\n{LOOKED}",)),
+    "named": (NAMED, None, (ADDED, f"{ADDED}\n{ADDED}"), (LOOKED, "{}")),
+    "strict": (AUTO, None, ("", "Hm. {", ADDED, f"Look:\n{LOOKED}\n{ADDED}"), (TOO_MUCH, f"{ADDED} ok")),
+    "form": (AnswerReader(), FORM, ("{}", '{"a": true}', '{\n    "a": false\n}'), ("", '{"a": 1}', "{} ")),
+    "form or calls": (AUTO, FORM, ("{}", ADDED), ("Hm.", TOO_MUCH)),
+    "form, may think": (THINKS, FORM, ("{}", f"{THOUGHT}{{}}"), (THOUGHT, "Hm. {}")),
+    "form, thinks": (OPENED, FORM, (f"{THOUGHT[8:]}{{}}",), ("{}",)),
+    "regex": (AnswerReader(), REGEX, ("a/b",), ("ab",)),
+    "regex, may think": (THINKS, REGEX, ("a/b", f"{THOUGHT}a/b"), ("ab",)),
+    "rules": (OPENED, Grammar("lark", 'start: "x"+'), ("x", "xxx"), (THOUGHT, "")),
+    "bare": (BARE, None, ('{"name": "add", "parameters": {"n": 4}}',), ("Hm.", '{"name": "add", "parameters": {}}')),
+}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["tokens of their own", "plain text"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_may_be_answered(grammars: Grammars, tokenizer: Tokenizer, name: str, known: bool) -> None:
+    reader, form, good, bad = CASES[name]
+    grammar = answer_grammar(reader, form, tokenizer.controls if known else ())
+    if not known and name == "strict":
+        assert grammar is None, "a call could not be told from text"
+        return
+    assert grammar is not None
+    for text in (*good, *bad):
+        (tokens,) = tokenizer.encode_now([text], controls=known)
+        whole = (*tokens, tokenizer.end_tokens[0])
+        matching, at = grammars.match(grammar), 0
+        while at < len(whole) and allowed(matching, whole[at]):
+            matching.append(whole[at : at + 1])
+            at += 1
+        assert (at == len(whole)) == (text in good), (
+            f"{text!r} is left at {tokenizer.decode(whole[:at], special=True)!r}"
+        )
+
+
+def allowed(matching: Any, token: int) -> bool:
+    mask = matching.mask(())
+    return not isinstance(mask, str) and bool(mask[token // 8] >> token % 8 & 1)
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        AnswerReader(),
+        AnswerReader(calls="hermes", tools={"look": LOOK}),  # nobody says strict
+        AnswerReader(
+            calls="pythonic", tools=TOOLS, choice=ToolChoice("required")
+        ),  # read, and told whether it was kept
+        AnswerReader(calls="hermes", choice=ToolChoice("none")),
+        THINKS,
+    ],
+)
+def test_whoever_asks_for_nothing_gets_no_grammar(reader: AnswerReader) -> None:
+    assert answer_grammar(reader, None, ()) is None
+
+
+def test_the_demo_keeps_to_a_required_call() -> None:
+    demo = Tokenizer.load(Path("adapters/demo"))
+    grammar = answer_grammar(REQUIRED, None, demo.controls)
+    assert grammar is not None
+    matching = Grammars(demo).match(grammar)
+    assert allowed(matching, demo.controls["<tool_call>"].id)
+    assert not any(allowed(matching, token) for token in range(100, demo.size))
