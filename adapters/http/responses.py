@@ -12,6 +12,7 @@ from attrs import define, evolve, field
 from adapters.http.api import Api, Asked, Counter
 from adapters.http.archive import Shelf
 from adapters.http.archive import read as read_kept
+from adapters.http.body import parsers
 from adapters.http.controls import Controls, Words, read_controls, read_model
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
@@ -78,7 +79,9 @@ async def read_whole(
     """What went before, and what is asked now."""
     check_template(text)
     earlier = read_previous(fields, shelf, options)
-    return await anyio.to_thread.run_sync(read_conversation, fields, earlier, References(shelf, options), skipped)
+    find = References(shelf, options)
+    # what was kept is parsed again, as much as a body may have: one such conversation at a time
+    return await anyio.to_thread.run_sync(read_conversation, fields, earlier, find, skipped, limiter=parsers())
 
 
 def read_previous(fields: Fields, shelf: Shelf, options: EdgeOptions) -> list[bytes]:
