@@ -31,7 +31,7 @@ UNSEEN = (
 )
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
-MADE = ("message", "function_call", "reasoning")  # items of a response
+MADE = ("message", "reasoning", *CALLS)  # items of a response
 KNOWN = ("message", *CALLS, *RESULTS, "reasoning", "item_reference")
 
 
@@ -109,12 +109,27 @@ class Turns:
 def read_call(item: Fields) -> ToolCall:
     id_ = required(item, "call_id")
     if item.data.get("type") == "custom_tool_call":
-        arguments = json.dumps({"input": required(item, "input")}, ensure_ascii=False)
+        arguments = custom_arguments(required(item, "input"))
     else:
         arguments = required(item, "arguments") or "{}"
     namespace = item.text("namespace", 128)
     name = read_name(item)
     return ToolCall(id_, name if namespace is None else spelled(namespace, name), arguments)
+
+
+def custom_arguments(text: str) -> str:
+    """What a custom tool is called with is text; the model knows functions only, so it is one of their arguments."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """The text again; all of it, where it is nothing else."""
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def spelled(namespace: str, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from attrs import define, field
 
@@ -15,15 +15,23 @@ from adapters.http.archive import ArchivedResponse, Shelf
 from adapters.http.blocks import Block, BlockBegun, BlockEnded, BlockEvent, BlockMore, Blocks
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
-from adapters.http.response_items import sealed
+from adapters.http.response_items import custom_input, sealed
 from adapters.http.run import Ended, Progress, Said
 from adapters.http.shape import event
 from adapters.text.answer.pieces import together
 from adapters.text.tokenizer import Tokenizer
 
-Namespaces: TypeAlias = "dict[str, tuple[str, str]]"  # a function's name as the model knows it: namespace and name
-PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
-ITEM = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})([0-9a-f]{4})")
+ItemKind: TypeAlias = Literal["text", "reasoning", "call", "custom"]
+PREFIXES: Mapping[ItemKind, str] = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}
+STREAMS: Mapping[
+    ItemKind, tuple[str, str]
+] = {  # how events of its text are called, and what in the last one is all of it
+    "text": ("response.output_text", "text"),
+    "reasoning": ("response.reasoning_text", "text"),
+    "call": ("response.function_call_arguments", "arguments"),
+    "custom": ("response.custom_tool_call_input", "input"),
+}
+ITEM = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{24})([0-9a-f]{4})")
 CODES = {"queue_full": "rate_limit_exceeded", "context_length_exceeded": "context_length_exceeded"}
 
 
@@ -78,26 +86,27 @@ class ResponseShape:
         yield self.event("response.failed", response=final)
 
     def events(self, one: BlockEvent, cut: bool = False) -> Iterator[bytes]:
-        block = one.block
+        block, kind = one.block, self.kind(one.block)
         item = {"item_id": self.item_id(block), "output_index": block.place}
         part = {**item, "content_index": 0}
-        name = {"text": "response.output_text", "reasoning": "response.reasoning_text"}.get(
-            block.kind, "response.function_call_arguments"
-        )
+        stream, whole = STREAMS[kind]
         where: dict[str, Any] = item if block.kind == "call" else part
-        if block.kind == "text":
+        if kind == "text":
             where = {**where, "logprobs": []}
         match one:
             case BlockBegun():
                 yield self.event("response.output_item.added", output_index=block.place, item=self.item(block, None))
                 if block.kind != "call":
                     yield self.event("response.content_part.added", **part, part=self.part(block, ""))
-            case BlockMore(_, text):
-                yield self.event(f"{name}.delta", **where, delta=text)
+            case BlockMore(_, text) if kind != "custom":
+                yield self.event(f"{stream}.delta", **where, delta=text)
             case BlockEnded():
-                whole = {"arguments" if block.kind == "call" else "text": block.text}
-                named = {"name": self.called(block)["name"]} if block.kind == "call" else {}
-                yield self.event(f"{name}.done", **where, **whole, **named)
+                text = block.text
+                if kind == "custom":  # what it is, is known only now: it came as JSON
+                    text = custom_input(text)
+                    yield self.event(f"{stream}.delta", **where, delta=text)
+                called = {"name": self.called(block)["name"]} if kind == "call" else {}
+                yield self.event(f"{stream}.done", **where, **{whole: text}, **called)
                 if block.kind != "call":
                     yield self.event("response.content_part.done", **part, part=self.part(block, block.text))
                 done = self.item(block, "incomplete" if cut else "completed")
@@ -169,7 +178,7 @@ class ResponseShape:
         """status: None: it begins, and there is nothing in it yet."""
         named = {"id": self.item_id(block), "status": status or "in_progress"}
         content = [] if status is None else [self.part(block, block.text)]
-        match block.kind:
+        match self.kind(block):
             case "text":
                 return {"type": "message", **named, "role": "assistant", "content": content}
             case "reasoning":
@@ -178,19 +187,25 @@ class ResponseShape:
             case "call":
                 arguments = "" if status is None else block.text
                 return {"type": "function_call", **named, **self.called(block), "arguments": arguments}
+            case "custom":
+                given = "" if status is None else custom_input(block.text)
+                return {"type": "custom_tool_call", **named, **self.called(block), "input": given}
 
     def part(self, block: Block, text: str) -> dict[str, Any]:
         if block.kind == "text":
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return {"type": "reasoning_text", "text": text}
 
+    def kind(self, block: Block) -> ItemKind:
+        return "custom" if block.name in self.asked.echo["offered"].customs else block.kind
+
     def called(self, block: Block) -> dict[str, Any]:
-        namespace, name = self.asked.echo["namespaces"].get(block.name, (None, block.name))
+        namespace, name = self.asked.echo["offered"].namespaces.get(block.name, (None, block.name))
         return {"call_id": block.call, "name": name, **({} if namespace is None else {"namespace": namespace})}
 
     def item_id(self, block: Block) -> str:
         """Names the response and the place in it, so that an item can be found by its id alone."""
-        return f"{PREFIXES[block.kind]}{self.id.removeprefix('resp_')}{block.place:04x}"
+        return f"{PREFIXES[self.kind(block)]}{self.id.removeprefix('resp_')}{block.place:04x}"
 
 
 def place_of(item: str) -> tuple[str, int]:

@@ -20,7 +20,7 @@ from adapters.http.fields import shown as shown_value
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.response_items import Turns, spelled
-from adapters.http.response_shape import Namespaces, ResponseShape, place_of
+from adapters.http.response_shape import ResponseShape, place_of
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
 from adapters.http.unsupported import MISSING, Missing
 from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
@@ -31,6 +31,7 @@ from effects.ids import Tokens
 PATH = "/v1/responses"
 MAX_ITEMS = 1 << 16
 MAX_METADATA = 16
+CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SUMMARIES = ("auto", "concise", "detailed")
 SEALED = "reasoning.encrypted_content"
@@ -61,7 +62,7 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, g
         "store": fields.flag("store", True),
         "items": read_input(fields),
     }
-    conversation, echo["namespaces"] = await read_whole(shelf, fields, options, text, skipped)
+    conversation, echo["offered"] = await read_whole(shelf, fields, options, text, skipped)
     prompt = await chat_prompt(conversation, text, options, gone, fields.at("input"))
     headers = {**skipped.headers, **unparsed(conversation, text)}
     return Asked(controls, [prompt.tokens], [fields.at("input")], prompt.reader, headers, echo=echo)
@@ -75,7 +76,7 @@ async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, 
 
 async def read_whole(
     shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, skipped: Skipped
-) -> tuple[Conversation, Namespaces]:
+) -> tuple[Conversation, Offered]:
     """What went before, and what is asked now."""
     check_template(text)
     earlier = read_previous(fields, shelf, options)
@@ -113,7 +114,7 @@ def read_input(fields: Fields) -> list[Any]:
 
 def read_conversation(
     fields: Fields, earlier: Sequence[bytes], find: References, skipped: Skipped
-) -> tuple[Conversation, Namespaces]:
+) -> tuple[Conversation, Offered]:
     """Raises ApiError naming the item and part that is wrong."""
     turns = Turns(find)
     if instructions := fields.text("instructions"):
@@ -133,9 +134,9 @@ def read_conversation(
         raise invalid(fields.at("input"), "must have at least one message")
     if messages[-1].calls:
         raise invalid(fields.at("input"), "ends with a call: the output of each must follow")
-    tools, namespaces = read_tools(fields, skipped)
-    choice, parallel = read_choice(fields, tools), fields.flag("parallel_tool_calls", True)
-    return Conversation(messages, tools, choice, parallel, read_reasoning(fields)), namespaces
+    offered = read_tools(fields, skipped)
+    choice, parallel = read_choice(fields, offered.tools), fields.flag("parallel_tool_calls", True)
+    return Conversation(messages, offered.tools, choice, parallel, read_reasoning(fields)), offered
 
 
 @define
@@ -163,34 +164,54 @@ class References:
         return output[place] if place < len(output) and isinstance(output[place], dict) else None
 
 
-def read_tools(fields: Fields, skipped: Skipped) -> tuple[tuple[FunctionTool, ...], Namespaces]:
-    """Functions, those in namespaces included. Tools that only other servers run are left out and told."""
-    tools: list[FunctionTool] = []
-    namespaces: Namespaces = {}
-    for place, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
-        tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
+@define
+class Offered:
+    """What can be called, as the model knows it. namespaces: the namespace and name of those that are in one.
+
+    customs: names of those that are called with text.
+    """
+
+    tools: list[FunctionTool] = field(factory=list)
+    namespaces: dict[str, tuple[str, str]] = field(factory=dict)
+    customs: set[str] = field(factory=set)
+
+    def add(self, tool: Fields, skipped: Skipped, namespace: str | None = None) -> None:
         kind = tool.text("type")
         if kind == "function":
-            tools.append(read_function(tool))
-        elif kind == "namespace":
-            for function in read_namespace(tool, skipped):
-                name = spelled(read_name(tool), function.name)
-                namespaces[name] = (read_name(tool), function.name)
-                tools.append(evolve(function, name=name))
+            function = read_function(tool)
+        elif kind == "custom":
+            function = FunctionTool(read_name(tool), tool.text("description"), CUSTOM)
         elif kind is None:
             raise tool.wrong("type", "a string, such as 'function'")
         else:
             skipped.note(kind)
-    return check_tools(tools, fields.at("tools")), namespaces
+            return
+        if namespace is not None:
+            name = spelled(namespace, function.name)
+            self.namespaces[name] = (namespace, function.name)
+            function = evolve(function, name=name)
+        if kind == "custom":
+            self.customs.add(function.name)
+        self.tools.append(function)
 
 
-def read_namespace(namespace: Fields, skipped: Skipped) -> Iterator[FunctionTool]:
-    for place, value in enumerate(namespace.items("tools", MAX_TOOLS) or []):
-        tool = Fields.of(value, f"{namespace.at('tools')}[{place}]")
-        if tool.data.get("type") == "function":
-            yield read_function(tool)
-        else:
-            skipped.note(str(tool.data.get("type")))
+def read_tools(fields: Fields, skipped: Skipped) -> Offered:
+    """Tools that only other servers run are left out and told."""
+    offered = Offered()
+    for tool in each(fields, "tools"):
+        if tool.text("type") != "namespace":
+            offered.add(tool, skipped)
+            continue
+        namespace = read_name(tool)
+        for inner in each(tool, "tools"):
+            offered.add(inner, skipped, namespace)
+    check_tools(offered.tools, fields.at("tools"))
+    return offered
+
+
+def each(fields: Fields, name: str) -> Iterator[Fields]:
+    for place, value in enumerate(fields.items(name, MAX_TOOLS) or []):
+        yield Fields.of(value, f"{fields.at(name)}[{place}]")
 
 
 def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice:
@@ -202,7 +223,7 @@ def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice:
             return ToolChoice("none")
         case "required":
             return needs_tools(ToolChoice("required"), tools, path)
-        case {"type": "function"}:
+        case {"type": "function" | "custom"}:
             return named(read_name(Fields(asked, path)), tools, f"{path}.name")
     raise fields.wrong("tool_choice", "'none', 'auto', 'required' or an object of type 'function'")
 

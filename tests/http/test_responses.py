@@ -14,7 +14,7 @@ import pytest
 from adapters.http.archive import Archive, Shelf
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
-from adapters.http.response_items import opened, sealed
+from adapters.http.response_items import custom_arguments, custom_input, opened, sealed
 from adapters.http.responses import References, read_conversation
 from adapters.http.tools import Skipped
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
@@ -165,7 +165,7 @@ async def test_what_codex_sends_is_taken(site: Site) -> None:
             ADD,
             server,
             {"type": "web_search"},
-            {"type": "custom", "name": "patch"},
+            {"type": "mcp", "server_label": "x"},
         ],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
@@ -188,8 +188,34 @@ async def test_what_codex_sends_is_taken(site: Site) -> None:
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "text of it"}
     response = await site.post(PATH, {**body, "input": [*body["input"], told, call, result]})
     assert response.status_code == 200, response.text
-    assert response.headers["x-rekindle-tools-left-out"] == "web_search custom"
+    assert response.headers["x-rekindle-tools-left-out"] == "web_search mcp"
     assert '{"name": "mcp__files__open", "arguments": {"a": 1}}' in prompt_of(site)
+
+
+async def test_a_custom_tool_is_called_with_text(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.say('<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+ \\"x\\""}}\n</tool_call>')
+    tool = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}
+    async with client.responses.stream(**asked(tools=[tool])) as stream:
+        events = [event async for event in stream]
+        response = await stream.get_final_response()
+    (call,) = response.output
+    assert call.type == "custom_tool_call"
+    assert (call.name, call.input) == ("patch", '*** Begin\n+ "x"')
+    kinds = [event.type for event in events[2:-1]]
+    deltas = ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+    assert kinds == ["response.output_item.added", *deltas, "response.output_item.done"]
+    assert events[3].delta == events[4].input == call.input
+    whole = await client.responses.create(**asked(tools=[tool]))
+    assert whole.output[0].input == call.input
+    result = {"type": "custom_tool_call_output", "call_id": whole.output[0].call_id, "output": "done"}
+    await client.responses.create(model="small", previous_response_id=whole.id, input=[result], tools=[tool])
+    assert '{"name": "patch", "arguments": {"input": "*** Begin\\n+ \\"x\\""}}' in prompt_of(site)
+
+
+@pytest.mark.parametrize("arguments", ['{"input": 5}', "[1]", '{"inp', ""])
+def test_what_a_custom_tool_is_called_with_is_never_lost(arguments: str) -> None:
+    assert custom_input(arguments) == arguments
+    assert custom_input(custom_arguments(arguments)) == arguments
 
 
 async def test_tokens_are_counted_exactly(site: Site, client: openai.AsyncOpenAI) -> None:
@@ -445,7 +471,7 @@ def test_items_are_read_into_messages() -> None:
         "reasoning": {"effort": "none"},
     }
     find = References(Shelf(Archive()), EdgeOptions("small", 4096, 500))
-    found, namespaces = read_conversation(Fields(body), [], find, Skipped())
+    found, offered = read_conversation(Fields(body), [], find, Skipped())
     calls = (ToolCall("1", "add", "{}"), ToolCall("2", "n__add", '{"b":1}'), ToolCall("3", "patch", '{"input": "x"}'))
     assert found.messages == [
         ChatMessage("system", "Be brief."),
@@ -458,7 +484,7 @@ def test_items_are_read_into_messages() -> None:
         ChatMessage("assistant", "No.", "So."),
         ChatMessage("user", "Go on."),
     ]
-    assert (found.choice, found.parallel, namespaces) == (ToolChoice("function", "add"), False, {})
+    assert (found.choice, found.parallel, offered.namespaces) == (ToolChoice("function", "add"), False, {})
     assert found.variables == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
 
 
