@@ -26,13 +26,14 @@ from adapters.device.checkpoints import Checkpoints, KeepState
 from adapters.device.constraint import Match, no_grammars
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
+from adapters.device.prompt_logprobs import bucket_of, told
 from adapters.device.proposer import DraftRequest, Proposer
-from adapters.device.sampling import Draw, Picked, Sampler, logprobs_of, pick
+from adapters.device.sampling import Draw, Picked, Sampler, pick
 from adapters.device.slots import SlotState, check, clipped
 from adapters.device.tree import chain, fitted
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
-from effects.decode import Logprob, RunDecode
+from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -40,7 +41,6 @@ from effects.snapshot import SaveSnapshot
 
 log = logging.getLogger("rekindle.device")
 
-LOGIT_ROWS = 64  # of a prompt at a time: of a vocabulary of 152,000 they are 39 MB
 REAL_ROWS = 16  # up to here `fast` runs real row counts: padding costs most there, and every count keeps its buffers
 
 # Carries out one effect on the lane; raises torch.OutOfMemoryError where that is what happened.
@@ -236,8 +236,9 @@ class DeviceExecutor:
             return DeviceFailed("broken", f"slot {effect.slot}: rows {start}..{stop} are not {limits}")
         state.ahead, started = 0, time.perf_counter_ns()
         if effect.logprobs >= 0:
-            return self._told(state, effect)
-        step = Step((Segment(effect.slot, start, stop - start),), self._bucket(stop - start), rows_only=True)
+            return told(self._shard, self._buckets, state, effect)
+        bucket = bucket_of(self._buckets, stop - start)
+        step = Step((Segment(effect.slot, start, stop - start),), bucket, rows_only=True)
         forward = self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
         self._follow(step, forward, [stop - start], [state])
         self._shard.synchronize()  # or the host would run ahead of what it acknowledges
@@ -245,24 +246,6 @@ class DeviceExecutor:
         took = time.perf_counter_ns() - started
         self._checkpoints.computed(request, effect, state)
         return PrefillAdvanced(stop, took)
-
-    def _told(self, state: SlotState, effect: RunPrefill) -> PrefillAdvanced | DeviceFailed:
-        """A chunk whose logits are read, too: as a decode step has them, of no more rows at a time than one could have.
-
-        Nobody goes on from these rows, so no checkpoint is kept of them, and no price is known from how long they took.
-        """
-        logprobs, most = list[Logprob](), max(bucket for bucket in self._buckets if bucket <= LOGIT_ROWS)
-        for start in range(effect.start, effect.stop, most):
-            stop = min(start + most, effect.stop)
-            step = Step((Segment(effect.slot, start, stop - start),), self._bucket(stop - start))
-            forward = self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
-            logits = self._shard.logits(step, forward.hidden)[: stop - start]
-            if not torch.isfinite(logits).all():
-                return DeviceFailed("broken", f"slot {effect.slot}: the logits of rows {start}..{stop} are not finite")
-            logprobs += logprobs_of(logits, state.tokens[start + 1 : stop + 1], effect.logprobs)
-            self._shard.commit(step, [stop - start])
-            state.advance(stop)
-        return PrefillAdvanced(effect.stop, 0, tuple(logprobs))
 
     def _decode_steps(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)
@@ -326,7 +309,7 @@ class DeviceExecutor:
         """One forward for all: how far the target picks what was proposed. The rest is rolled back."""
         segments = [piece for member in members for piece in member.tree.pieces(member.slot, member.state.valid)]
         rows = [row for member in members for row in member.rows]
-        step = Step(tuple(segments), self._bucket(len(rows)))
+        step = Step(tuple(segments), bucket_of(self._buckets, len(rows)))
         forward = self._shard.forward(step, torch.tensor([token for member in members for token in member.tree.tokens]))
         picked = self._picked(self._shard.logits(step, forward.hidden), rows)
         firsts = accumulate((len(member.tree.tokens) for member in members), initial=0)
@@ -358,12 +341,6 @@ class DeviceExecutor:
         if self._lane.device.type == "cuda":
             return pick(logits, rows).__getitem__
         return lambda row: pick(logits[row : row + 1], rows[row : row + 1])[0]
-
-    def _bucket(self, rows: int) -> int:
-        for bucket in self._buckets:
-            if bucket >= rows:
-                return bucket
-        raise ValueError(f"{rows} rows are more than the largest bucket, {self._buckets[-1]}")
 
 
 def abandoned(request: RequestId) -> DeviceFailed:

@@ -132,13 +132,13 @@ async def test_masks_are_asked_for_only_where_a_token_is_picked() -> None:
     driver.executor.matched_by(lambda _: asked)
     client = await driver.open([1, 2, 3], Sampling(grammar=SOME))
     await client.prefill()
-    driver.executor.proposed_to(Wrong())
+    driver.executor.proposed_to(NeverRight())
     await driver.decode(client, propose=5)
     assert asked.asked == [()]
     assert driver.executor.close()
 
 
-class Wrong(Oracle):
+class NeverRight(Oracle):
     """Proposes what is never picked."""
 
     def __init__(self) -> None:
