@@ -11,7 +11,8 @@ functions that run on whole vectors (`by_vectors`). Decays are added up one afte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,12 +20,11 @@ from attrs import define, frozen
 from torch import Tensor
 
 from adapters.models.kernels.batch import StateBatch
+from adapters.models.kernels.cpu_delta_row import DeltaRow, RowBuffers, read_row
+from adapters.models.kernels.cpu_vectors import by_vectors, silu
 from adapters.models.kernels.delta import BLOCK, CHUNK, RING, TAPS, DeltaShape, DeltaState, DeltaWeights, row_state
 from adapters.models.kernels.products import BATCHED, ProductPlan
 from adapters.models.shard import Segment
-
-_VECTOR = 64  # elements; a whole number of vectors of any processor, however far a loop is unrolled
-_PIECE = 1 << 14  # below what torch would share among threads, whose parts could end anywhere
 
 _ROWS = torch.arange(CHUNK).unsqueeze(1)
 _COLUMNS = torch.arange(CHUNK)
@@ -88,7 +88,8 @@ class CpuDelta:
 
     def __init__(self, plan: ProductPlan | None) -> None:
         self._plan = plan
-        self._taps: dict[int, tuple[DeltaWeights, tuple[Tensor, ...]]] = {}
+        self._taps: dict[int, tuple[DeltaWeights, Tensor]] = {}
+        self._buffers: dict[DeltaShape, RowBuffers] = {}
 
     def state(self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
         return row_state(shape, slots, places, dtype, device)
@@ -105,8 +106,14 @@ class CpuDelta:
             before = ring[at + max(0, held - TAPS + 1) : at + held]
             window = torch.cat((state.conv[slot], before, own))[-count - TAPS + 1 :]
             wide, total = window.float(), found[row : row + count]
-            for tap, weight in enumerate(taps):
-                total += wide[tap : tap + count] * weight
+            if count == 1:
+                terms = wide * taps
+                torch.add(terms[:1], terms[1:2], out=total)
+                total.add_(terms[2]).add_(terms[3])
+            else:
+                torch.mul(wide[:count], taps[0], out=total)
+                for tap in range(1, TAPS):
+                    total += wide[tap : tap + count] * taps[tap]
             end = start + count - (start + count) % CHUNK
             first = max(start, end) if batch.settles else start
             put(ring, first, own[first - start :])
@@ -115,11 +122,11 @@ class CpuDelta:
             row += count
         return silu(found)
 
-    def _by_tap(self, weights: DeltaWeights) -> tuple[Tensor, ...]:
-        """Kept with what it was made from, so that the identity stays taken."""
+    def _by_tap(self, weights: DeltaWeights) -> Tensor:
+        """`[4, channels]`; kept with what it was made from, so that the identity stays taken."""
         found = self._taps.get(id(weights))
         if found is None:
-            found = self._taps[id(weights)] = (weights, weights.taps.T.contiguous().unbind(0))
+            found = self._taps[id(weights)] = (weights, weights.taps.T.contiguous())
         return found[1]
 
     # --- the rule ---
@@ -130,14 +137,21 @@ class CpuDelta:
         shape, rows = weights.shape, sum(segment.count for segment in batch.segments)
         heads, size = shape.key_heads, shape.key_size
         both = convolved[:rows, : 2 * shape.keys].reshape(rows, 2, heads, size)
-        lengths = both.new_tensor([[[1 / size]], [[size**-0.5]]])  # of a row whose numbers are one in the mean
-        asking = (torch.rms_norm(both, (size,), None, 1e-6 / size) * lengths).permute(1, 2, 0, 3).contiguous()
+        unit = torch.rms_norm(both, (size,), None, 1e-6 / size)  # but for a factor, which queries have once more
+        asking = (unit * _factors(size)).permute(1, 2, 0, 3).contiguous()
         values = convolved[:rows, 2 * shape.keys :].reshape(rows, shape.value_heads, -1).transpose(0, 1)
         b, a = gates[:rows].float().T.contiguous().chunk(2)
         beta = by_vectors(torch.sigmoid, b)
         decays = by_vectors(torch.nn.functional.softplus, a + weights.dt_bias.unsqueeze(1)) * weights.rate.unsqueeze(1)
         out, row = convolved.new_zeros(len(convolved), shape.value_heads, shape.value_size), 0
         for segment in batch.segments:
+            if segment.count == 1 and not batch.settles:
+                own = DeltaRow(
+                    asking[:, :, row].transpose(0, 1), values[:, row], beta[:, row : row + 1], decays[:, row : row + 1]
+                )
+                out[row] = read_row(self._row_buffers(shape), shape, state, segment.slot, segment.start, own)
+                row += 1
+                continue
             part = slice(row, row + segment.count)
             inputs = (asking[:, :, part], values[:, part], beta[:, part], decays[:, part])
             pieces = self._pieces(shape, state, segment, batch.settles, inputs)
@@ -150,6 +164,12 @@ class CpuDelta:
             if batch.settles:
                 state.memory[segment.slot] = memory
         return out
+
+    def _row_buffers(self, shape: DeltaShape) -> RowBuffers:
+        found = self._buffers.get(shape)
+        if found is None:
+            found = self._buffers[shape] = RowBuffers.of(shape, self._counts(shape)[0])
+        return found
 
     def _pieces(
         self,
@@ -204,7 +224,7 @@ class CpuDelta:
             beta=wide,
             values=values,
             decay=by_vectors(torch.exp, totals).unsqueeze(2),
-            own=alike[:, :count] * (faded * wide),
+            own=alike[:, :count] * faded * wide,
             seen=alike[:, count:] * faded,
         )
 
@@ -244,8 +264,7 @@ class CpuDelta:
 
     def _multiply(self, shape: DeltaShape, x: Tensor, y: Tensor) -> Tensor:
         """`[heads, M, K]` times `[heads, K, N]`, with row counts that were proven."""
-        counts = BATCHED if self._plan is None else self._plan.delta(shape).rows
-        rows = x.shape[1]
+        counts, rows = self._counts(shape), x.shape[1]
         count = next((proven for proven in counts if proven >= rows), counts[-1])
         parts = []
         for part in torch.split(x, count, 1):
@@ -257,6 +276,9 @@ class CpuDelta:
                 parts.append(torch.bmm(part, y))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    def _counts(self, shape: DeltaShape) -> tuple[int, ...]:
+        return BATCHED if self._plan is None else self._plan.delta(shape).rows
+
     # --- gates ---
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -267,23 +289,15 @@ class CpuDelta:
         return (x.float() * by_vectors(torch.sigmoid, gate.float())).to(x.dtype)
 
 
-def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function, every element of which is computed in a whole vector of the processor: what is left
-    over at the end of a loop may be computed otherwise."""
-    flat = x.reshape(-1)
-    if len(flat) % _VECTOR:
-        flat = torch.nn.functional.pad(flat, (0, -len(flat) % _VECTOR))
-    found = function(flat) if len(flat) <= _PIECE else torch.cat([function(part) for part in torch.split(flat, _PIECE)])
-    return found[: x.numel()].view(x.shape)
+@cache
+def _factors(size: int) -> Tensor:
+    """Of queries and keys whose squares are one in the mean: of length size ** -0.5, and 1."""
+    return torch.tensor([[[1 / size]], [[size**-0.5]]])
 
 
 def shared(x: Tensor, group: int) -> Tensor:
     """What key heads have, for the value heads that share them."""
     return x if group == 1 else x.repeat_interleave(group, 0)
-
-
-def silu(x: Tensor) -> Tensor:
-    return by_vectors(torch.sigmoid, x).mul_(x)
 
 
 def put(ring: Tensor, start: int, rows: Tensor) -> None:
