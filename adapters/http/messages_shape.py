@@ -65,7 +65,7 @@ class MessageShape:
     def opened(self, block: Block) -> dict[str, Any]:
         match block.kind:
             case "text":
-                return {"type": "text", "text": "", "citations": None}
+                return {"type": "text", "text": ""}
             case "reasoning":
                 return {"type": "thinking", "thinking": "", "signature": ""}
             case "call":
@@ -114,7 +114,7 @@ class MessageShape:
                 except (ValueError, RecursionError):
                     given = None
                 if not isinstance(given, dict):
-                    return {"type": "text", "text": f"{block.name} {block.text}", "citations": None}
+                    return {"type": "text", "text": f"{block.name} {block.text}"}
                 return {**opened, "input": given}
 
     def message(
