@@ -244,9 +244,12 @@ def decide(
 ) -> Settings:
     """What the engine is started with, times measured here included; no store yet."""
     has_draft, stateful = draft is not None, bool(shard.state_specs)
-    if stateful and options.ddtree:
-        raise Refusal("--ddtree: each node of a tree would need a state of its own in this model's recurrent layers")
-    tree = options.ddtree_budget if options.ddtree and has_draft else 0
+    no_trees = stateful and has_draft and options.ddtree
+    if no_trees:
+        log.warning(
+            "--ddtree: each node of a tree would need a state of its own in this model's recurrent layers; chains"
+        )
+    tree = options.ddtree_budget if options.ddtree and has_draft and not stateful else 0
     low_memory = short_of_memory(shard.device)
     residency, message = resolved(options.residency, has_draft=has_draft, has_drafter=False, low_memory=low_memory)
     if message:
@@ -263,6 +266,7 @@ def decide(
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         block=0 if draft is None else draft.block - 1,
         tree=tree,
+        no_trees=no_trees,
         residency=residency,
         rates=kept_or_measured(kept, times, executor, shard, **shape),
         min_tokens=options.kv_cache_min_tokens,

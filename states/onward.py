@@ -231,8 +231,8 @@ def report_early(prompt: Prompt) -> Report:
 
 
 def undrafted(known: Known, state: Open) -> str:
-    """Why nothing (more) is proposed; empty while something is, or is yet to be."""
+    """Why nothing (more) is proposed, or no trees; empty while all is that was asked for, or is yet to be."""
     if isinstance(state, Prefilling | Speculating):
-        return state.speculation.reason
+        return state.speculation.reason or ("no_trees" if known.settings.no_trees else "")
     wanted = policy.speculate(known, state.prompt.job)
     return "" if wanted.go else wanted.reason

@@ -29,6 +29,7 @@ class Settings:
     cold_max: int = 0  # `full` keeps one at the last safe boundary up to here, for what other sessions share; 0: none
     block: int = 0  # tokens that a draft proposes a decode step at most; 0: there is no draft
     tree: int = 0  # nodes of a proposed tree; 0: proposals are a chain
+    no_trees: bool = False  # they were asked for, but a state stands behind one row and not behind each node
     residency: Resolved = field(factory=Resolved)  # what becomes of the draft's weights between requests
     compress_threshold: int = 0  # prompt tokens still missing from which PFlash pays; 0: never
     keep_permille: int = 100  # of the prompt's tokens, how many a compression keeps

@@ -73,9 +73,11 @@ def test_a_killed_server_of_any_family_starts_warm_and_says_the_same_with_a_draf
         assert server.client.get("/props").json()["numerics"]["shapes"] == "buckets"
         written(server)
         kill(server)
-    with serving(*words, "--draft", str(draft)) as server:
+    with serving(*words, "--draft", str(draft), "--ddtree") as server:
         warm, how = answers(server)
         assert warm == cold
         assert (how[0]["tier"], how[0]["restored_tokens"] >= len(PROMPT) - 64) == ("disk", True)
-        assert how[0]["speculation"]["why"] != "no_draft"
+        whys = [one["speculation"]["why"] for one in how]
+        assert whys[0] != "no_draft"
+        assert all(whys) or "qwen3_5" not in model.name, "at least that there were no trees"
         assert server.stop() == 0

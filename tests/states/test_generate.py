@@ -17,7 +17,7 @@ from states import generate
 from states import speculation_control as control
 from states.life import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
 from states.machine import Then
-from states.onward import report
+from states.onward import report, undrafted
 from states.scope import select
 from tests.states.builders import (
     DRAFT,
@@ -202,3 +202,12 @@ def test_a_slot_that_broke_keeps_nothing() -> None:
     then = generate.broken(a(Prefilling, some(PLAIN, valid=8, restored=8)), BROKEN, knowing())
     closing = CloseStream("failed", a_report(some(valid=8, restored=8)), "CUDA error")
     assert then == Then(a(Done, some(PLAIN)), closing)
+
+
+def test_who_asked_for_trees_hears_that_there_were_none() -> None:
+    settings = evolve(DRAFT, no_trees=True)
+    state = a(Speculating, answering(settings))
+    assert undrafted(knowing(DRAFT), state) == ""
+    assert undrafted(knowing(settings), state) == "no_trees"
+    declined = a(Speculating, answering(settings, speculation="declined"))
+    assert undrafted(knowing(settings), declined) == "declined", "no chains either"
