@@ -221,8 +221,8 @@ class Options(ModelOption):
     """Models with recurrent state, full: it is kept every so many tokens, and where prefill ends (0: only there)."""
 
     state_checkpoints: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1024))] = 8
-    """Models with recurrent state: so many earlier states stay on the device, for turns that come back to them. Each
-    takes as much memory as a slot's own: 151 MiB with 27B parameters, so 1.2 GiB in all; 0: none."""
+    """Models with recurrent state: so many earlier states stay on the device, for turns that come back to them; 0:
+    none. Each takes 147 MiB with 27B parameters, so 1.2 GiB in all."""
 
     trace: Annotated[Path | None, flag(TRACE)] = None
     """Record everything that happens to FILE (JSON Lines; zstd if it ends in .zst). Holds prompts: see --redact."""

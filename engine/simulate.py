@@ -56,7 +56,9 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
         raise Refusal(f"the times that the traces tell cannot be: {error}") from error
     if wanted.costs is not None:
         costs = read_costs(wanted.costs, costs)
-    settings = evolve(served(logs.settings), store=True, rates=costs.rates())
+    if wanted.state_bytes is not None:
+        costs = evolve(costs, state_bytes=wanted.state_bytes)
+    settings = stateful(evolve(served(logs.settings), store=True, rates=costs.rates()), costs, wanted)
     if wanted.slots is not None:
         settings = evolve(settings, slots=wanted.slots)
     if wanted.min_tokens is not None:
@@ -73,12 +75,21 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
 
 
 def served(recorded: Settings | None) -> Settings:
-    """As it was recorded, less what is not simulated: draft, compression, positional state."""
+    """As it was recorded, less what is not simulated: draft and compression."""
     if recorded is None:
-        return Settings(slots=4, min_tokens=512)
+        return Settings(slots=4, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
     plain = Settings()
     kept = ("slots", "chunk", "block_size", "keep_decoded", "batch_rows", "min_tokens")
-    return evolve(plain, **{name: getattr(recorded, name) for name in kept})
+    state = ("interval", "cold_max", "state_places")
+    return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
+
+
+def stateful(settings: Settings, costs: Costs, wanted: Wanted) -> Settings:
+    """With positional state, if there is any; else without anything that goes with it."""
+    if not costs.state_bytes:
+        return evolve(settings, state_places=0)
+    places = settings.state_places if wanted.state_checkpoints is None else wanted.state_checkpoints
+    return evolve(settings, stateful=True, state_tokens=costs.state_tokens, state_places=places)
 
 
 def simulate(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Simulation]:
@@ -109,6 +120,7 @@ def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Simulatio
             "chunk": setup.settings.chunk,
             "block_size": setup.settings.block_size,
             "min_tokens": setup.settings.min_tokens,
+            "state_checkpoints": setup.settings.state_places,
             "budget_bytes": setup.disk_budget,
             "host_budget_bytes": setup.host_budget,
             "restart_every": setup.restart_every,

@@ -24,6 +24,7 @@ class Costs:
 
     source: str = "the demo in bf16 on two cores (docs/BENCHMARKS.md)"
     token_bytes: int = 2560  # KV rows of one token
+    state_bytes: int = 0  # a checkpoint of positional state; 0: the model has none
     prefill: int = 185_000  # one prompt token, in a chunk, at position 0
     prefill_slope: float = 69.0  # more for each token before it
     decode: int = 6_200_000  # one token of one answer at position 0
@@ -44,6 +45,13 @@ class Costs:
                 raise ValueError(f"{name} is {str(value)[:40]}; accepted: a number from 0")
         if self.token_bytes < 1 or self.token_bytes != int(self.token_bytes):
             raise ValueError(f"token_bytes is {self.token_bytes}; accepted: an integer from 1")
+        if self.state_bytes != int(self.state_bytes):
+            raise ValueError(f"state_bytes is {self.state_bytes}; accepted: an integer from 0")
+
+    @property
+    def state_tokens(self) -> int:
+        """A checkpoint takes as long to move as the rows of so many tokens."""
+        return -(-self.state_bytes // self.token_bytes)
 
     def chunk_ns(self, start: int, stop: int) -> int:
         """Rows `[start, stop)` in one launch."""
@@ -97,6 +105,7 @@ class Measured:
     decode_steps: tuple[tuple[float, float], ...] = ()
     loads: Mapping[str, tuple[float, ...]] = attrs.field(factory=dict)  # tier -> nanoseconds a token
     token_bytes: int = 0
+    state_tokens: int = 0
 
     def applied(self, costs: Costs, source: str) -> Costs:
         """The costs with what was measured in place of what was assumed. Unchanged if nothing was."""
@@ -108,6 +117,8 @@ class Measured:
         changes |= {tier: round(median(values)) for tier, values in self.loads.items() if values}
         if self.token_bytes:
             changes["token_bytes"] = self.token_bytes
+        if self.state_tokens:
+            changes["state_bytes"] = self.state_tokens * (self.token_bytes or costs.token_bytes)
         if not changes:
             return costs
         return evolve(costs, **changes, source=f"{source} ({', '.join(sorted(changes))}); the rest {costs.source}")

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from attrs import define, field
 
-from adapters.layout import RowSpec
+from adapters.layout import RowSpec, TensorSpec
 from adapters.store.blocks import WIDTH
 from adapters.store.described import entry_of
 from adapters.store.disk import MOST_QUEUED
@@ -34,8 +34,9 @@ ZERO = torch.zeros(1, dtype=torch.uint8)
 
 
 def layout(costs: Costs, block_size: int) -> Layout:
-    """Rows of so many bytes a token, whatever they consist of."""
-    return Layout("simulated", block_size, RowSpec(("rows",), 1, costs.token_bytes, "U8"))
+    """Rows of so many bytes a token, whatever they consist of, and so many of positional state."""
+    state = (TensorSpec("state", "U8", (costs.state_bytes,)),) if costs.state_bytes else ()
+    return Layout("simulated", block_size, RowSpec(("rows",), 1, costs.token_bytes, "U8"), state=state)
 
 
 def empty_rows(size: int) -> Buffer:
@@ -80,7 +81,8 @@ class SimulatedDisk:
             self.counts["dropped_queue_full"] += 1
             return False
         self.queued += job.size
-        self.clock.at(self.writer.enter(job.run.length * self.costs.write), lambda: self.write(job))
+        tokens = job.size // self.costs.token_bytes  # checkpoints are as quick as rows of so many bytes
+        self.clock.at(self.writer.enter(tokens * self.costs.write), lambda: self.write(job))
         return True
 
     def write(self, job: Write) -> None:
@@ -90,7 +92,7 @@ class SimulatedDisk:
         if self.index.fits(size):
             entry = entry_of(job.run, self.index.next_handle(), size, self.index.origin)
             if self.index.add(entry):
-                self.tally.wrote(self.clock.now, size)
+                self.tally.wrote(self.clock.now, size, checkpoint=job.run.kind == "state")
         else:
             self.counts["dropped_no_room"] += 1
         self.queued -= job.size
@@ -128,23 +130,35 @@ class Keeping:
         self.store.release(lease)
 
     def load(self, effect: RestoreBlocks) -> int:
-        """When the rows that are wanted will have been read. Whole runs are read, whatever part of them is wanted."""
+        """When what is wanted will have been read. Whole runs are read, whatever part of them is wanted."""
         lease = self.store.lease(effect.lease)
         wanted = [part for part in lease.parts if part.start < effect.stop and part.stop > effect.start]
+        wanted += [part for part in lease.states if part.stop == effect.stop]
         self._read[effect.lease] = [part for part in wanted if part.place == "disk"]
-        host = sum(part.stop - part.start for part in wanted if part.place == "host") * self.costs.host
-        done = self.clock.now + host
+        host = sum(self._tokens(part, part.stop - part.start) for part in wanted if part.place == "host")
+        done = self.clock.now + host * self.costs.host
         if self._read[effect.lease]:
             assert self.disk is not None
-            tokens = sum(part.entry.length for part in self._read[effect.lease])
+            tokens = sum(self._tokens(part, part.entry.length) for part in self._read[effect.lease])
             done = max(done, self.disk.reader.enter(tokens * self.costs.disk))
         return done
+
+    def _tokens(self, part: Part, rows: int) -> int:
+        """Whose rows take as long."""
+        return self.costs.state_tokens if part.entry.kind == "state" else rows
 
     def restored(self, effect: RestoreBlocks) -> None:
         """What was read stays in host memory, if it finds room there; the lease is released."""
         for part in self._read.pop(effect.lease):
-            self.store.promote(part.entry, empty_rows(self.shape.size("rows", part.entry.length)))
+            self.store.promote(part.entry, empty_rows(self.shape.size(part.entry.kind, part.entry.length)))
         self.store.release(effect.lease)
+
+    def checkpoint(self, tokens: Tokens) -> int:
+        """Keep the state behind these. Bytes that were taken in."""
+        if not self.store.lacks_checkpoint(tokens):
+            return 0
+        size = self.shape.size("state", 0)
+        return size * self.store.keep_checkpoint(tokens, empty_rows(size))
 
     def gaps(self, tokens: Tokens) -> list[Run]:
         return self.store.gaps(tokens)

@@ -21,7 +21,7 @@ from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping
 from engine.simulation.tally import Count
 from states.events import Event, ForRequest, Submitted
-from states.life import whole_blocks
+from states.life import Held, remains, whole_blocks
 from states.settings import Settings
 from states.world import Out, World, advance, begin
 
@@ -54,7 +54,7 @@ class Process:
     live: dict[RequestId, Live] = field(factory=dict[RequestId, Live])
 
     def __attrs_post_init__(self) -> None:
-        assert not any((self.settings.block, self.settings.compress_threshold, self.settings.stateful))
+        assert not any((self.settings.block, self.settings.compress_threshold))
         self.world = begin(self.settings)
         self.lane = Queue(self.clock)
 
@@ -98,23 +98,46 @@ class Process:
     def launch(self, asks: tuple[Ask, ...]) -> None:
         """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
         match asks[0].effect:
-            case RunPrefill(_, start, stop):
+            case RunPrefill(_, start, stop) as chunk:
                 took = self.costs.chunk_ns(start, stop)
-                self.after(took, partial(self.answer, asks[0].request, PrefillAdvanced(stop, took)))
+                self.after(took, partial(self.computed, asks[0].request, chunk, took))
+                self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.moved)
             case RunDecode():
+                for ask in asks:
+                    if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
+                        self.checkpoint(ask.request, whole_blocks(self.settings, ask.effect.position))
                 positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunDecode)]
                 took = self.costs.decode_ns(positions)
                 self.after(took, partial(self.round, [ask.request for ask in asks], took))
-            case SaveSnapshot(_, tokens):
-                self.after(self.costs.launch, partial(self.save, asks[0].request, tokens))
+            case SaveSnapshot() as saving:
+                self.after(self.costs.launch, partial(self.save, asks[0].request, saving))
             case other:
                 raise AssertionError(f"nobody launches this in a simulation: {other}")
 
     def after(self, ns: int, action: Callable[[], None]) -> None:
         self.clock.at(self.lane.enter(ns), action)
 
+    @property
+    def moved(self) -> int:
+        """Nanoseconds to copy a state."""
+        return self.costs.state_tokens * self.costs.copy
+
     def answer(self, request: RequestId, outcome: Outcome) -> None:
         self.feed(request, outcome)
+
+    def computed(self, request: RequestId, chunk: RunPrefill, took: int) -> None:
+        if chunk.checkpoint:
+            self.checkpoint(request, chunk.stop)
+        self.feed(request, PrefillAdvanced(chunk.stop, took))
+
+    def checkpoint(self, request: RequestId, at: int) -> None:
+        left = remains(self.held(request))
+        self.keeping.checkpoint((left.prompt.tokens + left.answer)[:at])
+
+    def held(self, request: RequestId) -> Held:
+        state = self.world.requests[request]
+        assert isinstance(state, Held), state
+        return state
 
     def round(self, requests: list[RequestId], took: int) -> None:
         """The next token of each answer."""
@@ -127,18 +150,21 @@ class Process:
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         if opening.source != opening.slot:
             self.lane.enter(opening.keep * self.costs.copy)
+        if opening.state and (opening.source != opening.slot or opening.place is not None):
+            self.lane.enter(self.moved)
         live = self.live[request]
         if live.first_slot:
             live.first_slot = False
-            live.count.device = live.count.found = opening.keep
+            live.count.device = live.count.found = opening.state if self.settings.stateful else opening.keep
 
-    def save(self, request: RequestId, tokens: Tokens) -> None:
+    def save(self, request: RequestId, saving: SaveSnapshot) -> None:
         """Copy out what no tier has; then it is kept, and waits to be written."""
-        runs = self.keeping.gaps(tokens)
-        copied = sum(run.length for run in runs)
+        tokens, runs = saving.tokens, self.keeping.gaps(saving.tokens)
+        copied = sum(run.length for run in runs) + self.costs.state_tokens * saving.checkpoint
 
         def done() -> None:
             saved = self.keeping.keep(runs)
+            saved += self.keeping.checkpoint(tokens) if saving.checkpoint else 0
             self.feed(request, SnapshotSaved(len(tokens), saved))
 
         self.after(copied * self.costs.copy, done)
@@ -158,11 +184,12 @@ class Process:
         asked, done = self.clock.now, self.keeping.load(effect)
 
         def place() -> None:
-            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy), placed)
+            state = self.moved if self.settings.stateful else 0
+            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), placed)
 
         def placed() -> None:
             self.keeping.restored(effect)
-            size = (effect.stop - effect.start) * self.costs.token_bytes
+            size = (effect.stop - effect.start) * self.costs.token_bytes + self.costs.state_bytes
             self.feed(request, BlocksRestored(effect.start, effect.stop, size, self.clock.now - asked))
 
         self.clock.at(done, place)

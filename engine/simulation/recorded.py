@@ -43,6 +43,7 @@ class Collector:
     decode_steps: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
     loads: dict[str, list[float]] = field(factory=dict[str, "list[float]"])
     token_bytes: int = 0
+    state_tokens: int = 0  # that came with every load
     _launched: dict[RequestId, RunPrefill | RunDecode] = field(factory=dict[RequestId, "RunPrefill | RunDecode"])
     _alone: bool = False
     _tiers: dict[RequestId, str] = field(factory=dict[RequestId, str])
@@ -88,10 +89,10 @@ class Collector:
                 self.decode_steps.append((position, ns))
             case PrefixFound(tier=tier), _:
                 self._tiers[request] = tier
-            case BlocksRestored(start, stop, size, ns=ns), _ if stop > start:
-                self.token_bytes = self.token_bytes or size // (stop - start)
+            case BlocksRestored(start, stop, size, ns=ns), _ if moved := stop - start + self.state_tokens:
+                self.token_bytes = self.token_bytes or size // moved
                 if ns and request in self._tiers:
-                    self.loads.setdefault(self._tiers[request], []).append(ns / (stop - start))
+                    self.loads.setdefault(self._tiers[request], []).append(ns / moved)
             case _:
                 pass
 
@@ -115,6 +116,7 @@ def read_recorded(path: Path) -> Recorded:
     collector = Collector()
     try:
         header, records = read(path)
+        collector.state_tokens = header.settings.state_tokens
         for number, record in records:
             collector.feed(record)
             if len(collector.jobs) > MOST_REQUESTS:
@@ -126,7 +128,9 @@ def read_recorded(path: Path) -> Recorded:
     if any(not job.prompt for _, job in collector.jobs.values()):
         raise BadLog(f"{path}: a prompt without tokens was recorded in it")
     loads = {tier: tuple(values) for tier, values in collector.loads.items() if tier in {"host", "disk"}}
-    measured = Measured(tuple(collector.chunks), tuple(collector.decode_steps), loads, collector.token_bytes)
+    measured = Measured(
+        tuple(collector.chunks), tuple(collector.decode_steps), loads, collector.token_bytes, collector.state_tokens
+    )
     return Recorded(collector.session(path.name, numbered()), header.settings, measured)
 
 

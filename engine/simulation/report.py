@@ -21,6 +21,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("  last", lambda one: f"{one.selected_last:,}"),
     ("  found whole", lambda one: f"{one.whole_hits} of {one.requests}"),
     ("written", lambda one: size(one.written_bytes)),
+    ("  of that, checkpoints", lambda one: size(one.checkpoint_bytes)),
     ("  of unique KV bytes", lambda one: f"{one.written_of_unique:.3f}x"),
     ("on disk at the end", lambda one: size(one.disk_bytes)),
     ("evicted runs", lambda one: f"{one.evictions:,}"),
@@ -46,7 +47,7 @@ def show(console: Console, logs: Logs, setup: Setup, runs: Sequence[Simulation])
     table.add_column("")
     for one in every:
         table.add_column(one.scope, justify="right")
-    for name, cell in ROWS:
+    for name, cell in ROWS if setup.settings.stateful else tuple(row for row in ROWS if "checkpoint" not in row[0]):
         table.add_row(name, *(cell(one) for one in every))
     console.print(table)
     for line in notes(logs, setup):
@@ -58,6 +59,11 @@ def notes(logs: Logs, setup: Setup) -> list[str]:
     budget = f"Disk {size(setup.disk_budget)}, host memory {size(setup.host_budget)}, {setup.settings.slots} slots"
     token = setup.costs.token_bytes
     lines = [f"{budget}; a token's rows take {token:,} bytes, so the disk has room for {setup.disk_budget // token:,}."]
+    if setup.settings.stateful:
+        state, places = setup.costs.state_bytes, setup.settings.state_places
+        lines.append(
+            f"A checkpoint of positional state takes {state:,} bytes; {counted(places, 'place')} on the device."
+        )
     if setup.restart_every:
         lines.append(f"Restarted after every {setup.restart_every} requests: slots and host memory start empty.")
     if setup.interleave:

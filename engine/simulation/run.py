@@ -139,6 +139,7 @@ class Simulation:
             selected_mean=ratio(sum(selected), len(selected)),
             selected_last=next((count.selected for count in reversed(counts) if count.selected), 0),
             written_bytes=written,
+            checkpoint_bytes=self.tally.checkpoints,
             unique_bytes=unique,
             written_of_unique=ratio(written, unique),
             evictions=self.disk.index.evictions,

@@ -68,17 +68,19 @@ class Tally:
 
     infinite: Infinite
     counts: dict[RequestId, Count] = field(factory=dict[RequestId, Count])
+    checkpoints: int = 0  # bytes of what was written
     written: list[tuple[int, int]] = field(factory=list["tuple[int, int]"])  # (nanoseconds, bytes so far)
     restarts: list[int] = field(factory=list[int])  # nanoseconds
 
-    def wrote(self, now: int, size: int) -> None:
+    def wrote(self, now: int, size: int, *, checkpoint: bool = False) -> None:
         before = self.written[-1][1] if self.written else 0
+        self.checkpoints += size * checkpoint
         self.written.append((now, before + size))
 
 
 @frozen
 class Figures:
-    """A run in numbers, as a table and JSON show it. Bytes count KV rows as they would lie on disk, stored plainly."""
+    """A run in numbers, as a table and JSON show it. Bytes count what would lie on disk, stored plainly."""
 
     scope: str
     requests: int
@@ -93,6 +95,7 @@ class Figures:
     selected_mean: float
     selected_last: int
     written_bytes: int
+    checkpoint_bytes: int  # of those
     unique_bytes: int
     written_of_unique: float
     evictions: int

@@ -56,6 +56,12 @@ class Wanted:
     slots: Annotated[int | None, Parameter(group=SERVER, validator=natural(64, 1))] = None
     """Sequences on the device; as recorded, or 4."""
 
+    state_bytes: Annotated[int | None, Parameter(group=SERVER, validator=natural(1 << 40))] = None
+    """Bytes of a checkpoint, of a model with recurrent state; as recorded or in --costs, or 0: it has none."""
+
+    state_checkpoints: Annotated[int | None, Parameter(group=SERVER, validator=natural(1024))] = None
+    """States that such a model keeps on the device beside the slots' own; as recorded, or 8."""
+
     costs: Annotated[Path | None, Parameter(group=SERVER)] = None
     """JSON file of how long things take (docs/SIMULATE.md); else as recorded, or as measured with the demo."""
 

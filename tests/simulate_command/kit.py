@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attrs import evolve
+
 from effects.ids import RequestId, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.restore import RestoreBlocks
@@ -40,9 +42,19 @@ def session(name: str, turns: int, **how: Any) -> Session:
 
 def setup(sessions: list[Session], **how: Any) -> Setup:
     """Small blocks, room for everything, one process."""
-    settings = Settings(slots=how.pop("slots", 2), chunk=16, block_size=BLOCK_SIZE, store=True, rates=COSTS.rates())
+    costs = evolve(COSTS, state_bytes=how.pop("state_bytes", 0))
+    settings = Settings(
+        slots=how.pop("slots", 2),
+        chunk=16,
+        block_size=BLOCK_SIZE,
+        store=True,
+        stateful=costs.state_bytes > 0,
+        state_places=how.pop("places", 0),
+        state_tokens=costs.state_tokens,
+        rates=costs.rates(),
+    )
     chosen: dict[str, Any] = {"disk_budget": ENDLESS, "host_budget": 0} | how
-    return Setup(fitted(settings, sessions), COSTS, **chosen)
+    return Setup(fitted(settings, sessions), costs, **chosen)
 
 
 def run(sessions: list[Session], scope: Scope | None = Scope(), **how: Any) -> Simulation:  # noqa: B008 - a frozen value
@@ -71,8 +83,8 @@ def watch(monkeypatch: Any) -> list[str]:
 
     def checked_load(self: Keeping, effect: RestoreBlocks) -> int:
         lease, wanted = self.store.lease(effect.lease), prompts[effect.lease]
-        assert effect.start < effect.stop <= lease.length
-        at = 0
+        assert effect.stop in lease.checkpoints if lease.states else effect.start < effect.stop <= lease.length
+        at = effect.start if lease.states else 0  # a slot has the rows before it, where only their state was missing
         for part in lease.parts:
             assert part.start == at
             at = part.stop

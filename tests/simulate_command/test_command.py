@@ -47,6 +47,25 @@ def test_the_table_says_what_it_rests_on(log: str, capsys: pytest.CaptureFixture
     assert "\x1b" not in shown
 
 
+def test_a_model_with_recurrent_state_is_simulated_with_its_checkpoints(
+    log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", log, "--scope", "full", "--restart-every", "2", "--min-tokens", "64"]
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"state_bytes": 4096}')
+    for more in (["--state-bytes", "4096"], ["--costs", str(costs)]):
+        assert main([*words, *more, "--state-checkpoints", "3", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["costs"]["state_bytes"], found["settings"]["state_checkpoints"]) == (4096, 3)
+        _, full = found["scopes"]
+        assert full["written_bytes"] > full["checkpoint_bytes"] >= 6 * 4096
+        assert 0 < full["hit_tokens"] <= full["infinite_hit_tokens"]
+    assert main([*words, "--state-bytes", "4096"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of that, checkpoints" in shown
+    assert "takes 4,096 bytes; 8 places on the device" in shown
+
+
 def test_the_plot_is_a_picture(log: str, tmp_path: Path) -> None:
     words = ["simulate", log, "--scope", "full,auto", "--restart-every", "2", "--min-tokens", "64", "--plot"]
     assert main([*words, str(tmp_path / "p.svg")]) == 0

@@ -56,6 +56,28 @@ def test_a_budget_is_kept_and_evicts() -> None:
     assert one.figures().hit_tokens < one.figures().infinite_hit_tokens
 
 
+def test_a_model_with_positional_state_finds_what_an_infinite_cache_has_where_turns_only_add(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = watch(monkeypatch)
+    for restart_every, places in ((0, 0), (0, 3), (1, 3)):
+        one = run(FOUR, restart_every=restart_every, state_bytes=48, places=places)
+        plain = run(FOUR, restart_every=restart_every)
+        missed = [count.infinite - count.found for count in one.tally.counts.values()]
+        assert max(missed) < 2 * BLOCK_SIZE, "a checkpoint may be a block before where two prompts part"
+        figures, without = one.figures(), plain.figures()
+        assert figures.checkpoint_bytes > 0 == without.checkpoint_bytes
+        assert figures.written_bytes - figures.checkpoint_bytes == pytest.approx(without.written_bytes, rel=0.05)
+    assert {"PrefixFound", "BlocksRestored", "SnapshotSaved"} <= set(seen)
+
+
+def test_what_checkpoints_weigh_decides_what_is_worth_loading() -> None:
+    """A state as large as thousands of rows comes back later than 40 rows are computed."""
+    light, heavy = (run([session("a", 5)], restart_every=1, state_bytes=size) for size in (16, 16 << 20))
+    assert light.figures().hit_tokens == heavy.figures().hit_tokens > 0, "it is there"
+    assert light.figures().restored_tokens > 0 == heavy.figures().restored_tokens
+
+
 def test_scopes_limit_what_is_written() -> None:
     written = {word: run(FOUR, parse(word), restart_every=1).figures() for word in ("off", "20", "auto", "full")}
     assert written["off"].written_bytes == written["off"].hit_tokens == 0
