@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.http.conftest import Site
 from tests.http.test_lifecycle import until
@@ -90,6 +91,32 @@ async def test_the_stream_helper_puts_calls_together(site: Site, sdk: openai.Asy
     assert done == [(index, *one) for index, one in enumerate(wanted)]
     assert message.tool_calls is not None
     assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == wanted
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: int
+
+
+async def test_a_form_is_parsed_by_the_sdks_own_helpers(site: Site, sdk: openai.AsyncOpenAI) -> None:
+    site.say('{"city": "Zürich", "degrees": 21}')
+    answer = await sdk.chat.completions.parse(model="small", messages=QUESTION, response_format=Weather)
+    assert answer.choices[0].message.parsed == Weather(city="Zürich", degrees=21)
+    grammar = site.door.tickets[0].job.sampling.grammar
+    assert grammar is not None
+    assert "degrees" in grammar.source
+
+
+async def test_tools_that_are_pydantic_models_come_back_as_such(site: Site, sdk: openai.AsyncOpenAI) -> None:
+    site.say('<tool_call>\n{"name": "Weather", "arguments": {"city": "Bonn", "degrees": 3}}\n</tool_call>')
+    tool = openai.pydantic_function_tool(Weather)
+    answer = await sdk.chat.completions.parse(model="small", messages=QUESTION, tools=[tool])
+    (made,) = answer.choices[0].message.tool_calls or []
+    assert made.function.parsed_arguments == Weather(city="Bonn", degrees=3)
+    async with sdk.chat.completions.stream(model="small", messages=QUESTION, tools=[tool]) as stream:
+        final = await stream.get_final_completion()
+    (again,) = final.choices[0].message.tool_calls or []
+    assert again.function.parsed_arguments == made.function.parsed_arguments
 
 
 async def test_a_tool_loop(site: Site, sdk: openai.AsyncOpenAI) -> None:
