@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from adapters.text.answer.held import answer_grammar
 from adapters.text.answer.reader import AnswerReader
@@ -45,6 +46,24 @@ THINKS = AnswerReader(reasoning="think")
 OPENED = AnswerReader(reasoning="think", thinking=True)
 BARE = AnswerReader(calls="llama3-json", tools=TOOLS, choice=ToolChoice("required"))
 REGEX = Grammar("regex", "a/b")
+TYPED = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "n": {"type": ["integer", "null"]}, "unit": {"enum": ["C", "F"]}},
+    "required": ["path", "n"],
+}
+XML = AnswerReader(
+    calls="qwen-xml",
+    tools={"add": FunctionTool("add", None, TYPED, strict=True), "look": LOOK},
+    choice=ToolChoice("required"),
+)
+
+
+def xml(name: str, **values: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+XML_ADDED, XML_LOOKED = xml("add", path="a\n</par b", n="5"), xml("look", anything="1 < 2")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +88,21 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
     "regex": (AnswerReader(), REGEX, ("a/b",), ("ab",)),
     "regex, may think": (THINKS, REGEX, ("a/b", f"{THOUGHT}a/b"), ("ab",)),
     "rules": (OPENED, Grammar("lark", 'start: "x"+'), ("x", "xxx"), (THOUGHT, "")),
+    "xml": (
+        XML,
+        None,
+        (XML_ADDED, XML_LOOKED, f"{XML_ADDED}\n{XML_LOOKED}", xml("add", path="", n="null", unit="C"), xml("look")),
+        (
+            "",
+            xml("add", path="a"),
+            xml("add", n="1"),
+            xml("add", path="a", n="x"),
+            xml("other"),
+            ADDED,
+            xml("add", path="a", n="1", unit="K"),
+            xml("add", path="a", n="1", more="x"),
+        ),
+    ),
     "bare": (BARE, None, ('{"name": "add", "parameters": {"n": 4}}',), ("Hm.", '{"name": "add", "parameters": {}}')),
 }
 
@@ -108,6 +142,7 @@ def allowed(matching: Any, token: int) -> bool:
             calls="pythonic", tools=TOOLS, choice=ToolChoice("required")
         ),  # read, and told whether it was kept
         AnswerReader(calls="hermes", choice=ToolChoice("none")),
+        evolve(XML, choice=ToolChoice()),  # what is strict cannot be held to in this form
         THINKS,
     ],
 )

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
 from adapters.text.answer.reader import REASONING, AnswerReader
+from adapters.text.answer.xml_calls import property_of, types_of
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammar import json_grammar
 from effects.grammar import Grammar
 
 ANY = "/(?s:.*)/"
 # Of each form of calls that has a grammar: the tags around a call, and what its arguments are called.
-FORMS = {"hermes": ("<tool_call>", "</tool_call>", "arguments"), "llama3-json": ("", "", "parameters")}
+XML = "qwen-xml"
+FORMS = {
+    "hermes": ("<tool_call>", "</tool_call>", "arguments"),
+    "llama3-json": ("", "", "parameters"),
+    XML: ("<tool_call>", "</tool_call>", ""),
+}
+KEY = re.compile(r"[^<>\s]{1,128}")
 
 
 def answer_grammar(reader: AnswerReader, form: Grammar | None, controls: Container[str]) -> Grammar | None:
@@ -33,11 +41,16 @@ def answer_grammar(reader: AnswerReader, form: Grammar | None, controls: Contain
         if reader.reasoning not in REASONING:
             return form
         rules = [f"body: {content(form)}"]
-    elif callable_ and FORMS[reader.calls][0] in controls and any(tool.strict for tool in reader.tools.values()):
+    elif callable_ and FORMS[reader.calls][0] in controls and strict(reader):
         rules = ["body: FREE calls?", f"FREE: {ANY}", *calls(reader, controls)]
     else:
         return None
     return Grammar("lark", "\n".join([*thoughts(reader, controls), *rules]))
+
+
+def strict(reader: AnswerReader) -> bool:
+    """Do arguments keep to their schemas wherever something is called? Those that are bare text cannot."""
+    return reader.calls != XML and any(tool.strict for tool in reader.tools.values())
 
 
 def thoughts(reader: AnswerReader, controls: Container[str]) -> list[str]:
@@ -62,7 +75,11 @@ def calls(reader: AnswerReader, controls: Container[str]) -> list[str]:
     return [
         'calls: call ("\\n" call)*' if several else "calls: call",
         f"call: {around[0]} ({bodies}) {around[1]}",
-        *(f"call{number}: {call(tool, arguments)}" for number, tool in enumerate(tools)),
+        *(
+            f"call{number}: {call(tool, arguments) if arguments else xml_call(tool)}"
+            for number, tool in enumerate(tools)
+        ),
+        *([] if arguments else [f'value[suffix="\\n</parameter>"]: {ANY}']),
     ]
 
 
@@ -71,6 +88,31 @@ def call(tool: FunctionTool, arguments: str) -> str:
     schema = tool.parameters if tool.strict and tool.parameters else {"type": "object"}
     head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
     return f'{json.dumps(head)} {content(json_grammar(schema))} "}}"'
+
+
+def xml_call(tool: FunctionTool) -> str:
+    """Parameters in the schema's order, those that it requires in any case, and their values of its types."""
+    schema = tool.parameters or {}
+    named, needed = schema.get("properties"), schema.get("required")
+    keys = [key for key in named if KEY.fullmatch(key)] if isinstance(named, Mapping) else []
+    parts = [json.dumps(f"<function={tool.name}>\n")]
+    for key in keys:
+        value = xml_value(property_of(schema, key), schema)
+        part = f"{json.dumps(f'<parameter={key}>' + chr(10))} {value} {json.dumps(chr(10))}"
+        parts.append(part if isinstance(needed, list) and key in needed else f"({part})?")
+    if not keys:
+        parts.append(r'("<parameter=" /[^<>\s]{1,128}/ ">\n" value "\n")*')
+    return " ".join([*parts, '"</function>"'])
+
+
+def xml_value(schema: object, root: Mapping[str, Any]) -> str:
+    """With the tag behind it."""
+    types, allowed = types_of(schema, root), schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(allowed, list) and allowed and all(isinstance(one, str) for one in allowed):
+        return "(" + " | ".join(map(json.dumps, allowed)) + r') "\n</parameter>"'
+    if types and "string" not in types:
+        return rf'%json {json.dumps({"type": sorted(types)})} "\n</parameter>"'
+    return "value"
 
 
 def content(form: Grammar) -> str:
