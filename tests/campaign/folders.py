@@ -63,12 +63,12 @@ def safetensors_heads(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def configurations(_: Path) -> Iterator[Case]:
-    target = json.loads((demo.FOLDER / "config.json").read_text())
+    target, hybrid = (json.loads((demo.FOLDER / at / "config.json").read_text()) for at in (".", "hybrid"))
     draft = json.loads((demo.FOLDER / "draft" / "config.json").read_text())
     config = parse(target)
 
     def check(random: Random) -> None:
-        changed = spoilt(target, random)
+        changed = spoilt(random.choice((target, hybrid, {"text_config": hybrid})), random)
         if isinstance(changed, dict):  # or `read_json` refuses it
             for kind in FAMILIES:
                 taken(lambda kind=kind: family_of({"model_type": kind}).parse(changed))
