@@ -54,8 +54,6 @@ def find_draft(options: Options, target: Checkpoint, numerics: Numerics) -> Foun
         if options.ddtree:
             log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
         return None
-    if name == OWN and options.ddtree:
-        raise Refusal("--ddtree: a prediction head says one token after the other; accepted: a DFlash draft")
     try:
         found = own_head(target) if name == OWN else dflash(Path(name), target.config)
     except CheckpointError as error:

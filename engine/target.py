@@ -244,12 +244,12 @@ def decide(
 ) -> Settings:
     """What the engine is started with, times measured here included; no store yet."""
     has_draft, stateful = draft is not None, bool(shard.state_specs)
-    no_trees = stateful and has_draft and options.ddtree
+    branches = draft is not None and draft.branches and not stateful
+    no_trees = options.ddtree and has_draft and not branches
     if no_trees:
-        log.warning(
-            "--ddtree: each node of a tree would need a state of its own in this model's recurrent layers; chains"
-        )
-    tree = options.ddtree_budget if options.ddtree and has_draft and not stateful else 0
+        why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
+        log.warning("--ddtree: %s; chains are proposed", why or "a prediction head says one token after the other")
+    tree = options.ddtree_budget if options.ddtree and branches else 0
     low_memory = short_of_memory(shard.device)
     residency, message = resolved(options.residency, has_draft=has_draft, has_drafter=False, low_memory=low_memory)
     if message:

@@ -107,7 +107,6 @@ REFUSED = {
         ("--draft", "mtp"),
         "--draft mtp: models of type 'qwen3' have no prediction head of their own; accepted: none, or the folder of a",
     ),
-    "a tree": (("demo-hybrid", "--ddtree"), "--ddtree: a prediction head says one token after the other; accepted: a"),
     "a draft of another": (
         ("demo-hybrid", "--draft", str(demo.FOLDER / "draft")),
         "hidden_size is 320, but the target has 160: a draft of another target",
