@@ -54,7 +54,8 @@ class Drafting(DraftContext[D]):
         asking = {index: self._ask(request) for index, request in enumerate(requests)}
         asks = {index: ask for index, ask in asking.items() if ask.count > 0}
         if asks:
-            said = Said([requests[index] for index in asks], self.nodes if self.draft.branches else 0, self.draft.block)
+            nodes = self.nodes if self.draft.branches else 0
+            said = Choosing([requests[index] for index in asks], nodes, self.draft.block)
             try:
                 self.draft.propose(list(asks.values()), said)
             except Exception as error:
@@ -94,7 +95,7 @@ class Drafting(DraftContext[D]):
 
 
 @define(eq=False)
-class Said:
+class Choosing:
     """Picks what is proposed to these requests, as a draft says what may come. nodes, block: as `Drafting` has them."""
 
     requests: Sequence[DraftRequest]

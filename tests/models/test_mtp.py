@@ -29,7 +29,7 @@ LENGTH = 300
 SLOTS = 4
 
 
-class Pair:
+class TargetWithHead:
     """The hybrid demo and its head, on proven kernels; slots are filled by hand."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -74,7 +74,7 @@ class Pair:
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def pair(request):
-    return Pair(request.param)
+    return TargetWithHead(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def ask(tokens: Tensor, position: int, slot: int = 0, count: int = 5) -> BlockRe
 
 @pytest.mark.parametrize("position", [1, 63, 64, 65, 200, LENGTH])
 def test_it_says_what_the_formulas_of_its_training_say(tokens, position):
-    pair, model = Pair(torch.float32), load_hybrid(FOLDER, "cpu", torch.float32)
+    pair, model = TargetWithHead(torch.float32), load_hybrid(FOLDER, "cpu", torch.float32)
     pair.fill(0, tokens[:position], [100])
     [logits], [picked] = pair.said(ask(tokens, position))
     with torch.no_grad():
