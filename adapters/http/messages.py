@@ -41,7 +41,7 @@ MISSING = {
     "mcp_servers": Missing("is not supported: this server calls nobody; its client may"),
 }
 FORMATS = (("output_config", "format"), ("output_format",))
-WORDS = Words(MISSING, max_tokens=("max_tokens",), stops="stop_sequences", choices="", formats=FORMATS)
+WORDS = Words(MISSING, max_tokens=("max_tokens",), stops="stop_sequences", choices="", least=0, formats=FORMATS)
 
 
 async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
@@ -64,7 +64,7 @@ async def read_whole(fields: Fields, text: Text, skipped: Skipped) -> Conversati
 
 def read_message_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
     fields.items("stop_sequences", 1 << 16)  # a lone string is none
-    fields.integer("max_tokens", 1)
+    fields.integer("max_tokens", 0)
     fields.choice("service_tier", ("auto", "standard_only"))
     metadata = fields.within("metadata")
     if metadata is not None:
@@ -248,7 +248,7 @@ def read_thinking(fields: Fields) -> dict[str, Any]:
         return told
     if budget is None:
         raise given.wrong("budget_tokens", f"an integer >= {LEAST_BUDGET}")
-    most = fields.integer("max_tokens", 1)
+    most = fields.integer("max_tokens", 0)
     if most is not None and budget >= most:
         raise invalid(given.at("budget_tokens"), f"must be below max_tokens, which is {most}; it is {budget}")
     return {**told, "thinking_budget": budget}

@@ -138,6 +138,16 @@ async def test_why_an_answer_ended(site: Site, client: anthropic.AsyncAnthropic)
     assert full.stop_reason == "model_context_window_exceeded"
 
 
+async def test_a_prompt_is_only_read_where_no_token_is_asked_for(site: Site, client: anthropic.AsyncAnthropic) -> None:
+    site.say("Hello.")
+    message = await client.messages.create(**asked(max_tokens=0))
+    assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+    async with client.messages.stream(**asked(max_tokens=0)) as stream:
+        final = await stream.get_final_message()
+    assert (final.content, final.stop_reason) == ([], "max_tokens")
+    assert final.usage.cache_read_input_tokens
+
+
 async def test_a_call_that_is_cut_off_is_not_lost(site: Site, client: anthropic.AsyncAnthropic) -> None:
     site.say('<tool_call>\n{"name": "add", "arguments": {"a": 1')
     message = await client.messages.create(**asked(tools=[ADD]))
@@ -327,7 +337,7 @@ def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
 
 USE = {"type": "tool_use", "id": "1", "name": "add", "input": {}}
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"max_tokens": 0}, "$.max_tokens", "an integer >= 1"),
+    ({"max_tokens": -1}, "$.max_tokens", "an integer >= 0"),
     ({"max_tokens": "5"}, "$.max_tokens", 'not "5"'),
     ({"stop_sequences": "abc"}, "$.stop_sequences", "an array"),
     ({"stop_sequences": [""]}, "$.stop_sequences[0]", "non-empty"),
