@@ -266,15 +266,13 @@ class CpuDelta:
         """`[heads, M, K]` times `[heads, K, N]`, with row counts that were proven."""
         counts, rows = self._counts(shape), x.shape[1]
         count = next((proven for proven in counts if proven >= rows), counts[-1])
-        parts = []
-        for part in torch.split(x, count, 1):
-            if part.shape[1] < count:
-                padded = x.new_zeros(len(x), count, x.shape[2])
-                padded[:, : part.shape[1]] = part
-                parts.append(torch.bmm(padded, y)[:, : part.shape[1]])
-            else:
-                parts.append(torch.bmm(part, y))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if rows == count:
+            return torch.bmm(x, y)
+        if rows < count:
+            padded = x.new_zeros(len(x), count, x.shape[2])
+            padded[:, :rows] = x
+            return torch.bmm(padded, y)[:, :rows]
+        return torch.cat([self._multiply(shape, part, y) for part in torch.split(x, count, 1)], 1)
 
     def _counts(self, shape: DeltaShape) -> tuple[int, ...]:
         return BATCHED if self._plan is None else self._plan.delta(shape).rows
