@@ -67,10 +67,18 @@ def serve(mode: str, words: Sequence[str]) -> None:
 @contextmanager
 def server(mode: str, words: Sequence[str], home: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[str], float]]:
     """(client, process, seconds until it was ready). home: where it keeps what it measured of the machine."""
+    words = [sys.executable, "-m", "benchmarks.first_requests", "serve", mode, "--port", "0", *words]
+    with listening(words, home) as found:
+        yield found
+
+
+@contextmanager
+def listening(words: Sequence[str], home: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[str], float]]:
+    """A command that serves, once it says where."""
     started = time.perf_counter()
     with (home / "server.log").open("a") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.first_requests", "serve", mode, "--port", "0", *words],
+            words,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -247,15 +255,20 @@ def checkpoint(folder: Path, given: argparse.Namespace) -> Path:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps({**config, **sizes}))
+    checkpoint_texts(folder, vocab)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return folder
+
+
+def checkpoint_texts(folder: Path, vocab: int) -> None:
+    """The demo's tokenizer, in which every id has a text."""
     shutil.copy(demo.FOLDER / "tokenizer_config.json", folder)
     tokenizer = json.loads((demo.FOLDER / "tokenizer.json").read_text())
     texts = tokenizer["model"]["vocab"]
     taken = {*texts.values(), *(one["id"] for one in tokenizer["added_tokens"])}
     texts.update({f"t{number}": number for number in range(vocab) if number not in taken})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return folder
 
 
 def main() -> int:

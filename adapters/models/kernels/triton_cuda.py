@@ -8,7 +8,7 @@ own, `triton_attention.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -17,13 +17,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.cuda_graphs import GraphCache
-from adapters.models.kernels.batch import Batch, BlockBatch
-from adapters.models.kernels.delta import DeltaKernels
+from adapters.models.kernels.batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.triton import linear, rows
 from adapters.models.kernels.triton_attention import KV_TILE, NARROW, CudaAttention, StepTiles, launching
+from adapters.models.kernels.triton_delta import CudaDelta
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class TritonKernels:
 
     name = "triton-1"
     kv_tile = KV_TILE
-    delta: ClassVar[DeltaKernels | None] = None
+    delta: CudaDelta = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.graphs = GraphCache(self.device)
@@ -98,6 +98,7 @@ class TritonKernels:
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             self._shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
             self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
+        self.delta = CudaDelta(self.device, self.pdl)
         self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl)
 
     def fresh(self) -> TritonKernels:
@@ -161,6 +162,7 @@ class TritonKernels:
             width,
             eps,
             HAS_DELTA=delta is not None,
+            WIDE=weight.dtype != residual.dtype,
             BLOCK=block,
             **self._options(4 if block <= 2048 else 8),
         )
@@ -176,6 +178,7 @@ class TritonKernels:
         q = qkv.new_empty(len(qkv), heads, head)
         at_once = 8
         grid = (len(qkv), triton.cdiv(heads + 2 * kv, at_once))
+        rotated = 2 * rope.cos.shape[1]
         bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, prep.k_norm))
         rows.rotate_store[grid](
             qkv,
@@ -189,13 +192,17 @@ class TritonKernels:
             q,
             k_cache,
             v_cache,
+            qkv.stride(0),
             capacity,
             prep.eps,
             HEADS=heads,
             KV=kv,
-            HALF=head // 2,
+            HALF=rotated // 2,
+            REST=head - rotated,
+            PADDED=triton.next_power_of_2(head - rotated),
             HAS_BIAS=prep.bias is not None,
             HAS_NORM=prep.k_norm is not None,
+            WIDE=prep.k_norm is not None and prep.k_norm.dtype != qkv.dtype,
             BLOCK=at_once,
             **self._options(4),
         )
@@ -220,6 +227,8 @@ class TritonKernels:
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         def planned() -> T:
             batch.plan.stale, self._attention.running = True, name
+            if isinstance(batch, StateBatch):
+                self.delta.begin(name, batch)
             if name in self._attention.attending and batch.plan.tiles is not None:
                 self._attention.plan(batch)
             return body()

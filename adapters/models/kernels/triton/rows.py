@@ -19,10 +19,14 @@ def add_norm(
     width,
     eps,
     HAS_DELTA: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """residual[row] += delta[row] in place; out[row] = RMSNorm(residual[row]) * weight. One program, one row."""
+    """residual[row] += delta[row] in place; out[row] = RMSNorm(residual[row]) * weight. One program, one row.
+
+    WIDE: the weight is float32, and what it is multiplied with is not rounded before.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)
     inside = i < width
@@ -37,7 +41,18 @@ def add_norm(
         tl.store(residual_ptr + at, x, inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    tl.store(out_ptr + at, ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype), inside)
+    normed = x * scale
+    if not WIDE:
+        normed = normed.to(dtype).to(tl.float32)
+    tl.store(out_ptr + at, (normed * weight).to(dtype), inside)
+
+
+@triton.jit
+def _normed(x, scale, weight, dtype: tl.constexpr, WIDE: tl.constexpr):
+    x = x * scale
+    if not WIDE:
+        x = x.to(dtype).to(tl.float32)
+    return (x * weight).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -53,20 +68,25 @@ def rotate_store(
     q_ptr,
     k_ptr,
     v_ptr,
+    stride,
     capacity,
     eps,
     HEADS: tl.constexpr,
     KV: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
+    PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program, one row, BLOCK of its q, k and v heads: bias, RMSNorm of q and k, half-split rotary, write k and v.
 
-    A head is read as its two halves `[BLOCK, HALF]`; the squares of a pair are added first, then along the half. What
-    the model does not have is not computed, and its pointer is never read.
+    Of a head, what is rotated is read as its two halves `[BLOCK, HALF]`; the squares of a pair are added first, then
+    along the half, then those of the REST, which stays as it is. What the model does not have is not computed, and its
+    pointer is never read. WIDE: weights of norms are float32, and nothing is rounded before they are multiplied.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +95,8 @@ def rotate_store(
     is_q = head < HEADS
     is_v = head >= HEADS + KV
     known = (head < HEADS + 2 * KV)[:, None]
-    of_head = head[:, None] * (2 * HALF) + d[None, :]
+    size: tl.constexpr = 2 * HALF + REST
+    of_head = head[:, None] * size + d[None, :]
     position = tl.load(positions_ptr + row)
     slot = tl.load(slots_ptr + row)
     angle = tl.maximum(position, 0) * HALF + d
@@ -91,31 +112,51 @@ def rotate_store(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    at = row * ((HEADS + 2 * KV) * 2 * HALF) + of_head
+    at = row * stride + of_head
     raw_lo = tl.load(qkv_ptr + at, known, 0.0)
     raw_hi = tl.load(qkv_ptr + at + HALF, known, 0.0)
     lo, hi = raw_lo.to(tl.float32), raw_hi.to(tl.float32)
     if HAS_BIAS:
         raw_lo, raw_hi = (lo + b_lo).to(dtype), (hi + b_hi).to(dtype)
         lo, hi = raw_lo.to(tl.float32), raw_hi.to(tl.float32)
+    if REST > 0:
+        r = tl.arange(0, PADDED)
+        within = known & (r < REST)[None, :]
+        of_rest = head[:, None] * size + 2 * HALF + r[None, :]
+        raw_rest = tl.load(qkv_ptr + row * stride + of_rest, within, 0.0)
+        if HAS_BIAS:
+            raw_rest = (raw_rest.to(tl.float32) + tl.load(bias_ptr + of_rest, within, 0.0).to(tl.float32)).to(dtype)
+        rest = raw_rest.to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(lo * lo + hi * hi, 1) / (2 * HALF) + eps)[:, None]
-        lo = (lo * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_lo[None, :], k_lo[None, :])
-        hi = (hi * scale).to(dtype).to(tl.float32) * tl.where(is_q[:, None], q_hi[None, :], k_hi[None, :])
-        lo, hi = lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
+        squares = tl.sum(lo * lo + hi * hi, 1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / size + eps)[:, None]
+        lo = _normed(lo, scale, tl.where(is_q[:, None], q_lo[None, :], k_lo[None, :]), dtype, WIDE)
+        hi = _normed(hi, scale, tl.where(is_q[:, None], q_hi[None, :], k_hi[None, :]), dtype, WIDE)
+        if REST > 0:
+            q_rest = tl.load(q_norm_ptr + 2 * HALF + r, r < REST, 0.0).to(tl.float32)
+            k_rest = tl.load(k_norm_ptr + 2 * HALF + r, r < REST, 0.0).to(tl.float32)
+            rest = _normed(rest, scale, tl.where(is_q[:, None], q_rest[None, :], k_rest[None, :]), dtype, WIDE)
     new_lo = (lo * cos - hi * sin).to(dtype)
     new_hi = (hi * cos + lo * sin).to(dtype)
-    to_q = row * (HEADS * 2 * HALF) + of_head
+    to_q = row * (HEADS * size) + of_head
     tl.store(q_ptr + to_q, new_lo, is_q[:, None])
     tl.store(q_ptr + to_q + HALF, new_hi, is_q[:, None])
     real = position >= 0
     is_k = (head >= HEADS) & (head < HEADS + KV) & real
-    to_k = ((slot * KV + head - HEADS) * capacity + position)[:, None] * (2 * HALF) + d[None, :]
+    to_k = ((slot * KV + head - HEADS) * capacity + position)[:, None] * size + d[None, :]
     tl.store(k_ptr + to_k, new_lo, is_k[:, None])
     tl.store(k_ptr + to_k + HALF, new_hi, is_k[:, None])
-    to_v = ((slot * KV + head - HEADS - KV) * capacity + position)[:, None] * (2 * HALF) + d[None, :]
+    to_v = ((slot * KV + head - HEADS - KV) * capacity + position)[:, None] * size + d[None, :]
     tl.store(v_ptr + to_v, raw_lo, (is_v & real)[:, None] & known)
     tl.store(v_ptr + to_v + HALF, raw_hi, (is_v & real)[:, None] & known)
+    if REST > 0:
+        of_key = ((slot * KV + head - HEADS) * capacity + position)[:, None] * size + 2 * HALF + r[None, :]
+        of_value = ((slot * KV + head - HEADS - KV) * capacity + position)[:, None] * size + 2 * HALF + r[None, :]
+        tl.store(q_ptr + row * (HEADS * size) + of_rest, rest.to(dtype), within & is_q[:, None])
+        tl.store(k_ptr + of_key, rest.to(dtype), within & is_k[:, None])
+        tl.store(v_ptr + of_value, raw_rest, within & (is_v & real)[:, None])
 
 
 @triton.jit

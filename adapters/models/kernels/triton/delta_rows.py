@@ -1,0 +1,249 @@
+"""What happens to single rows of a recurrent layer, in Triton: plan, convolution, rings, norm and gates."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from adapters.models.kernels.triton.delta import CHUNK, FIELDS, RING, _place, _rows
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["bucket", "chunk_limit", "run_limit"])
+def plan_chunks(
+    slots_ptr,
+    positions_ptr,
+    counts_ptr,
+    chunks_ptr,
+    runs_ptr,
+    bucket,
+    chunk_limit,
+    run_limit,
+    ROWS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """Cut the step's segments at multiples of 64. One program, once a forward.
+
+    chunks[c] = first row, rows (0: there is no such chunk), slot, base, rows of the chunk in earlier steps. runs[s] =
+    the segment's first chunk and how many it has; the one behind the last possible holds the number of real rows.
+    """
+    i = tl.arange(0, ROWS)
+    inside = i < bucket
+    position = tl.load(positions_ptr + i, inside, -1).to(tl.int32)
+    slot = tl.load(slots_ptr + i, inside, 0).to(tl.int32)
+    count = tl.load(counts_ptr + i, inside, 0).to(tl.int32)
+    real = position >= 0
+    starts = real & (count > 0)
+    opens = real & (starts | (position % CHUNK == 0))
+    chunk = tl.cumsum(opens.to(tl.int32), 0) - 1
+    run = tl.cumsum(starts.to(tl.int32), 0) - 1
+    stop = tl.associative_scan(tl.where(starts, i + count, 0), 0, _larger)  # of the segment
+    rows = tl.minimum(CHUNK - position % CHUNK, stop - i)
+    tl.store(chunks_ptr + chunk * FIELDS, i, opens)
+    tl.store(chunks_ptr + chunk * FIELDS + 1, rows, opens)
+    tl.store(chunks_ptr + chunk * FIELDS + 2, slot, opens)
+    tl.store(chunks_ptr + chunk * FIELDS + 3, position // CHUNK * CHUNK, opens)
+    tl.store(chunks_ptr + chunk * FIELDS + 4, position % CHUNK, opens)
+    c = tl.arange(0, LIMIT)
+    unused = (c >= tl.sum(opens.to(tl.int32), 0)) & (c < chunk_limit)
+    tl.store(chunks_ptr + c * FIELDS + 1, tl.zeros((LIMIT,), tl.int32), unused)
+    tl.store(chunks_ptr + c * FIELDS + 4, tl.zeros((LIMIT,), tl.int32), unused)
+    tl.store(runs_ptr + run * 2, chunk, starts)
+    tl.store(runs_ptr + run * 2 + 1, (position + count - 1) // CHUNK - position // CHUNK + 1, starts)
+    s = tl.arange(0, RUNS)
+    unused = (s >= tl.sum(starts.to(tl.int32), 0)) & (s < run_limit)
+    tl.store(runs_ptr + s * 2 + 1, tl.zeros((RUNS,), tl.int32), unused)
+    tl.store(runs_ptr + run_limit * 2, tl.sum(real.to(tl.int32), 0))
+
+
+@triton.jit
+def _convolved(
+    mixed_ptr,
+    taps_ptr,
+    inputs_ptr,
+    conv_ptr,
+    slots_ptr,
+    positions_ptr,
+    row,
+    slot,
+    position,
+    base,
+    stride,
+    channel,
+    known,
+    CHANNELS: tl.constexpr,
+    SETTLES: tl.constexpr,
+):
+    """silu of the causal convolution over 4 inputs of some channels, the oldest first; keeps the row's own input."""
+    acc = tl.zeros(channel.shape, tl.float32)
+    for n in tl.static_range(4):
+        back = 3 - n
+        at = position - back
+        within = row >= back
+        same = (at >= 0) & (tl.load(positions_ptr + row - back, within, -1) == at)
+        same = same & (tl.load(slots_ptr + row - back, within, -1) == slot)
+        ring = inputs_ptr + (slot * RING + tl.maximum(at, 0) % RING) * CHANNELS
+        edge = conv_ptr + (slot * 3 + at - base + 3) * CHANNELS
+        source = tl.where(same, mixed_ptr + (row - back) * stride, tl.where(at >= base, ring, edge))
+        x = tl.load(source + channel, known & (at >= 0), 0.0)
+        acc += x.to(tl.float32) * tl.load(taps_ptr + channel * 4 + n, known, 0.0)
+        if (n == 3) and (not SETTLES):
+            tl.store(ring + channel, x, known)
+    return acc / (1.0 + tl.exp(-acc))
+
+
+@triton.jit
+def convolve(
+    mixed_ptr,
+    taps_ptr,
+    inputs_ptr,
+    conv_ptr,
+    kept_ptr,
+    slots_ptr,
+    positions_ptr,
+    bases_ptr,
+    out_ptr,
+    stride,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    SETTLES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program, one row, AT_ONCE heads of q and k, or of v: convolution, silu, and q and k divided by their length.
+
+    mixed, out `[bucket, q | k | v]`; inputs `[slots, 128, channels]`, conv `[slots, 3, channels]`, kept `[slots, 128,
+    k | v]`. Where the step settles, nothing is kept here: rings may still be read.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    channels: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions_ptr + row)
+    slot = tl.load(slots_ptr + row)
+    base = tl.load(bases_ptr + row)
+    if PDL:
+        gdc_wait()
+    if position >= 0:
+        key_programs: tl.constexpr = (2 * KEY_HEADS + AT_ONCE - 1) // AT_ONCE
+        to = out_ptr + row * channels
+        keep = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
+        if tl.program_id(1) < key_programs:
+            head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+            known = (head < 2 * KEY_HEADS) & (tl.arange(0, DK)[None, :] < DK)
+            channel = head * DK + tl.arange(0, DK)[None, :]
+            x = _convolved(
+                mixed_ptr, taps_ptr, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
+                row, slot, position, base, stride, channel, known, channels, SETTLES,
+            )  # fmt: skip
+            x = (x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]).to(dtype)
+            tl.store(to + channel, x, known)
+            if not SETTLES:
+                tl.store(keep + channel, x, known & (head >= KEY_HEADS))
+        else:  # names of their own: heads of values may have another size
+            value_head = (tl.program_id(1) - key_programs) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+            of_value = (value_head < HEADS) & (tl.arange(0, DV)[None, :] < DV)
+            place = 2 * KEY_HEADS * DK + value_head * DV + tl.arange(0, DV)[None, :]
+            value = _convolved(
+                mixed_ptr, taps_ptr, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
+                row, slot, position, base, stride, place, of_value, channels, SETTLES,
+            ).to(dtype)  # fmt: skip
+            tl.store(to + place, value, of_value)
+            if not SETTLES:
+                tl.store(keep + place, value, of_value)
+
+
+@triton.jit
+def keep(
+    chunks_ptr,
+    runs_ptr,
+    rows_ptr,
+    ring_ptr,
+    edge_ptr,
+    stride,
+    WIDTH: tl.constexpr,
+    EDGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """After a step that settled: rows `[bucket, WIDTH]` behind a segment's last multiple of 64 go into the ring
+    `[slots, 128, WIDTH]`, and (if EDGE) the three before it into edge `[slots, 3, WIDTH]`: of the step, or else of the
+    ring. One program, one segment, BLOCK columns.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    run = tl.program_id(0)
+    first, number = tl.load(runs_ptr + run * 2), tl.load(runs_ptr + run * 2 + 1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    known = column < WIDTH
+    if number > 0:
+        row0, count, slot, base, old = _place(chunks_ptr + (first + number - 1) * FIELDS)
+        ring, _came, step, is_new = _rows(rows_ptr, stride, ring_ptr, WIDTH, row0, count, slot, base, old)
+        complete = old + count == CHUNK
+        if EDGE and (complete or number > 1):
+            begin, _count, _slot, before, came = _place(chunks_ptr + first * FIELDS)
+            at = base + tl.where(complete, CHUNK, 0) - 4 + tl.arange(0, 4)[:, None]
+            wanted = known & (tl.arange(0, 4)[:, None] > 0)
+            here = at >= before + came
+            from_step = rows_ptr + (begin + at - before - came) * stride + column
+            from_ring = ring_ptr + (slot * RING + at % RING) * WIDTH + column
+            x = tl.where(
+                here, tl.load(from_step, wanted & here, 0.0), tl.load(from_ring, wanted & (at < before + came), 0.0)
+            )
+            tl.store(edge_ptr + (slot * 3 + tl.arange(0, 4)[:, None] - 1) * WIDTH + column, x, wanted)
+        if not complete:
+            mask = known & is_new[:, None]
+            tl.store(ring[:, None] + column, tl.load(step[:, None] + column, mask), mask)
+
+
+@triton.jit
+def gated_norm(
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    out_ptr,
+    gate_stride,
+    eps,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x float32 `[bucket, HEADS, DV]`: RMSNorm of each head times weight times silu(gate). One row, AT_ONCE heads."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+    d = tl.arange(0, DV)[None, :]
+    known = (head < HEADS) & (d < DV)
+    weight = tl.load(weight_ptr + d)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + row * HEADS * DV + head * DV + d, known, 0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + head * DV + d, known, 0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / DV + eps)[:, None] * weight
+    out = x * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(out_ptr + row * HEADS * DV + head * DV + d, out.to(out_ptr.dtype.element_ty), known)
+
+
+@triton.jit
+def gate(x_ptr, gate_ptr, out_ptr, x_stride, gate_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """x times sigmoid(gate). One row, BLOCK columns."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + column, column < width, 0.0).to(tl.float32)
+    by = tl.load(gate_ptr + row * gate_stride + column, column < width, 0.0).to(tl.float32)
+    out = (x / (1.0 + tl.exp(-by))).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + column, out, column < width)

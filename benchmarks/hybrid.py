@@ -1,0 +1,260 @@
+"""A Qwen3.5 of the 27B's shape with random bf16 weights on one CUDA device: the server over HTTP, rounds, transformers.
+
+    python -m benchmarks.hybrid [--parts serve,rounds,transformers] [--layers 64] [--contexts 8192 32768] [--json FILE]
+
+serve: `rekindle serve` in a process of its own, from a folder whose files have the right headers and no content: a
+tensor's values are drawn on the device when it is read. Decoding at 2k is the time of 257 tokens less that of one over
+256, against the bytes of weights, keys, values and states that a token must read over the best bandwidth of a large
+read or copy. Prefill is the time to the first token of a prompt that is nowhere. restart: the longest one once more in
+a new process after `kill -9`, from disk. rounds: verifications of a DFlash draft of the target's width, its acceptance
+forced, against plain decoding (`benchmarks.speculation_8b`). transformers: one forward over as many tokens, and which
+kernels it found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from adapters.device.drafting import Drafting
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.dense import DenseShard
+from adapters.models.dflash.config import DFlashConfig
+from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.kernels.interface import AttentionMask
+from adapters.models.kernels.triton_cuda import TritonKernels
+from adapters.models.qwen3_5 import FAMILY, Qwen35Config
+from adapters.models.rope import Rotary
+from adapters.models.synthetic import RandomWeights
+from benchmarks import speculation_8b as rounds_of
+from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
+from benchmarks.first_requests import ask, checkpoint_texts, listening, wait_until_written
+from benchmarks.report import machine, median, raw, table
+from benchmarks.speculation_8b import BLOCK, DeviceDraft, Pair
+
+VOCABULARY, POSITIONS, DECODED = 248320, 40960, 256
+CONTEXT = 2048
+AUX_LAYERS = (1, 16, 31, 46, 61)
+SETTINGS = {
+    "model_type": "qwen3_5_text",
+    "dtype": "bfloat16",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "max_position_embeddings": POSITIONS,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def settings(layers: int) -> dict[str, Any]:
+    return {**SETTINGS, "num_hidden_layers": layers}
+
+
+def config_of(layers: int) -> Qwen35Config:
+    found = FAMILY.parse(settings(layers))
+    assert isinstance(found, Qwen35Config)
+    return found
+
+
+def drawn(config: Qwen35Config) -> RandomWeights:
+    return RandomWeights(config, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPE)
+
+
+def token_bytes(config: Qwen35Config, context: int) -> int:
+    """What decoding one token must read: all weights but the embedding, keys, values and states; states only once."""
+    weights = sum(torch.Size(shape).numel() for name, shape in config.tensors().items() if "embed_tokens" not in name)
+    delta = config.linear
+    state = 4 * delta.value_heads * delta.key_size * delta.value_size * config.recurrent_layers()
+    return weights * DTYPE.itemsize + context * config.kv_bytes_per_token(DTYPE) + state
+
+
+# --- over HTTP ---
+
+
+def folder_of(path: Path, layers: int) -> Path:
+    """config.json, the demo's tokenizer with a text for every id, and tensors that are holes in a file."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(settings(layers)))
+    checkpoint_texts(path, VOCABULARY)
+    header, at = dict[str, Any](), 0
+    for name, shape in config_of(layers).tensors().items():
+        size = torch.Size(shape).numel() * DTYPE.itemsize
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return path
+
+
+def serve(words: Sequence[str]) -> None:
+    """`rekindle serve`, whose tensors are drawn."""
+    from engine.__main__ import main as rekindle  # noqa: PLC0415 - only this process needs it
+
+    def read(self: Checkpoint, name: str) -> torch.Tensor:
+        assert isinstance(self.config, Qwen35Config)
+        return drawn(self.config).read(name)
+
+    Checkpoint.read = read  # type: ignore[method-assign]
+    sys.argv = ["rekindle", "serve", *words]
+    rekindle()
+
+
+@contextmanager
+def server(words: Sequence[str], home: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[str], float]]:
+    with listening([sys.executable, "-m", "benchmarks.hybrid", "serve", "--port", "0", *words], home) as found:
+        yield found
+
+
+def decode(client: httpx.Client, prompt: Sequence[int], speed: float, config: Qwen35Config) -> dict[str, Any]:
+    """Milliseconds a token, of three answers."""
+
+    def took(count: int) -> float:
+        body = {"prompt": list(prompt), "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        started = time.perf_counter()
+        answer = client.post("/v1/completions", json=body).raise_for_status().json()
+        spent = time.perf_counter() - started
+        assert answer["usage"]["completion_tokens"] == count, answer["usage"]
+        return spent
+
+    took(8)
+    each = [(took(DECODED + 1) - took(1)) / DECODED for _ in range(3)]
+    limit = token_bytes(config, CONTEXT + DECODED // 2) / speed
+    return {"ms a token": 1e3 * median(each), "limit ms": 1e3 * limit, "share": limit / median(each), "all": each}
+
+
+def over_http(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    config, draw = config_of(given.layers), random.Random(1)
+    speed = max(bandwidth().values())
+    torch.cuda.empty_cache()
+    home, kv = folder / "home", folder / "kv"
+    home.mkdir()
+    words = ["--model", str(folder_of(folder / "model", given.layers)), "--device", "cuda", "--kv-cache-dir", str(kv)]
+    words += ["--slots", "2", "--max-ctx", str(max(given.contexts) + 1024), "--kv-cache-budget", "20000"]
+    prompts = [[draw.randrange(100, 4000) for _ in range(size)] for size in (CONTEXT, *given.contexts)]
+    found: dict[str, Any] = {"bandwidth": speed, "prefill": {}}
+    with server(words, home) as (client, process, ready):
+        found |= {"ready s": ready, "decode": decode(client, prompts[0], speed, config)}
+        print(found, flush=True)
+        for prompt in prompts[1:]:
+            answer, spent = ask(client, prompt)
+            found["prefill"][len(prompt)] = {"seconds": spent, "stages_ms": answer["rekindle"]["stages_ms"]}
+            print(len(prompt), spent, flush=True)
+        if given.restart:
+            wait_until_written(client, 0)
+            process.kill()
+            process.wait(30)
+    if given.restart:
+        with server(words, home) as (client, _, ready):
+            again, spent = ask(client, prompts[-1])
+            found["restart"] = {"seconds": spent, "ready s": ready, "rekindle": again["rekindle"]}
+            found["restart"]["same"] = again["choices"] == answer["choices"]
+    return found
+
+
+# --- in this process ---
+
+
+def pair(layers: int, lane: DeviceLane) -> Pair:
+    config, aux = config_of(layers), tuple(layer for layer in AUX_LAYERS if layer < layers)
+    how = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": rounds_of.CAPACITY, "buckets": rounds_of.BUCKETS}
+    shard = DenseShard(config, drawn(config), TritonKernels(DEVICE), aux_layers=aux, **how)
+    masks, rotary = (AttentionMask(),) * 5, Rotary(128, 1e6)
+    drafts = DFlashConfig(5120, 17408, 5, 32, 8, 128, rotary, masks, aux, BLOCK, VOCABULARY - 1)
+    draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), shard.head, **how)
+    executor, drafting = DeviceExecutor(shard, rounds_of.BUCKETS, lane=lane), Drafting(draft, rounds_of.BUCKETS)
+    return Pair(shard, draft, lane, executor, drafting)
+
+
+def rounds(layers: int) -> list[dict[str, Any]]:
+    return rounds_of.steps(pair(layers, DeviceLane(DEVICE)))
+
+
+# --- transformers ---
+
+
+def theirs(given: argparse.Namespace) -> dict[str, Any]:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # noqa: PLC0415 - heavy, and only for this part
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling  # noqa: PLC0415
+
+    names = ("causal_conv1d_fn", "chunk_gated_delta_rule", "FusedRMSNormGated")
+    found: dict[str, Any] = {"kernels": {name: getattr(modeling, name, None) is not None for name in names}}
+    own = {name: value for name, value in settings(given.layers).items() if name != "model_type"}
+    with torch.device("meta"):
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**own, attn_implementation="sdpa")).to(DTYPE)
+    model = model.to_empty(device=DEVICE).eval()
+    weights = drawn(config_of(given.layers))
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(weights.read(name))
+    exponents = torch.arange(0, 64, 2, dtype=torch.int64).float() / 64
+    model.model.rotary_emb.inv_freq = (1.0 / 1e7**exponents).to(DEVICE)
+    with torch.inference_mode():
+        for context in given.contexts:
+            tokens = torch.randint(0, VOCABULARY, (1, context), device=DEVICE)
+            times = [seconds(lambda t=tokens: model(t, logits_to_keep=1, use_cache=True)) for _ in range(2)]  # type: ignore[misc]
+            found[str(context)] = min(times)
+            print(context, times, flush=True)
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["serve"]:
+        serve(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="serve,rounds,transformers")
+    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--restart", action="store_true", help="start once more and restore the longest prompt")
+    parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")
+    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    given = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine(), "layers": given.layers}
+    for part in given.parts.split(","):
+        if part == "serve":
+            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+                found[part] = over_http(given, Path(folder))
+        elif part == "rounds":
+            found[part] = rounds(given.layers)
+            table("Rounds of a draft whose acceptance is forced", found[part])
+        else:
+            found[part] = theirs(given)
+        raw("hybrid", {part: found[part]})
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The gated delta rule on CUDA: right against plain torch, and the same bits however a sequence is cut, and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from attrs import astuple
+from torch import Tensor
+
+from adapters.models.kernels.batch import StateBatch
+from adapters.models.kernels.delta import DeltaShape, DeltaState, DeltaWeights, row_state
+from adapters.models.kernels.reference_delta import ReferenceDelta
+from adapters.models.shard import Segment, Step
+
+triton_delta = pytest.importorskip(
+    "adapters.models.kernels.triton_delta", reason="Triton comes with CUDA builds of torch"
+)
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
+
+DEVICE = torch.device("cuda")
+SHAPES = [
+    DeltaShape(16, 48, 128, 128),
+    DeltaShape(2, 4, 32, 64),
+    DeltaShape(3, 3, 64, 32),
+    DeltaShape(1, 2, 16, 16),
+    DeltaShape(4, 8, 128, 64),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
+LENGTH = 330
+SLOTS = 4
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+
+class Rows:
+    """One layer's inputs for the rows of a sequence; columns of a wider tensor, as the projection leaves them."""
+
+    def __init__(self, shape: DeltaShape, dtype: torch.dtype, length: int = LENGTH, seed: int = 0) -> None:
+        heads = shape.value_heads
+        self.shape, self.dtype = shape, dtype
+        self.weights = DeltaWeights(
+            shape, normal(shape.channels, 4, seed=1) / 2, -normal(heads, seed=2).exp() / 8, normal(heads, seed=3)
+        )
+        self.mixed = normal(length, shape.channels, dtype=dtype, seed=seed + 4)
+        self.gates = normal(length, 2 * heads, dtype=dtype, seed=seed + 5)
+
+    def step(self, kernels, state: DeltaState, batch: StateBatch, rows: Tensor) -> Tensor:
+        """What the rows of a loaded batch read; its padded rows are given anything."""
+        columns = self.shape.channels
+        own = normal(batch.bucket, columns + 2 * self.shape.value_heads + 8, dtype=self.dtype, seed=batch.bucket)
+        own[: len(rows), :columns] = self.mixed[rows]
+        own[: len(rows), columns : columns + self.gates.shape[1]] = self.gates[rows]
+        mixed, gates = own[:, :columns], own[:, columns : columns + self.gates.shape[1]]
+        convolved = kernels.convolve(mixed, self.weights, state, batch)
+        read = kernels.delta_rule(convolved, gates, self.weights, state, batch)
+        assert read.isfinite().all()
+        return read[: len(rows)].clone()
+
+
+def loaded(bucket: int, segments: Sequence[Segment], bases: Sequence[int], *, settles: bool) -> StateBatch:
+    batch = StateBatch(bucket, DEVICE)
+    batch.before, batch.settles = tuple(bases), settles
+    step = Step(tuple(segments), bucket)
+    batch.load(step, torch.zeros(step.rows, dtype=torch.int64))
+    return batch
+
+
+def in_pieces(
+    kernels, sequence: Rows, state: DeltaState, pieces: Sequence[tuple[int, int, int]], slot: int = 0
+) -> Tensor:
+    """The whole sequence; pieces: bucket, rows, and rows that are kept (0: the step settles), the last one repeated."""
+    length = len(sequence.mixed)
+    found, at, base, index = [], 0, 0, 0
+    state.memory[slot], state.conv[slot] = 0, 0
+    while at < length:
+        bucket, count, keep = pieces[min(index, len(pieces) - 1)]
+        count = min(count, length - at)
+        batch = loaded(bucket, [Segment(slot, at, count)], [base], settles=not keep)
+        kernels.begin("test", batch)
+        read = sequence.step(kernels, state, batch, torch.arange(at, at + count, device=DEVICE))
+        kept = min(keep or count, count)
+        found.append(read[:kept])
+        at, index = at + kept, index + 1
+        if not keep:
+            base = at // 64 * 64
+        elif at // 64 * 64 > base:
+            kernels.fold([state], slot, base)
+            base += 64
+    return torch.cat(found)
+
+
+@pytest.fixture
+def kernels():
+    return triton_delta.CudaDelta(DEVICE, True)
+
+
+def poisoned(kernels, sequence: Rows) -> DeltaState:
+    """A state in which whatever no row has written is no number."""
+    state = kernels.state(sequence.shape, SLOTS, 1, sequence.dtype, DEVICE)
+    for tensor in astuple(state, recurse=False):
+        tensor.fill_(torch.nan)
+    return state
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_and_states_are_those_of_the_rule_and_the_same_bits_in_any_pieces(kernels, shape, dtype):
+    sequence = Rows(shape, dtype)
+    state = poisoned(kernels, sequence)
+    whole = in_pieces(kernels, sequence, state, [(512, LENGTH, 0)])
+    wide = Rows(shape, torch.float32)
+    wide.mixed, wide.gates = sequence.mixed.float(), sequence.gates.float()
+    plain = row_state(shape, SLOTS, 1, torch.float32, DEVICE)
+    batch = loaded(512, [Segment(0, 0, LENGTH)], [0], settles=True)
+    expected = wide.step(ReferenceDelta(), plain, batch, torch.arange(LENGTH, device=DEVICE))
+    assert distance(whole, expected) < TOLERANCE[dtype]
+    assert distance(state.memory[0], plain.memory[0]) < TOLERANCE[dtype]
+    assert same_bits(state.conv[0].float(), plain.conv[0])
+    for pieces in (
+        [(64, 64, 64)],
+        [(4, 1, 1)],
+        [(16, 16, 5)],
+        [(256, 256, 0), (4, 1, 1), (16, 9, 9)],
+        [(128, 100, 0), (64, 64, 40), (256, 200, 0)],
+        [(64, 63, 0), (64, 2, 0), (64, 64, 64), (64, 61, 0)],
+        [(256, 130, 0), (128, 65, 0), (4, 3, 2)],
+    ):
+        again = poisoned(kernels, sequence)
+        assert same_bits(in_pieces(kernels, sequence, again, pieces, slot=2), whole), pieces
+        assert same_bits(again.memory[2], state.memory[0]), pieces
+        assert same_bits(again.conv[2], state.conv[0]), pieces
+
+
+@pytest.mark.parametrize("start", [1, 60, 64, 70, 127, 128, 250])
+def test_rows_that_are_rolled_back_leave_memory_and_inputs_as_they_were(kernels, start):
+    sequence, other = Rows(SHAPES[1], torch.bfloat16), Rows(SHAPES[1], torch.bfloat16, 64, seed=9)
+    state = poisoned(kernels, sequence)
+    whole = in_pieces(kernels, sequence, state, [(512, LENGTH, 0)])
+    before = poisoned(kernels, sequence)
+    sequence.mixed, rest = sequence.mixed[:start], sequence.mixed[start:]
+    gates = sequence.gates
+    in_pieces(kernels, sequence, before, [(512, LENGTH, 0)])
+    memory, conv = before.memory.clone(), before.conv.clone()
+    for count in (64, 5):
+        batch = loaded(64, [Segment(0, start, count)], [start // 64 * 64], settles=False)
+        kernels.begin("test", batch)
+        other.step(kernels, before, batch, torch.arange(count, device=DEVICE))
+    assert same_bits(before.memory, memory)
+    assert same_bits(before.conv, conv)
+    batch = loaded(512, [Segment(0, start, len(rest))], [start // 64 * 64], settles=True)
+    kernels.begin("test", batch)
+    sequence.mixed, sequence.gates = rest, gates[start:]
+    read = sequence.step(kernels, before, batch, torch.arange(len(rest), device=DEVICE))
+    assert same_bits(read, whole[start:])
+    assert same_bits(before.memory[0], state.memory[0])
+
+
+@pytest.mark.parametrize(("counts", "bucket"), [((1, 1, 1), 4), ((16, 7, 9), 32), ((64, 1, 60), 128)])
+def test_slots_side_by_side_are_each_as_if_alone_and_padded_rows_write_nothing(kernels, counts, bucket):
+    sequence, starts = Rows(SHAPES[0], torch.bfloat16), (63, 190, 5)
+    whole = in_pieces(kernels, sequence, poisoned(kernels, sequence), [(512, LENGTH, 0)])
+    state = poisoned(kernels, sequence)
+    mixed, gates = sequence.mixed, sequence.gates
+    for slot, start in zip((2, 0, 1), starts, strict=True):
+        sequence.mixed, sequence.gates = mixed[:start], gates[:start]
+        in_pieces(kernels, sequence, state, [(256, 256, 0)], slot=slot)
+    sequence.mixed, sequence.gates = mixed, gates
+    untouched = [tensor[3].clone() for tensor in astuple(state, recurse=False) if len(tensor)]
+    segments = [Segment(slot, start, count) for slot, start, count in zip((2, 0, 1), starts, counts, strict=True)]
+    rows = torch.cat([torch.arange(one.start, one.start + one.count, device=DEVICE) for one in segments])
+    for settles in (False, True):
+        batch = loaded(bucket, segments, [start // 64 * 64 for start in starts], settles=settles)
+        kernels.begin("test", batch)
+        assert same_bits(sequence.step(kernels, state, batch, rows), whole[rows])
+    after = [tensor[3] for tensor in astuple(state, recurse=False) if len(tensor)]
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(untouched, after, strict=True))
+
+
+def test_keys_that_repeat_and_hardly_decay_stay_exact_enough(kernels):
+    """The same token again and again: the factor's entries are near one, and powers of it would overflow."""
+    sequence = Rows(SHAPES[0], torch.bfloat16)
+    sequence.mixed[:] = sequence.mixed[0]
+    sequence.gates[:] = 4.0
+    heads = sequence.shape.value_heads
+    sequence.weights = DeltaWeights(
+        sequence.shape, sequence.weights.taps, torch.full((heads,), -1e-4, device=DEVICE), sequence.weights.dt_bias
+    )
+    whole = in_pieces(kernels, sequence, poisoned(kernels, sequence), [(512, LENGTH, 0)])
+    batch = loaded(512, [Segment(0, 0, LENGTH)], [0], settles=True)
+    plain = row_state(sequence.shape, SLOTS, 1, torch.float32, DEVICE)
+    sequence.mixed, sequence.gates, sequence.dtype = sequence.mixed.float(), sequence.gates.float(), torch.float32
+    expected = sequence.step(ReferenceDelta(), plain, batch, torch.arange(LENGTH, device=DEVICE))
+    assert distance(whole, expected) < 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_heads_without_a_kernel_are_refused(kernels):
+    with pytest.raises(ValueError, match="recurrent heads of 24 are not supported on CUDA; accepted: 16, 32, 64, 128"):
+        kernels.state(DeltaShape(1, 1, 24, 32), 1, 0, torch.bfloat16, DEVICE)
