@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from attrs import evolve
 from transformers import Qwen3_5ForCausalLM
 
+from training import evaluate
+from training.corpus import assemble
 from training.delta_rule import gated_delta_rule
+from training.demo import DemoLimits
 from training.export import export, load_hybrid
-from training.hybrid import agreement
+from training.hybrid import HYBRID, agreement, run, smallest_hybrid
 from training.hybrid_model import Hybrid, HybridGeometry
 from training.recipe import TARGET
 from training.train import digest, optimizers
@@ -106,3 +112,22 @@ def test_training_teaches_model_and_head(source, tokenizer):
     assert losses[-1] < losses[0] - 2
     assert 0 <= agreement(model, tokenizer, ["def f():\n    return 1\n" * 9], 64)[0] <= 1
     assert digest(model) != digest(Hybrid(TINY))
+
+
+@pytest.mark.timeout(180)
+def test_all_of_it_runs_small(source, tokenizer, tmp_path, monkeypatch):
+    """As `make train-demo-hybrid` makes it, from a corpus and a tokenizer that lie there."""
+    work, out = tmp_path / "work", tmp_path / "out"
+    work.mkdir()
+    texts = dict.fromkeys(("train", "held_out", "held_out_packages", "apart"), source.texts)
+    assemble(**texts, python="3.11", packages=["cattrs 26"], packages_apart=["attrs 26"]).save(work / "corpus.json.xz")
+    tokenizer.save(str(work / "tokenizer.json"))
+    monkeypatch.setattr(evaluate, "ABOUT", evaluate.ABOUT[:1])  # a decoding without a cache takes its time
+    monkeypatch.setattr(evaluate, "SMALL_TALK", ())
+    monkeypatch.setattr(evaluate, "STRANGE_PROMPTS", evaluate.STRANGE_PROMPTS[:1])
+    small = smallest_hybrid(HYBRID)
+    run(evolve(small, geometry=evolve(small.geometry, layers=4, context=256)), work, out, DemoLimits(math.inf, 0, 0))
+    card = (out / "README.md").read_text()
+    assert digest(load_hybrid(out, "cpu", torch.float32)) in card
+    for told in ("3 steps of 2 windows of 255 tokens", "cattrs 26", "head, token 2 in a row", "several needles, 256"):
+        assert told in card
