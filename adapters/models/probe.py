@@ -138,6 +138,7 @@ def _layer(
         slots=_SLOTS,
         capacity=capacity,
         buckets=buckets,
+        state_places=1,
     )
     try:
         bench: LayerBench | StateBench
