@@ -173,7 +173,7 @@ async def serve_model(
             deadline = anyio.current_time() + options.grace
             clean = await running.door.drain(options.grace)
             clean = await close_connections(serving, deadline) and clean
-        await archive.close()
+        await archive.close(deadline)
         await text.aclose()
         return clean
     finally:

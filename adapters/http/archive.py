@@ -129,9 +129,10 @@ class Archive:
             self._news = anyio.Event()
             await self._follow()
 
-    async def close(self) -> None:
+    async def close(self, deadline: float = 0) -> None:
+        """deadline: what is not written until then is given up, but a moment there always is."""
         if self.folder is not None:
-            with anyio.move_on_after(CLOSING_S, shield=True):
+            with anyio.CancelScope(deadline=max(deadline, anyio.current_time() + CLOSING_S), shield=True):
                 await self._follow()
             self.folder.close()
 

@@ -105,6 +105,23 @@ async def test_what_was_being_written_when_the_server_stops_is_written(
     assert shown(opened(tmp_path), 1) == one(1)
 
 
+@pytest.mark.parametrize("patience", [0, 20])
+async def test_a_slow_disk_is_waited_for_as_long_as_the_server_has_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    archive, write = opened(tmp_path), Folder.write
+
+    async def slow(folder: Folder, name: str, parts: Sequence[bytes]) -> int:
+        await anyio.sleep(0.2)
+        return await write(folder, name, parts)
+
+    monkeypatch.setattr(limits, "CLOSING_S", 0.01)
+    monkeypatch.setattr(Folder, "write", slow)
+    Shelf(archive).keep(name(1), one(1))
+    await archive.close(anyio.current_time() + patience)
+    assert (shown(opened(tmp_path), 1) == one(1)) == bool(patience)
+
+
 async def test_those_that_were_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST", 3)
 
