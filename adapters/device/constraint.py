@@ -7,6 +7,7 @@ to it. Whoever knows grammars answers; here is what the device needs of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol, TypeAlias
 
 import torch
@@ -50,11 +51,15 @@ def forbidden(masks: Sequence[Tensor | None], vocab: int, device: torch.device) 
 
     A bit a token travels to the device, not a byte; ids that no mask tells of may not follow.
     """
-    width = -(-vocab // 8)
-    packed = torch.full((len(masks), width), 255, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = torch.zeros((len(masks), -(-vocab // 8)), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for row, mask in zip(packed, masks, strict=True):
-        if mask is not None:
-            row.zero_()
-            row[: len(mask)] = mask[:width]
-    bits = torch.tensor(EIGHT, dtype=torch.uint8).to(device, non_blocking=True)
-    return (packed.to(device, non_blocking=True).unsqueeze(-1) & bits).eq(0).flatten(1)[:, :vocab]
+        if mask is None:
+            row.fill_(255)
+        else:
+            row[: len(mask)] = mask[: len(row)]
+    return (packed.to(device, non_blocking=True).unsqueeze(-1) & bits_on(device)).eq(0).flatten(1)[:, :vocab]
+
+
+@cache
+def bits_on(device: torch.device) -> Tensor:
+    return torch.tensor(EIGHT, dtype=torch.uint8, device=device)

@@ -146,7 +146,9 @@ def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     masked = [None if isinstance(mask, str) else mask for mask in masks]
     if any(mask is not None for mask in masked):
         out = forbidden(masked, raw.shape[-1], raw.device)
-        raw, used = raw.masked_fill(out, -math.inf), used.masked_fill(out, -math.inf)
+        used = used.masked_fill(out, -math.inf)
+        if any(row.sampler.sampling.logprobs >= 0 for row in rows):
+            raw = raw.masked_fill(out, -math.inf)
     tokens = choose(used, rows)
     found = torch.stack((tokens.double(), lowest.double(), highest.double()), -1)
     wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]

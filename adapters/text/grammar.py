@@ -29,6 +29,7 @@ KEPT = 16  # compiled ones that nobody uses now
 SECONDS = 2  # of processor time to compile one; 30 tools with six arguments each take 0.02
 MAX_BYTES = 1 << 30  # of the process that tries: it has the vocabulary, and compiling takes 40 MB a second at most
 MAX_REPLY = 1 << 16
+WRITTEN = 4096  # texts whose tokens are remembered; property names, mostly
 # States of a lexer take 1 to 2 kB, so that a grammar takes at most 20 MB and those that are kept 320 MB. A step of 0.2
 # million units of fuel takes about 15 ms.
 LIMITS: dict[str, Any] = {
@@ -58,6 +59,7 @@ class Vocabulary:
     tokenizer: Tokenizer
     is_tokenizer_wrapper: bool = True
     bos_token_id: int | None = None
+    _written: dict[str, Tokens] = field(factory=dict, init=False)
 
     @property
     def eos_token_id(self) -> int:
@@ -72,9 +74,13 @@ class Vocabulary:
         return sorted(control.id for control in self.tokenizer.controls.values())
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """What must come is compared with how it is usually written."""
+        """How what must come is usually written. The same few texts are asked for again and again."""
         words = text if isinstance(text, str) else text.decode(errors="replace")
-        return list(self.tokenizer.encode_now([words])[0])
+        if words not in self._written:
+            if len(self._written) >= WRITTEN:
+                self._written.clear()
+            self._written[words] = self.tokenizer.encode_now([words])[0]
+        return list(self._written[words])
 
 
 @define(eq=False)
