@@ -9,7 +9,8 @@ from torch import Tensor
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.delta import DeltaShape
 from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
+from adapters.models.probe import probe
+from adapters.models.qwen3_5 import FAMILY, FULL, LINEAR, Qwen35Config
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of
@@ -161,3 +162,12 @@ def test_states_taken_out_and_put_back_go_on_as_if_they_had_never_left(whole):
     shard.copy_state(1, 2)
     shard.copy_rows(1, 2, LENGTH)
     assert same_sequence(shard, 0, 2)
+
+
+@pytest.mark.parametrize("own", [SMALL, WIDE], ids=["small", "27B's heads"])
+def test_the_numerics_probe_proves_every_bucket(own):
+    kernels = triton_cuda.TritonKernels(DEVICE)
+    found = probe(FAMILY, own, kernels, device=DEVICE, dtype=torch.bfloat16, chunk=512, capacity=2048)
+    assert not found.failures
+    assert found.mode == "buckets"
+    assert found.buckets == (4, 8, 16, 32, 64, 128, 256, 512)
