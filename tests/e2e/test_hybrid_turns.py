@@ -1,0 +1,88 @@
+"""Ten turns with the hybrid demo, whose earlier reasoning is left out, and a restart in between."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import anyio
+import pytest
+from attrs import evolve
+
+from benchmarks.exactness import answered
+from effects.ids import Tokens
+from effects.job import Job
+from effects.scope import Scope
+from engine.assemble import Engine, engine
+from engine.begin import load_target
+from engine.options import Options
+from engine.target import Target
+from tests.store.kit import settled
+
+OPENS, THINKS, SAYS = (5, 6), 70, 96  # what opens a message; tokens of an answer that are reasoning, and all of them
+
+
+class Conversation:
+    """Messages of random tokens; the last boundary opens the answer, whose reasoning begins behind it."""
+
+    def __init__(self) -> None:
+        self.draw, self.said, self.boundaries = random.Random(7), list[int](), list[int]()
+        self.message(150)
+
+    def message(self, content: int | Tokens) -> None:
+        tokens = self.draw.choices(range(20, 900), k=content) if isinstance(content, int) else content
+        self.boundaries.append(len(self.said) + len(OPENS))
+        self.said += [*OPENS, *tokens]
+
+    def asks(self) -> Job:
+        self.message(90)
+        opens = len(self.said) + len(OPENS)
+        return Job((*self.said, *OPENS, 7), SAYS, boundaries=(*self.boundaries, opens))
+
+
+async def alone(target: Target, job: Job) -> Tokens:
+    """With nothing kept of anybody."""
+    async with engine(evolve(target.settings, store=False), target.executor, facts={}) as running:
+        return (await answered(running, evolve(job, scope=Scope("off"), speculate=False))).tokens
+
+
+async def gone(running: Engine) -> None:
+    while running.runner.world.requests:  # noqa: ASYNC110 - nobody else is told
+        await anyio.sleep(0.001)
+
+
+@pytest.mark.timeout(300)
+async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path) -> None:
+    talk, before, tiers = Conversation(), 0, list[str]()
+    options = Options(
+        model="demo-hybrid",
+        device="cpu",
+        max_ctx=4096,
+        slots=2,
+        kv_cache_dir=tmp_path,
+        kv_cache_min_tokens=64,
+        host_cache_budget=64,
+    )
+    for _ in range(2):
+        target = await load_target(options)
+        assert target.transfer is not None
+        jobs = list[tuple[Job, Tokens]]()
+        async with engine(target.settings, target.executor, transfer=target.transfer, facts={}) as running:
+            for _ in range(5):
+                job = talk.asks()
+                found = await answered(running, job)
+                await gone(running)
+                assert found.report is not None
+                new = len(job.prompt) - before
+                assert len(job.prompt) - found.report.restored_tokens <= new + 63, (
+                    "what follows where the last answer opened, and less than a block"
+                )
+                jobs.append((job, found.tokens))
+                tiers.append(found.report.tier)
+                talk.message(found.tokens[THINKS:])
+                before = job.boundaries[-1]
+        settled(target.transfer.store)
+        for job, tokens in jobs:
+            assert await alone(target, job) == tokens
+        await target.close()
+    assert tiers == ["none", *["device"] * 4, "disk", *["device"] * 4]
