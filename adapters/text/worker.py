@@ -49,13 +49,13 @@ class Confined:
         """`{"ok": ...}` or `{"error": kind, "message": text}`. Raises WorkFailed where it gave no answer."""
         async with self._lock:
             if self.worker is None:
+                told = await anyio.to_thread.run_sync(self._told)  # a vocabulary takes a while to write out
                 self.worker = await Worker.start()
-                limits = {"seconds": self.seconds, "max_bytes": self.max_bytes}
-                reply = await self._ask({**self.setup(), **limits}, START_SECONDS)
+                reply = await self._ask(told, START_SECONDS)
                 if "error" in reply:
                     await self.aclose()
                     return reply
-            return await self._ask(asked, PATIENCE * self.seconds)
+            return await self._ask(json.dumps(asked).encode(), PATIENCE * self.seconds)
 
     async def aclose(self) -> None:
         """End the process. The next question starts another."""
@@ -63,13 +63,16 @@ class Confined:
             worker, self.worker = self.worker, None
             await worker.kill()
 
-    async def _ask(self, asked: Any, seconds: float) -> dict[str, Any]:
+    def _told(self) -> bytes:
+        return json.dumps({**self.setup(), "seconds": self.seconds, "max_bytes": self.max_bytes}).encode()
+
+    async def _ask(self, frame: bytes, seconds: float) -> dict[str, Any]:
         """It is killed unless it answers in time and the caller stays to hear it."""
         assert self.worker is not None
         answered = False
         try:
             with anyio.fail_after(seconds):
-                reply = await self.worker.ask(json.dumps(asked).encode(), self.most)
+                reply = await self.worker.ask(frame, self.most)
             answered = True
         except TimeoutError:
             raise WorkFailed(f"did not end within {seconds} s") from None
