@@ -22,7 +22,7 @@ from tests.store.kit import settled
 OPENS, THINKS, SAYS = (5, 6), 70, 96  # what opens a message; tokens of an answer that are reasoning, and all of them
 
 
-class Conversation:
+class Talk:
     """Messages of random tokens; the last boundary opens the answer, whose reasoning begins behind it."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ async def gone(running: Engine) -> None:
 
 @pytest.mark.timeout(300)
 async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path) -> None:
-    talk, before, tiers = Conversation(), 0, list[str]()
+    talk, before, tiers = Talk(), 0, list[str]()
     options = Options(
         model="demo-hybrid",
         device="cpu",
