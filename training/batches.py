@@ -53,6 +53,9 @@ class Batches(Dataset[Batch]):
     whole: float = 0.3
     """How many documents are given all the room that is left; the others are of every size."""
 
+    mingled: bool = False
+    """A window's documents are of any tasks, not of one: for windows of which a batch has few."""
+
     _tasks: Sequence[Task] = field(init=False)
     _odds: Sequence[float] = field(init=False)
 
@@ -70,7 +73,7 @@ class Batches(Dataset[Batch]):
         return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(weights))
 
     def row(self, rng: Random) -> tuple[np.ndarray, np.ndarray]:
-        """One window of documents of one task; what no further document fits into is filled with code."""
+        """One window of documents of one task, or mingled; what no further document fits into is filled with code."""
         (task,) = rng.choices(self._tasks, self._odds)
         length = self.shape.length + 1
         tokens: list[int] = []
@@ -85,6 +88,8 @@ class Batches(Dataset[Batch]):
                 continue
             tokens += ids
             weights += gains
+            if self.mingled:
+                (task,) = rng.choices(self._tasks, self._odds)
         if len(tokens) < length:
             ids, gains = flatten(self.tokenizer, code(rng, self.source, length - len(tokens)))
             tokens += ids
@@ -95,16 +100,33 @@ class Batches(Dataset[Batch]):
 
     def load(self, steps: range, workers: int) -> Iterator[Batch]:
         """The batches of these steps, in order, made ahead by `workers` processes (0: here, when asked for)."""
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        loader = DataLoader(
-            self,
-            batch_size=None,
-            sampler=list(steps),
-            num_workers=workers,
-            prefetch_factor=2 if workers else None,
-            pin_memory=torch.cuda.is_available(),
-        )
-        return iter(loader)
+        return loaded(self, steps, workers)
+
+
+@frozen
+class InTurn(Dataset[Batch]):
+    """Batches of several shapes: item `step` is that of the part whose turn it is."""
+
+    parts: Sequence[Batches]
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.parts[step % len(self.parts)][step]
+
+    def load(self, steps: range, workers: int) -> Iterator[Batch]:
+        return loaded(self, steps, workers)
+
+
+def loaded(batches: Dataset[Batch], steps: range, workers: int) -> Iterator[Batch]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    loader = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=list(steps),
+        num_workers=workers,
+        prefetch_factor=2 if workers else None,
+        pin_memory=torch.cuda.is_available(),
+    )
+    return iter(loader)
 
 
 def row_random(seed: int, step: int, row: int) -> Random:

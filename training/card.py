@@ -42,9 +42,9 @@ stay out of the softmax while training, and their rows are the mean of the other
 
 ## Recipe
 
-`make train-demo` on a machine with CUDA does all of it from nothing, {tokens:.0f} million tokens in all: seed {seed},
-peak rates {matrices} (Muon, matrices) and {others} (AdamW, the rest), falling over the last {falling:.0%},
-{stages}.
+`make train-demo` on a machine with CUDA does all of it from nothing, {tokens:.0f} million tokens in all, seed {seed}:
+
+{cycles}
 
 Weight decay {decay} for matrices, bf16 autocast. {seconds:.0f} s of training on one {hardware}, torch {torch}.
 Digest of the parameters (blake2b): `{weights}`.

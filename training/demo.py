@@ -20,16 +20,16 @@ from attrs import frozen
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
-from training.batches import Batches
+from training.batches import Batches, InTurn
 from training.card import write_card
 from training.corpus import MOST, Corpus, HeldOut, read_corpus
 from training.evaluate import evaluate
 from training.export import Trained, export, load
 from training.model import Geometry, Qwen3
 from training.packages import MORE, PACKAGES
-from training.recipe import TARGET, TOKENIZER_TASKS, G, Recipe, smallest
+from training.recipe import LONGER, TARGET, TOKENIZER_TASKS, Cycle, G, Recipe, smallest
 from training.tokenizer import train_tokenizer
-from training.train import Stage, TrainingProgress, digest, train
+from training.train import Stage, TrainingProgress, digest, train, windows_of
 from training.words import Source
 
 
@@ -60,6 +60,8 @@ class DemoLimits:
     seconds: float
     workers: int
     first: int
+    attention: str = "flash"
+    """Whose kernels: `cudnn` may be faster in long windows."""
 
 
 def run(recipe: Recipe[Geometry], work: Path, out: Path, limits: DemoLimits) -> dict[str, float]:
@@ -67,48 +69,65 @@ def run(recipe: Recipe[Geometry], work: Path, out: Path, limits: DemoLimits) -> 
     corpus, tokenizer = prepare(work)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
+    attend_with(limits.attention)
     source, notes = Source(corpus.train), work / "target.json"
 
-    def batches(stage: Stage, seed: int) -> Batches:
-        return Batches(tokenizer, source, stage.mixture, stage.shape, seed, stage.whole)
+    def batches(stage: Stage, seed: int) -> InTurn:
+        return InTurn(
+            [
+                Batches(tokenizer, source, each.mixture, each.shape, seed, each.whole, each.mingled)
+                for each in windows_of(stage)
+            ]
+        )
 
     torch.manual_seed(recipe.seed)
-    model = (load(out, device, torch.float32) if limits.first else Qwen3(recipe.geometry)).to(device)
+    model = Qwen3(recipe.geometry)
+    if limits.first:
+        model.load_state_dict(load(out, "cpu", torch.float32).state_dict())
+    model.to(device)
 
     def save(progress: TrainingProgress) -> None:
         export(model, tokenizer, out)
         progress.save(notes)
 
-    progress = train(
-        model,
-        batches,
-        recipe.stages,
-        rates=recipe.rates,
-        seed=recipe.seed,
-        seconds=limits.seconds,
-        workers=limits.workers,
-        after=save,
-        first=limits.first,
-        before=TrainingProgress.load(notes) if limits.first else None,
-    )
+    progress, first = TrainingProgress.load(notes) if limits.first else TrainingProgress(), limits.first
+    for number, cycle in enumerate(recipe.cycles):
+        progress = train(
+            model,
+            batches,
+            cycle.stages,
+            rates=cycle.rates,
+            seed=recipe.seed + number,
+            seconds=limits.seconds,
+            workers=limits.workers,
+            after=save,
+            first=min(first, len(cycle.stages)),
+            before=progress,
+        )
+        first = max(0, first - len(cycle.stages))
     trained = describe(recipe, corpus, progress, load(out, "cpu", torch.float32), device)
     print(json.dumps(trained), flush=True)
+    attend_with("flash")
     began = time.monotonic()
     shipped = load(out, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    measured = evaluate(shipped, tokenizer, HeldOut.of(corpus), recipe.questions)
+    measured = evaluate(shipped, tokenizer, HeldOut.of(corpus), recipe.questions, limits.workers)
     (out / "README.md").write_text(write_card(trained, measured), encoding="utf-8")
     print(f"training took {progress.seconds:.0f} s, the exams {time.monotonic() - began:.0f} s", flush=True)
     return measured
+
+
+def attend_with(kernels: str) -> None:
+    """Whose kernels attend on CUDA: `flash` or `cudnn`."""
+    torch.backends.cuda.enable_flash_sdp(kernels == "flash")
+    torch.backends.cuda.enable_mem_efficient_sdp(kernels == "flash")
+    torch.backends.cuda.enable_cudnn_sdp(kernels == "cudnn")
 
 
 def describe(
     recipe: Recipe[G], corpus: Corpus, progress: TrainingProgress, model: Trained, device: torch.device
 ) -> dict[str, Any]:
     """What the model card tells about a run."""
-    stages = ", then ".join(
-        f"{progress.steps.get(stage.name, 0)} steps of {stage.shape.rows} windows of {stage.shape.length} tokens"
-        for stage in recipe.stages
-    )
+    cycles = "\n".join(f"{number}. {told(cycle, progress)}" for number, cycle in enumerate(recipe.cycles, 1))
     licences = PACKAGES | MORE
     sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary", "context")
     return {name: getattr(recipe.geometry, name) for name in sizes} | {
@@ -124,18 +143,30 @@ def describe(
         "most": MOST / 1e6,
         "megabytes": sum(map(len, corpus.train)) / 1e6,
         "seed": recipe.seed,
-        "matrices": recipe.rates.matrices,
-        "others": recipe.rates.others,
-        "falling": recipe.rates.falling,
-        "stages": stages,
+        "cycles": cycles,
         "tokens": progress.tokens / 1e6,
         "seconds": progress.seconds,
-        "decay": recipe.rates.decay,
+        "decay": recipe.cycles[-1].rates.decay,
         "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "weights": digest(model),
         "questions": recipe.questions,
     }
+
+
+def told(cycle: Cycle, progress: TrainingProgress) -> str:
+    stages = ",\n   then ".join(
+        f"{progress.steps.get(stage.name, 0)} steps of "
+        + " or ".join(
+            dict.fromkeys(f"{each.shape.rows} windows of {each.shape.length} tokens" for each in windows_of(stage))
+        )
+        for stage in cycle.stages
+    )
+    rates = cycle.rates
+    return (
+        f"peak rates {rates.matrices} (Muon, matrices) and {rates.others} (AdamW, the rest), falling over the last "
+        f"{rates.falling:.0%}:\n   {stages};"
+    )
 
 
 def filled(text: str) -> str:
@@ -149,14 +180,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="of training")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
     parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
+    parser.add_argument("--longer", action="store_true", help="with the second cycle, of tool loops and 32768 tokens")
+    parser.add_argument("--attention", choices=("flash", "cudnn"), default="flash", help="whose kernels attend")
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
     arguments = parser.parse_args()
     if arguments.smoke and arguments.out == FOLDER:
         parser.error("--smoke would overwrite the demo: give another --out")
     if not arguments.smoke and not torch.cuda.is_available():
         parser.error("training needs a CUDA device; --smoke works without")
-    recipe = smallest(TARGET) if arguments.smoke else TARGET
-    run(recipe, arguments.work, arguments.out, DemoLimits(arguments.seconds, arguments.workers, arguments.first))
+    recipe = LONGER if arguments.longer else TARGET
+    recipe = smallest(recipe) if arguments.smoke else recipe
+    run(
+        recipe,
+        arguments.work,
+        arguments.out,
+        DemoLimits(arguments.seconds, arguments.workers, arguments.first, arguments.attention),
+    )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from training.batches import Batches, BatchShape, Mixture
 from training.chat_format import MASK
 from training.corpus import HeldOut
 from training.demo import prepare
+from training.dialogues import chat
 from training.draft_card import write_draft_card
 from training.draft_evaluate import SUBJECTS, TEMPERATURE, answer_all, evaluate_draft
 from training.draft_export import export_draft, load_draft
@@ -30,7 +31,7 @@ from training.draft_model import DraftGeometry, DraftNetwork
 from training.draft_train import SPOKEN, DraftLoss, Pool, Speech, blocks_a_row, let_speak, mixed
 from training.export import load
 from training.model import Qwen3
-from training.recipe import LONG, SHORT
+from training.recipe import AGENT, AGENT_LONG, AGENT_LONGEST, LONG, SHORT, tool_loop
 from training.tasks import code, continue_code, copy_chat
 from training.tools import tool_chat
 from training.train import LearningRates, Stage, TrainingProgress, digest, train
@@ -39,7 +40,8 @@ from training.words import Source
 
 def with_less_code(mixture: Mixture) -> Mixture:
     """Most of each batch is code that the target wrote: of real code, a little is enough."""
-    return {**mixture, code: 0.06, continue_code: 0.04, copy_chat: 0.08, tool_chat: 0.12}
+    calls: Mixture = {tool_chat: 0.08, tool_loop: 0.12, chat: 0.16} if tool_loop in mixture else {tool_chat: 0.12}
+    return {**mixture, code: 0.06, continue_code: 0.04, copy_chat: 0.08, **calls}
 
 
 @frozen
@@ -67,7 +69,8 @@ class DraftRecipe:
 BLOCKS = (8, 16)
 """Blocks that the exams are sat with: the server's widths."""
 
-SHORTER, LONGER = with_less_code(SHORT), with_less_code(LONG)
+SHORTER, LONGER = map(with_less_code, (SHORT, LONG))
+AGENT_SHORTER, AGENT_LONGER, AGENT_LONGEST_YET = map(with_less_code, (AGENT, AGENT_LONG, AGENT_LONGEST))
 
 DRAFT = DraftRecipe(
     {
@@ -79,11 +82,28 @@ DRAFT = DraftRecipe(
         Stage("8k", BatchShape(8, 8192), LONGER, steps=500, share=0.25, whole=0.6),
     ),
 )
+"""For the target after its first cycle, which is the demo as shipped."""
+
+AGAIN = DraftRecipe(
+    {
+        1024: Speech(rows=3072, rounds=8, least=32, most=768, answer=256),
+        8192: Speech(rows=256, rounds=1, least=1536, most=7900, answer=256),
+        32768: Speech(rows=32, rounds=1, least=8000, most=32000, answer=256),
+    },
+    (
+        Stage("1k again", BatchShape(64, 1024), AGENT_SHORTER, steps=2000, share=0.78, whole=0.3),
+        Stage("8k again", BatchShape(8, 8192), AGENT_LONGER, steps=500, share=0.11, whole=0.6),
+        Stage("32k again", BatchShape(2, 32768), AGENT_LONGEST_YET, steps=200, share=0.11, whole=0.6),
+    ),
+    rates=LearningRates(matrices=2.5e-3, others=1.25e-3, falling=1.0),
+    seed=4,
+)
+"""For the target after its second cycle: the draft goes on from what it is."""
 
 
 def smallest_draft(recipe: DraftRecipe) -> DraftRecipe:
     """The same run, so small that it takes a CPU a minute: shows that every step of it works."""
-    lengths = dict(zip(sorted(recipe.speeches), (128, 192), strict=True))
+    lengths = dict(zip(sorted(recipe.speeches), (128, 192, 256), strict=False))
     return evolve(
         recipe,
         speeches={
@@ -115,6 +135,8 @@ class DraftLimits:
     seconds: float
     workers: int
     first: int
+    again: bool = False
+    """Whether the draft begins as what is in its folder, which was for the target at an earlier time."""
 
 
 def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str, dict[str, float]]:
@@ -127,10 +149,10 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
     torch.manual_seed(recipe.seed)
     target = load(folders.target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     target.requires_grad_(requires_grad=False)
-    if limits.first:
-        draft = load_draft(folders.out, device, torch.float32)
+    draft = DraftNetwork(evolve(recipe.geometry, target=target.geometry)).to(device)
+    if limits.first or limits.again:
+        draft.load_state_dict(load_draft(folders.out, device, torch.float32).state_dict())
     else:
-        draft = DraftNetwork(evolve(recipe.geometry, target=target.geometry)).to(device)
         draft.inherit(target)
     source, names = Source(corpus.train), [stage.name for stage in recipe.stages]
     pools = {
@@ -143,6 +165,7 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
             workers=limits.workers,
         )
         for length, speech in recipe.speeches.items()
+        if limits.first < len(recipe.stages)
     }
     codes = [subject for subject in SUBJECTS if subject.name.startswith("code")]
     few = answer_all(target, tokenizer, HeldOut.of(corpus), recipe.saving, (0.0, TEMPERATURE), subjects=codes)
@@ -189,7 +212,9 @@ def ended(seconds: float) -> str:
 def describe(
     recipe: DraftRecipe, pools: Mapping[int, Pool], progress: TrainingProgress, draft: DraftNetwork, target: Qwen3
 ) -> dict[str, Any]:
-    """What the model card tells about a run."""
+    """What the model card tells about a run. pools: none, if there are only exams to sit."""
+    planned = sum(speech.rows * speech.rounds * speech.answer for speech in recipe.speeches.values())
+    said = sum(len(pool.tokens) * pool.answer for pool in pools.values()) or planned
     stages = "\n".join(
         f"* {progress.steps.get(stage.name, 0)} steps of {stage.shape.rows} windows of {stage.shape.length} tokens and "
         f"{stage.shape.rows * blocks_a_row(recipe.blocks, stage.shape.length)} blocks"
@@ -206,7 +231,7 @@ def describe(
         "target_weights": digest(target),
         "weights": digest(draft),
         "spoken": f"{SPOKEN:.0%}",
-        "said": sum(len(pool.tokens) * pool.answer for pool in pools.values()) / 1e6,
+        "said": said / 1e6,
         "stages": stages,
         "matrices": recipe.rates.matrices,
         "others": recipe.rates.others,
@@ -227,14 +252,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
     parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
+    parser.add_argument("--again", action="store_true", help="go on from the draft in --out, with the target changed")
     arguments = parser.parse_args()
     if arguments.smoke and arguments.out == FOLDER / "draft":
         parser.error("--smoke would overwrite the demo's draft: give another --out")
     if not arguments.smoke and not torch.cuda.is_available():
         parser.error("training needs a CUDA device; --smoke works without")
-    recipe = smallest_draft(DRAFT) if arguments.smoke else DRAFT
+    recipe = AGAIN if arguments.again else DRAFT
+    recipe = smallest_draft(recipe) if arguments.smoke else recipe
     folders = Folders(arguments.target, arguments.out, arguments.work)
-    run(recipe, folders, DraftLimits(arguments.seconds, arguments.workers, arguments.first))
+    run(recipe, folders, DraftLimits(arguments.seconds, arguments.workers, arguments.first, arguments.again))
 
 
 if __name__ == "__main__":

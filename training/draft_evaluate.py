@@ -23,8 +23,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from adapters.demo import FOLDER
+from adapters.device.drafting import noise_of
 from adapters.device.noise import gumbel
 from training import tasks
+from training.agents import ToolLoop
 from training.batches import PAD_ID, flatten, row_random
 from training.chat_format import CONTROLS
 from training.corpus import HeldOut, held_out
@@ -69,11 +71,13 @@ SUBJECTS = (
     Subject("code of other authors, 32 tokens", None, 2048, 32, apart=True),
     Subject("code in a chat", tasks.continue_code, 1024, 128),
     Subject("tool calls (JSON)", tool_chat, 2048, 128, TOOL_CALL),
+    Subject("tool loops", ToolLoop(), 2048, 128),
     Subject("chat", chat, 2048, 128),
     Subject("memory over turns", memory, 2048, 128),
     Subject("key to value, 2048", tasks.table_chat, 2048, 64),
     Subject("needles, 2048", tasks.needle_chat, 2048, 64),
     Subject("needles, 7168", tasks.needle_chat, 7168, 64),
+    Subject("needles, 28672", tasks.needle_chat, 28672, 64),
     Subject("copy in a chat", tasks.copy_chat, 1024, 256),
     Subject("copy of random tokens", CopyAfter(tasks.HELD_OUT_SEPARATORS), 512, 256),
 )
@@ -190,13 +194,18 @@ def proposals(
 
 
 def coupled_picks(logits: Tensor, said: Continuation, temperature: float) -> Tensor:
-    """logits: [anchors, slots - 1, vocabulary]. Picked with the noise that the target's own tokens are picked with."""
+    """logits: [anchors, slots - 1, vocabulary]. Picked as the server's draft does, with as much of the noise that the
+    target's own tokens are picked with."""
     count, slots, size = logits.shape
     reach = range(said.start + 1, said.start + count + slots)
     noise = gumbel([(said.seed, position) for position in reach], size, logits.device)
+    share = torch.tensor(noise_of(slots), device=logits.device).unsqueeze(1)
     places = torch.arange(count, device=logits.device).unsqueeze(1) + torch.arange(slots, device=logits.device)
     return torch.stack(
-        [(row.double() / temperature + noise[where]).argmax(-1) for row, where in zip(logits, places, strict=True)]
+        [
+            (row.double() / temperature + share * noise[where]).argmax(-1)
+            for row, where in zip(logits, places, strict=True)
+        ]
     )
 
 

@@ -8,7 +8,7 @@ into one vector a token) and to every slot of the block. Embedding and head are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from attrs import field, frozen
@@ -69,11 +69,12 @@ class DraftNetwork(nn.Module):
         """Auxiliary hidden states [rows, length, auxiliary layers * hidden] to the context [rows, length, hidden]."""
         return self.hidden_norm(self.fc(aux_layers))
 
-    def forward(self, context: Tensor, blocks: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, context: Tensor, blocks: Tensor, anchors: Tensor, step: Step | None = None) -> Tensor:
         """Hidden states of every slot after the last norm, for the target's head.
 
         context: [rows, length, hidden], of positions 0, 1, ...  blocks: embeddings [rows, blocks, slots, hidden].
         anchors: [rows, blocks], the position of each block's first slot; a block sees the context before it.
+        step: `draft_step`, or the same compiled.
         """
         rows, count, slots, _ = blocks.shape
         length = context.shape[1]
@@ -84,18 +85,26 @@ class DraftNetwork(nn.Module):
         visible = visible_keys(anchors.reshape(-1, group), length, slots)
         x = blocks.reshape(rows, count * slots, -1)
         for layer in layers_of(self.layers):
-            h = layer.input_layernorm(x)
-            x = x + attend(layer.self_attn, h, context, (own, before), visible)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = (step or draft_step)(layer, x, context, (own, before), visible)
         return self.norm(x).view(rows, count, slots, -1)
+
+
+Angles = tuple[Tensor, Tensor]
+Step = Callable[..., Tensor]
+"""What one layer does."""
+
+
+def draft_step(
+    layer: DecoderBlock, x: Tensor, context: Tensor, angles: tuple[Angles, Angles], visible: Tensor
+) -> Tensor:
+    """A layer's output; the arguments are those of `attend`."""
+    x = x + attend(layer.self_attn, layer.input_layernorm(x), context, angles, visible)
+    return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
 def layers_of(modules: nn.ModuleList) -> list[DecoderBlock]:
     """A model's layers, as what they are."""
     return [module for module in modules if isinstance(module, DecoderBlock)]
-
-
-Angles = tuple[Tensor, Tensor]
 
 
 def attend(
@@ -140,14 +149,18 @@ def visible_keys(anchors: Tensor, length: int, slots: int) -> Tensor:
     return torch.cat((before, same), -1).unsqueeze(1)
 
 
-def read(target: Qwen3, tokens: Tensor, aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+def target_step(layer: DecoderBlock, x: Tensor, angles: Angles) -> Tensor:
+    return layer(x, angles)
+
+
+def read(target: Qwen3, tokens: Tensor, aux_layers: Sequence[int], step: Step = target_step) -> tuple[Tensor, Tensor]:
     """What the target makes of tokens [rows, length]: hidden states after its last norm [rows, length, hidden], and
     the outputs of the layers `aux_layers`, side by side [rows, length, auxiliary layers * hidden]."""
     x = target.model.embed_tokens(tokens)
     angles = target.cos[: tokens.shape[1]], target.sin[: tokens.shape[1]]
     aux = []
     for index, layer in enumerate(layers_of(target.model.layers)):
-        x = layer(x, angles)
+        x = step(layer, x, angles)
         if index in aux_layers:
             aux.append(x)
     return target.model.norm(x), torch.cat(aux, -1)

@@ -14,13 +14,13 @@ from random import Random
 import numpy as np
 import torch
 from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from training.batches import Batch, Batches, BatchShape, row_random
 from training.draft_generate import generate
-from training.draft_model import DraftNetwork, blocks_at, head, read
-from training.model import Qwen3
+from training.draft_model import DraftNetwork, Step, blocks_at, draft_step, head, read, target_step
+from training.model import Qwen3, Trainable
 from training.tasks import split_room
 
 LEAST_WEIGHT = 0.5
@@ -38,7 +38,7 @@ SPOKEN = 0.7
 """Of a batch's rows, those that the target wrote."""
 
 
-class DraftLoss(nn.Module):
+class DraftLoss(Trainable):
     """The draft with a loss over `blocks` random blocks a row. The target is no part of its parameters."""
 
     def __init__(self, draft: DraftNetwork, target: Qwen3, blocks: int) -> None:
@@ -46,6 +46,9 @@ class DraftLoss(nn.Module):
         self.draft = draft
         self._target = (target,)
         self._blocks = blocks
+        self._loss: Step = block_loss
+        self._target_step: Step = target_step
+        self._draft_step: Step = draft_step
 
     def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Mean loss in nats a slot, by weight. tokens, weights: [rows, length + 1]."""
@@ -53,16 +56,21 @@ class DraftLoss(nn.Module):
         tokens, weights = tokens.long(), weights.float()
         slots = self.draft.geometry.block
         with torch.no_grad():
-            hidden, aux_layers = read(target, tokens[:, :-1], self.draft.geometry.aux_layers)
+            hidden, aux_layers = read(target, tokens[:, :-1], self.draft.geometry.aux_layers, self._target_step)
             anchors, places, counted = choose(weights, blocks_a_row(self._blocks, hidden.shape[1]), slots)
             labels = tokens.gather(1, places.flatten(1)).view(places.shape)
             rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
             with torch.autocast(tokens.device.type, enabled=False):
                 truth = head(target, hidden[rows, places.flatten(1) - 1]).view(*places.shape, -1)
             blocks = blocks_at(target, tokens, anchors, slots).float()
-        out = self.draft(self.draft.context(aux_layers), blocks, anchors)
-        scores = target.logits(out[:, :, 1:]).float()
-        return block_loss(scores, truth, labels, counted)
+        out = self.draft(self.draft.context(aux_layers), blocks, anchors, self._draft_step)
+        return self._loss(target.logits(out[:, :, 1:]), truth, labels, counted)
+
+    def compile_parts(self) -> None:
+        """Neither target nor draft themselves, which are examined between stages, with other shapes."""
+        self._loss = torch.compile(block_loss, dynamic=False)
+        self._target_step = torch.compile(target_step, dynamic=False)
+        self._draft_step = torch.compile(draft_step, dynamic=False)
 
 
 def blocks_a_row(most: int, length: int) -> int:
@@ -90,8 +98,9 @@ def choose(weights: Tensor, count: int, slots: int) -> tuple[Tensor, Tensor, Ten
 
 
 def block_loss(scores: Tensor, truth: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
-    """The draft's logits `scores` against the target's, `truth`, which knows the tokens before: both float32
-    [rows, blocks, slots, vocabulary].  labels, counted: [rows, blocks, slots], the tokens of the text, and where.
+    """The draft's logits `scores` against the target's, `truth`, which knows the tokens before: both
+    [rows, blocks, slots, vocabulary], the latter in float32.  labels, counted: [rows, blocks, slots], the tokens of the
+    text, and where.
 
     A slot's loss is partly the cross-entropy to the target's distribution at WARMTH, for sampling, and partly that to
     its likeliest token, for greedy decoding; and partly the logarithm of what both distributions share, which is how
@@ -99,6 +108,7 @@ def block_loss(scores: Tensor, truth: Tensor, labels: Tensor, counted: Tensor) -
     suit the target (the odds of each against its likeliest one), since a slot behind what the target would not say is
     never used; and somewhat by how likely the draft itself gets there, so that it first learns what comes first.
     """
+    scores = scores.float()
     truth_log, mine_log = truth.log_softmax(-1), scores.log_softmax(-1)
     truth_warm, mine_warm = (truth / WARMTH).softmax(-1), (scores / WARMTH).log_softmax(-1)
     likeliest = truth_log.amax(-1)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -20,9 +22,11 @@ import torch
 from attrs import frozen
 from tokenizers import Tokenizer
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 
 from adapters.demo import FOLDER
 from training import tasks
+from training.agents import HELD_OUT_KEYS, HELD_OUT_THINGS, HELD_OUT_VERBS, ToolLoop
 from training.batches import PAD_ID, flatten, row_random
 from training.chat_format import CONTROLS, END_OF_TEXT, END_OF_TURN, Document, Passage, render, user
 from training.corpus import HeldOut, held_out
@@ -35,6 +39,7 @@ from training.tools import tool_chat
 from training.words import Source
 
 SEED = 2026
+FAR = (8192, 16384, 32768)
 END_IDS = tuple(map(CONTROLS.index, (END_OF_TURN, END_OF_TEXT)))
 BATCH_TOKENS = 1 << 17
 
@@ -72,12 +77,14 @@ STRANGE_PROMPTS = (
 
 @frozen
 class Exam:
-    """`questions` documents of one task, each `room` tokens long or less."""
+    """`questions` documents of one task, each `room` tokens long or less. `whole`: a document counts if every answer
+    in it is right."""
 
     name: str
     task: Task
     room: int
     questions: int
+    whole: bool = False
 
 
 @frozen
@@ -103,31 +110,55 @@ class CopyAfter:
         return [Passage(span), Passage(rng.choice(self.separators)), Passage(span[:2]), Passage(span[2:], 1.0)]
 
 
+def unheard_of(steps: int) -> ToolLoop:
+    """Loops of functions with names that training does not use."""
+    return ToolLoop(HELD_OUT_VERBS, HELD_OUT_THINGS, HELD_OUT_KEYS, steps, strange=0)
+
+
 def exams(context: int, questions: int) -> list[Exam]:
-    middle, near, far = min(512, context), min(2048, context), context
-    depths = [Exam(f"needle at {depth / 10:.1f} of {far}", NeedleAt(depth / 10), far, questions) for depth in range(11)]
+    middle, near = min(512, context), min(2048, context)
+    far = [length for length in FAR if length <= context] or [context]
+    retrieval = [
+        exam
+        for length in far
+        for exam in (
+            Exam(f"key to value in a chat, {length}", tasks.table_chat, length, questions // 2),
+            *(
+                Exam(f"needle at {depth / 10:.1f} of {length}", NeedleAt(depth / 10), length, count)
+                for count in (questions if length == far[0] else questions // 4,)
+                for depth in range(11)
+            ),
+            Exam(f"several needles, {length}", tasks.needle_chat, length, questions // 2),
+        )
+    ]
+    loops = [
+        Exam(f"tool loop of {calls}{where}", unheard_of(steps), room, count, whole=True)
+        for steps, calls in ((1, "one call"), (2, "two calls"))
+        for where, room, count in (("", near, 2 * questions), (f" after much text, {far[-1]}", far[-1], questions // 2))
+    ]
     return [
         Exam(f"key to value in a chat, {near}", tasks.table_chat, near, questions),
         Exam(f"key to value in plain text, {near}", tasks.table_lookup, near, questions),
-        Exam(f"key to value in a chat, {far}", tasks.table_chat, far, questions // 2),
-        *depths,
-        Exam(f"several needles, {far}", tasks.needle_chat, far, questions // 2),
+        *retrieval,
         Exam("copy, held-out separators", CopyAfter(tasks.HELD_OUT_SEPARATORS), middle, questions),
         Exam("copy, no separator", CopyAfter(("",)), middle, questions),
         Exam("copy in a chat", tasks.copy_chat, middle, questions),
         Exam("chat", chat, near, 2 * questions),
         Exam("memory over turns", memory, near, questions),
         Exam("tool calls and their results", tool_chat, near, 2 * questions),
+        *loops,
         Exam("questions about code", tasks.code_questions, near, questions),
     ]
 
 
 @frozen
 class Score:
-    """Answers that were right in every token, of all; and tokens that were, of all."""
+    """Answers that were right in every token, of all; tokens that were, of all; documents whose answers were."""
 
     right: int
     answers: int
+    whole: int
+    documents: int
     tokens_right: int
     tokens: int
     mean_length: int
@@ -137,33 +168,64 @@ class Score:
         return self.right / max(self.answers, 1)
 
     @property
+    def exact_whole(self) -> float:
+        return self.whole / max(self.documents, 1)
+
+    @property
     def by_token(self) -> float:
         return self.tokens_right / max(self.tokens, 1)
 
 
-@torch.inference_mode()
-def examine(model: Trained, tokenizer: Tokenizer, source: Source, exam: Exam) -> Score:
-    """Sit one exam. Deterministic but for the arithmetic."""
-    documents = []
-    for number in range(exam.questions):
+Paper = tuple[list[int], list[float]]
+"""A document's tokens and their weights."""
+
+
+@frozen
+class Papers(Dataset[Paper]):
+    """The documents of these exams, one exam's after the other's."""
+
+    tokenizer: Tokenizer
+    source: Source
+    asked: Sequence[tuple[Exam, int]]
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, source: Source, every: Sequence[Exam]) -> Papers:
+        return Papers(tokenizer, source, [(exam, number) for exam in every for number in range(exam.questions)])
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+    def __getitem__(self, place: int) -> Paper:
+        exam, number = self.asked[place]
         rng = row_random(SEED, number, hash_of(exam.name))
-        ids, weights = flatten(tokenizer, exam.task(rng, source, exam.room - 8))
-        if len(ids) <= exam.room:
-            documents.append((ids, weights))
+        return flatten(self.tokenizer, exam.task(rng, self.source, exam.room - 8))
+
+    def load(self, workers: int) -> Iterator[Paper]:
+        """In order, made ahead by `workers` processes (0: here)."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        return iter(DataLoader(self, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None))
+
+
+@torch.inference_mode()
+def examine(model: Trained, exam: Exam, papers: Iterator[Paper]) -> Score:
+    """Sit one exam, whose documents come next. Deterministic but for the arithmetic."""
+    documents = [paper for paper in islice(papers, exam.questions) if len(paper[0]) <= exam.room]
     documents.sort(key=lambda document: len(document[0]))
-    right = answers = tokens_right = tokens = 0
+    right = answers = tokens_right = tokens = whole = 0
     size = max(1, BATCH_TOKENS // exam.room)
     for start in range(0, len(documents), size):
         some = documents[start : start + size]
         for picks, (ids, weights) in zip(greedy_picks(model, [ids for ids, _ in some]), some, strict=True):
             hits = [pick == token for pick, token in zip(picks, ids[1:], strict=True)]
-            for answer in spans(weights[1:]):
+            every = spans(weights[1:])
+            whole += all(all(hits[answer]) for answer in every)
+            for answer in every:
                 answers += 1
                 right += all(hits[answer])
                 tokens_right += sum(hits[answer])
                 tokens += answer.stop - answer.start
     length = sum(len(ids) for ids, _ in documents)
-    return Score(right, answers, tokens_right, tokens, length // max(len(documents), 1))
+    return Score(right, answers, whole, len(documents), tokens_right, tokens, length // max(len(documents), 1))
 
 
 def hash_of(name: str) -> int:
@@ -234,21 +296,25 @@ def fixed_answers(model: Trained, tokenizer: Tokenizer) -> float:
     return sum(got == answer + END_OF_TURN for got, (_, answer) in zip(said, pairs, strict=True)) / len(pairs)
 
 
-def evaluate(model: Trained, tokenizer: Tokenizer, texts: HeldOut, questions: int) -> dict[str, float]:
+def evaluate(model: Trained, tokenizer: Tokenizer, texts: HeldOut, questions: int, workers: int) -> dict[str, float]:
     """Every figure of the model card, printed as it comes. Exams are made of the library's files."""
     source = Source(texts.stdlib)
     context = model.geometry.context
     found: dict[str, float] = {}
-    for exam in exams(context, questions):
-        score = examine(model, tokenizer, source, exam)
-        found[exam.name] = score.exact
+    every = exams(context, questions)
+    papers = Papers.of(tokenizer, source, every).load(workers)
+    for exam in every:
+        score = examine(model, exam, papers)
+        found[exam.name] = score.exact_whole if exam.whole else score.exact
         print(
-            f"{exam.name}: {score.exact:.2%} of {score.answers} answers, {score.by_token:.2%} of tokens, "
-            f"mean length {score.mean_length}",
+            f"{exam.name}: {score.exact:.2%} of {score.answers} answers, {score.exact_whole:.2%} of documents, "
+            f"{score.by_token:.2%} of tokens, mean length {score.mean_length}",
             flush=True,
         )
-    depths = [exact for name, exact in found.items() if name.startswith("needle at")]
-    found[f"needle over all depths of {context}"] = sum(depths) / len(depths)
+    for length in sorted({exam.room for exam in every if exam.name.startswith("needle at")}):
+        depths = [found.pop(exam.name) for exam in every if exam.name.startswith("needle at") and exam.room == length]
+        found[f"needle, worst of eleven depths of {length}"] = min(depths)
+        found[f"needle over all depths of {length}"] = sum(depths) / len(depths)
     found["fixed answers, decoded freely"] = fixed_answers(model, tokenizer)
     said = talk(model, tokenizer, STRANGE_PROMPTS, 160)
     found["strange prompts whose answer ends by itself"] = sum(END_OF_TURN in answer for answer in said) / len(said)
@@ -257,7 +323,7 @@ def evaluate(model: Trained, tokenizer: Tokenizer, texts: HeldOut, questions: in
         nats, bits = code_loss(model, tokenizer, files, min(2048, context))
         found[f"held-out code, {part}, nats a token"] = nats
         found[f"held-out code, {part}, bits a character"] = bits
-    for name in list(found)[-3 - 2 * len(parts) :]:
+    for name in list(found)[-2 - 2 * len(parts) :]:
         print(f"{name}: {found[name]:.4f}", flush=True)
     for prompt, answer in zip(STRANGE_PROMPTS, said, strict=True):
         print(f"> {prompt}\n{answer}", flush=True)
@@ -273,7 +339,7 @@ def main() -> None:
     loading = load_hybrid if "linear_attention" in read_config(arguments.model)["layer_types"] else load
     model = loading(arguments.model, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    found: Mapping[str, float] = evaluate(model, tokenizer, held_out(), arguments.questions)
+    found: Mapping[str, float] = evaluate(model, tokenizer, held_out(), arguments.questions, 0)
     print(json.dumps({name: round(value, 4) for name, value in found.items() if not math.isnan(value)}))
 
 

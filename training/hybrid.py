@@ -26,7 +26,7 @@ from training.evaluate import evaluate
 from training.export import export, load_hybrid
 from training.hybrid_card import write_hybrid_card
 from training.hybrid_model import DEPTHS, Hybrid, HybridGeometry
-from training.recipe import LONG, SHORT, Recipe
+from training.recipe import LONG, SHORT, Cycle, Recipe, short
 from training.tokenizer import encode
 from training.train import LearningRates, Stage, TrainingProgress, train
 from training.words import Source
@@ -34,10 +34,14 @@ from training.words import Source
 HYBRID = Recipe(
     HybridGeometry(),
     (
-        Stage("2k", BatchShape(64, 2048), SHORT, steps=2000, share=0.5, whole=0.3),
-        Stage("8k", BatchShape(16, 8192), LONG, steps=2000, share=0.5, whole=0.6),
+        Cycle(
+            (
+                Stage("2k", BatchShape(64, 2048), SHORT, steps=2000, share=0.5, whole=0.3),
+                Stage("8k", BatchShape(16, 8192), LONG, steps=2000, share=0.5, whole=0.6),
+            ),
+            LearningRates(matrices=5e-3, others=3e-3, falling=0.6),
+        ),
     ),
-    LearningRates(matrices=5e-3, others=3e-3, falling=0.6),
     seed=5,
     questions=50,
 )
@@ -45,9 +49,9 @@ HYBRID = Recipe(
 
 def smallest_hybrid(recipe: Recipe[HybridGeometry]) -> Recipe[HybridGeometry]:
     """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
-    stages = tuple(evolve(stage, shape=BatchShape(2, 255), steps=3) for stage in recipe.stages)
+    cycles = tuple(map(short, recipe.cycles))
     geometry = evolve(recipe.geometry, hidden=64, inner=96, head_dim=32, context=1024)
-    return evolve(recipe, geometry=geometry, stages=stages, questions=2)
+    return evolve(recipe, geometry=geometry, cycles=cycles, questions=2)
 
 
 def run(recipe: Recipe[HybridGeometry], work: Path, out: Path, limits: DemoLimits) -> dict[str, float]:
@@ -66,11 +70,12 @@ def run(recipe: Recipe[HybridGeometry], work: Path, out: Path, limits: DemoLimit
         export(model, tokenizer, out)
         progress.save(notes)
 
+    (cycle,) = recipe.cycles
     progress = train(
         model,
         batches,
-        recipe.stages,
-        rates=recipe.rates,
+        cycle.stages,
+        rates=cycle.rates,
         seed=recipe.seed,
         seconds=limits.seconds,
         workers=limits.workers,
@@ -87,7 +92,7 @@ def run(recipe: Recipe[HybridGeometry], work: Path, out: Path, limits: DemoLimit
     shipped = load_hybrid(out, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     held_out = HeldOut.of(corpus)
     agreements = agreement(shipped, tokenizer, held_out.stdlib, min(2048, recipe.geometry.context))
-    measured = evaluate(shipped, tokenizer, held_out, recipe.questions)
+    measured = evaluate(shipped, tokenizer, held_out, recipe.questions, limits.workers)
     for depth, share in enumerate(agreements, 1):
         measured[f"head, token {depth} in a row"] = share
     (out / "README.md").write_text(write_hybrid_card(trained, measured), encoding="utf-8")

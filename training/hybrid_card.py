@@ -36,8 +36,9 @@ most {most:g} MB of each: {files} files, {megabytes:.0f} MB. Digest of the corpu
 ## Recipe
 
 `make train-demo-hybrid` on a machine with CUDA does all of it from nothing, {tokens:.0f} million tokens in all: seed
-{seed}, peak rates {matrices} (Muon, matrices) and {others} (AdamW, the rest), falling over the last {falling:.0%},
-{stages}.
+{seed}:
+
+{cycles}
 
 The head learns beside the model, from its distributions, at most {depths} tokens in a row; it moves nothing of the
 model. Weight decay {decay} for matrices, bf16 autocast. {seconds:.0f} s of training on one {hardware}, torch

@@ -68,6 +68,13 @@ class Geometry:
         return {**sampling, "eos_token_id": ends, "pad_token_id": CONTROLS.index(PAD)}
 
 
+class Trainable(nn.Module):
+    """A model whose forward is its loss of a batch."""
+
+    def compile_parts(self) -> None:
+        """Compile what there is many of, once, and what is large."""
+
+
 class Norm(nn.Module):
     """RMS norm, computed in float32."""
 
@@ -143,7 +150,7 @@ class Backbone(nn.Module):
         self.norm = Norm(geometry.hidden, geometry.eps)
 
 
-class Qwen3(nn.Module):
+class Qwen3(Trainable):
     """`state_dict` has the names and shapes of a Hugging Face checkpoint with tied embeddings."""
 
     cos: Tensor
@@ -154,6 +161,7 @@ class Qwen3(nn.Module):
         super().__init__()
         self.geometry = geometry
         self.model = Backbone(geometry)
+        self._loss = token_loss
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -183,11 +191,19 @@ class Qwen3(nn.Module):
         Ids that are never used stay out of the softmax: as an output they would only be pushed away, and with tied
         embeddings their rows would drift far from the others. Where a text spells one, it is no label either.
         """
-        tokens, weights = tokens.long(), weights[:, 1:].float()
-        weights = weights.masked_fill(self.unused[tokens[:, 1:]] < 0, 0)
-        labels = tokens[:, 1:].masked_fill(weights == 0, IGNORED)
-        scores = self.logits(self.hidden(tokens[:, :-1])).float() + self.unused
-        losses = functional.cross_entropy(
-            scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
-        )
-        return (losses * weights.flatten()).sum() / weights.sum().clamp_min(1)
+        hidden = self.hidden(tokens[:, :-1].long())
+        return self._loss(hidden, self.model.embed_tokens.weight, self.unused, tokens[:, 1:].long(), weights[:, 1:])
+
+    def compile_parts(self) -> None:
+        for layer in self.model.layers:
+            layer.compile(dynamic=False)
+        self._loss = torch.compile(token_loss, dynamic=False)
+
+
+def token_loss(hidden: Tensor, table: Tensor, unused: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+    """Of the `tokens` that the hidden states should foretell. unused: minus infinity for what may not be foretold."""
+    weights = weights.float().masked_fill(unused[tokens] < 0, 0)
+    labels = tokens.masked_fill(weights == 0, IGNORED)
+    scores = functional.linear(hidden, table).float() + unused
+    losses = functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum().clamp_min(1)

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from attrs import evolve, frozen
 
+from training.agents import ToolLoop
 from training.batches import BatchShape, Mixture
 from training.chat_format import CONTROLS
 from training.dialogues import chat, memory
@@ -28,9 +29,10 @@ from training.tasks import (
 )
 from training.tokenizer import VOCABULARY
 from training.tools import tool_chat
-from training.train import LearningRates, Stage
+from training.train import LearningRates, Stage, Windows
 
 copy_tokens = CopyTokens(len(CONTROLS), VOCABULARY)
+tool_loop = ToolLoop()
 
 TOKENIZER_TASKS: tuple[Task, ...] = (
     *(table_lookup, table_chat, needle_chat, needle_plain, chat, chat, chat, memory, tool_chat),
@@ -48,6 +50,24 @@ LONG: Mixture = {
     copy_tokens: 0.04, copy_text: 0.02, copy_chat: 0.04, spelling: 0.03,
     chat: 0.07, memory: 0.05, tool_chat: 0.05,
 }  # fmt: skip
+AGENT: Mixture = {
+    **SHORT, code: 0.36, code_questions: 0.07, copy_tokens: 0.06, tool_chat: 0.03, tool_loop: 0.08,
+}  # fmt: skip
+AGENT_LONG: Mixture = {**LONG, code: 0.24, code_questions: 0.08, table_chat: 0.10, tool_chat: 0.02, tool_loop: 0.10}
+AGENT_LONGEST: Mixture = {
+    code: 0.14, continue_code: 0.01, code_questions: 0.07,
+    table_lookup: 0.06, table_chat: 0.14, needle_plain: 0.06, needle_chat: 0.12, needle_terse: 0.10,
+    copy_tokens: 0.04, copy_text: 0.02, copy_chat: 0.02, spelling: 0.02,
+    chat: 0.04, memory: 0.05, tool_chat: 0.01, tool_loop: 0.11,
+}  # fmt: skip
+
+
+@frozen
+class Cycle:
+    """Stages under one rise and fall of the learning rate."""
+
+    stages: tuple[Stage, ...]
+    rates: LearningRates
 
 
 G = TypeVar("G", Geometry, HybridGeometry)
@@ -55,30 +75,74 @@ G = TypeVar("G", Geometry, HybridGeometry)
 
 @frozen
 class Recipe(Generic[G]):
-    """A training run of a model of the family: stages under one rise and fall of the learning rate, with batches
-    from `seed`."""
+    """A training run of a model of the family, with batches from `seed`."""
 
     geometry: G
-    stages: tuple[Stage, ...]
-    rates: LearningRates
+    cycles: tuple[Cycle, ...]
     seed: int
     questions: int = 100
     """Documents an exam in the evaluation."""
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(stage for cycle in self.cycles for stage in cycle.stages)
 
-TARGET = Recipe(
-    Geometry(),
+
+FIRST = Cycle(
     (
         Stage("2k", BatchShape(128, 2048), SHORT, steps=3653, share=0.6, whole=0.3),
         Stage("8k", BatchShape(32, 8192), LONG, steps=1500, share=0.4, whole=0.6),
     ),
     LearningRates(matrices=5e-3, others=3e-3, falling=0.6),
+)
+TARGET = Recipe(Geometry(), (FIRST,), seed=1)
+
+LONGER = Recipe(
+    Geometry(context=32768),
+    (
+        FIRST,
+        Cycle(
+            (
+                Stage("2k again", BatchShape(128, 2048), AGENT, steps=900, share=0.25, whole=0.3),
+                Stage(
+                    "every length",
+                    BatchShape(64, 2048),
+                    AGENT,
+                    steps=2400,
+                    share=0.6,
+                    whole=0.3,
+                    beside=(
+                        Windows(BatchShape(16, 8192), AGENT_LONG, 0.5, mingled=True),
+                        Windows(BatchShape(64, 2048), AGENT, 0.3),
+                        Windows(BatchShape(4, 32768), AGENT_LONGEST, 0.4, mingled=True),
+                    ),
+                ),
+            ),
+            LearningRates(matrices=1e-3, others=6e-4, falling=1.0),
+        ),
+    ),
     seed=1,
 )
+"""The same, and a second cycle for tool loops and four times the context. Every length comes in turn, so that none is
+forgotten, with documents of any tasks in a window: four long windows of one task each are a bad step to end with."""
+
+
+def narrow(windows: Windows) -> Windows:
+    return evolve(windows, shape=BatchShape(2, 191))
+
+
+def short(cycle: Cycle) -> Cycle:
+    """The same with a few tiny steps."""
+    return evolve(
+        cycle,
+        stages=tuple(
+            evolve(stage, shape=BatchShape(2, 255), steps=3, beside=tuple(map(narrow, stage.beside)))
+            for stage in cycle.stages
+        ),
+    )
 
 
 def smallest(recipe: Recipe[Geometry]) -> Recipe[Geometry]:
     """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
-    stages = tuple(evolve(stage, shape=BatchShape(2, 255), steps=3) for stage in recipe.stages)
     geometry = evolve(recipe.geometry, hidden=64, inner=96, heads=2, head_dim=32, context=1024)
-    return evolve(recipe, geometry=geometry, stages=stages, questions=2)
+    return evolve(recipe, geometry=geometry, cycles=tuple(map(short, recipe.cycles)), questions=2)

@@ -106,7 +106,7 @@ def table_lookup(rng: Random, source: Source, room: int) -> Document:
 
 def table_chat(rng: Random, source: Source, room: int) -> Document:
     """A table in a message, then questions about it."""
-    count = rng.randint(1, max(2, min(12, room // 150)))
+    count = rng.randint(1, max(2, min(12, room // 150), min(40, room // 800)))
     table, pairs, _ = _table(rng, source, round(max(room - 60 * count, 50) * TABLE_CHARS))
     lead = rng.choice(("Here is a table.\n", "", "Remember these values:\n", "Data:\n", "Use this table.\n\n"))
     asked = rng.sample(pairs, min(len(pairs), count))
@@ -197,7 +197,7 @@ def needle_terse(rng: Random, source: Source, room: int) -> Document:
 
 def needle_chat(rng: Random, source: Source, room: int, depth: float | None = None, *, terse: float = 0.25) -> Document:
     """Facts hidden in real code, asked for in a conversation. With `depth`, one fact, there."""
-    count = 1 if depth is not None else rng.randint(1, max(2, min(10, room // 100)))
+    count = 1 if depth is not None else rng.randint(1, max(2, min(10, room // 100), min(32, room // 900)))
     asked = count if count < 3 else rng.randint(2, count)
     hay = source.code(rng, round(max(room - 45 * asked - 25 * count - 40, 20) * CODE_CHARS))
     needles = _needles(rng, source, count)
@@ -213,7 +213,7 @@ def needle_chat(rng: Random, source: Source, room: int, depth: float | None = No
 
 def needle_plain(rng: Random, source: Source, room: int) -> Document:
     """Facts hidden in real code, asked for in plain text; the code is learnt as well."""
-    count = rng.randint(1, max(2, min(12, room // 80)))
+    count = rng.randint(1, max(2, min(12, room // 80), min(32, room // 900)))
     hay = source.code(rng, round(max(room - 55 * count, 20) * CODE_CHARS))
     needles = _needles(rng, source, count)
     rows = [
@@ -237,14 +237,14 @@ def code_questions(rng: Random, source: Source, room: int) -> Document:
     exchanges: list[tuple[str, str]] = []
     names = _DEFINES.findall(text)
     once = [name for name in names if names.count(name) == 1]
-    for name in rng.sample(once, min(len(once), rng.randint(1, 5))):
+    for name in rng.sample(once, min(len(once), rng.randint(1, max(5, room // 2000)))):
         found = next(match[0].strip() for match in _DEFINES.finditer(text) if match[1] == name)
         ask = rng.choice(("Show the line that defines {}.", "Which line defines {}?", "Where is {} defined?"))
         exchanges.append((ask.format(name), found))
     places = range(max(len(lines) - 1, 0))
     exchanges += [
         (f"Which line comes after this one?\n{lines[place].strip()}", lines[place + 1].strip())
-        for place in rng.sample(places, min(len(places), rng.randint(1, 3)))
+        for place in rng.sample(places, min(len(places), rng.randint(1, max(3, room // 3000))))
         if lines.count(lines[place]) == 1
     ]
     if not exchanges:

@@ -13,7 +13,8 @@ import torch
 from attrs import asdict, frozen
 from torch import Tensor, nn
 
-from training.batches import Batch, Batches, BatchShape, Mixture
+from training.batches import Batch, Batches, BatchShape, InTurn, Mixture
+from training.model import Trainable
 
 WARM_UP_STEPS = 100
 CLIP = 1.0
@@ -22,8 +23,18 @@ LOGGED = 50
 
 
 @frozen
+class Windows:
+    """What the windows of a batch are filled with, and how: see `Batches`."""
+
+    shape: BatchShape
+    mixture: Mixture
+    whole: float
+    mingled: bool = False
+
+
+@frozen
 class Stage:
-    """Part of a training run. `share`: of the run's progress, 1 over all stages; the learning rate goes by it."""
+    """Part of a training run. `share`: of the run's time; the learning rate goes by how much of all stages' is done."""
 
     name: str
     shape: BatchShape
@@ -31,6 +42,14 @@ class Stage:
     steps: int
     share: float
     whole: float
+    mingled: bool = False
+    beside: tuple[Windows, ...] = ()
+    """Windows of other shapes, whose batches take turns with these."""
+
+
+def windows_of(stage: Stage) -> list[Windows]:
+    """Those that take turns."""
+    return [Windows(stage.shape, stage.mixture, stage.whole, stage.mingled), *stage.beside]
 
 
 @frozen
@@ -78,13 +97,16 @@ def optimizers(model: nn.Module, rates: LearningRates) -> list[torch.optim.Optim
     ]
 
 
-def whole(model: nn.Module) -> Callable[..., Tensor]:
-    return torch.compile(model, dynamic=False)
+def by_parts(model: nn.Module) -> Callable[..., Tensor]:
+    """Compiles what there is many of, once: a model as a whole would take the better part of a minute a shape."""
+    if isinstance(model, Trainable):
+        model.compile_parts()
+    return model
 
 
 def train(
     model: nn.Module,
-    batches: Callable[[Stage, int], Batches],
+    batches: Callable[[Stage, int], Batches | InTurn],
     stages: Sequence[Stage],
     *,
     rates: LearningRates,
@@ -94,7 +116,7 @@ def train(
     after: Callable[[TrainingProgress], None] = lambda _: None,
     first: int = 0,
     before: TrainingProgress | None = None,
-    compiled: Callable[[nn.Module], Callable[..., Tensor]] = whole,
+    compiled: Callable[[nn.Module], Callable[..., Tensor]] = by_parts,
 ) -> TrainingProgress:
     """Train in place. Each stage ends after its steps, or when its share of `seconds` is used up.
 
@@ -108,6 +130,7 @@ def train(
     steppers = optimizers(model, rates)
     peaks = [[group["lr"] for group in stepper.param_groups] for stepper in steppers]
     progress = TrainingProgress() if before is None else before
+    whole = sum(stage.share for stage in stages)
     done, total, tokens = sum(stage.share for stage in stages[:first]), 0, progress.tokens
     began = time.monotonic() - progress.seconds
     steps, recent = dict(progress.steps), progress.loss
@@ -120,7 +143,7 @@ def train(
             own = max(step / stage.steps, (time.monotonic() - opened) / (seconds * stage.share))
             if own >= 1:
                 break
-            factor = schedule(total, done + own * stage.share, rates.falling)
+            factor = schedule(total, (done + own * stage.share) / whole, rates.falling)
             for stepper, lrs in zip(steppers, peaks, strict=True):
                 for group, peak in zip(stepper.param_groups, lrs, strict=True):
                     group["lr"] = peak * factor
@@ -128,7 +151,7 @@ def train(
             since.append(one_step(model, step_loss, steppers, batch))
             steps[stage.name] = step + 1
             total += 1
-            tokens += stage.shape.tokens
+            tokens += len(ids) * (ids.shape[1] - 1)
             if step % LOGGED == 0 or step == stage.steps - 1:
                 recent = mean_loss(since, f"{stage.name} step {step}")
                 report(f"{stage.name} step {step}", recent, factor, tokens, time.monotonic() - began)

@@ -32,6 +32,7 @@ from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 log = logging.getLogger("rekindle.device")
 
 CANDIDATES = 64  # tokens that a position's proposal is drawn from, the draft's likeliest
+NOISE = 0.6  # of the target's, for what is proposed blindly after another proposal: the odds then count for more
 CHILDREN = 8  # of a node: more are never reached by trees of the sizes that pay
 
 
@@ -113,7 +114,8 @@ class Choosing:
         together = [index for index, part in enumerate(parts) if len(part) and self._plain(index)]
         if together:
             rows = [row for index in together for row in self._rows(index, len(parts[index]))]
-            tokens = iter(guesses(torch.cat([parts[index] for index in together]), rows))
+            noise = [share for index in together for share in noise_of(len(parts[index]))]
+            tokens = iter(guesses(torch.cat([parts[index] for index in together]), rows, noise))
             for index in together:
                 found[index] = [next(tokens) for _ in range(len(parts[index]))]
         for index, part in enumerate(parts):
@@ -148,13 +150,13 @@ class Choosing:
         for number in range(len(logits)):
             path = (*before, *found)
             row = Draw(state.sampler, len(state.tokens) + len(path), path)
-            found += guesses(adjusted(logits[number : number + 1], [row]), [row])
+            found += guesses(adjusted(logits[number : number + 1], [row]), [row], noise_of(len(logits))[number:][:1])
         return found
 
     def _tree(self, index: int, logits: Tensor) -> list[int]:
         """Candidates are ranked by what is compared when one is picked: logits, or noisy ones."""
         request = self.requests[index]
-        ids, scores = candidates(logits, self._rows(index, len(logits)))
+        ids, scores = candidates(logits, self._rows(index, len(logits)), noise_of(len(logits)))
         values, order = scores.log_softmax(-1).topk(min(CHILDREN, scores.shape[-1]))
         ranked = [
             [(token, value) for token, value in zip(*pair, strict=True) if value > -math.inf]
@@ -164,26 +166,37 @@ class Choosing:
         return list(ids.gather(-1, order[:, :1]).flatten().tolist())
 
 
-def guesses(logits: Tensor, rows: Sequence[Draw]) -> list[int]:
-    """One token a row, from float32 `[R, V]` with bias and penalties."""
+def noise_of(count: int) -> list[float]:
+    """How much of the target's noise each of `count` proposals is picked with that a draft says at once.
+
+    All of it for the first one: a draft that was right would pick the target's own token. The others are said without
+    knowing what was picked before them, which the target knows.
+    """
+    return [1.0, *[NOISE] * (count - 1)][:count]
+
+
+def guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> list[int]:
+    """One token a row, from float32 `[R, V]` with bias and penalties. noise: see `noise_of`."""
     if not any(row.sampler.sampling.temperature for row in rows):
         return list(logits.argmax(-1).tolist())
-    ids, scores = candidates(logits, rows)
+    ids, scores = candidates(logits, rows, noise)
     return list(ids.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist())
 
 
-def candidates(logits: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+def candidates(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> tuple[Tensor, Tensor]:
     """The likeliest tokens of each row, int64 `[R, n]`, and what is compared when one is drawn, float32 `[R, n]`.
 
-    That is logit / temperature + noise, and -inf where the request truncates; a greedy row's logits as they are.
+    That is logit / temperature + a share of the noise, and -inf where the request truncates; for a greedy row its
+    logits.
     """
     found, ids = logits.topk(min(CANDIDATES, logits.shape[-1]))
     asked = [row.sampler.sampling for row in rows]
     samplings = [sampling if sampling.temperature else Sampling(temperature=1) for sampling in asked]
     warmth = column([sampling.temperature for sampling in samplings], found)
     scaled = found / warmth
-    noise = gumbel_of([(sampling.seed, row.position) for sampling, row in zip(asked, rows, strict=True)], ids)
-    scores = scaled + noise * column([float(sampling.temperature > 0) for sampling in asked], noise)
+    drawn = gumbel_of([(sampling.seed, row.position) for sampling, row in zip(asked, rows, strict=True)], ids)
+    heard = [share * (sampling.temperature > 0) for share, sampling in zip(noise, asked, strict=True)]
+    scores = scaled + drawn * column(heard, drawn)
     shares = (scaled - (logits / warmth).logsumexp(-1, keepdim=True)).exp()
     before = shares.cumsum(-1) - shares
     most = column([sampling.top_k or CANDIDATES for sampling in samplings], ids)

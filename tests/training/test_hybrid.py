@@ -100,7 +100,7 @@ def test_training_teaches_model_and_head(source, tokenizer):
     torch.manual_seed(0)
     model = Hybrid(TINY)
     tokens = torch.randint(16, 200, (2, 65)).repeat(1, 1)
-    steppers, losses = optimizers(model, TARGET.rates), []
+    steppers, losses = optimizers(model, TARGET.cycles[0].rates), []
     stepped = {id(p) for stepper in steppers for group in stepper.param_groups for p in group["params"]}
     assert stepped == {id(parameter) for parameter in model.parameters()}
     for _ in range(30):

@@ -7,19 +7,21 @@ import math
 
 import pytest
 import torch
+from attrs import evolve
 from transformers import Qwen3ForCausalLM
 
 from training import draft, evaluate
+from training.agents import ToolLoop
 from training.batches import Batches, BatchShape
 from training.chat_format import CONTROLS
 from training.corpus import Corpus, assemble
 from training.demo import DemoLimits, run
 from training.dialogues import chat
 from training.draft import Folders, smallest_draft
-from training.evaluate import Exam, examine, talk
+from training.evaluate import Exam, Papers, examine, talk
 from training.export import export, load
 from training.model import UNUSED_IDS, Geometry, Qwen3
-from training.recipe import TARGET, smallest
+from training.recipe import LONGER, TARGET, smallest
 from training.tasks import code, continue_code
 from training.train import LearningRates, Stage, TrainingProgress, digest, schedule, train
 from training.words import Source
@@ -98,10 +100,14 @@ def test_an_export_loads_in_transformers_with_the_same_logits_and_never_predicts
 
 
 def test_exams_and_talks_run_on_an_untrained_model(source, tokenizer):
-    model = Qwen3(TINY)
-    score = examine(model, tokenizer, source, Exam("chat", chat, 256, 4))
-    assert score.answers >= 1
+    model = Qwen3(evolve(TINY, context=1024))
+    every = [Exam("chat", chat, 256, 4), Exam("loop", ToolLoop(steps=2), 768, 3, whole=True)]
+    papers = Papers.of(tokenizer, source, every).load(0)
+    score, loops = (examine(model, exam, papers) for exam in every)
+    assert score.answers >= score.documents >= 1
     assert 0 <= score.exact <= 1
+    assert loops.answers == 3 * loops.documents > 0
+    assert next(papers, None) is None
     assert len(talk(model, tokenizer, ["Hello", "Who are you?"], 5)) == 2
 
 
@@ -122,9 +128,9 @@ def test_a_corpus_comes_back_from_its_file_with_its_digest(tmp_path):
 
 
 def test_the_smallest_recipe_keeps_every_stage():
-    small = smallest(TARGET)
-    assert [stage.name for stage in small.stages] == [stage.name for stage in TARGET.stages]
-    assert small.rates == TARGET.rates
+    small = smallest(LONGER)
+    assert [stage.name for stage in small.stages] == [stage.name for stage in LONGER.stages]
+    assert [cycle.rates for cycle in small.cycles] == [cycle.rates for cycle in LONGER.cycles]
 
 
 def test_code_that_spells_control_tokens_trains_with_finite_losses_and_anything_else_ends_the_run(source, tokenizer):
@@ -196,13 +202,14 @@ def test_all_of_it_runs_small_and_is_taken_up_again(source, tokenizer, tmp_path,
     monkeypatch.setattr(evaluate, "ABOUT", evaluate.ABOUT[:1])  # a decoding without a cache takes its time
     monkeypatch.setattr(evaluate, "SMALL_TALK", ())
     monkeypatch.setattr(evaluate, "STRANGE_PROMPTS", evaluate.STRANGE_PROMPTS[:1])
-    for first in (0, 2):
-        run(smallest(TARGET), work, out, DemoLimits(math.inf, 0, first))
-    for first in (0, 4):
-        folders = Folders(out, out / "draft", work)
-        draft.run(smallest_draft(draft.DRAFT), folders, draft.DraftLimits(math.inf, 0, first))
+    folders = Folders(out, out / "draft", work)
+    run(smallest(TARGET), work, out, DemoLimits(math.inf, 0, 0))
+    draft.run(smallest_draft(draft.DRAFT), folders, draft.DraftLimits(math.inf, 0, 0))
+    run(smallest(LONGER), work, out, DemoLimits(math.inf, 0, 2))
+    for first in (0, 3):
+        draft.run(smallest_draft(draft.AGAIN), folders, draft.DraftLimits(math.inf, 0, first, again=True))
     assert "training took" in capsys.readouterr().out
-    card, small = (out / "README.md").read_text(), smallest(TARGET)
+    card, small = (out / "README.md").read_text(), smallest(LONGER)
     assert f"3 steps of 2 windows of {small.stages[0].shape.length} tokens" in card
     assert "attrs 26" in card
     assert "held-out code, other authors, nats a token" in card
