@@ -250,11 +250,8 @@ def shown(lines: Iterable[Line]) -> Iterator[Line]:
 
 def options_of(header: Header, model: str | None) -> Options:
     """What the trace was served with, as far as it decides the numbers. Raises Refusal: traces are hostile input."""
-    wanted: dict[str, Any] = {
-        name: header.config[name]
-        for name in ("model", "device", "dtype", "max_ctx", "numerics", "slots", "chunk", "threads")
-        if name in header.config
-    }
+    names = ("model", "device", "dtype", "max_ctx", "numerics", "slots", "chunk", "threads", "state_checkpoints")
+    wanted: dict[str, Any] = {name: header.config[name] for name in names if name in header.config}
     if model is not None:
         wanted["model"] = model
     wanted |= {"disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}

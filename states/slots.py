@@ -174,12 +174,15 @@ def given(
     slots: Slots, ask: Ask, requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Slots, tuple[Ask, ...]]:
     """A chunk is about to be launched: if it stops where the positional state is kept, there is a place for that, which
-    stays empty until it has happened; unless all that is kept is worth more.
+    stays empty until it has happened; unless all that is kept is worth more, or a place has that state already: rows
+    are computed again where another prompt is served than before.
     """
     effect, state = ask.effect, requests[ask.request]
     assert isinstance(effect, RunPrefill), ask
     mark = scope.mark(settings, state.seat, state.prompt) if isinstance(state, Prefilling) else None
     if mark is None or mark.at != effect.stop:
+        return slots, (ask,)
+    if any((place.slot, place.at) == (effect.slot, mark.at) for place in slots.places):
         return slots, (ask,)
     place = places.room(slots.places, effect.slot, mark.at, slots.turn)
     if place is None:

@@ -263,14 +263,17 @@ class DeviceExecutor:
         if not taken:
             return tuple(outcomes)
         started = time.perf_counter_ns()
+        settling = False
         try:
             members = self._draft(taken)
-            agreements = self._verify(members)
+            step, forward, agreements = self._verify(members)
+            settling = True
+            self._settle(step, forward, members, agreements)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
-            for index, _, _ in taken.values():
-                outcomes[index] = out_of_memory(error)
+            for slot, (index, _, _) in taken.items():
+                outcomes[index] = self._half_settled(slot, error) if settling else out_of_memory(error)
             return tuple(outcomes)
         for member, agreed in zip(members, agreements, strict=True):
             outcomes[member.index] = decoded(member, agreed, time.perf_counter_ns() - started)
@@ -305,15 +308,25 @@ class DeviceExecutor:
                 trees[slot] = fitted(trees[slot], state.sampler.matching.fitting)
         return [Member(index, slot, state, trees[slot]) for slot, (index, state, _) in taken.items()]
 
-    def _verify(self, members: Sequence[Member]) -> list[Agreed | DeviceFailed]:
-        """One forward for all: how far the target picks what was proposed. The rest is rolled back."""
+    def _half_settled(self, slot: int, error: Exception) -> DeviceFailed:
+        """Some layers' states may have moved and others not, so nobody may go on from any of them."""
+        self._slots[slot] = failed = DeviceFailed("broken", f"slot {slot} was being settled: {error}")
+        return failed
+
+    def _verify(self, members: Sequence[Member]) -> tuple[Step, Forward, list[Agreed | DeviceFailed]]:
+        """One forward for all: how far the target picks what was proposed."""
         segments = [piece for member in members for piece in member.tree.pieces(member.slot, member.state.valid)]
         rows = [row for member in members for row in member.rows]
         step = Step(tuple(segments), bucket_of(self._buckets, len(rows)))
         forward = self._shard.forward(step, torch.tensor([token for member in members for token in member.tree.tokens]))
         picked = self._picked(self._shard.logits(step, forward.hidden), rows)
         firsts = accumulate((len(member.tree.tokens) for member in members), initial=0)
-        found = [agree(member, picked, first) for member, first in zip(members, firsts, strict=False)]
+        return step, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=False)]
+
+    def _settle(
+        self, step: Step, forward: Forward, members: Sequence[Member], found: Sequence[Agreed | DeviceFailed]
+    ) -> None:
+        """What the target picked has happened, and the rest is rolled back."""
         kept: list[Kept] = [
             member.tree.kept(one.path if isinstance(one, Agreed) else ())
             for member, one in zip(members, found, strict=True)
@@ -323,7 +336,6 @@ class DeviceExecutor:
             if isinstance(one, Agreed):
                 member.state.commit(one.tokens)
         self._follow(step, forward, kept, [member.state for member in members])
-        return found
 
     def _follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:
         """What the target did has happened, and moved its state, whether or not a draft finds memory to follow."""

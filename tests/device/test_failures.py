@@ -169,6 +169,28 @@ async def test_running_out_of_memory_is_an_outcome_and_the_slots_stay_as_they_we
     assert clients[0].answer == expected
 
 
+async def test_a_step_that_runs_out_of_memory_while_it_is_settled_leaves_slots_that_nobody_goes_on_from(
+    driver, shard, monkeypatch
+):
+    """The states of some layers may have moved, and those of others not."""
+    clients = await ready(driver)
+    expected = await driver.answer(prompt_of(20, 10), slot=3)
+
+    def exhausted(self, step, kept):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(shard), "commit", exhausted)
+        outcomes = await driver.decode(*clients)
+    assert {outcome.kind for outcome in outcomes} == {"broken"}
+    (failed,) = await driver.decode(clients[0])
+    assert (failed.kind, "was being settled" in failed.detail) == ("broken", True)
+    other = await driver.open(prompt_of(20, 10), slot=1, source=0, keep=4)
+    (failed,) = await driver.perform(other.chunk(4))
+    assert "slot 0 does not hold the first 4 tokens" in failed.detail
+    assert await driver.answer(prompt_of(20, 10), slot=0) == expected
+
+
 async def test_an_exception_that_is_a_bug_comes_through(on_fake, fake, monkeypatch):
     clients = await ready(on_fake, 2)
 

@@ -24,7 +24,7 @@ from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.__main__ import main
 from engine.begin import load_target
-from engine.execute import execute
+from engine.execute import execute, options_of
 from engine.options import checked
 from engine.replay import Diverged
 from engine.runner import Envelope
@@ -32,6 +32,7 @@ from engine.target import Target
 from engine.trace import VERSION, Header, Recorder, converter, encode
 from states.events import Event, ForRequest, Submitted
 from states.rates import Rates
+from states.settings import Settings
 from states.world import advance, begin
 
 SHAPE = {"device": "cpu", "max_ctx": 2048, "slots": 1, "threads": 1}
@@ -134,6 +135,14 @@ async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session:
     file.write_text("\n".join(lines) + "\n")
     with pytest.raises(Diverged, match="executed: DeviceFailed"):
         await execute(file, None)
+
+
+def test_a_trace_is_executed_with_the_places_for_states_that_it_was_recorded_with() -> None:
+    """It names them, and the device refuses one that it does not have."""
+    settings = Settings(slots=1, max_context=2048, chunk=256)
+    header = Header(VERSION, "test", settings, "the demo's", {**SHAPE, "state_checkpoints": 20})
+    assert options_of(header, None).state_checkpoints == 20
+    assert options_of(evolve(header, config=SHAPE), None).state_checkpoints == checked(SHAPE).state_checkpoints
 
 
 def test_a_header_of_another_identity_is_refused_before_memory_is_taken(

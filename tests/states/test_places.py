@@ -134,3 +134,10 @@ def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_wh
         before,
         (elsewhere,),
     )
+
+
+def test_a_state_that_is_computed_again_is_kept_once() -> None:
+    """A compressed prompt may begin as the one before did, and go on from nowhere."""
+    before = evolve(a_house(Slot((), ONE)), places=(Place(HERE, 20, 1), EMPTY))
+    ask = Ask(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
+    assert slots.given(before, ask, {ONE: a(Prefilling, some(STATEFUL, valid=16))}, STATEFUL) == (before, (ask,))
