@@ -17,6 +17,7 @@ from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
 from adapters.http.shape import AnswerShape
 from adapters.text.answer.reader import PLAIN, AnswerReader
+from adapters.text.grammar import Compiled
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone, Tokenizer
 from effects.ids import Tokens
@@ -33,6 +34,7 @@ class Asked:
     headers: Mapping[str, str] = field(factory=dict)  # that the answer is to carry, whatever it will be
     cuts: Tokens = ()  # safe boundaries of its only prompt, which the client named
     echo: Mapping[str, Any] = field(factory=dict)  # what the answer says of the request again
+    compiled: Compiled | None = None  # what its answers keep to, there until they are complete
 
 
 @frozen

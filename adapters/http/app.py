@@ -131,7 +131,9 @@ class Edge:
 
     async def generate(self, api: Api, request: Request) -> Reply:
         async with self._ready(request) as fields:
-            asked = await held(await api.read(fields, self.options, self.text, request.is_disconnected), self.text)
+            asked = await api.read(fields, self.options, self.text, request.is_disconnected)
+        # its body takes no room any more while it waits in another line
+        asked = await held(asked, self.text, self.options, request.is_disconnected)
         how, tokenizer = asked.controls, self.text.tokenizer
         planned = controls.plan(
             asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader, cuts=asked.cuts

@@ -8,11 +8,10 @@ from typing import Any
 
 import msgspec
 from attrs import frozen
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
-from adapters.text.grammar import MOST_SOURCE, GrammarRefused, json_grammar
+from adapters.text.grammar import GrammarRefused, json_grammar
 from effects.grammar import Grammar
 
 FORMATS = ("text", "json_object", "json_schema")
@@ -40,10 +39,11 @@ STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")  # keys of vL
 
 @frozen
 class Form:
-    """The form of an answer, and where in the body it is asked for."""
+    """The form of an answer, and where in the body it is asked for. translate: its rules may be GBNF still."""
 
     grammar: Grammar
     path: str
+    translate: bool = False
 
 
 def read_form(fields: Fields, formats: Sequence[Sequence[str]]) -> Form | None:
@@ -110,7 +110,7 @@ def read_named(fields: Fields, name: str, kind: str) -> Form | None:
         case "choice", [_, *_] if len(value) <= MOST_CHOICES and all(isinstance(one, str) and one for one in value):
             grammar = Grammar("lark", "start: " + " | ".join(map(json.dumps, value)))
         case "grammar", str():
-            grammar = Grammar("lark", rules(value, path))
+            return Form(Grammar("lark", value), path, translate=True)
     if grammar is None:
         raise fields.wrong(name, ACCEPTED.get(kind, "a string"))
     return Form(grammar, path)
@@ -131,13 +131,3 @@ def schema_grammar(schema: Mapping[str, Any], path: str, *, lenient: bool = Fals
         return json_grammar(schema, lenient=lenient)
     except GrammarRefused as refused:
         raise invalid(path, str(refused)) from None
-
-
-def rules(text: str, path: str) -> str:
-    """GBNF, as llama.cpp has it, or Lark's rules."""
-    if len(text) > MOST_SOURCE:
-        raise invalid(path, f"must have at most {MOST_SOURCE} characters, not {len(text)}")
-    try:
-        return any_to_lark(text)
-    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
-        raise invalid(path, f"must be a grammar in GBNF or Lark: {' '.join(str(error).split())[:200]}") from None

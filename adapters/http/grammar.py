@@ -7,35 +7,46 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anyio
 import msgspec
 from attrs import evolve
 
 from adapters.http.api import Asked
-from adapters.http.errors import ApiError, invalid
+from adapters.http.errors import ApiError, invalid, left, unavailable
 from adapters.http.form import Form
+from adapters.http.options import EdgeOptions
 from adapters.text.answer.held import answer_grammar
-from adapters.text.grammar import GrammarRefused
+from adapters.text.grammar import GrammarRefused, TooManyGrammars
 from adapters.text.text import Text
+from adapters.text.tokenizer import GaveUp, Gone
 
 
-async def held(asked: Asked, text: Text) -> Asked:
+async def held(asked: Asked, text: Text, options: EdgeOptions, gone: Gone) -> Asked:
     """With the grammar of the whole answer, tried. Such an answer ends with its grammar, `ignore_eos` or not.
 
     Raises ApiError for one that cannot be used.
     """
     form = asked.controls.form
     try:
-        grammar = answer_grammar(asked.reader, None if form is None else form.grammar, text.tokenizer.controls)
+        rules = None if form is None else form.grammar
+        if form is not None and form.translate:
+            rules = await text.grammars.rules(form.grammar.source, gone)
+        # a request's tools have a mebibyte of schemas
+        grammar = await anyio.to_thread.run_sync(answer_grammar, asked.reader, rules, text.tokenizer.controls)
         if grammar is None:
             return asked
-        await text.grammars.admit(grammar)
+        compiled = await text.grammars.admit(grammar, gone)
+    except TooManyGrammars:
+        raise unavailable("Too many grammars at a time. Try again in a moment.", options.retry_after_s) from None
+    except GaveUp:
+        raise left() from None
     except GrammarRefused as refused:
         if form is None:
             raise invalid("$.tools", f"cannot be held to: {refused}", "unsupported_parameter") from None
         raise cannot(form, refused) from None
     sampling = evolve(asked.controls.sampling, grammar=grammar)
     ends = tuple(dict.fromkeys((*text.tokenizer.end_tokens, *asked.controls.stop_tokens)))
-    return evolve(asked, controls=evolve(asked.controls, sampling=sampling, stop_tokens=ends))
+    return evolve(asked, controls=evolve(asked.controls, sampling=sampling, stop_tokens=ends), compiled=compiled)
 
 
 def cannot(form: Form, refused: GrammarRefused) -> ApiError:

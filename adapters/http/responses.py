@@ -10,7 +10,7 @@ import anyio
 from attrs import define, evolve, field
 
 from adapters.http.api import Api, Asked, Counter
-from adapters.http.archive import Shelf
+from adapters.http.archive import ENCODER, Shelf
 from adapters.http.archive import read as read_kept
 from adapters.http.body import parsers
 from adapters.http.controls import Controls, Words, read_controls, read_model
@@ -141,7 +141,10 @@ def read_conversation(
 
 @define
 class References:
-    """Items of earlier responses by their ids. left: bytes of such responses that one request may have read."""
+    """Items of earlier responses by their ids. left: bytes of such responses that one request may have read.
+
+    Each time that an item is named counts: thousands of its ids fit into a small body.
+    """
 
     shelf: Shelf
     options: EdgeOptions
@@ -161,7 +164,10 @@ class References:
             except ValueError:
                 self.outputs[response] = ()
         output = self.outputs[response]
-        return output[place] if place < len(output) and isinstance(output[place], dict) else None
+        if place >= len(output) or not isinstance(output[place], dict):
+            return None
+        self.left -= len(ENCODER.encode(output[place]))
+        return output[place] if self.left >= 0 else None
 
 
 @define

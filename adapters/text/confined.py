@@ -3,7 +3,8 @@ only jinja2 or llguidance.
 
 Frames in both directions: four bytes of length (big endian), then JSON. The first frame is the set-up with `max_bytes`
 and `seconds`, answered by `{"ok": ""}` or an error. With `{"template", "controls", "variables", "nonce", "max_chars"}`
-every later frame holds the variables of one render; with `{"tokens", "special", "ends", "limits"}` it is a grammar.
+every later frame holds the variables of one render; with `{"tokens", "special", "ends", "limits"}` it is a grammar,
+or `{"rules"}`, in GBNF or Lark, to be answered as Lark.
 They are answered by `{"ok": text}` or `{"error": kind, "message": text}` with kind `refused` (the template's own
 raise_exception, a grammar that cannot be used) or `failed`.
 
@@ -183,11 +184,24 @@ class GrammarTrial:
         vocabulary: Any = Vocabulary()
         self.tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=setup["ends"])
 
-    def render(self, grammar: str) -> str:
-        found = self.matcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
+    def render(self, asked: str | dict[str, str]) -> str:
+        """Nothing, if the grammar can be used; with `rules`, these as Lark has them."""
+        if isinstance(asked, dict):
+            return self.translated(asked["rules"])
+        found = self.matcher(self.tokenizer, asked, log_level=0, limits=self.limits)
         if found.is_error():
             raise Refused(found.get_error())
         return ""
+
+    @staticmethod
+    def translated(rules: str) -> str:
+        """Time is limited for this, too: empty lines alone cost their number's square."""
+        from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415 - templates are rendered without it
+
+        try:
+            return any_to_lark(rules)
+        except Exception as error:  # noqa: BLE001 - the library raises plain ones
+            raise Refused(f"it must be a grammar in GBNF or Lark: {' '.join(str(error).split())[:200]}") from None
 
 
 def answer(work: Any) -> dict[str, str]:

@@ -8,27 +8,30 @@ passes there costs no more here. Steps are bounded by the library's own limits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
-from adapters.text.tokenizer import Tokenizer
+from adapters.text.tokenizer import GaveUp, Gone, Tokenizer
 from adapters.text.worker import Confined, WorkFailed
 from effects.grammar import Grammar
 from effects.ids import Tokens
 
 MOST_SOURCE = 1 << 16  # characters; agents' tools take some thousand
-KEPT = 16  # compiled ones that nobody uses now
+KEPT = 16  # compiled ones, besides those of requests that are not answered yet
 SECONDS = 2  # of processor time to compile one; 30 tools with six arguments each take 0.02
 MAX_BYTES = 1 << 30  # of the process that tries: it has the vocabulary, and compiling takes 40 MB a second at most
-MAX_REPLY = 1 << 16
+MAX_REPLY = 1 << 20  # rules in another notation
+MOST_WAITING = 32  # grammars that wait to be compiled: a minute, if each takes all it may
 WRITTEN = 4096  # texts whose tokens are remembered; property names, mostly
 # States of a lexer take 1 to 2 kB, so that a grammar takes at most 20 MB and those that are kept 320 MB. A step of 0.2
 # million units of fuel takes about 15 ms.
@@ -50,6 +53,17 @@ LAYOUT = {"whitespace_pattern": r" |\n[ \t]{0,40}"}
 
 class GrammarRefused(ValueError):
     """It cannot be used: the client's to mend. One line."""
+
+
+class TooManyGrammars(Exception):
+    """They come faster than they can be compiled."""
+
+
+@frozen(eq=False)
+class Compiled:
+    """A grammar that can be matched, for as long as somebody has this: an answer that waits for its turn, say."""
+
+    matcher: LLMatcher
 
 
 @define(eq=False)
@@ -90,56 +104,84 @@ class Grammars:
     tokenizer: Tokenizer
     _trial: Confined = field(init=False)
     _vocabulary: LLTokenizer | None = field(default=None, init=False)
-    _kept: OrderedDict[str, LLMatcher] = field(factory=OrderedDict, init=False)
+    _kept: OrderedDict[str, Compiled] = field(factory=OrderedDict, init=False)
+    _used: WeakValueDictionary[str, Compiled] = field(factory=WeakValueDictionary, init=False)
     _lock: Lock = field(factory=Lock, init=False)
-    _limiter: anyio.CapacityLimiter | None = field(default=None, init=False)
+    _turn: anyio.Lock = field(factory=anyio.Lock, init=False)  # one core at most
 
     def __attrs_post_init__(self) -> None:
         self._trial = Confined(self._setup, SECONDS, MAX_BYTES, MAX_REPLY)
 
-    async def admit(self, grammar: Grammar) -> None:
-        """From now on it can be matched. Raises GrammarRefused."""
+    async def admit(self, grammar: Grammar, gone: Gone) -> Compiled:
+        """While somebody has what this gives, it can be matched at once.
+
+        gone: who leaves in the line is not waited for. Raises GrammarRefused, TooManyGrammars or GaveUp.
+        """
         if not self.tokenizer.end_tokens:
             raise GrammarRefused("this model has no end token, so an answer could not end with its grammar")
         if len(grammar.source) > MOST_SOURCE:
             raise GrammarRefused(f"must have at most {MOST_SOURCE} characters, not {len(grammar.source)}")
-        if self._find(grammar) is not None:
-            return
+        if (found := self._find(grammar)) is not None:
+            return found
+        async with self._line(gone):
+            if (found := self._find(grammar)) is None:  # the one before may have wanted the same
+                await self._try(definition(grammar), "compiling it")
+                found = await anyio.to_thread.run_sync(self._made, grammar)
+        return found
+
+    async def rules(self, source: str, gone: Gone) -> Grammar:
+        """Of GBNF, as llama.cpp has it, or Lark's rules. Raises as `admit` does."""
+        if len(source) > MOST_SOURCE:
+            raise GrammarRefused(f"must have at most {MOST_SOURCE} characters, not {len(source)}")
+        async with self._line(gone):
+            return Grammar("lark", await self._try({"rules": source}, "reading it"))
+
+    @asynccontextmanager
+    async def _line(self, gone: Gone) -> AsyncIterator[None]:
+        if self._turn.statistics().tasks_waiting >= MOST_WAITING:
+            raise TooManyGrammars
+        async with self._turn:
+            if await gone():
+                raise GaveUp
+            yield
+
+    async def _try(self, asked: str | Mapping[str, str], what: str) -> str:
         try:
-            reply = await self._trial.ask(definition(grammar))
+            reply = await self._trial.ask(asked)
         except WorkFailed as failure:
-            raise GrammarRefused(f"compiling it {failure}; send a simpler one") from None
+            raise GrammarRefused(f"{what} {failure}; send a simpler one") from None
         if "error" in reply:
             raise GrammarRefused(one_line(reply["message"]))
-        if self._limiter is None:
-            self._limiter = anyio.CapacityLimiter(1)  # one core at most
-        await anyio.to_thread.run_sync(self.match, grammar, limiter=self._limiter)
+        return str(reply["ok"])
 
     def match(self, grammar: Grammar) -> GrammarMatching:
         """For a new answer. Raises GrammarRefused, a ValueError for the device."""
-        compiled = self._find(grammar) or self._compile(grammar)
-        with self._lock:
-            self._kept[grammar.digest] = compiled
-            self._kept.move_to_end(grammar.digest)
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return self._matching(compiled)
+        return self._matching(self._made(grammar).matcher)
 
     async def aclose(self) -> None:
         await self._trial.aclose()
 
-    def _find(self, grammar: Grammar) -> LLMatcher | None:
+    def _find(self, grammar: Grammar) -> Compiled | None:
         with self._lock:
-            return self._kept.get(grammar.digest)
+            return self._used.get(grammar.digest)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _made(self, grammar: Grammar) -> Compiled:
+        compiled = self._find(grammar) or self._compile(grammar)
+        with self._lock:
+            self._used[grammar.digest] = self._kept[grammar.digest] = compiled
+            self._kept.move_to_end(grammar.digest)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> Compiled:
         compiled = LLMatcher(self._read(), definition(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
         if compiled.is_error():
             raise GrammarRefused(one_line(compiled.get_error()))
         first = self._matching(compiled).mask(())
         if isinstance(first, str):
             raise GrammarRefused(f"no text keeps to it: {first}")
-        return compiled
+        return Compiled(compiled)
 
     def _matching(self, compiled: LLMatcher) -> GrammarMatching:
         return GrammarMatching(compiled.deep_copy(), frozenset(self.tokenizer.end_tokens), self.tokenizer.size)

@@ -165,10 +165,11 @@ def cut_behind(rendered: Rendered, text: str) -> Rendered:
     """Without what closes the message that ends with this text. Raises TemplateRefused where it is not shown."""
     for place in range(len(rendered) - 1, -1, -1):
         piece = rendered[place]
-        at = -1 if isinstance(piece, Control) else piece.rfind(text)
+        # backwards, as `rfind` may take the product of both lengths, and `find` does not
+        at = -1 if isinstance(piece, Control) else piece[::-1].find(text[::-1])
         if at >= 0 and text:
             assert isinstance(piece, str)
-            return (*rendered[:place], piece[: at + len(text)])
+            return (*rendered[:place], piece[: len(piece) - at])
     raise TemplateRefused("it does not show the message that the answer is to continue as it was sent")
 
 

@@ -146,6 +146,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json_object": "yes"}, "$.guided_json_object", "true or false"),
     ({"grammar": "no ::= grammar ("}, "$.grammar", "a grammar in GBNF or Lark"),
     ({"grammar": "start: a"}, "$.grammar", 'unknown name: "a"'),
+    ({"grammar": "root ::= other"}, "$.grammar", "Rule 'other' not found"),
+    ({"grammar": "\n" * 60_000 + "x"}, "$.grammar", "took more than 2 s of processor time"),
     ({"grammar": "x" * 70_000}, "$.grammar", "at most 65536 characters"),
     ({"json_schema": {"enum": ["x" * 70_000]}}, "$.json_schema", "at most 65536 characters"),
     ({"json_schema": {"type": "zork"}}, "$.json_schema", "Invalid type: zork"),

@@ -11,7 +11,8 @@ import anyio
 import openai
 import pytest
 
-from adapters.http.archive import Archive, Shelf
+from adapters.http.archive import Archive, ArchivedResponse, Shelf
+from adapters.http.errors import ApiError
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
 from adapters.http.response_items import custom_arguments, custom_input, opened, sealed
@@ -486,6 +487,20 @@ def test_items_are_read_into_messages() -> None:
     ]
     assert (found.choice, found.parallel, offered.namespaces) == (ToolChoice("function", "add"), False, {})
     assert found.variables == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+
+
+def test_an_item_counts_each_time_that_it_is_named() -> None:
+    """65,536 ids of one answer with 128 KiB would be a message of 8 GiB."""
+    name, archive = "resp_" + 24 * "0", Archive()
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x" * 1000}]}
+    archive.keep(name, "", ArchivedResponse({"output": [said]}, []))
+    find = References(Shelf(archive), EdgeOptions("small", 4096, 500, max_body=10_000))
+    found = [find(f"msg_{24 * '0'}0000") for _ in range(20)]
+    assert found[:5] == [said] * 5
+    assert found[-1] is None
+    named = {"type": "item_reference", "id": f"msg_{24 * '0'}0000"}
+    with pytest.raises(ApiError, match="send the item itself"):
+        read_conversation(Fields({"input": [named] * 20}), [], find, Skipped())
 
 
 @pytest.mark.parametrize("text", ["", "Hm.", "größer 😀\n"])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from adapters.text.conversation import ChatMessage, Conversation, with_one_system
-from adapters.text.template import text_of
-from adapters.text.text import Text
+from adapters.text.template import TemplateRefused, text_of
+from adapters.text.text import Text, cut_behind
 from tests.text import small
 
 SYSTEM, RULES, LATE = (ChatMessage("system", text) for text in ("Be brief.", "Rules.", "Mind the date."))
@@ -55,3 +55,14 @@ async def test_what_a_template_does_with_them_is_found_at_start(tmp_path: Path, 
         assert longer.startswith(written.removesuffix("<|im_start|>assistant\n")), "a conversation's prompt only grows"
     finally:
         await text.aclose()
+
+
+def test_an_answer_that_goes_on_is_found_from_behind() -> None:
+    assert cut_behind(("an answer, an answer", "!\n"), "an answer") == ("an answer, an answer",)
+    assert cut_behind(("one", "two and more"), "two") == ("one", "two")
+
+
+def test_an_answer_that_is_not_shown_is_looked_for_in_no_time() -> None:
+    """As `rfind` would, letter by letter, this takes an hour."""
+    with pytest.raises(TemplateRefused):
+        cut_behind(("a" * 4_000_000,), "a</think>" + "a" * 1_000_000)

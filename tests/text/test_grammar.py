@@ -9,12 +9,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import jsonschema
 import pytest
 import torch
 
-from adapters.text.grammar import KEPT, MOST_SOURCE, GrammarMatching, GrammarRefused, Grammars, json_grammar
-from adapters.text.tokenizer import Tokenizer
+from adapters.text.grammar import (
+    KEPT,
+    MOST_SOURCE,
+    MOST_WAITING,
+    Compiled,
+    GrammarMatching,
+    GrammarRefused,
+    Grammars,
+    TooManyGrammars,
+    json_grammar,
+)
+from adapters.text.tokenizer import GaveUp, Tokenizer
 from effects.grammar import Grammar
 from tests.schemas import schema_of
 from tests.text import small
@@ -32,6 +43,10 @@ async def grammars(tokenizer: Tokenizer) -> AsyncIterator[Grammars]:
     made = Grammars(tokenizer)
     yield made
     await made.aclose()
+
+
+async def stays() -> bool:
+    return False
 
 
 def following(matching: GrammarMatching, path: tuple[int, ...] = ()) -> set[int] | str:
@@ -94,10 +109,46 @@ def test_control_tokens_are_no_text_and_are_meant_where_a_grammar_names_them(tok
 
 async def test_what_is_admitted_is_kept_and_what_nobody_used_for_long_is_not(grammars: Grammars) -> None:
     for number in range(KEPT + 3):
-        await grammars.admit(Grammar("regex", f"a{number}"))
+        await grammars.admit(Grammar("regex", f"a{number}"), stays)
     assert grammars._find(Grammar("regex", "a0")) is None  # noqa: SLF001 - how much is kept, nobody else can see
     assert grammars._find(Grammar("regex", f"a{KEPT}")) is not None  # noqa: SLF001
     assert following(grammars.match(Grammar("regex", "a0"))) != set(), "and is made again where it is needed"
+
+
+async def test_what_waits_for_its_turn_is_not_compiled_again(grammars: Grammars) -> None:
+    waiting = await grammars.admit(Grammar("regex", "b"), stays)
+    for number in range(KEPT + 1):
+        await grammars.admit(Grammar("regex", f"b{number}"), stays)
+    assert await grammars.admit(Grammar("regex", "b"), stays) is waiting
+
+
+async def test_who_leaves_in_the_line_costs_nothing_and_the_line_ends(grammars: Grammars) -> None:
+    async def leaves() -> bool:
+        return True
+
+    with pytest.raises(GaveUp):
+        await grammars.admit(Grammar("regex", "c"), leaves)
+    with pytest.raises(GaveUp):
+        await grammars.rules("start: c", leaves)
+    found: list[Compiled] = []
+    refused: list[TooManyGrammars] = []
+
+    async def ask(number: int) -> None:
+        try:
+            found.append(await grammars.admit(Grammar("regex", f"c{number // 2}"), stays))
+        except TooManyGrammars as error:
+            refused.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(MOST_WAITING + 3):
+            tasks.start_soon(ask, number)
+    assert (len(found), len(refused)) == (MOST_WAITING + 1, 2)
+    assert len(set(map(id, found))) == MOST_WAITING // 2 + 1, "two want the same, and it is made once"
+
+
+async def test_rules_are_read_beside_the_server(grammars: Grammars) -> None:
+    assert (await grammars.rules("start: a\na: /x/", stays)).source == "start: a\na: /x/"
+    assert "start:" in (await grammars.rules('root ::= "a"', stays)).source
 
 
 REFUSED: dict[str, tuple[Grammar, str]] = {
@@ -118,7 +169,7 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
 async def test_what_cannot_be_used_is_refused_and_says_why(grammars: Grammars, name: str) -> None:
     grammar, why = REFUSED[name]
     with pytest.raises(GrammarRefused) as refused:
-        await grammars.admit(grammar)
+        await grammars.admit(grammar, stays)
     assert why in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -170,20 +221,20 @@ async def test_hostile_grammars_are_refused_or_cost_little(grammars: Grammars, n
     """What takes too much processor time or memory does so in a process that is killed; then the next one is served."""
     draw = random.Random(name)
     with suppress(GrammarRefused):
-        await grammars.admit(HOSTILE[name])
+        await grammars.admit(HOSTILE[name], stays)
         matching = grammars.match(HOSTILE[name])
         for _ in range(40):
             allowed = following(matching)
             if isinstance(allowed, str) or allowed <= set(ENDS):
                 break
             matching.append([draw.choice(sorted(allowed - set(ENDS)))])
-    await grammars.admit(Grammar("regex", "fine"))
+    await grammars.admit(Grammar("regex", "fine"), stays)
     assert following(grammars.match(Grammar("regex", "fine"))), "whatever became of the process that tried the other"
 
 
 async def test_what_costs_too_much_is_killed_and_says_so(grammars: Grammars) -> None:
     with pytest.raises(GrammarRefused, match=r"compiling it (took more than 2 s of processor time|ended its process)"):
-        await grammars.admit(HOSTILE["multiples"])
+        await grammars.admit(HOSTILE["multiples"], stays)
 
 
 async def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
@@ -199,7 +250,7 @@ async def test_a_model_without_an_end_token_keeps_to_no_grammar(tmp_path: Path) 
     (folder / "generation_config.json").unlink()
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(GrammarRefused, match="no end token"):
-        await Grammars(Tokenizer.load(folder)).admit(Grammar("regex", "a"))
+        await Grammars(Tokenizer.load(folder)).admit(Grammar("regex", "a"), stays)
 
 
 def test_a_digest_names_kind_and_source() -> None:

@@ -11,6 +11,7 @@ from attrs import evolve
 
 from adapters.text.answer.held import answer_grammar
 from adapters.text.answer.reader import AnswerReader
+from adapters.text.answer.xml_calls import MOST_READ, types_of
 from adapters.text.conversation import FunctionTool, ToolChoice
 from adapters.text.grammar import Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
     "form, thinks": (OPENED, FORM, (f"{THOUGHT[8:]}{{}}",), ("{}",)),
     "regex": (AnswerReader(), REGEX, ("a/b",), ("ab",)),
     "regex, may think": (THINKS, REGEX, ("a/b", f"{THOUGHT}a/b"), ("ab",)),
+    "regex with a backslash": (THINKS, Grammar("regex", r"a\\/b"), ("a\\/b",), ("a/b",)),
     "rules": (OPENED, Grammar("lark", 'start: "x"+'), ("x", "xxx"), (THOUGHT, "")),
     "xml": (
         XML,
@@ -148,6 +150,17 @@ def allowed(matching: Any, token: int) -> bool:
 )
 def test_whoever_asks_for_nothing_gets_no_grammar(reader: AnswerReader) -> None:
     assert answer_grammar(reader, None, ()) is None
+
+
+def test_types_that_lead_in_circles_are_read_once() -> None:
+    """Eight steps along thirty references each would be 656 thousand million."""
+    many = {"anyOf": [{"$ref": "#/$defs/many"} for _ in range(30)] + [{"type": "integer"}]}
+    assert types_of({"$ref": "#/$defs/many"}, {"$defs": {"many": many}}) == {"integer"}
+
+
+def test_a_value_with_more_schemas_than_are_read_may_be_anything() -> None:
+    assert types_of({"anyOf": [{"type": "integer"}] * 2}, {}) == {"integer"}
+    assert types_of({"anyOf": [{"type": "integer"} for _ in range(MOST_READ)]}, {}) == frozenset()
 
 
 def test_the_demo_keeps_to_a_required_call() -> None:

@@ -119,7 +119,8 @@ def content(form: Grammar) -> str:
     """A part of a rule."""
     if form.kind == "json_schema":
         return f"%json {form.source}"
-    return "/" + re.sub(r"(?<!\\)/", r"\/", form.source) + "/"
+    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], form.source, flags=re.DOTALL)
+    return f"/{escaped}/"
 
 
 def tag(text: str, controls: Container[str]) -> str:

@@ -25,7 +25,7 @@ KINDS: Mapping[str, Any] = {
     "array": list,
     "object": dict,
 }
-MAX_DEPTH = 8  # of schemas, references followed
+MOST_READ = 64  # schemas that are looked at for the types of one value
 
 
 @define(eq=False)
@@ -107,26 +107,30 @@ def property_of(schema: Mapping[str, Any], key: str) -> Any:
     return schema.get("additionalProperties") if found is None else found
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema has room for; none where it does not say."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return frozenset()
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset({named})
-    if isinstance(named, list):
-        return frozenset(one for one in named if isinstance(one, str))
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return types_of(resolved(reference, root), root, depth + 1)
-    constants = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(constants, list):
-        return frozenset(map(type_name, constants))
-    found: set[str] = set()
-    for word in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(word)
-        for option in options if isinstance(options, list) else ():
-            found |= types_of(option, root, depth + 1)
+    found, waiting, seen = set[str](), [schema], set[int]()
+    for one in waiting:  # references may lead in circles, and each way round through many more
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        if len(seen) == MOST_READ:
+            return frozenset()
+        seen.add(id(one))
+        named = one.get("type")
+        reference = one.get("$ref")
+        constants = one.get("enum", [one["const"]] if "const" in one else None)
+        if isinstance(named, str):
+            found.add(named)
+        elif isinstance(named, list):
+            found.update(kind for kind in named if isinstance(kind, str))
+        elif isinstance(reference, str):
+            waiting.append(resolved(reference, root))
+        elif isinstance(constants, list):
+            found.update(map(type_name, constants))
+        else:
+            for word in ("anyOf", "oneOf", "allOf"):
+                options = one.get(word)
+                waiting += options[: MOST_READ + 1] if isinstance(options, list) else ()
     return frozenset(found)
 
 
