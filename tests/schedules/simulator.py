@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, Sampling
 from effects.lookup import FindPrefix, ReleasePrefix
-from effects.prefill import OpenSlot
+from effects.prefill import OpenSlot, RunPrefill
 from effects.scope import Scope
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
@@ -27,6 +27,7 @@ from tests.schedules.device import Answer, CheckedStore, CheckedTransfer, Device
 SCOPES = (*(Scope("full"),) * 4, Scope("off"), Scope("fixed", 9), Scope("auto", 2), Scope("auto", 30))
 REASONS = ("client_gone", "deadline", "stop_string", "shutdown")
 RESIDENCIES = (Resolved(), Resolved("request-scoped", "park"), Resolved("request-scoped", "release"))
+SALTED = (2, 4)  # of every five jobs: of slots, they go on from those of one another, and nobody else does
 EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
 
 
@@ -139,6 +140,8 @@ class Simulator:
         self.remember(self.jobs)
         self.world = begin(self.settings)
         self.clients: dict[RequestId, Client] = {}
+        self.salts: dict[int, str] = {}  # of whom the rows in a slot are
+        self.places: dict[int, str] = {}  # and the state in a place
         self.lost: set[int] = set()  # slots that the core was told are empty, and that were not opened since
         self.launched: set[RequestId] = set()  # members of the launch that have not answered
         self.entering: list[Launch] = []  # decided, and not yet on the device's lane
@@ -176,7 +179,7 @@ class Simulator:
     def some_jobs(self) -> list[Job]:
         """New prompts, continued ones, and ones that leave a common path half-way."""
         rng, jobs = self.rng, list[Job]()
-        for _ in range(rng.randint(1, 10)):
+        for number in range(rng.randint(1, 10)):
             stem: Tokens = ()
             if jobs and rng.random() < 0.8:
                 earlier = rng.choice(jobs)
@@ -187,7 +190,8 @@ class Simulator:
             sampling = Sampling(seed=rng.randint(0, 1))
             scope, stops = rng.choice(SCOPES), rng.choice(((), (0,), (0, 3)))
             messages = tuple(at for at in range(1, len(prompt) + 1) if rng.random() < 0.3)
-            jobs.append(Job(prompt, rng.randint(1, 9), sampling, stops, scope, messages, compress, speculate))
+            job = Job(prompt, rng.randint(1, 9), sampling, stops, scope, messages, compress, speculate)
+            jobs.append(evolve(job, salt="a") if number % 5 in SALTED else job)
         return jobs
 
     def remember(self, jobs: list[Job]) -> None:
@@ -292,10 +296,13 @@ class Simulator:
             case Launch(asks):
                 assert not self.launched, "two launches at once"
                 self.launched = {ask.request for ask in asks}
+                if isinstance(asks[0].effect, RunPrefill) and asks[0].effect.place is not None:
+                    self.places[asks[0].effect.place] = self.clients[asks[0].request].job.salt
                 self.entering.append(out)
             case Ask(request, OpenSlot() as opening):
                 assert request not in self.launched
                 assert not (opening.keep and opening.source in self.lost), "a slot that was lost is trusted"
+                self.check_whose(opening, self.clients[request].job.salt)
                 self.lost.discard(opening.slot)
                 self.clients[request].served = opening.prompt
                 self.device.lane.append(out)
@@ -308,6 +315,12 @@ class Simulator:
             case Ask():
                 assert out.effect.outcomes
                 self.loading.append(out)
+
+    def check_whose(self, opening: OpenSlot, salt: str) -> None:
+        """Nobody goes on from what jobs of another salt have left."""
+        assert not opening.keep or self.salts[opening.source] == salt, "rows of another salt"
+        assert opening.place is None or self.places[opening.place] == salt, "a state of another salt"
+        self.salts[opening.slot] = salt
 
     def abandon(self, request: RequestId) -> None:
         """A flag for what is in flight, on each lane, and for nothing that is asked later."""

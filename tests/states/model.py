@@ -76,6 +76,7 @@ LOSING = (
         if one.block_size == one.keep_decoded
         and (one.store, one.block, one.compress_threshold) in {(True, 0, 2), (True, 0, 0), (False, 1, 0)}
     ),
+    STATEFUL[0],
 )
 BEHIND_THE_CLIENT = (Draining, Snapshotting, Parking, Done)
 DEVICE_FAILURES = (DeviceFailed("out_of_memory", ""), DeviceFailed("broken", ""), DeviceFailed("abandoned", ""))
