@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from adapters.http.api import Api, Counter
 from adapters.http.archive import Archive, ArchivedResponse, Shelf, read
+from adapters.http.body import parsers
 from adapters.http.errors import ApiError, invalid
 from adapters.http.guard import CALLER
 from adapters.http.options import EdgeOptions
@@ -115,7 +116,8 @@ class KeptResponses:
         if raw is None:
             raise unknown(name)
         try:
-            return await anyio.to_thread.run_sync(read, raw, self.options)
+            # a request of a line may ask for as much as a body has: one at a time, as with those
+            return await anyio.to_thread.run_sync(read, raw, self.options, limiter=parsers())
         except ValueError:
             raise unknown(name) from None
 

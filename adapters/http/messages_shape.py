@@ -98,7 +98,10 @@ class MessageShape:
         list(self.blocks.close())
         content = [self.block(block) for block in self.blocks.done]
         told = {"timings": figures.timings(one), "rekindle": figures.rekindle(one, self.options)}
-        return {**self.message(content, self.reason(one), one.stop, used(one)), **told}
+        reason = self.reason(one)
+        if reason == "tool_use" and not any(block["type"] == "tool_use" for block in content):
+            reason = "end_turn"  # what was called is no object, so it is text, and there is nothing to be answered
+        return {**self.message(content, reason, one.stop, used(one)), **told}
 
     def block(self, block: Block) -> dict[str, Any]:
         """Complete. A call that was cut off has no input: what there is of it is shown as text."""

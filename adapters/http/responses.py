@@ -31,6 +31,7 @@ from effects.ids import Tokens
 PATH = "/v1/responses"
 MAX_ITEMS = 1 << 16
 MAX_METADATA = 16
+MAX_SHOWN = 4 << 20  # bytes of a request that every response, and some events of its stream, say again: 10 ms for each
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SUMMARIES = ("auto", "concise", "detailed")
@@ -278,7 +279,7 @@ def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
     """What a response says of its request again."""
     reasoning = fields.within("reasoning")
     told = {} if reasoning is None else reasoning.data
-    return {
+    said = {
         "instructions": fields.text("instructions"),
         "max_output_tokens": controls.max_tokens,
         "metadata": read_metadata(fields),
@@ -299,6 +300,10 @@ def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
         "service_tier": "default",
         "background": False,
     }
+    if len(ENCODER.encode(said)) > MAX_SHOWN:
+        message = f"has more than {MAX_SHOWN} bytes besides its input, which every response would say again"
+        raise invalid("$", message)
+    return said
 
 
 def responses(shelf: Shelf) -> Api:

@@ -61,6 +61,7 @@ class Ended:
     """A choice is complete. `tokens`: those that count, up to the one that completed a stop string.
 
     stop: the stop string that ended it.  reasoning: how many tokens were.  called: the functions, in their order.
+    broken: the stop string stands in the last call's arguments.
     """
 
     planned: Planned
@@ -69,6 +70,7 @@ class Ended:
     stop: str | None = None
     reasoning: int = 0
     called: tuple[str, ...] = ()
+    broken: bool = False
 
     @property
     def index(self) -> int:
@@ -143,6 +145,7 @@ class Follower:
     parser: AnswerParser
     tokens: int = 0
     reasoning: int = 0
+    broken: bool = False
     picks: list[PickedToken] = field(factory=list)
 
     async def follow(self, send: MemoryObjectSendStream[Event]) -> Ended:
@@ -155,7 +158,9 @@ class Follower:
                     if pieces := self.read(message):
                         await send.send(Said(index, tuple(pieces), self.taken()))
                 case Closed():
-                    tail = [*self.parser.push(self.text.finish()), *self.parser.finish()]
+                    tail = self.parser.push(self.text.finish())
+                    self.broken = self.text.stopped is not None and self.parser.calling
+                    tail += self.parser.finish()
                     if tail or self.picks:
                         await send.send(Said(index, tuple(tail), self.taken()))
                     return self.ended(message)
@@ -192,4 +197,5 @@ class Follower:
             closed = evolve(closed, finish="stop")
         if self.one.silent and closed.finish == "stop":
             closed = evolve(closed, finish="length")
-        return Ended(self.one, closed, self.tokens, self.text.stopped, self.reasoning, tuple(self.parser.called))
+        said = self.tokens, self.text.stopped, self.reasoning, tuple(self.parser.called), self.broken
+        return Ended(self.one, closed, *said)

@@ -153,6 +153,7 @@ async def test_a_call_that_is_cut_off_is_not_lost(site: Site, client: anthropic.
     message = await client.messages.create(**asked(tools=[ADD]))
     assert "add" in message.content[0].text
     assert '{"a": 1' in message.content[0].text
+    assert message.stop_reason == "end_turn", "there is nothing to be called"
 
 
 async def test_a_prefilled_answer_goes_on(site: Site, client: anthropic.AsyncAnthropic) -> None:

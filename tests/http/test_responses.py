@@ -489,6 +489,23 @@ def test_items_are_read_into_messages() -> None:
     assert found.variables == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
 
 
+async def test_what_every_response_says_again_is_bounded(site: Site) -> None:
+    """A stream says it three times, and once more every five seconds."""
+    site.say("Hello.")
+    large = "x" * (4 << 20)
+    for fields in (
+        {"tools": [{"type": "web_search", "note": large}]},
+        {"text": {"format": {"type": "text"}, "note": large}},
+        {"user": large},
+        {"tool_choice": {"type": "function", "name": "add", "note": large}},
+    ):
+        response = await site.post(PATH, asked(**fields))
+        assert response.status_code == 400
+        assert "would say again" in response.json()["error"]["message"]
+    items = [{"role": "user", "content": "Hi"}, {"type": "web_search_call", "note": large}]
+    assert (await site.post(PATH, asked(input=items))).status_code == 200
+
+
 def test_an_item_counts_each_time_that_it_is_named() -> None:
     """65,536 ids of one answer with 128 KiB would be a message of 8 GiB."""
     name, archive = "resp_" + 24 * "0", Archive()

@@ -177,6 +177,16 @@ async def test_a_call_that_is_cut_off_says_length(site: Site) -> None:
     assert '{"city": "Zürich"}'.startswith(made["function"]["arguments"])
 
 
+async def test_a_stop_string_in_a_call_is_no_reason_to_make_it(site: Site) -> None:
+    site.say(f"{CALL}\n{SECOND}")
+    for stop, reason in (("rich", "stop"), ("</tool_call>", "tool_calls")):
+        choice = (await site.chat(tools=TOOLS, stop=stop)).json()["choices"][0]
+        assert choice["finish_reason"] == reason
+        assert len(choice["message"]["tool_calls"]) == 1
+        found = await chunks(site, PATH, chat(tools=TOOLS, stop=stop))
+        assert found[-1]["choices"][0]["finish_reason"] == reason
+
+
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 async def test_where_nothing_may_be_called_all_is_text(site: Site, fields: dict[str, Any]) -> None:
     site.say(CALL)

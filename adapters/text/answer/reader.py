@@ -99,6 +99,11 @@ class AnswerParser:
         return self.calls is not None and self.calls.full
 
     @property
+    def calling(self) -> bool:
+        """Is it a call that comes?"""
+        return self.calls is not None and self.calls.calls > self.calls.ended
+
+    @property
     def called(self) -> Sequence[str]:
         """Whose calls have begun."""
         return self.calls.called if self.calls is not None else ()
