@@ -102,7 +102,7 @@ def admit(
     taken = evolve(slots.slots[target], tokens=(), salt="", holder=request, live=0)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
     left = places.used(slots.places, place, slots.turn)
-    left = places.handed_on(left, target, shared[target], rows)
+    left = places.handed_on(left, target, shared[target], heirs(slots, target, requests, settings))
     admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, at if settings.stateful else 0, place)
     return evolve(slots, slots=after, waiting=tuple(rest), places=left), request, admitted
 
@@ -123,13 +123,22 @@ def shares(slot: Slot, requests: Mapping[RequestId, State], job: Job) -> bool:
     """May the job go on from these rows, if they are the same? Where logprobs of a prompt were asked for, nobody does:
     its rows come about in other shapes than a prefill's.
     """
-    if job.prompt_logprobs >= 0:
-        return False
+    return job.prompt_logprobs < 0 and whose(slot, requests) == job.salt
+
+
+def whose(slot: Slot, requests: Mapping[RequestId, State]) -> str | None:
+    """The salt of its rows; None if nobody may go on from them."""
     holder = requests.get(slot.holder) if slot.holder is not None else None
     if not isinstance(holder, Held):
-        return job.salt == slot.salt
-    other = remains(holder).prompt.job
-    return other.prompt_logprobs < 0 and job.salt == other.salt
+        return slot.salt
+    job = remains(holder).prompt.job
+    return job.salt if job.prompt_logprobs < 0 else None
+
+
+def heirs(slots: Slots, target: int, requests: Mapping[RequestId, State], settings: Settings) -> list[Tokens]:
+    """The sequences of the slots that may take places of the target over: of its own salt, whoever it is for now."""
+    salt = whose(slots.slots[target], requests)
+    return [resident(slot, requests, settings) if whose(slot, requests) == salt else () for slot in slots.slots]
 
 
 def loses(settings: Settings, rows: Tokens, keep: int) -> bool:

@@ -175,6 +175,7 @@ class Shard(Protocol):
 
         A chain is rolled back by forgetting its length, and a tree's path put at its positions. A recurrent layer moves
         its state to the next multiple of `state_block`, if the kept rows come so far, from what it set aside of them.
+        Where it raises, no slot of the step is to be believed.
         """
         ...
 

@@ -88,6 +88,14 @@ def test_a_slot_that_is_used_for_something_else_hands_its_places_on_to_who_keeps
     assert places.handed_on(taken, FIRST, 0, sequences) == (EMPTY, Place(SECOND, 8)), "one is enough"
 
 
+@pytest.mark.parametrize(("other", "expected"), [("a", Place(SECOND, 8)), ("b", EMPTY), ("", EMPTY)])
+def test_a_job_of_another_salt_leaves_places_to_who_keeps_the_same(other: str, expected: Place) -> None:
+    """What it may go on from itself says nothing of whom they are for."""
+    idle = Slot(OTHER, None, 1, "a"), Slot(OTHER, None, 5, other)
+    event, left = admitted(house(*idle, kept=(Place(FIRST, 8),)))
+    assert (event.slot, event.keep, left) == (FIRST, 0, (expected,))
+
+
 def test_a_slot_that_goes_takes_its_places_along() -> None:
     kept = (Place(FIRST, 8), Place(SECOND, 8), Place(FIRST, 4))
     before = evolve(a_house(Slot((), ONE), Slot(OTHER)), places=kept)
