@@ -27,6 +27,8 @@ async def held(asked: Asked, text: Text, options: EdgeOptions, gone: Gone) -> As
     Raises ApiError for one that cannot be used.
     """
     form = asked.controls.form
+    if form is None and not asked.reader.tools:
+        return asked
     try:
         rules = None if form is None else form.grammar
         if form is not None and form.translate:

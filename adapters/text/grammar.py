@@ -106,7 +106,8 @@ class Grammars:
     _vocabulary: LLTokenizer | None = field(default=None, init=False)
     _kept: OrderedDict[str, Compiled] = field(factory=OrderedDict, init=False)
     _used: WeakValueDictionary[str, Compiled] = field(factory=WeakValueDictionary, init=False)
-    _lock: Lock = field(factory=Lock, init=False)
+    _lock: Lock = field(factory=Lock, init=False)  # never held for long: the event loop waits for it
+    _reading: Lock = field(factory=Lock, init=False)
     _turn: anyio.Lock = field(factory=anyio.Lock, init=False)  # one core at most
 
     def __attrs_post_init__(self) -> None:
@@ -188,7 +189,7 @@ class Grammars:
 
     def _read(self) -> LLTokenizer:
         """Takes a second for 150,000 tokens, so it waits for somebody who wants it."""
-        with self._lock:
+        with self._reading:
             if self._vocabulary is None:
                 vocabulary: Any = Vocabulary(self.tokenizer)
                 self._vocabulary = LLTokenizer(vocabulary, eos_token=list(self.tokenizer.end_tokens))

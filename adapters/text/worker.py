@@ -68,16 +68,16 @@ class Confined:
 
     async def _ask(self, frame: bytes, seconds: float) -> dict[str, Any]:
         """It is killed unless it answers in time and the caller stays to hear it."""
-        assert self.worker is not None
-        answered = False
+        worker, answered = self.worker, False
+        assert worker is not None
         try:
             with anyio.fail_after(seconds):
-                reply = await self.worker.ask(frame, self.most)
+                reply = await worker.ask(frame, self.most)
             answered = True
         except TimeoutError:
             raise WorkFailed(f"did not end within {seconds} s") from None
         except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            if await self.worker.ended() == -signal.SIGPROF:
+            if await worker.ended() == -signal.SIGPROF:  # `aclose` may have ended it, too
                 raise WorkFailed(f"took more than {self.seconds} s of processor time") from None
             raise WorkFailed("ended its process") from None
         finally:

@@ -23,6 +23,7 @@ from adapters.text.grammar import (
     GrammarRefused,
     Grammars,
     TooManyGrammars,
+    Vocabulary,
     json_grammar,
 )
 from adapters.text.tokenizer import GaveUp, Tokenizer
@@ -235,6 +236,35 @@ async def test_hostile_grammars_are_refused_or_cost_little(grammars: Grammars, n
 async def test_what_costs_too_much_is_killed_and_says_so(grammars: Grammars) -> None:
     with pytest.raises(GrammarRefused, match=r"compiling it (took more than 2 s of processor time|ended its process)"):
         await grammars.admit(HOSTILE["multiples"], stays)
+
+
+async def test_a_server_that_ends_while_one_is_tried_refuses_it(grammars: Grammars) -> None:
+    refused: list[GrammarRefused] = []
+
+    async def ask() -> None:
+        with pytest.raises(GrammarRefused, match="ended its process") as found:
+            await grammars.admit(HOSTILE["multiples"], stays)
+        refused.append(found.value)
+
+    await grammars.admit(Grammar("regex", "a"), stays)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.sleep(0.1)
+        await grammars.aclose()
+    assert refused
+
+
+def test_nobody_waits_while_the_vocabulary_is_read(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, locked = Grammars(tokenizer), list[bool]()
+
+    def tokens(self: Vocabulary) -> list[bytes]:
+        locked.append(grammars._lock.locked())  # noqa: SLF001 - the event loop waits for this one
+        return [self.tokenizer.piece(token) for token in range(self.tokenizer.size)]
+
+    monkeypatch.setattr(Vocabulary, "tokens", property(tokens))
+    grammars.match(Grammar("regex", "a"))
+    assert locked
+    assert not any(locked)
 
 
 async def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
