@@ -250,7 +250,14 @@ async def test_responses_are_shown_listed_and_deleted(site: Site, client: openai
 
 
 @pytest.mark.parametrize(
-    ("query", "why"), [("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=x", "after")]
+    ("query", "why"),
+    [
+        ("limit=0", "limit"),
+        ("limit=000000001" + "0" * 5000, "limit"),
+        ("limit=x", "limit"),
+        ("order=up", "order"),
+        ("after=x", "after"),
+    ],
 )
 async def test_a_list_is_asked_for_rightly(site: Site, query: str, why: str) -> None:
     name = (await site.post(PATH, asked(max_output_tokens=1))).json()["id"]
