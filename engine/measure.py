@@ -86,7 +86,7 @@ def measured(executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int
 def prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
     """Per token, by where it stands, as `Rates.prefill` wants it; from two chunks and a straight line."""
     rows = min(chunk, context)
-    far = min(context, FAR[shard.device.type]) - rows
+    far = (min(context, FAR[shard.device.type]) - rows) // shard.state_block * shard.state_block
     near_ns = quickest(lambda: run_chunk(shard, 0, rows, chunk))
     slope = max(0.0, quickest(lambda: run_chunk(shard, far, rows, chunk)) - near_ns) / far if far else 0.0
     found, start, stop = list[int](), 0, FIRST

@@ -11,6 +11,7 @@ from engine import measure
 from engine.kept import Kept
 from engine.measure import agree, from_json, kept_or_measured, key, to_json
 from states.rates import Rates
+from tests.models.recurrent_shard import RecurrentShard
 
 TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000), (0, 1, 4, 8_000), (0, 1, 16, 9_000)))
 GOOD = json.loads(to_json(TIMES))
@@ -90,3 +91,10 @@ def test_they_are_kept_under_what_they_depend_on(monkeypatch: pytest.MonkeyPatch
     }
     monkeypatch.setattr(measure.torch, "get_num_threads", lambda: 7)
     assert len(keys | {key("a", None, shape)}) == 5
+
+
+@pytest.mark.parametrize("context", [32, 100, 101])
+def test_prefill_is_measured_in_any_context_of_a_model_with_recurrent_layers(context: int) -> None:
+    """Its state stands at some multiples only, wherever the last chunk of the context begins."""
+    shard = RecurrentShard(capacity=context, buckets=(4, 8, 16, 32), state_block=16)
+    assert min(measure.prefill(shard, 32, context)) > 0
