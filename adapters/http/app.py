@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from adapters.http import chat, controls, models
 from adapters.http.access_log import NOTE, refused
-from adapters.http.api import Api, Counter
+from adapters.http.api import Api, Asked, Counter
 from adapters.http.apis import COUNTERS, STATELESS, error_response
 from adapters.http.archive import Archive
 from adapters.http.body import reading
@@ -133,7 +133,7 @@ class Edge:
         async with self._ready(request) as fields:
             asked = await api.read(fields, self.options, self.text, request.is_disconnected)
         # its body takes no room any more while it waits in another line
-        asked = await held(asked, self.text, self.options, request.is_disconnected)
+        asked = await self._held(asked, request)
         how, tokenizer = asked.controls, self.text.tokenizer
         planned = controls.plan(
             asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader, cuts=asked.cuts
@@ -141,6 +141,17 @@ class Edge:
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
         told = how.stream, how.progress, self.turnover, asked.headers
         return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
+
+    async def _held(self, asked: Asked, request: Request) -> Asked:
+        async def gone() -> bool:
+            return self.door.status().state != "ready" or await request.is_disconnected()
+
+        try:
+            return await held(asked, self.text, self.options, gone)
+        except GaveUp:
+            if self.door.status().state == "ready":
+                raise left() from None
+            raise unavailable(SHUTTING_DOWN, self.options.retry_after_s) from None
 
     @asynccontextmanager
     async def _ready(self, request: Request) -> AsyncIterator[Fields]:

@@ -12,19 +12,19 @@ import msgspec
 from attrs import evolve
 
 from adapters.http.api import Asked
-from adapters.http.errors import ApiError, invalid, left, unavailable
+from adapters.http.errors import ApiError, invalid, unavailable
 from adapters.http.form import Form
 from adapters.http.options import EdgeOptions
 from adapters.text.answer.held import answer_grammar
 from adapters.text.grammar import GrammarRefused, TooManyGrammars
 from adapters.text.text import Text
-from adapters.text.tokenizer import GaveUp, Gone
+from adapters.text.tokenizer import Gone
 
 
 async def held(asked: Asked, text: Text, options: EdgeOptions, gone: Gone) -> Asked:
     """With the grammar of the whole answer, tried. Such an answer ends with its grammar, `ignore_eos` or not.
 
-    Raises ApiError for one that cannot be used.
+    Raises ApiError for one that cannot be used; GaveUp.
     """
     form = asked.controls.form
     if form is None and not asked.reader.tools:
@@ -40,8 +40,6 @@ async def held(asked: Asked, text: Text, options: EdgeOptions, gone: Gone) -> As
         compiled = await text.grammars.admit(grammar, gone)
     except TooManyGrammars:
         raise unavailable("Too many grammars at a time. Try again in a moment.", options.retry_after_s) from None
-    except GaveUp:
-        raise left() from None
     except GrammarRefused as refused:
         if form is None:
             raise invalid("$.tools", f"cannot be held to: {refused}", "unsupported_parameter") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anyio
 import pytest
 
 from effects.grammar import Grammar
@@ -88,6 +89,21 @@ async def test_a_lenient_client_gets_what_can_be_held(site: Site) -> None:
     response = await site.complete(max_tokens=2, response_format=form)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "$.response_format.json_schema.schema.not"
+
+
+async def test_who_waits_for_a_grammar_is_told_when_the_server_stops(site: Site) -> None:
+    line = site.text.grammars._turn  # noqa: SLF001 - for as long as a grammar of two seconds would hold it
+    answers: list[int] = []
+
+    async def ask() -> None:
+        answers.append((await site.complete(max_tokens=2, guided_regex="ab")).status_code)
+
+    async with anyio.create_task_group() as tasks, line:
+        tasks.start_soon(ask)
+        while not line.statistics().tasks_waiting:  # noqa: ASYNC110 - a lock tells nobody
+            await anyio.sleep(0.01)
+        site.door.state = "draining"
+    assert answers == [503]
 
 
 async def test_such_an_answer_ends_with_its_grammar(site: Site) -> None:
