@@ -187,7 +187,14 @@ def test_the_plot_is_a_picture(peer: Foreign, tmp_path: Path) -> None:
 
 def test_ctrl_c_shows_what_was_measured_so_far(peer: Foreign) -> None:
     words = ["bench", "serve", "--url", peer.url, "--model", "slow", "--warm-up", "0", "--json"]
-    process = subprocess.Popen([sys.executable, "-m", "engine", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        # where the suite itself runs in a shell's background, Ctrl-C is ignored, and that is inherited
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - nothing else runs in it
+    )
     while not peer.bodies:
         assert process.poll() is None
     assert process.stdout is not None

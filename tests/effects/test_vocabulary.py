@@ -23,6 +23,7 @@ NOT_SPOKEN = {
     "Launch",
     "Job",
     "Sampling",
+    "Grammar",
     "Report",
     "Closed",
     "Status",
