@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 
 import anyio
 import torch
-from torch import Tensor
 
 from adapters.device.agreement import Agreed, Member, agree, decoded
 from adapters.device.checkpoints import Checkpoints, KeepState
@@ -28,8 +27,8 @@ from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.prompt_logprobs import bucket_of, told
 from adapters.device.proposer import DraftRequest, Proposer
-from adapters.device.sampling import Draw, Picked, Sampler, pick
-from adapters.device.slots import SlotState, check, clipped
+from adapters.device.sampling import Sampler, picker
+from adapters.device.slots import SlotState, check, clipped, unfit
 from adapters.device.tree import chain, fitted
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
@@ -285,12 +284,7 @@ class DeviceExecutor:
         state = self.serving(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
-        here = f"slot {effect.slot} has {state.valid} rows for {len(state.tokens)} tokens, the last {state.tokens[-1]}"
-        if (effect.position, effect.position + 1, effect.token) != (state.valid, len(state.tokens), state.tokens[-1]):
-            return DeviceFailed("broken", f"{here}; a decode step cannot feed {effect.token} at {effect.position}")
-        if effect.position >= self._shard.capacity:
-            return DeviceFailed("broken", f"slot {effect.slot} is full: it has {self._shard.capacity} rows")
-        return state
+        return unfit(state, effect, self._shard.capacity) or state
 
     def _draft(self, taken: Mapping[int, tuple[int, SlotState, int]]) -> list[Member]:
         """Whoever may be proposed to and has room is, all in one call."""
@@ -319,7 +313,7 @@ class DeviceExecutor:
         rows = [row for member in members for row in member.rows]
         step = Step(tuple(segments), bucket_of(self._buckets, len(rows)))
         forward = self._shard.forward(step, torch.tensor([token for member in members for token in member.tree.tokens]))
-        picked = self._picked(self._shard.logits(step, forward.hidden), rows)
+        picked = picker(self._shard.logits(step, forward.hidden), rows)
         firsts = accumulate((len(member.tree.tokens) for member in members), initial=0)
         return step, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=False)]
 
@@ -347,12 +341,6 @@ class DeviceExecutor:
             if not ran_out_of_memory(error):
                 raise
             log.warning("the draft does not follow: %s", error)
-
-    def _picked(self, logits: Tensor, rows: Sequence[Draw]) -> Callable[[int], Picked]:
-        """What is picked at a row. A GPU picks for all of them at once, a host where somebody asks."""
-        if self._lane.device.type == "cuda":
-            return pick(logits, rows).__getitem__
-        return lambda row: pick(logits[row : row + 1], rows[row : row + 1])[0]
 
 
 def abandoned(request: RequestId) -> DeviceFailed:

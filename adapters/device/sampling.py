@@ -9,7 +9,7 @@ on a host, and on a GPU only elementwise operations and integer sums see more th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TypeAlias
 
@@ -130,6 +130,13 @@ class DeadEnd:
 
 
 Picked: TypeAlias = Pick | NotFinite | DeadEnd
+
+
+def picker(logits: Tensor, rows: Sequence[Draw]) -> Callable[[int], Picked]:
+    """What is picked at a row. A GPU picks for all of them at once, a host where somebody asks."""
+    if logits.is_cuda:
+        return pick(logits, rows).__getitem__
+    return lambda row: pick(logits[row : row + 1], rows[row : row + 1])[0]
 
 
 def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:

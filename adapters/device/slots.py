@@ -8,7 +8,8 @@ from attrs import define
 
 from adapters.device.sampling import Sampler
 from adapters.models.shard import Shard
-from effects.ids import RequestId, Span, Tokens
+from effects.decode import RunDecode
+from effects.ids import DeviceFailed, RequestId, Span, Tokens
 from effects.prefill import OpenSlot
 
 
@@ -83,6 +84,16 @@ def check(opening: OpenSlot, shard: Shard) -> None:
         raise ValueError(f"{keep} rows to keep of a prompt of {len(prompt)}; the last one is always computed")
     if not (min(prompt) >= 0 and max(prompt) < shard.vocab_size):
         raise ValueError(f"the prompt has tokens that are not in 0..{shard.vocab_size - 1}")
+
+
+def unfit(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | None:
+    """Why this cannot be the slot's next decode step. capacity: rows of a slot."""
+    here = f"slot {effect.slot} has {state.valid} rows for {len(state.tokens)} tokens, the last {state.tokens[-1]}"
+    if (effect.position, effect.position + 1, effect.token) != (state.valid, len(state.tokens), state.tokens[-1]):
+        return DeviceFailed("broken", f"{here}; a decode step cannot feed {effect.token} at {effect.position}")
+    if effect.position >= capacity:
+        return DeviceFailed("broken", f"slot {effect.slot} is full: it has {capacity} rows")
+    return None
 
 
 def joined(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
