@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import aiofiles
+import anyio
 from aiofiles.os import wrap
 
 LOCK = "LOCK"
@@ -109,7 +110,8 @@ class Folder:
         Whatever fails, there is no file under the name, or the one that was there before.
         """
         temporary = TEMPORARY + name
-        file = await aiofiles.open(temporary, "wb", opener=self.create)
+        with anyio.CancelScope(shield=True):  # a thread makes it in any case, and who comes next would find it there
+            file = await aiofiles.open(temporary, "wb", opener=self.create)
         try:
             try:
                 await self.append(file, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,32 @@ async def test_what_was_being_written_when_the_server_stops_is_written(
         tasks.cancel_scope.cancel()
     await archive.close()
     assert shown(opened(tmp_path), 1) == one(1)
+
+
+async def test_a_file_that_was_being_made_when_the_server_stops_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive, create = opened(tmp_path), Folder.create
+    begun, go_on, made = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(self: Folder, name: str, flags: int = 0) -> int:
+        begun.set()
+        go_on.wait(5)
+        try:
+            return create(self, name, flags)
+        finally:
+            made.set()
+
+    monkeypatch.setattr(Folder, "create", slow)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(archive.run)
+        Shelf(archive).keep(name(1), one(1))
+        await anyio.to_thread.run_sync(begun.wait, 5)
+        tasks.cancel_scope.cancel()
+        go_on.set()
+    await anyio.to_thread.run_sync(made.wait, 5)
+    await archive.close()
+    assert [file.name for file in files(tmp_path)] == [name(1)]
 
 
 @pytest.mark.parametrize("patience", [0, 20])
