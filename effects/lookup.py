@@ -46,6 +46,7 @@ class FindPrefix:
     memo: bool = False  # may what an earlier compression made of this prompt be found, and served, instead
     window: int = 0  # compare with so many recent prompts (the prompt then joins them); 0: neither
     rows: int = 0
+    salt: str = ""  # nothing is found of prompts of another
 
 
 @frozen

@@ -32,6 +32,7 @@ class OpenSlot:
     stop_tokens: Tokens = ()  # a decode step keeps nothing past the first of them
     state: int = 0
     place: PlaceId | None = None
+    salt: str = ""  # what is kept of these rows is found with the same salt only
 
 
 @frozen

@@ -67,13 +67,14 @@ def opening(
     """The slot serves this prompt from now on. source: None for itself."""
     whence, state = seat.slot if source is None else source, seat.valid if settings.stateful else 0
     job = prompt.job
-    return OpenSlot(seat.slot, whence, seat.rows, prompt.tokens, job.sampling, job.stop_tokens, state, place)
+    return OpenSlot(seat.slot, whence, seat.rows, prompt.tokens, job.sampling, job.stop_tokens, state, place, job.salt)
 
 
 def find(settings: Settings, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix]:
     memo = policy.shorten(settings, prompt).go
     rows = seat.rows if settings.stateful else 0
-    return Then(LookingUp(seat, prompt), FindPrefix(prompt.tokens, seat.valid, memo, policy.window(prompt), rows))
+    asking = FindPrefix(prompt.tokens, seat.valid, memo, policy.window(prompt), rows, prompt.job.salt)
+    return Then(LookingUp(seat, prompt), asking)
 
 
 def onward(known: Known, seat: Seat, prompt: Prompt) -> Onward:

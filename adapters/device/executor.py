@@ -171,7 +171,8 @@ class DeviceExecutor:
         check(effect, self._shard)
         matching = None if effect.sampling.grammar is None else self._match(effect.sampling.grammar)
         sampler = Sampler(effect.sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
-        state = SlotState(request, list(prompt), keep, sampler, stops=frozenset(effect.stop_tokens))
+        stops = frozenset(effect.stop_tokens)
+        state = SlotState(request, list(prompt), keep, sampler, stops=stops, salt=effect.salt)
         origin = self._slots.get(source)
         if keep:
             if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):

@@ -37,7 +37,7 @@ from adapters.http.errors import (
 )
 from adapters.http.fields import Fields
 from adapters.http.grammar import held
-from adapters.http.guard import Guard
+from adapters.http.guard import CALLER, Guard
 from adapters.http.intake import ROOM, Intake
 from adapters.http.kept_responses import KeptResponses
 from adapters.http.options import EdgeOptions
@@ -134,7 +134,8 @@ class Edge:
             asked = await api.read(fields, self.options, self.text, request.is_disconnected)
         # its body takes no room any more while it waits in another line
         asked = await self._held(asked, request)
-        how, tokenizer = asked.controls, self.text.tokenizer
+        how = controls.kept_apart(asked.controls, request.scope.get(CALLER, ""))
+        tokenizer = self.text.tokenizer
         planned = controls.plan(
             asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader, cuts=asked.cuts
         )

@@ -112,7 +112,16 @@ def read_controls(
 def read_salt(fields: Fields) -> str:
     """Its digest: what a client chooses is no key by itself."""
     salt = fields.text("cache_salt", MAX_SALT)
-    return blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
+    return salt_of(salt) if salt else ""
+
+
+def salt_of(said: str) -> str:
+    return blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def kept_apart(controls: Controls, owner: str) -> Controls:
+    """Every API key has prefixes of its own. owner: a name for the key; empty without keys."""
+    return evolve(controls, salt=salt_of(f"{owner} {controls.salt}")) if owner else controls
 
 
 def read_max_tokens(fields: Fields, words: Words) -> int | None:
@@ -220,7 +229,7 @@ def plan(
                 max_tokens=room if controls.max_tokens is None else max(1, min(room, controls.max_tokens)),
                 sampling=sampling,
                 stop_tokens=controls.stop_tokens,
-                scope=controls.scope if not (alone or controls.salt) else Scope("off"),
+                scope=Scope("off") if alone else controls.scope,
                 boundaries=boundaries,
                 compress=not alone,
                 speculate=controls.speculate and not alone,

@@ -11,14 +11,20 @@ KEY = 16  # bytes of a key
 WIDTH = 4  # bytes of a packed token id
 
 
-def root(identity: str, block_size: int) -> bytes:
-    """The parent of every first block: two identities, or two blocks, share no key."""
-    return blake2b(f"rekindle kv\0{identity}\0{block_size}".encode(), digest_size=KEY).digest()
+def root(identity: str, block_size: int, salt: str = "") -> bytes:
+    """The parent of every first block: two identities, two block sizes or two salts share no key."""
+    return blake2b(f"rekindle kv\0{identity}\0{block_size}{salted(salt)}".encode(), digest_size=KEY).digest()
 
 
-def draft_root(identity: str, draft: str, block_size: int) -> bytes:
+def draft_root(identity: str, draft: str, block_size: int, salt: str = "") -> bytes:
     """The parent of the first block of a draft's rows: they stand for the same tokens, and go with one draft only."""
-    return blake2b(f"rekindle draft\0{identity}\0{draft}\0{block_size}".encode(), digest_size=KEY).digest()
+    named = f"rekindle draft\0{identity}\0{draft}\0{block_size}{salted(salt)}"
+    return blake2b(named.encode(), digest_size=KEY).digest()
+
+
+def salted(salt: str) -> str:
+    """What a root is called by besides; nothing without a salt."""
+    return f"\0{salt}" if salt else ""
 
 
 def checkpoint_key(key: bytes) -> bytes:

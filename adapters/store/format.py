@@ -84,12 +84,12 @@ class Layout:
     def size(self, kind: Kind, tokens: int) -> int:
         return sum(spec.nbytes for spec in self.specs(kind, tokens))
 
-    def root(self, kind: Kind) -> bytes:
+    def root(self, kind: Kind, salt: str = "") -> bytes:
         """The parent of the first block. Another draft finds the target's rows, and not this draft's."""
         if kind == "rows":
-            return root(self.identity, self.block_size)
+            return root(self.identity, self.block_size, salt)
         assert self.draft is not None, "only rows have a root"
-        return draft_root(self.identity, self.draft.identity, self.block_size)
+        return draft_root(self.identity, self.draft.identity, self.block_size, salt)
 
 
 @frozen

@@ -36,8 +36,8 @@ class Lookup:
         self.store.release(effect.lease)
 
     def _find(self, request: RequestId, effect: FindPrefix) -> PrefixFound | PrefixMissed:
-        shared = self.store.joins(effect.prompt, effect.window) if effect.window else 0
-        found = self.store.find(effect.prompt, effect.beyond, effect.rows)
+        shared = self.store.joins(effect.prompt, effect.window, effect.salt) if effect.window else 0
+        found = self.store.find(effect.prompt, effect.beyond, effect.rows, effect.salt)
         if isinstance(found, Miss):
             log.info("request %d: nothing kept beyond %d tokens: %s", request, effect.beyond, found.reason)
             return PrefixMissed(found.reason, shared=shared, length=found.length)

@@ -1,5 +1,7 @@
 """The recent prompts that scope `auto` compares with, each kept as what it does not share with an earlier one.
 
+A salt goes before a prompt as tokens that no vocabulary has: prompts share nothing unless they have the same.
+
 In a file they are a header and records as in the journal; the body of one: serial, serial of the earlier prompt (0:
 none), tokens shared with it, and the packed tokens after those. What follows a record that does not check is not read.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
@@ -27,6 +30,7 @@ MOST = 256  # prompts
 MOST_BYTES = 64 << 20  # of packed tokens
 SLACK = 1 << 20  # bytes of a file beyond twice what it says, before it is written anew
 MOST_FILE = 2 * MOST_BYTES + 2 * SLACK
+TAG = 4  # tokens
 CHUNK = 4096  # tokens that are compared at once: most prompts differ soon
 
 
@@ -72,9 +76,10 @@ class Recents:
         """It is the most recent one from now on."""
         return self.joins(prompt, 0)[1]
 
-    def joins(self, prompt: Tokens, window: int) -> tuple[int, Recent]:
+    def joins(self, prompt: Tokens, window: int, salt: str = "") -> tuple[int, Recent]:
         """`compare`, then `add`, for the price of one."""
-        packed = pack(prompt)
+        before = tag(salt)
+        packed = before + pack(prompt)
         with self._lock:
             found = self._shared(packed)
             likest = max(list(found.values())[-window:], default=0) if window > 0 else 0
@@ -83,7 +88,7 @@ class Recents:
             recent = Recent(self._last + 1, parent if shared else 0, shared, packed[shared * WIDTH :])
             self._keep(recent)
             self.trim()
-        return likest, recent
+        return max(0, likest - len(before) // WIDTH), recent
 
     def restore(self, recent: Recent) -> bool:
         """As it was added once, `trim` at the end; False if it cannot have been."""
@@ -135,6 +140,15 @@ class Recents:
             self._prompts[recent.serial] = evolve(recent, parent=parent, shared=shared, rest=taken + recent.rest)
             self.held += len(taken)
             heir = heir or recent
+
+
+def tag(salt: str) -> bytes:
+    """A digest as tokens, the first of which is below 0."""
+    if not salt:
+        return b""
+    digest = bytearray(blake2b(salt.encode(), digest_size=TAG * WIDTH).digest())
+    digest[WIDTH - 1] |= 0x80
+    return bytes(digest)
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:

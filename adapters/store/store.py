@@ -46,6 +46,7 @@ class Path:
 
     keys: tuple[bytes, ...]
     packed: bytes
+    salt: str  # nothing is shared with sequences of another
 
 
 def set_already() -> threading.Event:
@@ -85,19 +86,19 @@ class Store(Generic[D]):
         """For what is taken in, or read."""
         return self.host.memory
 
-    def path(self, tokens: Tokens, kind: Kind = "rows") -> Path:
+    def path(self, tokens: Tokens, kind: Kind = "rows", salt: str = "") -> Path:
         block_size = self.layout.block_size
         packed = pack(tokens[: len(tokens) // block_size * block_size])
-        return Path(chain(self.layout.root(kind), packed, block_size), packed)
+        return Path(chain(self.layout.root(kind, salt), packed, block_size), packed, salt)
 
     # --- looking up ---
 
-    def find(self, prompt: Tokens, beyond: int, rows: int = 0) -> tuple[LeaseId, Lease] | Miss:
+    def find(self, prompt: Tokens, beyond: int, rows: int = 0, salt: str = "") -> tuple[LeaseId, Lease] | Miss:
         """The longest kept prefix that can be continued, leased, if it is longer than `beyond`; otherwise why not.
 
         rows: that are there, of a target with positional state, so that they need not be kept.
         """
-        path = self.path(prompt[:-1])
+        path = self.path(prompt[:-1], salt=salt)
         with self.lock:
             lease = self._continued(path, beyond, rows)
             if lease.length <= beyond:
@@ -112,9 +113,9 @@ class Store(Generic[D]):
             self.hits[lease.place] += 1
             return LeaseId(self._last), lease
 
-    def joins(self, prompt: Tokens, window: int) -> int:
+    def joins(self, prompt: Tokens, window: int, salt: str = "") -> int:
         """What the prompt shares with the likest of the last `window` prompts, of which it is one from now on."""
-        shared, recent = self.recents.joins(prompt, window)
+        shared, recent = self.recents.joins(prompt, window, salt)
         if self.disk is not None:
             self.disk.submit(Note(recent))
         return shared
@@ -163,9 +164,9 @@ class Store(Generic[D]):
         if self.layout.draft is None or not length:
             return ()
         packed, parts = path.packed[: length * WIDTH], list[Part]()
-        keys = chain(self.layout.root("draft"), packed, self.layout.block_size)
+        keys = chain(self.layout.root("draft", path.salt), packed, self.layout.block_size)
         for number in reversed(range(len(keys))):
-            part = self._part(Path(keys, packed), number)
+            part = self._part(Path(keys, packed, path.salt), number)
             if part is None:
                 break
             if parts and parts[-1].entry is part.entry:
@@ -208,11 +209,11 @@ class Store(Generic[D]):
 
     # --- keeping ---
 
-    def gaps(self, tokens: Tokens, kind: Kind = "rows", start: int = 0) -> list[Run]:
+    def gaps(self, tokens: Tokens, kind: Kind = "rows", start: int = 0, salt: str = "") -> list[Run]:
         """Which rows of a sequence, from `start` on, no tier has, in runs of a size to be saved; those that only wait
         to be asked for again, because the queue was full, are queued on the way.
         """
-        path, block_size = self.path(tokens, kind), self.layout.block_size
+        path, block_size = self.path(tokens, kind, salt), self.layout.block_size
         most = max(1, self.run_bytes // self.layout.size(kind, block_size))
         spans = list[Span]()
         with self.lock:
@@ -229,7 +230,7 @@ class Store(Generic[D]):
     def _run(self, path: Path, blocks: Span, kind: Kind) -> Run:
         first, stop = blocks
         block_size, step = self.layout.block_size, self.layout.block_size * WIDTH
-        parent = path.keys[first - 1] if first else self.layout.root(kind)
+        parent = path.keys[first - 1] if first else self.layout.root(kind, path.salt)
         return Run(first * block_size, parent, path.keys[first:stop], path.packed[first * step : stop * step], kind)
 
     def keep(self, run: Run, rows: Buffer) -> bool:
@@ -244,9 +245,9 @@ class Store(Generic[D]):
             self.host.make_room(0, run.parent)
             return queued or entry.handle in self.host.rows
 
-    def lacks_checkpoint(self, tokens: Tokens) -> bool:
+    def lacks_checkpoint(self, tokens: Tokens, salt: str = "") -> bool:
         """Has no tier the state behind `tokens` (whole blocks)? One that only waits to be written is queued."""
-        path = self.path(tokens)
+        path = self.path(tokens, salt=salt)
         with self.lock:
             key, _ = self._state_key(path, len(tokens))
             if not self._has(key):
@@ -254,9 +255,9 @@ class Store(Generic[D]):
             self._write_again(key)
             return False
 
-    def keep_checkpoint(self, tokens: Tokens, state: Buffer) -> bool:
+    def keep_checkpoint(self, tokens: Tokens, state: Buffer, salt: str = "") -> bool:
         """Take in the state behind `tokens` (whole blocks). False if there was room nowhere."""
-        path, stop = self.path(tokens), len(tokens)
+        path, stop = self.path(tokens, salt=salt), len(tokens)
         key, packed = self._state_key(path, stop)
         with self.lock:
             before = next(self._checkpoints(path, stop - self.layout.block_size), None)

@@ -9,11 +9,11 @@ from attrs import define
 
 from adapters.device.memory import ran_out_of_memory
 from adapters.store.disk import Disk
-from adapters.store.format import Kind
+from adapters.store.format import Run
 from adapters.store.store import Store
 from adapters.transfer.copy import Mover, StateMover
 from adapters.transfer.fence import Serving
-from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
+from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 
 log = logging.getLogger("rekindle.store")
@@ -38,20 +38,21 @@ class Saver:
             return state
         if not state.holds(effect.tokens):
             return DeviceFailed("broken", f"slot {effect.slot} does not hold the rows that are to be kept")
-        saved = self._save(effect.slot, effect.tokens, "rows", 0, self.target)
+        saved = self._save(effect.slot, self.store.gaps(effect.tokens, salt=state.salt), self.target)
         if self.draft:
             start, stop = state.drafted
-            saved += self._save(effect.slot, effect.tokens[:stop], "draft", start, self.draft)
+            gaps = self.store.gaps(effect.tokens[:stop], "draft", start, state.salt)
+            saved += self._save(effect.slot, gaps, self.draft)
         if effect.checkpoint:
             self.checkpoint(request, effect.slot, len(effect.tokens))
         log.info("request %d: %d tokens kept, %d bytes of them new", request, len(effect.tokens), saved)
         return SnapshotSaved(len(effect.tokens), saved)
 
-    def _save(self, slot: SlotId, tokens: Tokens, kind: Kind, start: int, movers: Sequence[Mover]) -> int:
+    def _save(self, slot: SlotId, gaps: Sequence[Run], movers: Sequence[Mover]) -> int:
         """The bytes that are new."""
         saved = 0
-        for run in self.store.gaps(tokens, kind, start):
-            buffer = self.store.memory.take(self.store.layout.size(kind, run.length))
+        for run in gaps:
+            buffer = self.store.memory.take(self.store.layout.size(run.kind, run.length))
             for mover in movers:
                 mover.take(slot, (run.start, run.stop), buffer.data)
             if not self.store.keep(run, buffer):
@@ -68,7 +69,7 @@ class Saver:
             log.warning("request %d: slot %d has %d rows, no checkpoint at %d", request, slot, state.valid, at)
             return False
         tokens = tuple(state.tokens[:at])
-        if not self.store.lacks_checkpoint(tokens):
+        if not self.store.lacks_checkpoint(tokens, state.salt):
             return True
         try:
             buffer = self.store.memory.take(layout.size("state", 0))
@@ -78,4 +79,4 @@ class Saver:
                 raise
             log.warning("request %d: no memory for the checkpoint at %d: %s", request, at, error)
             return False
-        return self.store.keep_checkpoint(tokens, buffer)
+        return self.store.keep_checkpoint(tokens, buffer, state.salt)

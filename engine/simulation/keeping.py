@@ -119,8 +119,8 @@ class Keeping:
         return self.disk is None or not self.disk.queued
 
     def find(self, effect: FindPrefix) -> PrefixFound | PrefixMissed:
-        shared = self.store.joins(effect.prompt, effect.window) if effect.window else 0
-        found = self.store.find(effect.prompt, effect.beyond, effect.rows)
+        shared = self.store.joins(effect.prompt, effect.window, effect.salt) if effect.window else 0
+        found = self.store.find(effect.prompt, effect.beyond, effect.rows, effect.salt)
         if isinstance(found, Miss):
             return PrefixMissed(found.reason, shared=shared, length=found.length)
         name, lease = found
@@ -153,15 +153,15 @@ class Keeping:
             self.store.promote(part.entry, empty_rows(self.shape.size(part.entry.kind, part.entry.length)))
         self.store.release(effect.lease)
 
-    def checkpoint(self, tokens: Tokens) -> int:
+    def checkpoint(self, tokens: Tokens, salt: str) -> int:
         """Keep the state behind these. Bytes that were taken in."""
-        if not self.store.lacks_checkpoint(tokens):
+        if not self.store.lacks_checkpoint(tokens, salt):
             return 0
         size = self.shape.size("state", 0)
-        return size * self.store.keep_checkpoint(tokens, empty_rows(size))
+        return size * self.store.keep_checkpoint(tokens, empty_rows(size), salt)
 
-    def gaps(self, tokens: Tokens) -> list[Run]:
-        return self.store.gaps(tokens)
+    def gaps(self, tokens: Tokens, salt: str) -> list[Run]:
+        return self.store.gaps(tokens, salt=salt)
 
     def keep(self, runs: list[Run]) -> int:
         """Bytes that were taken in."""

@@ -132,7 +132,7 @@ class Process:
 
     def checkpoint(self, request: RequestId, at: int) -> None:
         left = remains(self.held(request))
-        self.keeping.checkpoint((left.prompt.tokens + left.answer)[:at])
+        self.keeping.checkpoint((left.prompt.tokens + left.answer)[:at], left.prompt.job.salt)
 
     def held(self, request: RequestId) -> Held:
         state = self.world.requests[request]
@@ -159,12 +159,13 @@ class Process:
 
     def save(self, request: RequestId, saving: SaveSnapshot) -> None:
         """Copy out what no tier has; then it is kept, and waits to be written."""
-        tokens, runs = saving.tokens, self.keeping.gaps(saving.tokens)
+        tokens, salt = saving.tokens, remains(self.held(request)).prompt.job.salt
+        runs = self.keeping.gaps(tokens, salt)
         copied = sum(run.length for run in runs) + self.costs.state_tokens * saving.checkpoint
 
         def done() -> None:
             saved = self.keeping.keep(runs)
-            saved += self.keeping.checkpoint(tokens) if saving.checkpoint else 0
+            saved += self.keeping.checkpoint(tokens, salt) if saving.checkpoint else 0
             self.feed(request, SnapshotSaved(len(tokens), saved))
 
         self.after(copied * self.costs.copy, done)

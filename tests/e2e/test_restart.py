@@ -103,6 +103,33 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
         assert cache(server)["quarantined"] == 1
 
 
+@pytest.mark.timeout(120)
+def test_a_salt_and_an_api_key_keep_prompts_apart_over_a_restart(tmp_path: Path) -> None:
+    words = ("--kv-cache-dir", str(tmp_path / "kv"), "--paranoid")
+
+    def restored(server: Running, key: str, **more: object) -> int:
+        headers, asked = {"x-api-key": key}, {"prompt": PROMPT, **ASKED, **more}
+        return server.client.post("/v1/completions", json=asked, headers=headers).json()["rekindle"]["restored_tokens"]
+
+    with serving(*words) as server:
+        assert restored(server, "", cache_salt="mine") == 0
+        written(server)
+        kill(server)
+    with serving(*words) as server:
+        assert restored(server, "") == 0
+        assert restored(server, "", cache_salt="yours") == 0
+        assert restored(server, "", cache_salt="mine") >= len(PROMPT) - 64
+        kill(server)
+    keys = ("--api-key", "one", "--api-key", "two")
+    with serving(*words, *keys) as server:
+        assert restored(server, "one") == 0, "what was kept before belongs to neither"
+        server.stop()
+    with serving(*words, *keys) as server:
+        assert restored(server, "two") == 0
+        assert restored(server, "one", cache_salt="mine") == 0
+        assert restored(server, "one") >= len(PROMPT) - 64
+
+
 @pytest.mark.timeout(180)
 def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a home of its own. Of the proofs the draft's: another outcome of the target's has other files."""

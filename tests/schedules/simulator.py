@@ -318,6 +318,7 @@ class Simulator:
 
     def check_whose(self, opening: OpenSlot, salt: str) -> None:
         """Nobody goes on from what jobs of another salt have left."""
+        assert opening.salt == salt, "what is kept of it would be somebody else's"
         assert not opening.keep or self.salts[opening.source] == salt, "rows of another salt"
         assert opening.place is None or self.places[opening.place] == salt, "a state of another salt"
         self.salts[opening.slot] = salt

@@ -63,18 +63,18 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def save(store: Store, tokens: Tokens, kind: Kind = "rows", start: int = 0) -> None:
+def save(store: Store, tokens: Tokens, kind: Kind = "rows", start: int = 0, salt: str = "") -> None:
     """What the device lane does with a snapshot."""
-    for run in store.gaps(tokens, kind, start):
+    for run in store.gaps(tokens, kind, start, salt):
         rows = rows_of(tokens[: run.stop], run.start, store.layout, kind)
         if not store.keep(run, buffer_of(rows, store.layout, kind)):
             break
 
 
-def checkpoint(store: Store, tokens: Tokens) -> None:
-    if store.lacks_checkpoint(tokens):
+def checkpoint(store: Store, tokens: Tokens, salt: str = "") -> None:
+    if store.lacks_checkpoint(tokens, salt):
         state = rows_of(tokens, 0, store.layout, "state")
-        store.keep_checkpoint(tokens, buffer_of(state, store.layout, "state"))
+        store.keep_checkpoint(tokens, buffer_of(state, store.layout, "state"), salt)
 
 
 def fetch(store: Store, tokens: Tokens, name: LeaseId) -> int:

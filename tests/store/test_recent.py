@@ -114,6 +114,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
+def test_prompts_of_another_salt_are_not_compared(path: Path) -> None:
+    store = disk_store(path)
+    salts = ("", "a", "b")
+    assert [store.joins((*ONE, number), 30, salt) for number, salt in enumerate(salts)] == [0, 0, 0]
+    assert [store.joins((*ONE, 9), 30, salt) for salt in salts] == [40, 40, 40]
+    settled(store)
+    store.close()
+    store = disk_store(path)
+    assert [store.joins((*ONE[:30], 9), 30, salt) for salt in (*salts, "c")] == [30, 30, 30, 0]
+
+
 def test_they_survive_a_restart_for_their_identity_only(path: Path) -> None:
     store = disk_store(path)
     assert [store.joins(prompt, 30) for prompt in ((*ONE, 1), (*ONE, 2), (3, 3))] == [0, 40, 0]

@@ -22,6 +22,7 @@ from adapters.store.opening import open_store
 from adapters.store.seekable import Damaged
 from effects.ids import Tokens
 from tests.store.kit import (
+    BIG,
     EVERYTHING,
     FULL,
     LAYOUT,
@@ -70,6 +71,39 @@ def test_a_miss_says_why() -> None:
     assert store.find((*ONE[:22], 0, 0, 0), 20) == Miss("diverged_at:20", 20)
     assert store.find((9, *ONE), 0) == Miss("diverged_at:0")
     assert store.figures()["misses"] == {"too_short": 1, "empty_store": 1, "diverged_at": 2}
+
+
+@pytest.mark.parametrize("salt", ["", "a", "b"])
+def test_a_salt_finds_what_was_kept_with_it_and_nothing_else(tmp_path: Path, salt: str) -> None:
+    """Rows, a draft's rows and checkpoints, in memory, and on disk after a restart."""
+
+    def beyond(store, salt: str) -> int:
+        found = store.find((*ONE, 0), 0, salt=salt)
+        if isinstance(found, Miss):
+            return 0
+        name, lease = found
+        assert len(lease.all) >= 3, "rows, the draft's, a state"
+        return fetch(store, ONE, name)
+
+    path = tmp_path / "kv"
+    store = disk_store(path, layout=EVERYTHING, host=BIG)
+    save(store, ONE, salt=salt)
+    save(store, ONE, "draft", salt=salt)
+    checkpoint(store, ONE, salt)
+    expected = [40 * (other == salt) for other in ("", "a", "b")]
+    assert [beyond(store, other) for other in ("", "a", "b")] == expected
+    settled(store)
+    store.close()
+    store = disk_store(path, layout=EVERYTHING)
+    settled(store)
+    assert [beyond(store, other) for other in ("", "a", "b")] == expected
+    assert store.damaged == dict.fromkeys(store.damaged, 0)
+
+
+def test_without_a_salt_keys_are_what_they_always_were() -> None:
+    assert LAYOUT.root("rows").hex() == "65a05a2367a761d28daa1b67126cf2e3"
+    assert FULL.root("draft").hex() == "0b32597be49d2ebec214804ca4d784da"
+    assert len({LAYOUT.root("rows"), LAYOUT.root("rows", "a"), LAYOUT.root("rows", "b"), FULL.root("draft", "a")}) == 4
 
 
 async def test_the_longest_prefix_is_found_even_inside_a_run() -> None:
