@@ -56,6 +56,8 @@ class Job:
     # asked for. All of its rows are computed then, as what was kept of a prompt has none.
     prompt_logprobs: int = -1
     salt: str = ""  # rows are shared with jobs of the same salt, and with no others
+    one_off: bool | None = None  # will nobody go on from it (a title, a summary)? None: the request does not say
+    opens: bool = False  # its prompt is a conversation's first, of one that offers no tools
 
 
 @frozen

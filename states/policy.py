@@ -16,11 +16,26 @@ from states.life import Prompt, Remains, Seat, usable, whole_blocks
 from states.rates import ALONE, Rates, load_time, prefill_time
 from states.settings import Known, Settings
 
+SHORT = 2048  # tokens of a prompt: what it costs at most to have taken a conversation's first turn for a one-off
+
 
 @frozen
 class Decision:
     go: bool
     reason: str  # machine-readable
+
+
+def one_off(job: Job) -> Decision:
+    """Is it a request of its own, such as a title, that nobody will go on from? Agents bring tools, and a conversation
+    that goes on has answers in it; what is short can be computed again, should it go on after all.
+    """
+    if job.one_off is not None:
+        return Decision(job.one_off, "told")
+    if not job.opens:
+        return Decision(False, "continues")
+    if len(job.prompt) > SHORT:
+        return Decision(False, "long")
+    return Decision(True, "short")
 
 
 def shorten(settings: Settings, prompt: Prompt) -> Decision:

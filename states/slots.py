@@ -2,6 +2,9 @@
 
 Where the model has positional state, a slot's own is the one at the end of what it keeps, and a few earlier ones are
 kept in places that all slots share (`places.py`).
+
+A conversation that goes on is not pushed off its slot by requests that nobody goes on from (`policy.one_off`): those
+take the slots of one another, wait for one if they have to, and what they leave behind makes room first.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from effects.all import Ask, Outcome
 from effects.ids import PlaceId, RequestId, SlotId, Tokens
 from effects.job import Job
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from states import places, scope
+from states import places, policy, scope
 from states.events import Admitted
 from states.life import (
     Draining,
@@ -32,6 +35,8 @@ from states.life import (
 from states.places import Place
 from states.settings import Settings
 
+PATIENCE = 64  # releases: where nobody came back to a conversation for so long, its slot is anybody's
+
 
 @frozen
 class Slot:
@@ -40,6 +45,7 @@ class Slot:
     used: int = 0  # the turn of its last release
     salt: str = ""  # of whom they are from
     live: int = 0  # where its own positional state is, while nobody holds it; 0: nowhere that could be gone on from
+    one_off: bool = False  # its holder, or who left the tokens, is nobody to go on from
 
 
 @frozen
@@ -81,10 +87,10 @@ def admit(
 ) -> tuple[Slots, RequestId, Admitted] | None:
     """The next in the queue and the slot it gets: the longest shared prefix decides what can be kept."""
     free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
-    if not free or not slots.waiting:
+    request = following(slots, free, requests, settings)
+    if request is None:
         return None
-    request, *rest = slots.waiting
-    state = requests[request]
+    state, alone = requests[request], one_off(requests[request])
     assert isinstance(state, Waiting)
     prompt = state.prompt.tokens
     rows = [
@@ -92,19 +98,46 @@ def admit(
     ]
     shared = [continued(settings, row, prompt) for row in rows]
     starts = [start(slots, shared, number, settings) for number in range(len(rows))]
-    spare = [number for number in free if not loses(settings, rows[number], shared[number])]
+    spare = [
+        number
+        for number in free
+        if not loses(settings, rows[number], shared[number]) and not (alone and awaited(slots, number))
+    ]
     source = max(
         range(len(rows)),
         key=lambda number: (starts[number][0], shared[number], number in spare, number in free, -number),
     )
     (at, place), keep = starts[source], shared[source] if settings.store else starts[source][0]
     target = source if keep and source in spare else oldest(slots, free, source if keep else None)
-    taken = evolve(slots.slots[target], tokens=(), salt="", holder=request, live=0)
+    taken = evolve(slots.slots[target], tokens=(), salt="", holder=request, live=0, one_off=alone)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
     left = places.used(slots.places, place, slots.turn)
     left = places.handed_on(left, target, shared[target], heirs(slots, target, requests, settings))
     admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, at if settings.stateful else 0, place)
-    return evolve(slots, slots=after, waiting=tuple(rest), places=left), request, admitted
+    return evolve(leave_queue(slots, request), slots=after, places=left), request, admitted
+
+
+def following(
+    slots: Slots, free: list[int], requests: Mapping[RequestId, State], settings: Settings
+) -> RequestId | None:
+    """Who is next to be admitted: first come, first served. But where every free slot keeps a conversation, a one-off
+    waits for the slot of another that is being answered, and lets others pass, as long as the queue has room.
+    """
+    if not free:
+        return None
+    another = any(slot.one_off for slot in slots.slots if slot.holder is not None)
+    spared = another and len(slots.waiting) < settings.max_queue and all(awaited(slots, number) for number in free)
+    return next((request for request in slots.waiting if not (spared and one_off(requests[request]))), None)
+
+
+def one_off(state: State) -> bool:
+    return isinstance(state, Waiting) and policy.one_off(state.prompt.job).go
+
+
+def awaited(slots: Slots, number: int) -> bool:
+    """Does it keep a conversation that somebody may come back to?"""
+    slot = slots.slots[number]
+    return bool(slot.tokens) and not slot.one_off and slots.turn - slot.used < PATIENCE
 
 
 def start(slots: Slots, shared: list[int], source: int, settings: Settings) -> tuple[int, PlaceId | None]:
@@ -147,8 +180,10 @@ def loses(settings: Settings, rows: Tokens, keep: int) -> bool:
 
 
 def oldest(slots: Slots, free: list[int], source: int | None) -> int:
-    """The free slot whose sequence has gone unused longest; the source itself only if there is no other."""
-    return min(free, key=lambda number: (number == source, slots.slots[number].used, number))
+    """The free slot whose sequence has gone unused longest, of those that keep no conversation if there is one; the
+    source itself only if there is no other.
+    """
+    return min(free, key=lambda number: (awaited(slots, number), number == source, slots.slots[number].used, number))
 
 
 def resident(slot: Slot, requests: Mapping[RequestId, State], settings: Settings) -> Tokens:
@@ -169,7 +204,7 @@ def release(slots: Slots, request: RequestId, left: Remains, settings: Settings)
     assert slot.holder == request, (slot, request)
     job = left.prompt.job
     kept, at = (sequence(settings, left), live(settings, left)) if job.prompt_logprobs < 0 else ((), 0)
-    idle = Slot(kept, None, slots.turn + 1, job.salt, at)
+    idle = Slot(kept, None, slots.turn + 1, job.salt, at, slot.one_off)
     after = (*slots.slots[:number], idle, *slots.slots[number + 1 :])
     return evolve(slots, slots=after, turn=slots.turn + 1, places=places.cut(slots.places, number, len(idle.tokens)))
 

@@ -94,7 +94,7 @@ class Fold:
         self.todo: deque[tuple[RequestId, Event]] = deque()
 
     def full(self) -> bool:
-        """Everybody who waits, waits for a slot: one is never free while somebody waits."""
+        """Everybody who waits, waits for a slot: one is never free while the queue is full."""
         seated = any(slot.holder is None for slot in self.slots.slots)
         return not seated and len(self.slots.waiting) >= self.settings.max_queue
 

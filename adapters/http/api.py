@@ -35,6 +35,7 @@ class Asked:
     cuts: Tokens = ()  # safe boundaries of its only prompt, which the client named
     echo: Mapping[str, Any] = field(factory=dict)  # what the answer says of the request again
     compiled: Compiled | None = None  # what its answers keep to, there until they are complete
+    opens: bool = False  # its prompt is a conversation's first, of one that offers no tools
 
 
 @frozen

@@ -137,7 +137,14 @@ class Edge:
         how = controls.kept_apart(asked.controls, request.scope.get(CALLER, ""))
         tokenizer = self.text.tokenizer
         planned = controls.plan(
-            asked.prompts, asked.paths, how, self.options, self.text.openings, reader=asked.reader, cuts=asked.cuts
+            asked.prompts,
+            asked.paths,
+            how,
+            self.options,
+            self.text.openings,
+            reader=asked.reader,
+            cuts=asked.cuts,
+            opens=asked.opens,
         )
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
         told = how.stream, how.progress, self.turnover, asked.headers

@@ -47,6 +47,7 @@ class Controls:
     form: Form | None = None  # of the answer
     salt: str = ""  # a digest of the request's
     echo: bool = False  # the prompt is part of the answer, with its logprobs where any are asked for
+    one_off: bool | None = None  # nobody will go on from it; None: the request does not say
 
 
 @frozen
@@ -106,6 +107,7 @@ def read_controls(
         asked_scope=fields.has("prefix_cache"),
         salt=read_salt(fields),
         form=read_form(fields, words.formats),
+        one_off=fields.flag("one_off") if fields.has("one_off") else None,
     )
 
 
@@ -199,11 +201,12 @@ def plan(
     *,
     reader: AnswerReader = PLAIN,
     cuts: Tokens = (),
+    opens: bool = False,
 ) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 
-    Choice i draws with seed + i.  cuts: safe boundaries of the one prompt, besides where its messages open. Raises
-    ApiError for a prompt that is empty or leaves no room.
+    Choice i draws with seed + i.  cuts: safe boundaries of the one prompt, besides where its messages open.
+    opens: it is a conversation's first. Raises ApiError for a prompt that is empty or leaves no room.
     """
     jobs = len(prompts) * controls.choices
     if jobs > options.max_jobs:
@@ -235,6 +238,8 @@ def plan(
                 speculate=controls.speculate and not alone,
                 prompt_logprobs=sampling.logprobs if alone else -1,
                 salt=controls.salt,
+                one_off=controls.one_off,
+                opens=opens,
             )
             place = number * controls.choices + choice
             silent = controls.max_tokens == 0

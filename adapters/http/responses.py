@@ -66,7 +66,8 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, g
     conversation, echo["offered"] = await read_whole(shelf, fields, options, text, skipped)
     prompt = await chat_prompt(conversation, text, options, gone, fields.at("input"))
     headers = {**skipped.headers, **unparsed(conversation, text)}
-    return Asked(controls, [prompt.tokens], [fields.at("input")], prompt.reader, headers, echo=echo)
+    where, opens = [fields.at("input")], prompt.opens
+    return Asked(controls, [prompt.tokens], where, prompt.reader, headers, echo=echo, opens=opens)
 
 
 async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:

@@ -88,6 +88,11 @@ class Conversation:
         """What the answer may call, by name."""
         return {} if self.choice.kind == "none" else {tool.name: tool for tool in self.tools}
 
+    @property
+    def opens(self) -> bool:
+        """Is nothing answered in it yet, and nothing there to call? It may be all that there is: a title, a summary."""
+        return not self.tools and not any(message.role in ("assistant", "tool") for message in self.messages)
+
 
 def thinking(effort: str | None = None, enabled: bool | None = None) -> dict[str, Any]:
     """Variables by which templates are told whether and how much to think; each family reads its own of them."""

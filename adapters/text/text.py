@@ -27,12 +27,13 @@ from effects.job import Sampling
 class ChatPrompt:
     """A conversation, ready to be answered, and how the answer is to be read.
 
-    cuts: places that the client marked in it, besides those where messages open.
+    cuts: places that the client marked in it, besides those where messages open.  opens: as `Conversation` has it.
     """
 
     tokens: Tokens
     reader: AnswerReader
     cuts: Tokens = ()
+    opens: bool = False
 
 
 @define(eq=False)
@@ -96,7 +97,7 @@ class Text:
         cuts: Tokens = ()
         if any(message.cuts for message in conversation.messages):
             cuts = await anyio.to_thread.run_sync(cut_places, conversation.messages, rendered, tokens, self.tokenizer)
-        return ChatPrompt(tokens, self.reader(conversation, rendered), cuts)
+        return ChatPrompt(tokens, self.reader(conversation, rendered), cuts, conversation.opens)
 
     async def rendered(self, conversation: Conversation) -> Rendered:
         assert self.template is not None

@@ -109,6 +109,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "extreme"}, "$.reasoning_effort", "one of"),
     ({"speculation": "on"}, "$.speculation", "'auto', 'off'"),
     ({"cache_salt": 5}, "$.cache_salt", "a string"),
+    ({"one_off": "yes"}, "$.one_off", "true or false"),
     ({"cache_salt": "x" * 129}, "$.cache_salt", "at most 128 characters"),
     ({"prefix_cache": "off"}, "$.prefix_cache", "an object"),
     *[

@@ -410,3 +410,20 @@ async def test_a_job_knows_where_its_messages_open(site: Site) -> None:
 async def test_the_answer_tells_how_much_was_kept_and_why(site: Site) -> None:
     body = (await site.chat()).json()
     assert body["rekindle"]["prefix_cache"].keys() == {"scope", "shared", "selected", "kept", "reason"}
+
+
+async def test_a_request_tells_the_engine_whether_it_may_be_all_that_there_is(site: Site) -> None:
+    site.say("Fox")
+    hello = {"role": "user", "content": "Hello"}
+    tool = {"type": "function", "function": {"name": "look"}}
+    for messages, fields, known in (
+        ([hello], {}, (True, None)),
+        ([{"role": "system", "content": "Titles."}, hello], {"one_off": False}, (True, False)),
+        ([hello], {"tools": [tool], "one_off": True}, (False, True)),
+        ([hello, {"role": "assistant", "content": "Hi"}, hello], {}, (False, None)),
+    ):
+        await site.post(PATH, {"messages": messages, **fields})
+        job = site.door.tickets[-1].job
+        assert (job.opens, job.one_off) == known
+    await site.complete("Hello")
+    assert not site.door.tickets[-1].job.opens

@@ -191,6 +191,7 @@ class Simulator:
             scope, stops = rng.choice(SCOPES), rng.choice(((), (0,), (0, 3)))
             messages = tuple(at for at in range(1, len(prompt) + 1) if rng.random() < 0.3)
             job = Job(prompt, rng.randint(1, 9), sampling, stops, scope, messages, compress, speculate)
+            job = evolve(job, opens=number % 3 == 1)
             jobs.append(evolve(job, salt="a") if number % 5 in SALTED else job)
         return jobs
 

@@ -104,6 +104,29 @@ def test_a_request_whose_slot_is_lost_once_is_answered_as_if_nothing_had_been_an
     assert ends.get((2, "failed"), 0) > 2
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_titles_between_the_turns_of_a_conversation_leave_it_on_the_device(slots: int) -> None:
+    """Three at once, of which all have a beginning in common, before each turn."""
+    settings = Settings(slots=slots, max_context=2000, chunk=8, block_size=4, max_queue=8)
+    simulator = Simulator(1, settings, [], calm=True)
+    prompt, number = tuple(range(1, 42)), 0
+    for turn in range(1, 11):
+        titles = [Job((*range(3, 40), turn, 100 + which), 3, opens=True) for which in range(3)]
+        for jobs in (titles, [Job(prompt, 5)]):
+            for job in jobs:
+                simulator.submit(RequestId(number), job)
+                number += 1
+            while simulator.busy():
+                simulator.rng.choice(simulator.possible())()
+        said = simulator.clients[RequestId(number - 1)]
+        assert said.closing is not None
+        kept = len(prompt) - said.closing.report.restored_tokens
+        assert kept < settings.block_size + 20 or turn == 1, f"turn {turn} was computed again"
+        prompt = (*prompt, *said.tokens, *range(turn, turn + 13))
+    simulator.check_the_end()
+    simulator.replay()
+
+
 class NoRoom(Device):
     """The draft never comes back."""
 

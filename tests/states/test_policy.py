@@ -29,6 +29,25 @@ NO, YES = False, True
 AUTO = a_job(scope=Scope("auto", 30))
 
 
+LONG = tuple(range(policy.SHORT + 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "decision"),
+    [
+        ({}, Decision(NO, "continues")),  # or nobody knows: a completion's prompt is no conversation
+        ({"opens": True}, Decision(YES, "short")),
+        ({"opens": True, "prompt": LONG[1:]}, Decision(YES, "short")),
+        ({"opens": True, "prompt": LONG}, Decision(NO, "long")),
+        ({"one_off": True}, Decision(YES, "told")),
+        ({"one_off": True, "prompt": LONG}, Decision(YES, "told")),
+        ({"one_off": False, "opens": True}, Decision(NO, "told")),
+    ],
+)
+def test_one_off(changes: dict[str, Any], decision: Decision) -> None:
+    assert policy.one_off(a_job(**changes)) == decision
+
+
 @pytest.mark.parametrize(
     ("settings", "changes", "missing", "decision"),
     [

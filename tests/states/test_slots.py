@@ -7,7 +7,7 @@ from attrs import evolve
 
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job
-from states import slots
+from states import policy, slots
 from states.events import Admitted
 from states.life import LookingUp, Prefilling, Speculating, State
 from states.settings import Settings
@@ -44,7 +44,7 @@ def admitted(
     after, request, event = seated
     assert request == ONE
     assert after.waiting == ()
-    assert after.slots[event.slot] == Slot((), ONE, house.slots[event.slot].used)
+    assert after.slots[event.slot] == Slot((), ONE, house.slots[event.slot].used, one_off=policy.one_off(job).go)
     others = [number for number in range(len(house.slots)) if number != event.slot]
     assert [after.slots[number] for number in others] == [house.slots[number] for number in others]
     return event
@@ -169,3 +169,73 @@ def test_leaving_the_queue_keeps_the_others_in_order() -> None:
     assert slots.leave_queue(house, TWO).waiting == (ONE, THREE)
     assert slots.leave_queue(house, RequestId(9)) == house
     assert slots.enqueue(house, RequestId(4)).waiting == (ONE, TWO, THREE, RequestId(4))
+
+
+TITLE = a_job(prompt=OTHER[:6], opens=True)
+LEFT = OTHER[6:14]  # by an earlier one
+TURN = Slot(PROMPT, None, 1)  # of a conversation
+
+
+@pytest.mark.parametrize(
+    ("house", "seated"),
+    [
+        ((TURN, Slot(LEFT, None, 9, one_off=True)), seat(1, 1, 0)),
+        ((Slot(LEFT, None, 9, one_off=True), TURN), seat(0, 0, 0)),
+        ((TURN, Slot((), None, 9)), seat(1, 1, 0)),
+        ((TURN, Slot(OTHER, None, 9, one_off=True)), seat(1, 1, 4)),  # with a tail to lose, which nobody comes back to
+        ((TURN, Slot(LEFT, None, 9)), seat(0, 0, 0)),  # two conversations: the older one
+        ((TURN,), seat(0, 0, 0)),
+        ((Slot(OTHER[:8], None, 9), Slot(LEFT, None, 1, one_off=True)), seat(1, 0, 4)),  # beside what it begins with
+    ],
+)
+def test_a_one_off_takes_what_keeps_no_conversation(house: tuple[Slot, ...], seated: Admitted) -> None:
+    assert admitted(a_house(*house), job=TITLE) == seated
+
+
+def test_a_conversation_too_takes_first_what_one_offs_have_left() -> None:
+    house = a_house(TURN, Slot(LEFT, None, 9, one_off=True), Slot(OTHER[14:], None, 2))
+    assert admitted(house, prompt=LEFT[::-1]) == seat(1, 1, 0)
+
+
+def test_a_conversation_that_nobody_came_back_to_is_spared_no_longer() -> None:
+    left = Slot(LEFT, None, 9, one_off=True)
+    assert admitted(evolve(a_house(TURN, left), turn=slots.PATIENCE), job=TITLE).slot == 1
+    assert admitted(evolve(a_house(TURN, left), turn=slots.PATIENCE + 1), job=TITLE).slot == 0
+
+
+def test_a_slot_knows_who_left_it() -> None:
+    house = a_house(Slot((), ONE, one_off=True))
+    assert slots.release(house, ONE, some(prompt=PROMPT, valid=20).remains, PLAIN).slots[0].one_off
+    assert not slots.release(a_house(Slot((), ONE)), ONE, some().remains, PLAIN).slots[0].one_off
+
+
+def waiting_in(house: Slots, requests: dict[RequestId, State], settings: Settings = PLAIN) -> RequestId | None:
+    """Who is admitted next: ONE is a one-off, TWO a conversation's turn, THREE is being answered in slot 1."""
+    answered: dict[RequestId, State] = {THREE: a(Speculating, answering(slot=SlotId(1)))}
+    seated = slots.admit(house, {**answered, **requests}, settings)
+    return None if seated is None else seated[1]
+
+
+def test_a_one_off_waits_for_another_rather_than_push_a_conversation_off_and_lets_others_pass() -> None:
+    waits = waiting_for(TITLE)
+    both = {**waits, TWO: a_waiting()}
+    beside = Slot(holder=THREE, one_off=True)
+    assert waiting_in(a_house(TURN, beside, waiting=(ONE,)), waits) is None
+    assert waiting_in(a_house(TURN, beside, waiting=(ONE, TWO)), both) == TWO
+    assert waiting_in(a_house(TURN, Slot(holder=THREE), waiting=(ONE,)), waits) == ONE  # nothing to wait for
+    assert waiting_in(a_house(Slot(), beside, waiting=(ONE,)), waits) == ONE
+    assert waiting_in(a_house(Slot(LEFT, one_off=True), beside, waiting=(ONE,)), waits) == ONE
+    full = evolve(PLAIN, max_queue=1)
+    assert waiting_in(a_house(TURN, beside, waiting=(ONE,)), waits, full) == ONE  # nobody is refused for it
+
+
+def test_those_who_pass_keep_the_order_of_the_queue() -> None:
+    requests: dict[RequestId, State] = {
+        **waiting_for(TITLE),
+        TWO: a_waiting(),
+        THREE: a(Speculating, answering(slot=SlotId(1))),
+    }
+    house = a_house(TURN, Slot(holder=THREE, one_off=True), waiting=(ONE, TWO))
+    seated = slots.admit(house, requests, PLAIN)
+    assert seated is not None
+    assert seated[0].waiting == (ONE,)
