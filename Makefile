@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
+WORKERS ?= 2
 DRAFT_ARGS ?=
 
 .PHONY: install serve test lint types imports check diagram train-demo train-demo-draft train-demo-hybrid bench clean
@@ -24,8 +25,8 @@ install: .venv/develops  ## set up .venv with rekindle and what its tests and be
 serve: .venv/serves  ## serve the demo model on 127.0.0.1:8000; ARGS="..." adds options
 	@exec $(BIN)/rekindle serve $(ARGS)
 
-test: install  ## the whole suite; ARGS="-k name" picks from it
-	$(BIN)/python -m pytest -q $(ARGS)
+test: install  ## the whole suite, in WORKERS processes; ARGS="-k name" picks from it, ARGS="-n 0 --pdb" stops where it fails
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,10 +1,17 @@
-"""What every test shares: the async backend, and which tests this machine and this run can do."""
+"""What every test shares: the async backend, the cores, and which tests this machine and this run can do."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 import engine  # noqa: F401 - before torch: how its threads wait
+
+# Before torch is imported, here and by what a test starts: threads of several workers that wait for each other on the
+# same cores take longer than one each. Tests of what threads do to numbers say how many they want.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 
 @pytest.fixture(scope="session")

@@ -155,7 +155,8 @@ class Folder:
         os.fsync(descriptor)
 
     async def shut(self, file: File) -> None:
-        await file.close()
+        with anyio.CancelScope(shield=True):  # a thread that is busy would otherwise never get to it
+            await file.close()
 
     def rename(self, old: str, new: str) -> None:
         os.rename(old, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)

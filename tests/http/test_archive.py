@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -130,6 +131,25 @@ async def test_a_file_that_was_being_made_when_the_server_stops_is_written(
     await anyio.to_thread.run_sync(made.wait, 5)
     await archive.close()
     assert [file.name for file in files(tmp_path)] == [name(1)]
+
+
+async def test_a_write_that_is_cancelled_while_all_threads_are_busy_closes_its_file(tmp_path: Path) -> None:
+    loop, free, found = asyncio.get_running_loop(), threading.Event(), list[Any]()
+
+    class Busy(Folder):
+        async def append(self, file: Any, parts: Sequence[bytes]) -> None:
+            found.append(file)
+            for _ in range(40):  # more than there are
+                loop.run_in_executor(None, free.wait, 5)
+            tasks.cancel_scope.cancel()
+            loop.call_later(0.1, free.set)
+            await anyio.sleep_forever()
+
+    folder = Busy.open(tmp_path / "folder")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(folder.write, "one", [b"1"])
+    folder.close()
+    assert [file.closed for file in found] == [True]
 
 
 @pytest.mark.parametrize("patience", [0, 20])
