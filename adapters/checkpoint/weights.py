@@ -39,6 +39,30 @@ class WeightSource(Protocol):
         ...
 
 
+class StoredTensor(Protocol):
+    """One tensor of a checkpoint, in whatever format. header: the first bytes of its file, before all tensors."""
+
+    @property
+    def file(self) -> Path: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def header(self) -> int: ...
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the host; it is called `name` if that fails. Raises CheckpointError."""
+        ...
+
+    def rounded(self, dtype: torch.dtype) -> StoredTensor:
+        """The same, to be read in `dtype`, if it is stored in a form that has to be read in one of torch's."""
+        ...
+
+
 @frozen
 class TensorEntry:
     """Where one tensor lies: bytes `[start, stop)` of `file`."""
@@ -48,22 +72,36 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     stop: int
+    header: int
 
     def read(self, name: str) -> Tensor:
         """The tensor, as stored, on the host; it is called `name` if that fails."""
-        data = bytearray(self.stop - self.start)
-        try:
-            with self.file.open("rb") as file:
-                file.seek(self.start)
-                count = file.readinto(data)
-        except OSError as error:
-            raise CheckpointError(f"{self.file}: cannot be read: {error.strerror}") from None
-        if count != len(data):
-            raise CheckpointError(f"{self.file}: truncated: {name} ends past the end of the file")
+        data = read_bytes(self.file, self.start, self.stop, name)
         tensor = torch.frombuffer(data, dtype=self.dtype).view(self.shape) if data else torch.empty(self.shape)
-        if not finite(tensor):
-            raise CheckpointError(f"{self.file}: {name} has values that are no numbers, or infinite")
+        check_finite(tensor, self.file, name)
         return tensor
+
+    def rounded(self, dtype: torch.dtype) -> TensorEntry:  # noqa: ARG002 - it is read as stored
+        return self
+
+
+def read_bytes(path: Path, start: int, stop: int, name: str) -> bytearray:
+    """Bytes `[start, stop)` of a file, which belong to the tensor `name`. Raises CheckpointError."""
+    data = bytearray(stop - start)
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            count = file.readinto(data)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    if count != len(data):
+        raise CheckpointError(f"{path}: truncated: {name} ends past the end of the file")
+    return data
+
+
+def check_finite(tensor: Tensor, path: Path, name: str) -> None:
+    if not finite(tensor):
+        raise CheckpointError(f"{path}: {name} has values that are no numbers, or infinite")
 
 
 def finite(tensor: Tensor) -> bool:
@@ -71,21 +109,21 @@ def finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(math.isfinite(bound.item()) for bound in tensor.aminmax())
 
 
-def digest_of(tensors: Mapping[str, TensorEntry]) -> str:
+def digest_of(tensors: Mapping[str, StoredTensor]) -> str:
     """Identifies weights: 32 hex digits of blake2b over every file's header, size and content.
 
     Up to 256 MiB in all the whole content is hashed. Above, 64 pieces of 1 MiB a file, evenly spread with both ends
     included, stand for it: that tells apart models and training steps, not a forgery.
     """
-    files = sorted({entry.file for entry in tensors.values()})
-    sizes = {file: file.stat().st_size for file in files}
+    headers = {entry.file: entry.header for entry in tensors.values()}
+    sizes = {file: file.stat().st_size for file in headers}
     whole = sum(sizes.values()) <= _WHOLE
     digest = hashlib.blake2b(digest_size=16, person=b"rekindle-weights")
-    for file in files:
+    for file, header in sorted(headers.items()):
         size = sizes[file]
         digest.update(f"{size}:".encode())
         with file.open("rb") as source:
-            digest.update(source.read(8 + _header_length(file, source)))
+            digest.update(source.read(header))
             starts = range(0, size, _PIECE) if whole else _spread(size)
             for start in starts:
                 source.seek(start)
@@ -178,10 +216,10 @@ def _entry(path: Path, name: str, value: object, base: int, size: int) -> Tensor
         raise CheckpointError(f"{path}: truncated: {name} ends past the end of the file")
     if stop - start != math.prod(shape) * _STORED[dtype].itemsize:
         raise CheckpointError(f"{path}: {name} has {stop - start} bytes, which its shape and dtype do not need")
-    return TensorEntry(path, _STORED[dtype], tuple(shape), base + start, base + stop)
+    return TensorEntry(path, _STORED[dtype], tuple(shape), base + start, base + stop, base)
 
 
-def check_tensors(folder: Path, tensors: Mapping[str, TensorEntry], expected: Shapes, what: str) -> None:
+def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], expected: Shapes, what: str) -> None:
     """Raises CheckpointError for a tensor that is missing, has another shape or is no part of `what`."""
     for name, shape in expected.items():
         if name not in tensors:

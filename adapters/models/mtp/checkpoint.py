@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.weights import Shapes, TensorEntry, check_tensors, digest_of
+from adapters.checkpoint.weights import Shapes, StoredTensor, check_tensors, digest_of
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.decoder import layer_tensors
 from adapters.models.family import HeadShape
@@ -82,7 +82,7 @@ class HeadCheckpoint:
 
     folder: Path
     config: HeadConfig
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, StoredTensor]
 
     @classmethod
     def open(cls, target: Checkpoint) -> HeadCheckpoint:

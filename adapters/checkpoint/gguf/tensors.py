@@ -1,0 +1,76 @@
+"""A tensor of a GGUF file, as it was published: unpacked, and what was done to it for llama.cpp undone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from adapters.checkpoint.gguf.header import Stored
+from adapters.checkpoint.gguf.unpack import FLOATS, UNPACK
+from adapters.checkpoint.weights import check_finite, read_bytes
+
+_PIECE = 1 << 21  # numbers unpacked at once: some 40 MB with what is in between, and as quick as any more
+
+
+@frozen
+class GgufTensor:
+    """dtype: what is read. shape: of what is read. undo: from what is stored; None: that is it."""
+
+    stored: Stored
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    undo: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def file(self) -> Path:
+        return self.stored.file
+
+    @property
+    def header(self) -> int:
+        return self.stored.header
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the host; it is called `name` if that fails."""
+        tensor = self._whole(name) if self.stored.packing.name in FLOATS else self._unpacked(name)
+        check_finite(tensor, self.file, name)
+        if self.undo is None:
+            return tensor
+        undone = self.undo(tensor).contiguous()
+        assert undone.shape == self.shape, (name, undone.shape, self.shape)
+        check_finite(undone, self.file, name)
+        return undone
+
+    def rounded(self, dtype: torch.dtype) -> GgufTensor:
+        """Packed weights become `dtype` piece by piece, so that nobody needs the room of all of them in float32."""
+        return self if self.stored.packing.name in FLOATS else evolve(self, dtype=dtype)
+
+    def _whole(self, name: str) -> Tensor:
+        data = read_bytes(self.file, self.stored.start, self.stored.stop, name)
+        return torch.frombuffer(data, dtype=FLOATS[self.stored.packing.name]).view(self.stored.shape).to(self.dtype)
+
+    def _unpacked(self, name: str) -> Tensor:
+        packing, unpack = self.stored.packing, UNPACK[self.stored.packing.name]
+        tensor = torch.empty(self.stored.shape, dtype=self.dtype)
+        blocks = tensor.view(-1, packing.count)
+        step = max(1, _PIECE // packing.count)
+        for at in range(0, len(blocks), step):
+            piece = blocks[at : at + step]
+            start = self.stored.start + at * packing.size
+            data = read_bytes(self.file, start, start + len(piece) * packing.size, name)
+            piece.copy_(unpack(torch.frombuffer(data, dtype=torch.uint8).view(len(piece), packing.size)))
+        return tensor
+
+
+def entry(
+    stored: Stored, undo: Callable[[Tensor], Tensor] | None = None, shape: tuple[int, ...] | None = None
+) -> GgufTensor:
+    """shape: of what `undo` gives, where that is another one. Whatever is undone is undone in float32."""
+    dtype = FLOATS.get(stored.packing.name, torch.float32)
+    shape = stored.shape if shape is None else shape
+    assert math.prod(shape) == math.prod(stored.shape)
+    return GgufTensor(stored, dtype if undo is None else torch.float32, shape, undo)

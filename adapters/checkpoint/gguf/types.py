@@ -1,0 +1,59 @@
+"""The types that tensors have in GGUF files: their numbers and names, and how many bytes a block of each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import frozen
+
+
+@frozen
+class Packing:
+    """`count` numbers of a row are a block of `size` bytes."""
+
+    name: str
+    count: int
+    size: int
+
+
+PACKINGS: Mapping[int, Packing] = {
+    0: Packing("F32", 1, 4),
+    1: Packing("F16", 1, 2),
+    30: Packing("BF16", 1, 2),
+    8: Packing("Q8_0", 32, 34),
+    2: Packing("Q4_0", 32, 18),
+    12: Packing("Q4_K", 256, 144),
+    13: Packing("Q5_K", 256, 176),
+    14: Packing("Q6_K", 256, 210),
+    20: Packing("IQ4_NL", 32, 18),
+    23: Packing("IQ4_XS", 256, 136),
+}
+ACCEPTED = ", ".join(packing.name for packing in PACKINGS.values())
+
+REFUSED: Mapping[int, str] = {
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+"""Named only to be refused by name."""
