@@ -104,8 +104,8 @@ class ModelOption:
     """The one option that needs no flag."""
 
     model: Annotated[str, flag(MODEL)] = "demo"
-    """Folder of a Hugging Face checkpoint (Qwen3.5, Qwen3, Qwen2, Llama), or `demo` or `demo-hybrid` (a Qwen3.5), small
-    models that come with it."""
+    """Folder of a Hugging Face checkpoint (Qwen3.5, Qwen3, Qwen2, Llama), a GGUF file (the first of several), or `demo`
+    or `demo-hybrid` (a Qwen3.5), small models that come with it."""
 
 
 @frozen(kw_only=True)
@@ -128,7 +128,7 @@ class Options(ModelOption):
     """auto (CUDA where there is one), cpu, cuda or cuda:N."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
-    """What weights and KV are kept and computed in; auto is the checkpoint's own."""
+    """What weights and KV are kept and computed in; auto is the checkpoint's own, and bfloat16 for packed weights."""
 
     max_ctx: Annotated[int, flag(MODEL, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
     """Tokens of prompt and answer together; 0 is the model's own limit."""

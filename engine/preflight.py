@@ -14,15 +14,19 @@ from attrs import evolve
 
 from adapters import demo
 from adapters.checkpoint.config import read_json
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models import FAMILIES
+from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.gguf.header import is_gguf
+from adapters.checkpoint.gguf.metadata import read_metadata
+from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.store.folder import LOCK, Folder, FolderUnusable, check_private
 from effects.scope import parse
 from engine.options import Options
 from engine.refusal import Refusal
 
 log = logging.getLogger("rekindle")
-CHECKPOINT = "accepted: a folder with a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors)"
+CHECKPOINT = (
+    "accepted: a folder with a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors), or a GGUF file"
+)
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 DRAFTS = ("auto", "mtp", "none")
 MOST_KEYS = 1 << 20  # bytes of --api-key-file
@@ -54,28 +58,33 @@ def check_model(name: str) -> None:
             raise Refusal(f"{name}: no such folder, and nothing is downloaded: get it with {get}, then serve {folder}")
         raise Refusal(f"{name}: no such {'file' if path.suffix == '.gguf' else 'folder'}; {CHECKPOINT}")
     if not path.is_dir():
-        what = "GGUF files are not served yet" if is_gguf(path) else "is a file"
-        raise Refusal(f"{name}: {what}; {CHECKPOINT}")
+        if not is_gguf(path):
+            raise Refusal(f"{name}: is a file; {CHECKPOINT}")
+        check_gguf(path)
+        return
     kind = read_config(path).get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         accepted = ", ".join(map(repr, FAMILIES))
         raise Refusal(f"{path}: config.json: model_type {repr(kind)[:80]} is not supported; accepted: {accepted}")
 
 
-def is_gguf(path: Path) -> bool:
-    if path.suffix.lower() == ".gguf":
-        return True
-    if not path.is_file():  # a pipe would be waited for
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+def check_gguf(path: Path) -> None:
+    """Its header alone: the type of every tensor, and which architecture it is."""
+    try:
+        kind = read_metadata(path).architecture
+    except CheckpointError as error:
+        raise Refusal(str(error)) from error
+    if kind not in ARCHITECTURES:
+        accepted = ", ".join(map(repr, ARCHITECTURES))
+        raise Refusal(f"{path}: general.architecture {shown(kind)} is not supported; accepted: {accepted}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        gguf = "; GGUF files are not served yet" if any(folder.glob("*.gguf")) else ""
-        raise Refusal(f"{folder}: config.json is missing{gguf}; {CHECKPOINT}")
+        gguf = min(folder.glob("*.gguf"), default=None)
+        instead = "" if gguf is None else f"; a GGUF file is served by its own name, such as {gguf}"
+        raise Refusal(f"{folder}: config.json is missing{instead}; {CHECKPOINT}")
     try:
         return read_json(path)
     except CheckpointError as error:

@@ -221,7 +221,7 @@ async def load_text(options: Options) -> Text:
         raise Refusal(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
     if (size := text.tokenizer.size) > vocab:
         await text.aclose()
-        raise Refusal(f"{folder}: tokenizer.json has ids up to {size - 1}, but the model's vocab_size is {vocab}")
+        raise Refusal(f"{folder}: the tokenizer has ids up to {size - 1}, but the model's vocab_size is {vocab}")
     for warning in warnings:
         log.warning(warning)
     return text

@@ -12,6 +12,7 @@ import torch
 from attrs import asdict, define, evolve
 
 from adapters import demo
+from adapters.checkpoint.gguf.metadata import model_name
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
@@ -141,6 +142,7 @@ class Target:
 
 
 def model_folder(options: Options) -> Path:
+    """Or its GGUF file."""
     return demo.FOLDERS.get(options.model) or Path(options.model)
 
 
@@ -155,6 +157,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     folder = model_folder(options)
     checkpoint = Checkpoint.open(folder)
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
+    checkpoint = checkpoint.rounded(dtype)
     context = context_of(options, checkpoint.config, dtype, device)
     kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
     numerics, kernels = prove(options, checkpoint, dtype, device, context, kept=kept)
@@ -210,7 +213,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         numerics=numerics,
         settings=settings,
         identity=named,
-        model_id=options.model if options.model in demo.FOLDERS else folder.resolve().name,
+        model_id=options.model if options.model in demo.FOLDERS else model_name(folder.resolve()),
         mode=options.numerics,
         scope=options.scope,
         kept=kept,

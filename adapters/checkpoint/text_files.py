@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says about text: tokenizer, chat template, the tokens that end an answer, sampling."""
+"""What a checkpoint says about text: tokenizer, chat template, the tokens that end an answer, sampling."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 from adapters.checkpoint.config import TOKENIZER, open_regular, read_json, read_optional
 from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.gguf.header import is_gguf
+from adapters.checkpoint.gguf.text import described
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_ENDS = 1 << 10
@@ -28,6 +30,8 @@ class TextFiles:
     @classmethod
     def read(cls, folder: Path) -> TextFiles:
         """Raises CheckpointError naming the file that is missing or wrong."""
+        if is_gguf(folder):
+            return cls(**asdict(described(folder, MAX_TEMPLATE_BYTES), recurse=False))
         settings = read_optional(folder / "tokenizer_config.json", TOKENIZER)
         generation = read_optional(folder / "generation_config.json")
         config = read_optional(folder / "config.json")

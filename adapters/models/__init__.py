@@ -10,3 +10,11 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_5": "adapters.models.qwen3_5",
     "qwen3_5_text": "adapters.models.qwen3_5",
 }
+
+# `general.architecture` of a GGUF file -> the `model_type` that it is served as.
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen35": "qwen3_5_text",
+}

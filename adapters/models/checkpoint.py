@@ -1,4 +1,4 @@
-"""A Hugging Face folder with a model of one of our families: checked before a byte of weights is allocated."""
+"""A Hugging Face folder, or a GGUF file, with a model of one of our families: checked before weights are allocated."""
 
 from __future__ import annotations
 
@@ -6,32 +6,39 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.config import DTYPES, read_json
 from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.weights import TensorEntry, check_tensors, digest_of, scan_tensors
+from adapters.checkpoint.gguf.header import is_gguf
+from adapters.checkpoint.weights import StoredTensor, TensorEntry, check_tensors, digest_of, scan_tensors
 from adapters.models.family import Family, ModelConfig, family_of
 
 
 @frozen
 class Checkpoint:
-    """An opened, validated folder. `open` reads headers only; `read` reads one tensor.
+    """An opened, validated folder or GGUF file. `open` reads headers only; `read` reads one tensor.
 
-    others: tensors that the model is served without, by their published names: those of a draft may be among them.
+    folder: or the file. others: tensors that the model is served without, by their published names: those of a draft
+    may be among them.
     """
 
     folder: Path
     family: Family
     config: ModelConfig
-    tensors: Mapping[str, TensorEntry]
-    others: Mapping[str, TensorEntry] = {}
+    tensors: Mapping[str, StoredTensor]
+    others: Mapping[str, StoredTensor] = {}
 
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:
         """Raises CheckpointError, one line, for whatever keeps the folder from being served."""
         path = Path(folder)
+        if is_gguf(path):
+            from adapters.models.gguf.opening import open_gguf  # noqa: PLC0415 - few need it, and then all families
+
+            found = open_gguf(path)
+            return cls(path, found.family, found.config, found.tensors, found.others)
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder")
         raw = read_json(path / "config.json")
@@ -56,6 +63,13 @@ class Checkpoint:
 
     def digest(self) -> str:
         return digest_of(self.tensors)
+
+    def rounded(self, dtype: torch.dtype) -> Checkpoint:
+        """The same, with packed weights to be read in `dtype`: what they are computed in."""
+        tensors, others = (
+            {name: entry.rounded(dtype) for name, entry in entries.items()} for entries in (self.tensors, self.others)
+        )
+        return evolve(self, tensors=tensors, others=others)
 
 
 def _named(

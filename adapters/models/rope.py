@@ -73,7 +73,17 @@ class Yarn:
         return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
-Scaling: TypeAlias = Linear | Llama3 | Yarn
+@frozen
+class Divided:
+    """Each frequency is divided by a factor of its own, as GGUF files tell it."""
+
+    factors: tuple[float, ...]
+
+    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
+        return 1.0 / powers / torch.tensor(self.factors)
+
+
+Scaling: TypeAlias = Linear | Llama3 | Yarn | Divided
 
 
 @frozen

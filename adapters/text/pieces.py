@@ -2,9 +2,9 @@
 
 Both follow from tokenizer.json, and only from kinds that are known. A token of a byte-level vocabulary stands for no
 more bytes than the longest one has, so a text has at least so many tokens. And between a letter and a sign that is
-none, every pre-tokenizer below ends a word, whatever comes after: none of their expressions goes on from a letter to
-anything but a letter, and none looks back. NFC composes nothing across such a place either. So the parts have the
-tokens of the whole.
+none, every known pre-tokenizer ends a word, whatever comes after: none of their expressions goes on from a letter to
+anything but a letter or its mark, and none looks back. NFC composes nothing across such a place either. So the parts
+have the tokens of the whole.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from typing import Any
 
 from attrs import frozen
 
+from adapters.checkpoint.expressions import GPT2, LLAMA3, QWEN, QWEN35
+
 PIECE = 1 << 16  # characters: some 20 ms of encoding
 CUT = re.compile("(?<=[A-Za-z\u4e00-\u9fa5])(?=[\\x00-@\\[-`{-\\x7f\u3001\u3002\uff0c])")
 SHRINKS = 3  # NFC: three Hangul jamo of three bytes each become one syllable of three
 LONG = 1 << 20  # characters
 UNPROVEN = 64  # bytes a token, for the byte limit where nothing is known
 
-# GPT-2's, which ByteLevel uses; Qwen's; and Llama 3's, which differs in digits
-QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-KNOWN = (GPT2, QWEN, QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"))
+KNOWN = (GPT2, QWEN, LLAMA3, QWEN35)
 
 
 @frozen

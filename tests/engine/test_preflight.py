@@ -33,15 +33,16 @@ def folder(path: Path, config: object) -> Path:
     return path
 
 
-def gguf(path: Path) -> Path:
-    path.write_bytes(b"GGUF\x03\0\0\0")
+def gguf(path: Path, more: bytes = b"") -> Path:
+    path.write_bytes(b"GGUF\x03\0\0\0" + more)
     return path
 
 
 MODELS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "nowhere": (lambda path: path / "nowhere", ["no such folder", CHECKPOINT]),
-    "a GGUF file": (lambda path: gguf(path / "model.gguf"), ["GGUF files are not served yet", CHECKPOINT]),
-    "a GGUF file by content": (lambda path: gguf(path / "blob"), ["GGUF files are not served yet"]),
+    "a GGUF file that ends": (lambda path: gguf(path / "model.gguf"), ["truncated or not a GGUF file"]),
+    "a GGUF file by content": (lambda path: gguf(path / "blob"), ["truncated or not a GGUF file"]),
+    "a GGUF file of nothing": (lambda path: gguf(path / "m.gguf", bytes(16)), ["general.architecture is missing"]),
     "a missing GGUF file": (lambda path: path / "x.gguf", ["no such file"]),
     "another file": (lambda path: (path / "x").write_text("x") and path / "x", ["is a file", CHECKPOINT]),
     "an empty folder": (lambda path: path, ["config.json is missing", CHECKPOINT]),
@@ -65,7 +66,7 @@ def test_a_wrong_model_is_told_with_what_is_accepted(case: str, tmp_path: Path) 
 
 def test_a_folder_of_gguf_files_is_told_apart(tmp_path: Path) -> None:
     gguf(tmp_path / "q4.gguf")
-    assert "GGUF files are not served yet" in said(model=str(tmp_path))
+    assert f"a GGUF file is served by its own name, such as {tmp_path / 'q4.gguf'}" in said(model=str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "some-one/some_model.v2"])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from adapters import demo
+from adapters.checkpoint.expressions import GPT2, QWEN
 from adapters.text import pieces
-from adapters.text.pieces import GPT2, KNOWN, QWEN, Knowledge, known, runs, size_of
+from adapters.text.pieces import KNOWN, Knowledge, known, runs, size_of
 from adapters.text.tokenizer import BYTES, GaveUp, TooLong
 from adapters.text.tokenizer import Tokenizer as Ours
 from tests.text import small

@@ -1,0 +1,79 @@
+"""How one architecture of llama.cpp becomes a family of ours: settings as config.json has them, and tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from attrs import frozen
+from torch import Tensor
+
+from adapters.checkpoint.gguf.metadata import Metadata
+
+Undo: TypeAlias = Callable[[Tensor], Tensor]
+
+OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+FRAME = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+ATTENTION = {
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    **{f"self_attn.{part}_proj.{kind}": f"attn_{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")},
+}
+
+
+@frozen
+class Architecture:
+    """settings: as config.json has them. layer: a layer's tensors, as they are published and as llama.cpp calls them.
+    undo: what brings a tensor back to what was published, if anything was done to it. adjusted: the configuration, if a
+    tensor is part of it. spare: tensors that it has read. head: those of a prediction head, behind the last layer.
+    """
+
+    settings: Callable[[Metadata], dict[str, Any]]
+    layer: Mapping[str, str]
+    undo: Callable[[Any, str], Undo | None]
+    adjusted: Callable[[Any, Metadata], Any] = lambda config, _: config
+    spare: frozenset[str] = frozenset()
+    head: Mapping[str, str] = {}
+
+
+def shared_settings(found: Metadata) -> dict[str, Any]:
+    """What all architectures have alike. Raises CheckpointError."""
+    for name in ("expert_count", "attention.sliding_window"):
+        found.refuse(name, 0)
+    found.refuse("attention.causal", True)
+    heads, hidden = found.count("attention.head_count"), found.count("embedding_length")
+    head = found.count("attention.key_length", hidden // max(heads, 1))
+    found.refuse("attention.value_length", head)
+    embedding = found.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise found.wrong("tensor token_embd.weight is missing")
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": found.count("feed_forward_length"),
+        "num_hidden_layers": found.count("block_count") - heads_of_its_own(found),
+        "num_attention_heads": heads,
+        "num_key_value_heads": found.count("attention.head_count_kv", heads),
+        "head_dim": head,
+        "max_position_embeddings": found.count("context_length"),
+        "rms_norm_eps": found.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in found.tensors,
+        "dtype": {"F32": "float32", "F16": "float16"}.get(embedding.packing.name, "bfloat16"),
+    }
+
+
+def heads_of_its_own(found: Metadata) -> int:
+    """Layers behind the model's that are its prediction head: none or one."""
+    found.refuse("nextn_predict_layers", 0, 1)
+    return found.count("nextn_predict_layers", 0)

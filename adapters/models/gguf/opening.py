@@ -1,0 +1,97 @@
+"""A GGUF file as a checkpoint of one of our families: checked against the same rules as a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from attrs import evolve, frozen
+
+from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.gguf.metadata import Metadata, read_metadata
+from adapters.checkpoint.gguf.tensors import GgufTensor, entry
+from adapters.models import ARCHITECTURES
+from adapters.models.family import Family, ModelConfig, family_of
+from adapters.models.gguf.dense import LLAMA, QWEN
+from adapters.models.gguf.form import OUTSIDE, Architecture, heads_of_its_own
+from adapters.models.gguf.qwen35 import QWEN35
+
+FORMS: Mapping[str, Architecture] = {"llama": LLAMA, "qwen2": QWEN, "qwen3": QWEN, "qwen35": QWEN35}
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+
+
+@frozen
+class Opened:
+    """What `Checkpoint.open` finds in a folder. others: of the prediction head, as published."""
+
+    family: Family
+    config: ModelConfig
+    tensors: Mapping[str, GgufTensor]
+    others: Mapping[str, GgufTensor]
+
+
+def open_gguf(path: Path) -> Opened:
+    """Raises CheckpointError, one line, for whatever keeps the file from being served."""
+    found = read_metadata(path)
+    kind = ARCHITECTURES.get(found.architecture)
+    if kind is None:
+        accepted = ", ".join(map(repr, ARCHITECTURES))
+        what = f"general.architecture {shown(found.architecture)} is not supported; accepted: {accepted}"
+        raise CheckpointError(f"{path}: {what}")
+    form = FORMS[found.architecture]
+    raw = {"model_type": kind, **form.settings(found)}
+    family = family_of(raw)
+    try:
+        config = form.adjusted(family.parse(raw), found)
+    except CheckpointError as error:
+        said = str(error).replace("config.json: ", "its metadata, as config.json would have them: ")
+        raise CheckpointError(said if said.startswith(str(path)) else f"{path}: {said}") from None
+    what = f"a {config.num_layers}-layer {found.architecture}"
+    tensors = {name: published(found, form, config, name, shape) for name, shape in config.tensors().items()}
+    others = head(found, form, config)
+    used = {called(form, config, name) for name in (*tensors, *others)}
+    for name in found.tensors:
+        if name not in used and name not in form.spare:
+            raise CheckpointError(f"{path}: tensor {name} is not part of {what}")
+    return Opened(family, config, tensors, others)
+
+
+def called(form: Architecture, config: ModelConfig, name: str) -> str:
+    """What a published tensor is called in the file. The prediction head is the layer behind the last one."""
+    if name in OUTSIDE:
+        return OUTSIDE[name]
+    if name in form.head:
+        return f"blk.{config.num_layers}.{form.head[name]}"
+    layer = LAYER.fullmatch(name)
+    assert layer is not None, name
+    return f"blk.{layer[1]}.{form.layer[layer[2]]}"
+
+
+def published(
+    found: Metadata, form: Architecture, config: ModelConfig, name: str, shape: tuple[int, ...]
+) -> GgufTensor:
+    """A tensor that the family needs, by its published name and shape. Raises CheckpointError."""
+    there = called(form, config, name)
+    stored = found.tensors.get(there)
+    if stored is None:
+        raise found.wrong(f"tensor {there} is missing")
+    flat = (shape[0], *shape[2:]) if len(shape) == 3 else shape  # taps are stored without the channel that is one
+    if bare(stored.shape) != bare(flat):
+        raise found.wrong(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(flat)}")
+    return entry(evolve(stored, shape=flat), form.undo(config, name), shape)
+
+
+def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Tools leave out dimensions of one that stand first."""
+    return bare(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
+
+
+def head(found: Metadata, form: Architecture, config: ModelConfig) -> dict[str, GgufTensor]:
+    """Of the prediction head, which is checked where it is asked for."""
+    tensors = {}
+    for name in form.head if heads_of_its_own(found) else ():
+        stored = found.tensors.get(called(form, config, name))
+        if stored is not None:
+            tensors[name] = entry(stored, form.undo(config, name))
+    return tensors

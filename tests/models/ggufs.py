@@ -1,0 +1,220 @@
+"""Checkpoints as GGUF files, by the `gguf` package's writer: what llama.cpp's converter does is done again here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.rope import Llama3, Yarn
+
+NAMES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_5": "qwen35"}
+
+
+def packed(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
+    """Norms and what else has one dimension stay in float32, as the converter has them."""
+    if data.ndim == 1 or "conv1d" in name:
+        return data, Kind.F32
+    return gguf.quantize(data, kind), kind
+
+
+def random_blocks(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
+    """The same in a type that the package cannot make: blocks of random steps, scaled to be weights."""
+    count, size = gguf.GGML_QUANT_SIZES[kind]
+    if data.ndim == 1 or "conv1d" in name or data.shape[-1] % count:
+        return data, Kind.F32
+    blocks = np.random.default_rng(len(name)).integers(0, 256, (data.size // count, size), dtype=np.uint8)
+    scale = np.frombuffer(np.float16(0.0003).tobytes(), np.uint8)
+    for at in {Kind.Q6_K: (208,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2)}.get(kind, (0,)):
+        blocks[:, at : at + 2] = scale
+    return blocks.reshape(*data.shape[:-1], -1), kind
+
+
+def write_gguf(
+    path: Path,
+    folder: Path,
+    kind: Kind = Kind.F32,
+    *,
+    pack: Callable[[str, np.ndarray, Kind], tuple[np.ndarray, Kind]] = packed,
+    tokenizer: str | None = None,
+    split: int = 0,
+    **fields: Any,
+) -> Path:
+    """The checkpoint in `folder` as one file. tokenizer: what llama.cpp calls its pre-tokenizer; None: none is written.
+
+    split: tensors of one file of several. fields: further ones, and None for those that are to be left out.
+    """
+    checkpoint = Checkpoint.open(folder)
+    config: Any = checkpoint.config
+    name = NAMES[checkpoint.family.model_type]
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=split)
+    head = {"ARCH.block_count": config.num_layers + 1, "ARCH.nextn_predict_layers": 1} if checkpoint.others else {}
+    for key, value in {
+        **settings(config, name),
+        **head,
+        **(text(folder, tokenizer) if tokenizer else {}),
+        **fields,
+    }.items():
+        add(writer, key.replace("ARCH", name), value)
+    layers = config.num_layers + (1 if checkpoint.others else 0)
+    arch = next(arch for arch, called in gguf.MODEL_ARCH_NAMES.items() if called == name)
+    names = gguf.get_tensor_name_map(arch, layers)
+    for published in checkpoint.tensors | checkpoint.others:
+        if published == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        entry = checkpoint.tensors.get(published) or checkpoint.others[published]
+        there = called(published, names, config.num_layers)
+        tensor = converted(published, entry.read(published).float(), config, name)
+        data, stored = pack(there, np.ascontiguousarray(tensor.numpy()), kind)
+        writer.add_tensor(there, data, raw_dtype=stored)
+    scaling = getattr(config, "rope_scaling", None)
+    if isinstance(scaling, Llama3):
+        plain = type(config.rotary)(config.head_dim, config.rope_theta).frequencies()[0]
+        writer.add_tensor("rope_freqs.weight", (plain / config.rotary.frequencies()[0]).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case None:
+            pass
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
+
+
+def settings(config: Any, name: str) -> dict[str, Any]:
+    found = {
+        "ARCH.block_count": config.num_layers,
+        "ARCH.context_length": config.max_positions,
+        "ARCH.embedding_length": config.hidden_size,
+        "ARCH.feed_forward_length": config.intermediate_size,
+        "ARCH.attention.head_count": config.num_heads,
+        "ARCH.attention.head_count_kv": config.num_kv_heads,
+        "ARCH.attention.key_length": config.head_dim,
+        "ARCH.attention.value_length": config.head_dim,
+        "ARCH.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "ARCH.rope.freq_base": float(config.rope_theta),
+    }
+    if name == "qwen35":
+        found |= {
+            "ARCH.rope.dimension_count": config.rotated,
+            "ARCH.rope.dimension_sections": [11, 11, 10, 0],
+            "ARCH.ssm.conv_kernel": 4,
+            "ARCH.ssm.group_count": config.linear.key_heads,
+            "ARCH.ssm.state_size": config.linear.key_size,
+            "ARCH.ssm.time_step_rank": config.linear.value_heads,
+            "ARCH.ssm.inner_size": config.linear.values,
+            "ARCH.full_attention_interval": 4,
+        }
+    match getattr(config, "rope_scaling", None):
+        case Yarn() as yarn:
+            found |= {
+                "ARCH.rope.scaling.type": "yarn",
+                "ARCH.rope.scaling.factor": yarn.factor,
+                "ARCH.rope.scaling.original_context_length": int(yarn.original),
+            }
+        case Llama3() | None:
+            pass
+        case linear:
+            found |= {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": linear.factor}
+    return found
+
+
+def called(published: str, names: gguf.TensorNameMap, layers: int) -> str:
+    """By the package's own tables: those of the head are not in that of the architecture."""
+    parts = {
+        "fc": gguf.MODEL_TENSOR.NEXTN_EH_PROJ,
+        "pre_fc_norm_embedding": gguf.MODEL_TENSOR.NEXTN_ENORM,
+        "pre_fc_norm_hidden": gguf.MODEL_TENSOR.NEXTN_HNORM,
+        "norm": gguf.MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
+    }
+    if published.startswith("mtp.layers.0."):
+        published = published.replace("mtp.layers.0", f"model.layers.{layers}")
+    elif published.startswith("mtp."):
+        return gguf.TENSOR_NAMES[parts[published.split(".")[1]]].format(bid=layers) + ".weight"
+    published = published.replace(".dt_bias", ".dt_proj.bias")
+    there = names.get_name(published, try_suffixes=(".weight", ".bias"))
+    assert there is not None, published
+    return there
+
+
+def converted(name: str, tensor: Tensor, config: Any, architecture: str) -> Tensor:  # noqa: PLR0911 - a rule a line
+    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config.num_heads if "q_proj" in name else config.num_kv_heads
+        return tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+    if architecture != "qwen35":
+        return tensor
+    delta = config.linear
+
+    def turns(rows: Tensor, size: int) -> Tensor:
+        heads = rows.reshape(delta.key_heads, delta.value_heads // delta.key_heads, size, *rows.shape[1:])
+        return heads.transpose(0, 1).reshape(rows.shape)
+
+    first = delta.channels - delta.values
+    if name.endswith("linear_attn.norm.weight"):
+        return tensor
+    if name.endswith("norm.weight") or "pre_fc_norm" in name:
+        return tensor + 1
+    if "in_proj_qkv" in name or "conv1d" in name:
+        rows = tensor.squeeze()
+        return torch.cat((rows[:first], turns(rows[first:], delta.value_size)))
+    if "in_proj_z" in name:
+        return turns(tensor, delta.value_size)
+    if "linear_attn.out_proj" in name:
+        return turns(tensor.T.contiguous(), delta.value_size).T.contiguous()
+    if "linear_attn." in name:
+        return -turns(tensor, 1).exp() if name.endswith("A_log") else turns(tensor, 1)
+    return tensor
+
+
+def text(folder: Path, pre: str) -> Mapping[str, Any]:
+    """tokenizer.json and its settings in metadata, as the converter has them."""
+    described = json.loads((folder / "tokenizer.json").read_text())
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    vocabulary, added = described["model"]["vocab"], {token["content"]: token for token in described["added_tokens"]}
+    ids = {id_: content for content, id_ in vocabulary.items()} | {token["id"]: text for text, token in added.items()}
+    rows = json.loads((folder / "config.json").read_text()).get("vocab_size", max(ids) + 1)
+    tokens = [ids.get(at, f"[PAD{at}]") for at in range(rows)]
+    types = [
+        5 if at not in ids else 1 if ids[at] not in added else 3 if added[ids[at]]["special"] else 4
+        for at in range(rows)
+    ]
+    found: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [
+            one if isinstance(one, str) else " ".join(one) for one in described["model"]["merges"]
+        ],
+        "tokenizer.ggml.add_bos_token": bool(own.get("add_bos_token")),
+        "tokenizer.chat_template": own.get("chat_template"),
+    }
+    for key, special in {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}.items():
+        if own.get(special):
+            found[f"tokenizer.ggml.{key}_token_id"] = next(at for at, token in ids.items() if token == own[special])
+    sampling = folder / "generation_config.json"
+    chosen = json.loads(sampling.read_text()) if sampling.is_file() else {}
+    for name, key in {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}.items():
+        found[f"general.sampling.{key}"] = chosen.get(name)
+    return found
