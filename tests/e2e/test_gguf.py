@@ -21,7 +21,7 @@ def chatted(server: Running) -> dict:
     return server.chat(QUESTION, temperature=0, max_tokens=24).json()["choices"][0]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0])
 def test_a_file_is_served_like_a_folder(kind: Kind, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / f"demo-{kind.name}.gguf", demo.FOLDER, kind, tokenizer="smollm")
