@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from attrs import frozen
 
 from effects.all import Launch, Outcome
-from effects.ids import RequestId, SlotId
+from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Job, Report
 from effects.stream import EmitTokens, Finish, ReportProgress
 
@@ -50,17 +50,31 @@ class RowsLost(Exception):
         self.slots = tuple(slots)
 
 
+DIVERGED = 64  # tokens of what was kept that are told: of a character each and more, all that anybody is shown
+
+
+@frozen
+class Divergence:
+    """Where a prompt leaves the likest sequence that is kept under the same salt."""
+
+    at: int  # tokens that both begin with
+    tokens: Tokens  # what goes on there in the kept one
+    tier: Tier  # where that is; `none`: only the prompt is remembered, among the recent ones
+
+
 @frozen
 class Closed:
     """The end of a stream: `CloseStream` with the times that the engine measured.
 
-    stages_ms: milliseconds spent in each stage until the stream closed.
+    stages_ms: milliseconds spent in each stage until the stream closed.  diverged: why the rest of the prompt was not
+    there, where something else was.
     """
 
     finish: Finish
     report: Report
     detail: str
     stages_ms: Mapping[Stage, float]
+    diverged: Divergence | None = None
 
     def spent_ms(self, stages: Collection[Stage]) -> float:
         return sum(spent for stage, spent in self.stages_ms.items() if stage in stages)

@@ -22,6 +22,7 @@ from effects.restore import RestoreBlocks
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from engine.door import EngineDoor
 from engine.meter import Meter
+from engine.misses import Misses
 from engine.runner import Envelope, Executors, Runner
 from engine.trace import Recorder
 from states import invariants
@@ -57,10 +58,11 @@ async def engine(
     """
     metrics = Metrics()
     metrics.watch_damage(lambda: live().get("damaged", {}))
-    meter = Meter(metrics.stage)
+    meter, misses = Meter(metrics.stage), Misses({} if transfer is None else transfer.lookup.diverged)
 
     def observe(envelope: Envelope, outs: tuple[Out, ...], before: World, after: World) -> None:
         meter.observe(envelope, outs, before, after)
+        misses.observe(outs, before)
         busy = sum(slot.holder is not None for slot in after.slots.slots)
         metrics.gauges(queue=len(after.slots.waiting), slots_busy=busy, slots=len(after.slots.slots))
         if paranoid:
@@ -95,7 +97,7 @@ async def engine(
             troubles["trace"] = recorder.lost
         return {**live(), "troubles": troubles}
 
-    door = EngineDoor(runner, meter, facts, living, closed)
+    door = EngineDoor(runner, meter, facts, living, closed, misses.told)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
     try:
         async with anyio.create_task_group() as tasks:

@@ -12,7 +12,7 @@ from attrs import asdict, define, field
 
 from effects.ids import RequestId
 from effects.job import Job, Report
-from effects.ports import CancelReason, Closed, Message, SlotStatus, Status
+from effects.ports import CancelReason, Closed, Divergence, Message, SlotStatus, Status
 from effects.scope import parse
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.meter import STAGES, Meter
@@ -74,6 +74,7 @@ class EngineDoor:
     facts: Mapping[str, Any]  # what never changes: numerics, model, settings
     live: Callable[[], Mapping[str, Any]]  # what does: memory, the cache
     closed: Callable[[Closed], None]
+    missed: Callable[[RequestId, Report], Divergence | None]  # where a prompt left what is kept; asked once, at its end
     _tickets: dict[RequestId, EngineTicket] = field(factory=dict[RequestId, EngineTicket])
     _last: int = 0
     _shut: bool = False
@@ -98,7 +99,8 @@ class EngineDoor:
         self._tickets[request].put(effect)
 
     def close_stream(self, request: RequestId, effect: CloseStream) -> None:
-        closed = Closed(effect.finish, effect.report, effect.detail, self.meter.stages_ms(request))
+        diverged = self.missed(request, effect.report)
+        closed = Closed(effect.finish, effect.report, effect.detail, self.meter.stages_ms(request), diverged)
         if effect.report.cache.scope:
             log.info("request %d: %s", request, described(effect.report, self.live()))
         self._tickets.pop(request).put(closed)

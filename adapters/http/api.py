@@ -17,6 +17,7 @@ from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
 from adapters.http.shape import AnswerShape
 from adapters.text.answer.reader import PLAIN, AnswerReader
+from adapters.text.conversation import ChatMessage
 from adapters.text.grammar import Compiled
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone, Tokenizer
@@ -33,6 +34,7 @@ class Asked:
     reader: AnswerReader = PLAIN
     headers: Mapping[str, str] = field(factory=dict)  # that the answer is to carry, whatever it will be
     cuts: Tokens = ()  # safe boundaries of its only prompt, which the client named
+    messages: Sequence[ChatMessage] = ()  # that its only prompt was made of
     echo: Mapping[str, Any] = field(factory=dict)  # what the answer says of the request again
     compiled: Compiled | None = None  # what its answers keep to, there until they are complete
     opens: bool = False  # its prompt is a conversation's first, of one that offers no tools

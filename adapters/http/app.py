@@ -40,6 +40,7 @@ from adapters.http.grammar import held
 from adapters.http.guard import CALLER, Guard
 from adapters.http.intake import ROOM, Intake
 from adapters.http.kept_responses import KeptResponses
+from adapters.http.misses import MissLog
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import COUNTED, rendered
 from adapters.http.reply import Reply
@@ -102,6 +103,7 @@ class Edge:
     metrics: Metrics
     archive: Archive
     turnover: Turnover = field(factory=Turnover)
+    missed: MissLog = field(factory=MissLog)
     intake: Intake = field(init=False)
     kept: KeptResponses = field(init=False)
 
@@ -123,6 +125,7 @@ class Edge:
             Route("/health", self.health, methods=get),
             Route("/props", self.props, methods=get),
             Route("/slots", self.slots, methods=get),
+            Route("/debug/misses", self.misses, methods=get),
             Route("/metrics", self.render_metrics, methods=get),
             Route("/", self.root, methods=get),
         ]
@@ -134,7 +137,8 @@ class Edge:
             asked = await api.read(fields, self.options, self.text, request.is_disconnected)
         # its body takes no room any more while it waits in another line
         asked = await self._held(asked, request)
-        how = controls.kept_apart(asked.controls, request.scope.get(CALLER, ""))
+        owner = request.scope.get(CALLER, "")
+        how = controls.kept_apart(asked.controls, owner)
         tokenizer = self.text.tokenizer
         planned = controls.plan(
             asked.prompts,
@@ -145,9 +149,10 @@ class Edge:
             reader=asked.reader,
             cuts=asked.cuts,
             opens=asked.opens,
+            messages=asked.messages,
         )
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
-        told = how.stream, how.progress, self.turnover, asked.headers
+        told = how.stream, how.progress, self.turnover, partial(self.missed.note, owner), asked.headers
         return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
 
     async def _held(self, asked: Asked, request: Request) -> Asked:
@@ -264,6 +269,10 @@ class Edge:
         if request.query_params.get("fail_on_no_slot") == "1" and status.slots_busy == len(status.slots):
             raise unavailable("No slot is free.", self.turnover.retry_after(status))
         return JSONResponse(list(map(asdict, status.slots)))
+
+    async def misses(self, request: Request) -> JSONResponse:
+        """The caller's own."""
+        return JSONResponse({"object": "list", "data": self.missed.of(request.scope.get(CALLER, ""))})
 
     async def render_metrics(self, _: Request) -> Response:
         body, kind = self.metrics.render()

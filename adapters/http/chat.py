@@ -41,8 +41,8 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> 
     # there may be tens of thousands of messages
     conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
     prompt = await chat_prompt(conversation, text, options, gone)
-    headers = unparsed(conversation, text)
-    return Asked(controls, [prompt.tokens], [fields.at("messages")], prompt.reader, headers, opens=prompt.opens)
+    read = [prompt.tokens], [fields.at("messages")], prompt.reader, unparsed(conversation, text)
+    return Asked(controls, *read, messages=conversation.messages, opens=prompt.opens)
 
 
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:

@@ -17,6 +17,7 @@ from adapters.http.sampling import read_sampling
 from adapters.http.unsupported import Missing, refuse_missing
 from adapters.text.answer.reader import PLAIN, AnswerReader
 from adapters.text.boundaries import Openings
+from adapters.text.conversation import ChatMessage
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.scope import ACCEPTED, MOST, Scope, count, parse
@@ -54,7 +55,8 @@ class Controls:
 class Planned:
     """One job and what the edge does with its answer. `prompt`: which of the request's prompts it answers.
 
-    silent: nothing of what is generated is said: no tokens were asked for, and a job has one at least.
+    silent: nothing of what is generated is said: no tokens were asked for, and a job has one at least.  messages: that
+    the prompt was made of, where it was made of any.
     """
 
     index: int
@@ -64,6 +66,7 @@ class Planned:
     asked_scope: bool = False
     reader: AnswerReader = PLAIN
     silent: bool = False
+    messages: Sequence[ChatMessage] = ()
 
 
 @frozen
@@ -202,6 +205,7 @@ def plan(
     reader: AnswerReader = PLAIN,
     cuts: Tokens = (),
     opens: bool = False,
+    messages: Sequence[ChatMessage] = (),
 ) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 
@@ -243,5 +247,6 @@ def plan(
             )
             place = number * controls.choices + choice
             silent = controls.max_tokens == 0
-            planned.append(Planned(place, number, job, controls.stops, controls.asked_scope, reader, silent))
+            told = controls.stops, controls.asked_scope, reader, silent, messages
+            planned.append(Planned(place, number, job, *told))
     return tuple(planned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from adapters.http import misses
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended, Progress
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES
@@ -71,6 +72,7 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
             "selected": report.cache.boundary,
             "kept": kept,
             "reason": "disk_off" if ended.planned.asked_scope and kept and not options.disk else report.cache.reason,
+            "miss": misses.told(ended),
         },
         "compressed_from": report.compressed_from or None,
         "speculation": {

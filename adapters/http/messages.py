@@ -49,8 +49,8 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> 
     conversation = await read_whole(fields, text, skipped)
     prompt = await chat_prompt(conversation, text, options, gone)
     headers = {**skipped.headers, **unparsed(conversation, text)}
-    where, opens = [fields.at("messages")], prompt.opens
-    return Asked(controls, [prompt.tokens], where, prompt.reader, headers, prompt.cuts, opens=opens)
+    read = [prompt.tokens], [fields.at("messages")], prompt.reader, headers, prompt.cuts
+    return Asked(controls, *read, messages=conversation.messages, opens=prompt.opens)
 
 
 async def count(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
@@ -54,6 +54,7 @@ class Reply:
     stream: bool
     progress: bool
     turnover: Turnover
+    missed: Callable[[str, Ended], None]  # hears of every choice that ended well, with the answer's id
     headers: Mapping[str, str] = field(factory=dict)  # of this answer, besides its id
     began: bool = field(default=False, init=False)  # the status line is out
     _jobs: Jobs | None = field(default=None, init=False)
@@ -118,6 +119,7 @@ class Reply:
                     texts.setdefault(event.index, []).append(event)
                 case Ended():
                     ended.append(self._checked(event))
+                    self.missed(self.shape.id, event)
         said = {index: joined(parts) for index, parts in texts.items()}
         ended.sort(key=lambda one: one.index)
         self.finish = ended[0].closed.finish
@@ -170,6 +172,7 @@ class Reply:
                 yield from self.shape.said(event)
             case Ended():
                 ended.append(self._checked(event))
+                self.missed(self.shape.id, event)
                 yield from self.shape.ended(event)
 
     def _checked(self, ended: Ended) -> Ended:

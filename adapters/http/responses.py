@@ -66,8 +66,8 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, g
     conversation, echo["offered"] = await read_whole(shelf, fields, options, text, skipped)
     prompt = await chat_prompt(conversation, text, options, gone, fields.at("input"))
     headers = {**skipped.headers, **unparsed(conversation, text)}
-    where, opens = [fields.at("input")], prompt.opens
-    return Asked(controls, [prompt.tokens], where, prompt.reader, headers, echo=echo, opens=opens)
+    read = [prompt.tokens], [fields.at("input")], prompt.reader, headers
+    return Asked(controls, *read, messages=conversation.messages, echo=echo, opens=prompt.opens)
 
 
 async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:

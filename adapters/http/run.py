@@ -15,6 +15,7 @@ from adapters.http.options import EdgeOptions
 from adapters.text.answer.pieces import AnswerPiece, text_of
 from adapters.text.answer.reader import AnswerParser
 from adapters.text.detokenize import TextStream
+from adapters.text.explain import Explained, explain
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
 from effects.job import Report
@@ -61,7 +62,7 @@ class Ended:
     """A choice is complete. `tokens`: those that count, up to the one that completed a stop string.
 
     stop: the stop string that ended it.  reasoning: how many tokens were.  called: the functions, in their order.
-    broken: the stop string stands in the last call's arguments.
+    broken: the stop string stands in the last call's arguments.  explained: why no more of the prompt was there.
     """
 
     planned: Planned
@@ -71,6 +72,7 @@ class Ended:
     reasoning: int = 0
     called: tuple[str, ...] = ()
     broken: bool = False
+    explained: Explained | None = None
 
     @property
     def index(self) -> int:
@@ -130,6 +132,9 @@ async def _follow(
     with anyio.move_on_after(limit):
         ended = await follower.follow(send)
         del run.tickets[one.index]
+        if (diverged := ended.closed.diverged) is not None:
+            missed = await anyio.to_thread.run_sync(explain, diverged, one.job, one.messages, tokenizer)
+            ended = evolve(ended, explained=missed)
         await send.send(ended)
         return
     await send.send(follower.ended(Closed("deadline", Report(len(one.job.prompt)), "the engine did not answer", {})))

@@ -7,8 +7,19 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from attrs import frozen
+
 KEY = 16  # bytes of a key
 WIDTH = 4  # bytes of a packed token id
+
+
+@frozen(eq=False)
+class Path:
+    """A sequence's whole blocks: their keys and their packed tokens."""
+
+    keys: tuple[bytes, ...]
+    packed: bytes
+    salt: str  # nothing is shared with sequences of another
 
 
 def root(identity: str, block_size: int, salt: str = "") -> bytes:
@@ -38,6 +49,13 @@ def pack(tokens: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def unpack(packed: bytes) -> tuple[int, ...]:
+    tokens = array("i", packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tuple(tokens)
 
 
 def chain(parent: bytes, packed: bytes, block_size: int) -> tuple[bytes, ...]:

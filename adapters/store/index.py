@@ -68,6 +68,7 @@ class Index:
     evictions: int = 0
     _blocks: dict[bytes, Entry] = field(factory=dict[bytes, Entry])
     _continued: Counter[bytes] = field(factory=Counter[bytes])  # block key -> runs whose parent it is
+    _latest: dict[bytes, Entry] = field(factory=dict[bytes, Entry])  # block key -> the last of those that came, of rows
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -87,6 +88,14 @@ class Index:
         """The entry that keeps the block `key`, its tokens not compared."""
         return self._blocks.get(key)
 
+    def following(self, key: bytes) -> list[bytes]:
+        """What goes on behind the block `key`, as packed tokens: in the last run that came there, and in its own."""
+        latest, entry = self._latest.get(key), self._blocks.get(key)
+        found = [] if latest is None else [latest.tokens]
+        if entry is not None and key != entry.keys[-1]:
+            found.append(entry.tokens[(entry.keys.index(key) + 1) * self.block_size * WIDTH :])
+        return found
+
     def next_handle(self) -> int:
         self.turn += 1
         return self.turn
@@ -103,6 +112,8 @@ class Index:
         if (before := self._blocks.get(parent)) is not None:
             before.children += 1
         self._blocks.update(dict.fromkeys(entry.keys, entry))
+        if entry.kind == "rows":
+            self._latest[parent] = entry
         self.entries[entry.handle] = entry
         self.held += entry.size
         return True
@@ -114,6 +125,7 @@ class Index:
         if self.entries or len(taken) < len(entries) or len(blocks) < sum(len(entry.keys) for entry in entries):
             return [entry for entry in entries if self.add(entry)]
         self.entries, self._blocks, self._continued = taken, blocks, Counter(entry.parent for entry in entries)
+        self._latest = {entry.parent: entry for entry in entries if entry.kind == "rows"}
         for parent, count in self._continued.items():
             if (before := blocks.get(parent)) is not None:
                 before.children += count
@@ -129,6 +141,8 @@ class Index:
         self.held -= entry.size
         for key in entry.keys:
             del self._blocks[key]
+        if self._latest.get(entry.parent) is entry:
+            del self._latest[entry.parent]
         self._continued[entry.parent] -= 1
         if not self._continued[entry.parent]:
             del self._continued[entry.parent]

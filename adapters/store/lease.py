@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import field, frozen
 
 from adapters.store.index import Entry
 from adapters.store.tier import Place
+from effects.ports import Divergence
 
 
 @frozen(eq=False)
@@ -31,6 +32,7 @@ class Lease:
     length: int  # tokens
     draft: tuple[Part, ...] = ()
     states: tuple[Part, ...] = ()
+    diverged: Divergence | None = None  # from what else is kept, where it ends
 
     @property
     def place(self) -> Place:
@@ -56,3 +58,4 @@ class Miss:
 
     reason: str
     length: int = 0
+    diverged: Divergence | None = field(default=None, eq=False)

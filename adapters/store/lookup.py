@@ -13,10 +13,12 @@ from adapters.store.lease import Miss
 from adapters.store.store import Store
 from effects.ids import RequestId
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.ports import Divergence
 
 log = logging.getLogger("rekindle.store")
 
 LONG = 8192  # tokens: a longer prompt is looked up beside the event loop
+MOST_TOLD = 4096  # requests; of each some 64 token ids
 BESIDE = 2  # lookups that hash beside it at once: more would take the interpreter from each other
 
 
@@ -26,6 +28,7 @@ class Lookup:
 
     store: Store[Any]
     limiter: anyio.CapacityLimiter = field(factory=lambda: anyio.CapacityLimiter(BESIDE))
+    diverged: dict[RequestId, Divergence] = field(factory=dict[RequestId, Divergence])  # to be told at its end
 
     async def find(self, request: RequestId, effect: FindPrefix) -> PrefixFound | PrefixMissed:
         if len(effect.prompt) < LONG:
@@ -35,9 +38,18 @@ class Lookup:
     def release(self, _: RequestId, effect: ReleasePrefix) -> None:
         self.store.release(effect.lease)
 
+    def _remember(self, request: RequestId, *found: Divergence | None) -> None:
+        """A lookup may end after its request: what nobody takes is dropped in the end."""
+        there = [one for one in (*found, self.diverged.get(request)) if one is not None]
+        if there:
+            self.diverged[request] = max(there, key=lambda one: one.at)
+        for other in [*self.diverged][: max(0, len(self.diverged) - MOST_TOLD)]:
+            self.diverged.pop(other, None)
+
     def _find(self, request: RequestId, effect: FindPrefix) -> PrefixFound | PrefixMissed:
-        shared = self.store.joins(effect.prompt, effect.window, effect.salt) if effect.window else 0
+        shared, recent = self.store.compare(effect.prompt, effect.window, effect.salt) if effect.window else (0, None)
         found = self.store.find(effect.prompt, effect.beyond, effect.rows, effect.salt)
+        self._remember(request, recent, (found if isinstance(found, Miss) else found[1]).diverged)
         if isinstance(found, Miss):
             log.info("request %d: nothing kept beyond %d tokens: %s", request, effect.beyond, found.reason)
             return PrefixMissed(found.reason, shared=shared, length=found.length)

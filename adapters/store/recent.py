@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
 
-from adapters.store.blocks import WIDTH, pack
+from adapters.store.blocks import WIDTH, pack, unpack
 from adapters.store.records import framed, records
 from effects.ids import Tokens
+from effects.ports import DIVERGED, Divergence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,8 +77,8 @@ class Recents:
         """It is the most recent one from now on."""
         return self.joins(prompt, 0)[1]
 
-    def joins(self, prompt: Tokens, window: int, salt: str = "") -> tuple[int, Recent]:
-        """`compare`, then `add`, for the price of one."""
+    def joins(self, prompt: Tokens, window: int, salt: str = "") -> tuple[int, Recent, Divergence | None]:
+        """`compare`, then `add`, for the price of one; and where it leaves the likest of all."""
         before = tag(salt)
         packed = before + pack(prompt)
         with self._lock:
@@ -85,10 +86,22 @@ class Recents:
             likest = max(list(found.values())[-window:], default=0) if window > 0 else 0
             parent = max(found, key=lambda serial: (found[serial], serial), default=0)
             shared = found.get(parent, 0)
+            diverged = self._leaves(parent, shared, len(before) // WIDTH) if shared * WIDTH < len(packed) else None
             recent = Recent(self._last + 1, parent if shared else 0, shared, packed[shared * WIDTH :])
             self._keep(recent)
             self.trim()
-        return max(0, likest - len(before) // WIDTH), recent
+        return max(0, likest - len(before) // WIDTH), recent, diverged
+
+    def _leaves(self, serial: int, shared: int, before: int) -> Divergence | None:
+        """What a prompt of which so many tokens are shared has behind them; None: it ends there. before: the tag's."""
+        while serial and shared < self._prompts[serial].shared:
+            serial = self._prompts[serial].parent
+        if not serial or shared < before:
+            return None
+        one = self._prompts[serial]
+        start = (shared - one.shared) * WIDTH
+        following = unpack(one.rest[start : start + DIVERGED * WIDTH])
+        return Divergence(shared - before, following, "none") if following and following[0] >= 0 else None
 
     def restore(self, recent: Recent) -> bool:
         """As it was added once, `trim` at the end; False if it cannot have been."""

@@ -11,17 +11,19 @@ from typing import Any, Generic, TypeVar
 
 from attrs import asdict, define, evolve, field, frozen
 
-from adapters.store.blocks import WIDTH, chain, checkpoint_key, pack
+from adapters.store.blocks import WIDTH, Path, chain, checkpoint_key, pack
 from adapters.store.described import entry_of
 from adapters.store.format import Kind, Layout, Run
 from adapters.store.host import HostTier
 from adapters.store.index import Entry
 from adapters.store.lease import Lease, Miss, Part
 from adapters.store.memory import Buffer, Memory
+from adapters.store.nearest import nearest
 from adapters.store.recent import Recents
 from adapters.store.tier import LowerTier, Note, Place, Tier, Write
 from adapters.watched import Watched
 from effects.ids import LeaseId, Span, Tokens
+from effects.ports import Divergence
 
 D = TypeVar("D", bound=LowerTier)
 log = logging.getLogger("rekindle.store")
@@ -38,15 +40,6 @@ class Restored:
     count: int = 0
     bytes: int = 0
     seconds: float = 0.0
-
-
-@frozen(eq=False)
-class Path:
-    """A sequence's whole blocks: their keys and their packed tokens."""
-
-    keys: tuple[bytes, ...]
-    packed: bytes
-    salt: str  # nothing is shared with sequences of another
 
 
 def set_already() -> threading.Event:
@@ -101,10 +94,11 @@ class Store(Generic[D]):
         path = self.path(prompt[:-1], salt=salt)
         with self.lock:
             lease = self._continued(path, beyond, rows)
+            lease = evolve(lease, diverged=self._diverged(path, lease))
             if lease.length <= beyond:
                 reason = self._reason(path, lease)
                 self.misses[reason.partition(":")[0]] += 1
-                return Miss(reason, lease.length)
+                return Miss(reason, lease.length, lease.diverged)
             self._last += 1
             for part in lease.all:
                 part.entry.leases += 1
@@ -115,10 +109,14 @@ class Store(Generic[D]):
 
     def joins(self, prompt: Tokens, window: int, salt: str = "") -> int:
         """What the prompt shares with the likest of the last `window` prompts, of which it is one from now on."""
-        shared, recent = self.recents.joins(prompt, window, salt)
+        return self.compare(prompt, window, salt)[0]
+
+    def compare(self, prompt: Tokens, window: int, salt: str) -> tuple[int, Divergence | None]:
+        """The same, and where it leaves the likest of all that are remembered."""
+        shared, recent, diverged = self.recents.joins(prompt, window, salt)
         if self.disk is not None:
             self.disk.submit(Note(recent))
-        return shared
+        return shared, diverged
 
     def lease(self, name: LeaseId) -> Lease:
         return self._leases[name]
@@ -203,9 +201,21 @@ class Store(Generic[D]):
             return "too_short"
         if not any(tier.index.entries for tier in self.tiers.values()):
             return "empty_store"
-        rows = self._parts(path) if self.layout.state else lease.parts
-        kept = rows[-1].stop if rows else 0
+        kept = self._kept(path, lease)
         return f"no_checkpoint:{lease.length}" if kept > lease.length else f"diverged_at:{kept}"
+
+    def _diverged(self, path: Path, lease: Lease) -> Divergence | None:
+        """From what is kept; None where all whole blocks are there."""
+        if lease.length * WIDTH >= len(path.packed) or (kept := self._kept(path, lease)) * WIDTH >= len(path.packed):
+            return None
+        key = path.keys[kept // self.layout.block_size - 1] if kept else self.layout.root("rows", path.salt)
+        indices = {place: tier.index for place, tier in self.tiers.items()}
+        return nearest(indices, key, kept, path.packed[kept * WIDTH :])
+
+    def _kept(self, path: Path, lease: Lease) -> int:
+        """Tokens whose rows are there, with a state behind them or without."""
+        rows = self._parts(path) if self.layout.state else lease.parts
+        return rows[-1].stop if rows else 0
 
     # --- keeping ---
 

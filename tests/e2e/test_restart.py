@@ -130,6 +130,34 @@ def test_a_salt_and_an_api_key_keep_prompts_apart_over_a_restart(tmp_path: Path)
         assert restored(server, "one") >= len(PROMPT) - 64
 
 
+@pytest.mark.timeout(120)
+def test_a_miss_explains_itself_in_a_slot_and_after_a_restart(tmp_path: Path) -> None:
+    words = ("--kv-cache-dir", str(tmp_path / "kv"))
+    rules = "".join(f"Rule {number}: a function has a name that says what it does. " for number in range(60))
+
+    def missed(server: Running, day: str) -> dict:
+        system = {"role": "system", "content": f"{rules}It is {day}. {rules}"}
+        messages = [system, {"role": "user", "content": "Hello"}]
+        asked = {"messages": messages, "max_tokens": 2, "temperature": 0}
+        return server.client.post("/v1/chat/completions", json=asked).json()["rekindle"]["prefix_cache"]["miss"]
+
+    with serving(*words) as server:
+        assert missed(server, "Monday") == {"reason": "empty_store"}
+        told = missed(server, "Friday")
+        assert (told["message"], told["role"], told["kept_in"]) == (0, "system", "device")
+        assert "It is Friday. Rule 0" in told["sent"]
+        assert "It is Monday. Rule 0" in told["kept"]
+        assert server.client.get("/debug/misses").json()["data"][0]["sent"] == told["sent"]
+        assert missed(server, "Friday") is None
+        written(server)
+        kill(server)
+    with serving(*words) as server:
+        told = missed(server, "Sunday")
+        assert (told["message"], told["role"], told["kept_in"]) == (0, "system", "disk")
+        assert "It is Sunday. Rule 0" in told["sent"]
+        assert "day. Rule 0" in told["kept"]
+
+
 @pytest.mark.timeout(180)
 def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a home of its own. Of the proofs the draft's: another outcome of the target's has other files."""

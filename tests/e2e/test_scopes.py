@@ -39,6 +39,7 @@ def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
             "selected": 0,
             "kept": 0,
             "reason": "nothing_shared",
+            "miss": {"reason": "empty_store"},
         }
         _, how = ask(server, "Name three colours.")
         decided = how["prefix_cache"]

@@ -21,6 +21,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from engine.door import EngineDoor, EngineTicket
 from engine.meter import Meter
+from engine.misses import Misses
 from engine.runner import Executors, Runner
 from engine.trace import VERSION, Header, Recorder
 from states import invariants
@@ -129,7 +130,7 @@ async def engine(
         tasks.start_soon(carry_out)
 
     runner = Runner(begin(settings), Executors({MAIN: submit}, {}, notify), tick, 64)
-    door = EngineDoor(runner, meter, {}, dict, closed.append)
+    door = EngineDoor(runner, meter, {}, dict, closed.append, Misses({}).told)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 
     def watch(envelope: Any, outs: Any, before: Any, after: Any) -> None:

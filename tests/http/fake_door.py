@@ -21,9 +21,10 @@ from attrs import define, evolve, field
 from effects.decode import Logprob
 from effects.ids import RequestId, Tier, Tokens
 from effects.job import Job, Report
-from effects.ports import CancelReason, Closed, Message, SlotStatus, Stage, Status
+from effects.ports import CancelReason, Closed, Divergence, Message, SlotStatus, Stage, Status
 from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
+from engine.misses import diverged
 
 FINISHES: Mapping[CancelReason, Finish] = {
     "client_gone": "cancelled",
@@ -46,6 +47,7 @@ class FakeTicket:
     closed: Closed | None = None
     closed_at: float = 0.0
     report: Report = field(factory=lambda: Report(0))
+    diverged: Divergence | None = None
 
     @staticmethod
     def make(request: int, job: Job) -> FakeTicket:
@@ -71,7 +73,7 @@ class FakeTicket:
 
     def close(self, finish: Finish, detail: str = "") -> None:
         assert self.closed is None
-        self.closed = Closed(finish, self.report, detail, self.stages_ms())
+        self.closed = Closed(finish, self.report, detail, self.stages_ms(), self.diverged)
         self.closed_at = time.monotonic()
         self.tell(self.closed)
 
@@ -114,7 +116,7 @@ class FakeDoor:
     busy: int = 0
     last: bool = True  # progress counts a prompt's last token, which the first decode step feeds
     selection: Selection = field(factory=Selection)  # what is kept of a prompt beyond the device
-    kept: list[Tokens] = field(factory=list)  # prompts whose rows are still there
+    kept: list[tuple[str, Tokens]] = field(factory=list)  # salts and prompts whose rows are still there
 
     @staticmethod
     @asynccontextmanager
@@ -188,7 +190,7 @@ class FakeDoor:
             await self._work(ticket)
         finally:
             self.busy -= 1
-            self.kept.append(ticket.job.prompt)
+            self.kept.append((ticket.job.salt, ticket.job.prompt))
 
     async def _work(self, ticket: FakeTicket) -> None:
         ticket.working = True
@@ -196,6 +198,8 @@ class FakeDoor:
             await self.go.wait()
         job, total = ticket.job, len(ticket.job.prompt)
         cached = self.common(job)
+        found = [diverged(kept, job.prompt) for salt, kept in self.kept if salt == job.salt]
+        ticket.diverged = max((one for one in found if one and one.at >= cached), key=lambda one: one.at, default=None)
         missed = "" if cached else "empty_store"
         told = tuple((-0.25, ((token, -0.25),) * job.prompt_logprobs) for token in job.prompt[1:])
         told = told if job.prompt_logprobs >= 0 else ()
@@ -241,7 +245,7 @@ class FakeDoor:
     def common(self, job: Job) -> int:
         """Rows of an earlier prompt that this one shares, in steps of 4; the last token is always computed."""
         best = 0
-        for kept in self.kept if job.scope.kind != "off" else ():
+        for kept in [kept for salt, kept in self.kept if salt == job.salt and job.scope.kind != "off"]:
             shared = next((n for n, (a, b) in enumerate(zip(kept, job.prompt, strict=False)) if a != b), None)
             best = max(best, min(len(kept), len(job.prompt)) if shared is None else shared)
         return min(best, len(job.prompt) - 1) // 4 * 4

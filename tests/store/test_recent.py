@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from adapters.store.recent import MOST, PREFIX, Recents, read, record, snapshot
 from effects.ids import Tokens
+from effects.ports import Divergence
 from tests.store.kit import OTHER, disk_store, files, save, settled
 
 ONE = tuple(range(1, 41))
@@ -112,6 +113,22 @@ def test_a_record_that_cannot_be_is_not_taken() -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "kv"
+
+
+@pytest.mark.parametrize("salt", ["", "a"])
+def test_where_a_prompt_leaves_the_likest_one(salt: str) -> None:
+    recents = Recents()
+
+    def told(prompt: Tokens) -> Divergence | None:
+        return recents.joins(prompt, 0, salt)[2]
+
+    recents.joins((70, 71, 72), 0, "other")
+    assert told(ONE) is None or not salt
+    assert told((*ONE[:20], 7, 7)) == Divergence(20, ONE[20:], "none")
+    assert told((*ONE[:20], 7, 8)) == Divergence(21, (7,), "none"), "of the second, of which the first has 20"
+    assert told((*ONE[:10], 5)) == Divergence(10, ONE[10:], "none"), "of which the others hold nothing themselves"
+    assert told(ONE) is None, "it is all there"
+    assert told((*ONE, 1)) is None, "it goes on where the likest ends"
 
 
 def test_prompts_of_another_salt_are_not_compared(path: Path) -> None:

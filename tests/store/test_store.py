@@ -21,6 +21,7 @@ from adapters.store.lease import Miss
 from adapters.store.opening import open_store
 from adapters.store.seekable import Damaged
 from effects.ids import Tokens
+from effects.ports import DIVERGED, Divergence
 from tests.store.kit import (
     BIG,
     EVERYTHING,
@@ -71,6 +72,54 @@ def test_a_miss_says_why() -> None:
     assert store.find((*ONE[:22], 0, 0, 0), 20) == Miss("diverged_at:20", 20)
     assert store.find((9, *ONE), 0) == Miss("diverged_at:0")
     assert store.figures()["misses"] == {"too_short": 1, "empty_store": 1, "diverged_at": 2}
+
+
+def where(store, prompt: Tokens, beyond: int = 0, salt: str = "") -> Divergence | None:
+    found = store.find(prompt, beyond, salt=salt)
+    if isinstance(found, Miss):
+        return found.diverged
+    store.release(found[0])
+    return found[1].diverged
+
+
+def test_a_lookup_says_where_a_prompt_leaves_what_is_kept() -> None:
+    """Inside a run and behind one, hit or miss, by the token; nothing where it only goes on."""
+    store = memory(BIG)
+    assert where(store, ONE) is None, "nothing is kept"
+    save(store, ONE)
+    assert where(store, (*ONE[:22], 0, 0, 0)) == Divergence(22, ONE[22:40], "host")
+    assert where(store, (*ONE[:22], 0, 0, 0), 20) == Divergence(22, ONE[22:40], "host"), "a miss, as 20 are there"
+    assert where(store, (9, *ONE)) == Divergence(0, ONE, "host")
+    assert where(store, (*ONE, 1, 2, 3, 4, 5)) is None, "the kept one ends there"
+    assert where(store, (*ONE, 1)) is None, "all whole blocks are there"
+    longer = (*ONE, *range(50, 150))
+    save(store, longer)
+    assert where(store, (*ONE, 50, 51, 7, 7, 7)) == Divergence(42, longer[42 : 42 + DIVERGED], "host")
+    save(store, (*ONE[:30], 7, 7, 7))
+    assert where(store, (*ONE[:30], 8, 8, 8)) == Divergence(30, (7, 7), "host"), "the last that came behind the block"
+    assert where(store, (*ONE[:31], 8, 8)) == Divergence(31, ONE[31:40], "host"), "and the likest of the two"
+    assert where(store, (9, *ONE), salt="a") is None
+    save(store, ONE, salt="a")
+    assert where(store, (*ONE[:5], 9, 9, 9, 9), salt="a") == Divergence(5, ONE[5:], "host")
+
+
+def test_what_left_is_not_told_any_more() -> None:
+    store = memory(RUN)
+    save(store, ONE)
+    save(store, (5, *ONE[1:]))  # one only has room
+    assert where(store, (9, *ONE)) == Divergence(0, (5, *ONE[1:]), "host")
+
+
+def test_a_target_with_a_state_says_where_rows_differ(tmp_path: Path) -> None:
+    store = disk_store(tmp_path / "kv", layout=STATEFUL)
+    save(store, ONE)
+    checkpoint(store, ONE[:20])
+    settled(store)
+    assert where(store, (*ONE[:30], 0, 0, 0)) == Divergence(30, ONE[30:], "disk")
+    store.close()
+    store = disk_store(tmp_path / "kv", layout=STATEFUL)
+    settled(store)
+    assert where(store, (*ONE[:30], 0, 0, 0)) == Divergence(30, ONE[30:], "disk"), "after a restart, too"
 
 
 @pytest.mark.parametrize("salt", ["", "a", "b"])

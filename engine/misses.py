@@ -1,0 +1,65 @@
+"""Where prompts leave what is kept: in a slot, as the world was when they were admitted, or as the store has found.
+
+Observed and told, and never decided upon: neither a state nor a trace has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from attrs import define, field
+
+from effects.all import Ask
+from effects.ids import RequestId, Tokens
+from effects.job import Report
+from effects.ports import DIVERGED, Divergence
+from effects.prefill import OpenSlot
+from states.life import alike, whole_blocks
+from states.slots import resident, whose
+from states.world import Out, World
+
+
+@define
+class Misses:
+    """stored: what lookups have found, by request; taken from there when it is told."""
+
+    stored: MutableMapping[RequestId, Divergence]
+    _slots: dict[RequestId, Divergence | None] = field(factory=dict[RequestId, "Divergence | None"])  # of live requests
+
+    def observe(self, outs: tuple[Out, ...], before: World) -> None:
+        """Whoever is admitted opens a slot."""
+        for out in outs:
+            match out:
+                case Ask(request, OpenSlot() as opening) if request not in self._slots:
+                    self._slots[request] = in_slots(opening, before)
+
+    def told(self, request: RequestId, report: Report) -> Divergence | None:
+        """At its end. What was found short of the rows that were restored in the end is no miss."""
+        found = [self._slots.pop(request, None), self.stored.pop(request, None)]
+        if report.compressed_from:
+            return None  # places are those of another prompt
+        there = [one for one in found if one is not None and one.at >= report.restored_tokens]
+        return max(there, key=lambda one: one.at, default=None)
+
+
+def in_slots(opening: OpenSlot, world: World) -> Divergence | None:
+    """Where the prompt leaves the likest sequence of a slot, if whole blocks of it are missing.
+
+    The rows that it keeps are of the likest one; where it keeps none, each differs within its first block.
+    """
+    prompt, slots = opening.prompt, world.slots.slots
+    if opening.keep >= whole_blocks(world.settings, len(prompt) - 1):
+        return None
+    looked_at = [slots[opening.source]] if opening.keep else slots
+    rows = [
+        resident(slot, world.requests, world.settings)
+        for slot in looked_at
+        if whose(slot, world.requests) == opening.salt
+    ]
+    return max((one for one in (diverged(row, prompt) for row in rows) if one), key=lambda one: one.at, default=None)
+
+
+def diverged(rows: Tokens, prompt: Tokens) -> Divergence | None:
+    """None where one of them only goes on where the other ends."""
+    at = alike(rows, prompt)
+    return Divergence(at, rows[at : at + DIVERGED], "device") if at < min(len(rows), len(prompt)) else None
