@@ -42,7 +42,10 @@ class DeviceFailed:
 
 @frozen
 class StoreFailed:
-    """A store effect did not happen; the store has let go of the lease it used."""
+    """A store effect did not happen; the store has let go of the lease it used.
+
+    lost: the positional state that the slot had is gone with it, overwritten in part. Its rows are still there.
+    """
 
     kind: FailureKind
     detail: str

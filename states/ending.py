@@ -32,7 +32,7 @@ from states.life import (
     remains,
 )
 from states.machine import Then
-from states.onward import GiveBack, Leave, LeaveEarly, leave, leave_early, let_go, park, report, trusted
+from states.onward import GiveBack, Leave, LeaveEarly, leave, leave_early, let_go, park, report, trusted, unloaded
 from states.settings import Known
 
 Settled: TypeAlias = Then[Draining] | Leave
@@ -56,8 +56,9 @@ def settle(state: Draining, _: PrefixMissed | PromptScored | PromptCompressed, k
     return leave_early(known.settings, state.remains)
 
 
-def settle_loss(state: Draining, _: StoreFailed, known: Known) -> SettledEarly:
-    left = evolve(state.remains, prompt=evolve(state.remains.prompt, stored=0))
+def settle_loss(state: Draining, event: StoreFailed, known: Known) -> SettledEarly:
+    left = state.remains
+    left = evolve(left, seat=unloaded(left.seat, event), prompt=evolve(left.prompt, stored=0))
     return still(state, left) if state.flying > 1 else leave_early(known.settings, left)
 
 

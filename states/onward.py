@@ -7,7 +7,7 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, PlaceId, SlotId
+from effects.ids import DeviceFailed, PlaceId, SlotId, StoreFailed
 from effects.job import Report
 from effects.lookup import FindPrefix
 from effects.pflash import CompressPrompt
@@ -200,6 +200,11 @@ def trusted(left: Remains, event: DeviceFailed) -> Remains:
     rows, so that nobody is sent to it again.
     """
     return left if event.kind in {"abandoned", "out_of_memory", "dead_end"} else emptied(left)
+
+
+def unloaded(seat: Seat, event: StoreFailed) -> Seat:
+    """What stays where loading failed: everything, unless a state was overwritten in part."""
+    return Seat(seat.slot, ahead=seat.rows) if event.kind == "lost" else seat
 
 
 def emptied(left: Remains) -> Remains:

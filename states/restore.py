@@ -12,7 +12,7 @@ from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream, ReportProgress
 from states.life import Draining, Prompt, Restoring, Seat, remains, whole_blocks
 from states.machine import Then
-from states.onward import FailEarly, Fill, Onward, chunk, fail_early, failed, fill, onward, trusted
+from states.onward import FailEarly, Fill, Onward, chunk, fail_early, failed, fill, onward, trusted, unloaded
 from states.settings import Known
 
 Restored: TypeAlias = Then[Restoring] | Onward
@@ -35,10 +35,10 @@ def loaded(state: Restoring, event: BlocksRestored, known: Known) -> Restored:
 
 def lost(state: Restoring, event: StoreFailed, known: Known) -> Then[Restoring] | Fill:
     """A failed restore is a miss: what was computed stays, the rest is prefilled."""
-    prompt = evolve(state.prompt, miss=f"restore_{event.kind}", stored=0)
+    seat, prompt = unloaded(state.seat, event), evolve(state.prompt, miss=f"restore_{event.kind}", stored=0)
     if state.computing:
-        return Then(evolve(state, prompt=prompt, loading=False))
-    return fill(known, state.seat, prompt)
+        return Then(evolve(state, seat=seat, prompt=prompt, loading=False))
+    return fill(known, seat, prompt)
 
 
 def advanced(state: Restoring, event: PrefillAdvanced, known: Known) -> Computed:

@@ -85,7 +85,8 @@ class Memory:
     def prepare(self, size: int) -> None:
         """So much is registered, and mapped, before anybody waits for it. For a thread of its own."""
         with suppress(MemoryError):
-            self.take(size).data.numpy().fill(0)
+            buffer = self.take(size)  # by a name: without one it would be given back before it is filled
+            buffer.data.numpy().fill(0)
 
     def _grow(self, size: int) -> Slab:
         size = max(size, min(SLAB, self.most - self.held))

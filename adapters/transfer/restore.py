@@ -223,8 +223,8 @@ class Restorer:
         try:
             self.state.put(slot, move.buffer.data)
         except (ValueError, RuntimeError) as error:
-            state.valid = state.ahead = 0  # a part of it may be there: nothing goes on from what was
-            return StoreFailed("broken", str(error))
+            state.valid, state.ahead = 0, rows  # a part of it may be there: nothing goes on from what was
+            return StoreFailed("lost", str(error))
         return None
 
     def _bytes(self, move: Move) -> int:

@@ -223,6 +223,26 @@ async def test_a_conversation_without_its_earlier_reasoning_computes_a_chunk_and
     assert {*tiers[1:5], *tiers[6:]} == {"device"}, f"rows stay on the device, wherever the state is: {back}"
 
 
+async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot had one of its own, further back, which is lost with it: the request is computed from its start."""
+    job = Job(prompt(1, 100), 9)
+    begun = evolve(job, prompt=job.prompt[:60], max_tokens=1)
+    async with process(tmp_path / "kv") as running:
+        answer, _ = await running.told(job)
+    turn, tried = Job((*job.prompt, *answer, *prompt(4, 30)), 9), list[int]()
+
+    def half(shard: ReadBack, slot: int, _: NamedTensors) -> None:
+        tried.append(slot)
+        shard.standing[slot] = None
+        raise RuntimeError("only half of it")
+
+    async with process(tmp_path / "kv") as running:
+        await running.told(begun)
+        monkeypatch.setattr(ReadBack, "import_state", half)
+        assert await running.told(turn) == (await cold(tmp_path, turn), ("none", 0))
+        assert len(tried) == 1
+
+
 async def test_an_append_only_turn_after_a_restart_goes_on_in_the_last_block_of_the_answer(tmp_path: Path) -> None:
     job = Job(prompt(1, 70), 40)
     async with process(tmp_path / "kv") as running:

@@ -292,6 +292,9 @@ class Device:
         if transfer.ask.request in self.store.abandoned and roll > 0.5:
             return StoreFailed("abandoned", "the flag was seen")
         if roll > 1 - self.failures:
+            if self.settings.stateful and self.rng.random() < 0.5:
+                slot.done = 0
+                return StoreFailed("lost", "half of a state")
             slot.rows[restore.start] = NOTHING
             return StoreFailed("io", "simulated")
         slot.done = stop

@@ -147,6 +147,7 @@ def checkpoints_of(effect: Effect) -> Iterator[Any]:
                         yield PrefixFound(LeaseId(1), last, "disk", None, shared, checkpoints)
         case RestoreBlocks(_, _, start, stop):
             yield BlocksRestored(start, stop, 1)
+            yield StoreFailed("lost", "")
     yield StoreFailed("io", "")
 
 

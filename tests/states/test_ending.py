@@ -137,6 +137,8 @@ def test_rows_without_their_state_stay_with_what_is_brought_behind_them() -> Non
     assert (sequence(STATEFUL, left), live(STATEFUL, left)) == (PROMPT[:16], 8)
     left = settle(before, StoreFailed("io", ""), knowing(STATEFUL)).state.remains
     assert (sequence(STATEFUL, left), live(STATEFUL, left)) == (PROMPT[:16], 4)
+    left = settle(before, StoreFailed("lost", ""), knowing(STATEFUL)).state.remains
+    assert (sequence(STATEFUL, left), live(STATEFUL, left)) == (PROMPT[:16], 0)
 
 
 def test_the_end_of_an_answer_is_kept_with_the_state_there() -> None:

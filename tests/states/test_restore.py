@@ -159,6 +159,13 @@ def test_rows_without_the_state_at_their_end_are_none() -> None:
     assert then == Then(a(Prefilling, after), RunPrefill(HERE, 0, 8))
 
 
+def test_a_state_that_was_overwritten_in_part_is_none_and_the_rows_are_computed_again() -> None:
+    had = some(STATEFUL, valid=4, restored=4, tier="device", ahead=8, stored=20)
+    then = restore.lost(a(Restoring, had, 12, 20, "disk"), StoreFailed("lost", "half of it"), knowing(STATEFUL))
+    after = some(STATEFUL, miss="restore_lost")
+    assert then == Then(a(Prefilling, after), RunPrefill(HERE, 0, 8))
+
+
 def test_rows_of_another_slot_are_never_named() -> None:
     hold = some(STORE, slot=SlotId(1))
     then = lookup.found(a(LookingUp, hold), PrefixFound(LeaseId(5), 20, "disk"), knowing(STORE))

@@ -7,6 +7,7 @@ import threading
 from itertools import pairwise
 
 import pytest
+import torch
 
 from adapters.store.memory import ALIGN, SLAB, Memory
 
@@ -65,6 +66,21 @@ def test_more_than_there_is_is_a_memory_error() -> None:
     with pytest.raises(MemoryError):
         Memory(1 << 62).take(1 << 61)
     Memory(1 << 62).prepare(1 << 61)
+
+
+def test_what_is_being_prepared_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start prepares memory while somebody may take some already."""
+    memory, numpy, spans = Memory(SLAB), torch.Tensor.numpy, list[tuple[int, int]]()
+
+    def about_to_be_filled(data: torch.Tensor) -> object:
+        spans.append((data.data_ptr(), data.data_ptr() + data.nbytes))
+        spans.append(place(memory.take(ALIGN)))
+        return numpy(data)
+
+    monkeypatch.setattr(torch.Tensor, "numpy", about_to_be_filled)
+    memory.prepare(ALIGN)
+    (_, stop), (start, _) = sorted(spans)
+    assert stop <= start
 
 
 def test_threads_may_take_and_give_back_at_once() -> None:

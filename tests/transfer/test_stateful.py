@@ -453,10 +453,10 @@ async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(
     assert await bench.decode(1, 0, PROMPT) == await bench.cold()
 
 
-async def test_a_state_that_cannot_be_put_back_leaves_nothing_to_go_on_from(
+async def test_a_state_that_cannot_be_put_back_leaves_rows_without_a_state(
     bench: StatefulBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Part of it may be there already, so the state of before is gone as well."""
+    """Part of it may be there already, so the state of before is gone as well, and the rows are computed again."""
     await bench.kept()
     bench.open(2, 1)
     await bench.prefill(2, 1, 0, 16)
@@ -469,10 +469,11 @@ async def test_a_state_that_cannot_be_put_back_leaves_nothing_to_go_on_from(
     with monkeypatch.context() as patched:
         patched.setattr(RecurrentShard, "import_state", half)
         outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 16, 72))
-    assert outcome == StoreFailed("broken", "only half of it")
-    assert (await bench.one(2, RunPrefill(SlotId(1), 16, 32))).kind == "broken"
-    bench.open(3, 1)
-    assert await bench.goes_on(3, 1, 0) == await bench.cold()
+    assert outcome == StoreFailed("lost", "only half of it")
+    bench.open(3, 2, source=1, keep=16, state=0)
+    cold = await bench.cold()
+    assert await bench.goes_on(3, 2, 0) == cold, "its rows are still what everybody believes"
+    assert await bench.goes_on(2, 1, 0) == cold
 
 
 async def test_what_is_on_the_device_goes_on_with_a_state_that_is_kept(bench: StatefulBench) -> None:
