@@ -26,6 +26,7 @@ from engine.misses import Misses
 from engine.runner import Envelope, Executors, Runner
 from engine.trace import Recorder
 from states import invariants
+from states.events import ForEngine, SlotsLost
 from states.settings import Settings
 from states.world import Out, World, begin
 
@@ -87,6 +88,8 @@ async def engine(
         None if recorder is None else recorder.record,
         observe,
     )
+
+    executor.lost_to(lambda slots: runner.tell(ForEngine(SlotsLost(slots))))
 
     def closed(message: Closed) -> None:
         metrics.closed(message)

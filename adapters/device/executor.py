@@ -26,14 +26,14 @@ from adapters.device.constraint import Match, no_grammars
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.prompt_logprobs import bucket_of, told
-from adapters.device.proposer import DraftRequest, Proposer
+from adapters.device.proposer import Proposer, proposed
 from adapters.device.sampling import Sampler, picker
-from adapters.device.slots import SlotState, check, clipped, unfit
-from adapters.device.tree import chain, fitted
+from adapters.device.slots import SlotState, begun, check, clipped, unfit, unopened
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, RequestId
+from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
+from effects.job import Sampling
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.snapshot import SaveSnapshot
@@ -75,6 +75,7 @@ class DeviceExecutor:
         self._proposer = proposer
         self._checkpoints = Checkpoints(shard)
         self._match: Match = no_grammars
+        self._lost: Callable[[tuple[SlotId, ...]], object] = lambda _: None
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
         self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._flying: set[RequestId] = set()
@@ -98,9 +99,15 @@ class DeviceExecutor:
         """From now on, this says what grammars let follow; before the first launch."""
         self._match = match
 
+    def lost_to(self, lost: Callable[[tuple[SlotId, ...]], object]) -> None:
+        """From now on, this hears of slots that do not have the rows they were opened with; before the first launch."""
+        self._lost = lost
+
     def open(self, request: RequestId, effect: OpenSlot) -> None:
-        """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why."""
-        self._lane.post(partial(self._open, request, effect), partial(self._not_opened, effect.slot))
+        """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why; and
+        where its rows are not there, those who count on them hear that first.
+        """
+        self._lane.submit(partial(self._open, request, effect), lambda _, error: error and self._lost((effect.slot,)))
 
     def submit(self, launch: Launch, done: Settle) -> None:
         """`done` hears one outcome per ask, in order; or the exception that is a bug: an effect without a handler, a
@@ -164,15 +171,20 @@ class DeviceExecutor:
             return DeviceFailed("broken", f"slot {slot} was never opened")
         if isinstance(state, SlotState) and state.request != request:
             return DeviceFailed("broken", f"slot {slot} serves request {state.request}, not {request}")
-        return state
+        return state if isinstance(state, DeviceFailed) else state.refusal or state
 
     def _open(self, request: RequestId, effect: OpenSlot) -> None:
+        """Broken whatever the reason: nobody may believe in this slot's rows."""
+        try:
+            self._slots[effect.slot] = self._opened(request, effect)
+        except BaseException as error:
+            self._slots[effect.slot] = unopened(effect, error)
+            raise
+
+    def _opened(self, request: RequestId, effect: OpenSlot) -> SlotState:
         slot, source, keep, prompt = effect.slot, effect.source, effect.keep, effect.prompt
         check(effect, self._shard)
-        matching = None if effect.sampling.grammar is None else self._match(effect.sampling.grammar)
-        sampler = Sampler(effect.sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
-        stops = frozenset(effect.stop_tokens)
-        state = SlotState(request, list(prompt), keep, sampler, stops=stops, salt=effect.salt)
+        state = begun(request, effect, self._sampler)
         origin = self._slots.get(source)
         if keep:
             if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):
@@ -187,11 +199,11 @@ class DeviceExecutor:
             state.valid, state.ahead = effect.state, keep - effect.state
         if self._proposer is not None:
             self._proposer.opened(source, slot, state)
-        self._slots[slot] = state
+        return state
 
-    def _not_opened(self, slot: int, error: BaseException) -> None:
-        """Broken whatever the reason: nobody may believe in this slot's rows."""
-        self._slots[slot] = DeviceFailed("broken", f"slot {slot} could not be opened: {error}")
+    def _sampler(self, sampling: Sampling, prompt: Tokens) -> Sampler:
+        matching = None if sampling.grammar is None else self._match(sampling.grammar)
+        return Sampler(sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
 
     def _carry_out(self, asks: tuple[Ask, ...]) -> tuple[Outcome, ...]:
         """What raises may have left anything in the slots it was about: they refuse all work until they are opened."""
@@ -265,7 +277,7 @@ class DeviceExecutor:
         started = time.perf_counter_ns()
         settling = False
         try:
-            members = self._draft(taken)
+            members = proposed(self._proposer, taken, self._shard.capacity)
             step, forward, agreements = self._verify(members)
             settling = True
             self._settle(step, forward, members, agreements)
@@ -286,22 +298,6 @@ class DeviceExecutor:
         if isinstance(state, DeviceFailed):
             return state
         return unfit(state, effect, self._shard.capacity) or state
-
-    def _draft(self, taken: Mapping[int, tuple[int, SlotState, int]]) -> list[Member]:
-        """Whoever may be proposed to and has room is, all in one call."""
-        trees = {slot: chain((state.tokens[-1],)) for slot, (_, state, _) in taken.items()}
-        room = {slot: self._shard.capacity - state.valid - 1 for slot, (_, state, _) in taken.items()}
-        requests = [
-            DraftRequest(slot, state, most, room[slot])
-            for slot, (_, state, most) in taken.items()
-            if most and room[slot]
-        ]
-        if self._proposer is not None and requests:
-            trees |= zip((one.slot for one in requests), self._proposer.propose(requests), strict=True)
-        for slot, (_, state, _) in taken.items():
-            if state.sampler.matching is not None:
-                trees[slot] = fitted(trees[slot], state.sampler.matching.fitting)
-        return [Member(index, slot, state, trees[slot]) for slot, (index, state, _) in taken.items()]
 
     def _half_settled(self, slot: int, error: Exception) -> DeviceFailed:
         """Some layers' states may have moved and others not, so nobody may go on from any of them."""

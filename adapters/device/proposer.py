@@ -8,8 +8,9 @@ from typing import Literal, Protocol
 from attrs import frozen
 from torch import Tensor
 
+from adapters.device.agreement import Member
 from adapters.device.slots import SlotState
-from adapters.device.tree import Tree
+from adapters.device.tree import Tree, chain, fitted
 from adapters.models.draft import BlockRequest, Pick
 from adapters.models.shard import Kept, Step
 
@@ -80,3 +81,21 @@ class Proposer(Protocol):
     def opened(self, source: int, target: int, state: SlotState) -> None:
         """Slot `target` was opened with `state.valid` rows of `source`, which may be itself."""
         ...
+
+
+def proposed(proposer: Proposer | None, taken: Mapping[int, tuple[int, SlotState, int]], capacity: int) -> list[Member]:
+    """The members of a decode step. Whoever may be proposed to and has room is, all in one call.
+
+    taken: by slot, its place in the launch, its state, and how much may be proposed at most.
+    """
+    trees = {slot: chain((state.tokens[-1],)) for slot, (_, state, _) in taken.items()}
+    room = {slot: capacity - state.valid - 1 for slot, (_, state, _) in taken.items()}
+    requests = [
+        DraftRequest(slot, state, most, room[slot]) for slot, (_, state, most) in taken.items() if most and room[slot]
+    ]
+    if proposer is not None and requests:
+        trees |= zip((one.slot for one in requests), proposer.propose(requests), strict=True)
+    for slot, (_, state, _) in taken.items():
+        if state.sampler.matching is not None:
+            trees[slot] = fitted(trees[slot], state.sampler.matching.fitting)
+    return [Member(index, slot, state, trees[slot]) for slot, (index, state, _) in taken.items()]

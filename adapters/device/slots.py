@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import define
 
@@ -10,6 +10,7 @@ from adapters.device.sampling import Sampler
 from adapters.models.shard import Shard
 from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
+from effects.job import Sampling
 from effects.prefill import OpenSlot
 
 
@@ -21,8 +22,8 @@ class SlotState:
     garbage, but for those that were loaded, and taking rows back is lowering it. loaded: rows that came from a store,
     perhaps while those before them are still computed. stops: a decode step keeps nothing past the first of these.
     context: the rows that a draft has its own for, ascending, none touching the next. ahead: of a model with positional
-    state, which is the one behind row `valid`, rows after it that are there too. salt: of whom its rows are. Read and
-    changed on the lane only.
+    state, which is the one behind row `valid`, rows after it that are there too. salt: of whom its rows are. refusal: why
+    nothing is done here for the request; its rows are there. Read and changed on the lane only.
     """
 
     request: RequestId
@@ -34,6 +35,7 @@ class SlotState:
     context: tuple[Span, ...] = ()
     ahead: int = 0
     salt: str = ""
+    refusal: DeviceFailed | None = None
 
     @property
     def drafted(self) -> Span:
@@ -73,6 +75,23 @@ class SlotState:
         self.valid, self.ahead = self.valid + len(picked), 0
         self.tokens += picked
         self.sampler.append(picked)
+
+
+def begun(request: RequestId, opening: OpenSlot, sampler: Callable[[Sampling, Tokens], Sampler]) -> SlotState:
+    """A slot that is opened. Where the request's tokens cannot be picked, that is its own failure and not the slot's:
+    others count on the rows that it is opened with, also if this request has left before it hears of it.
+    """
+    prompt, refusal = opening.prompt, None
+    try:
+        picks = sampler(opening.sampling, prompt)
+    except Exception as error:  # noqa: BLE001 - the request is told
+        picks, refusal = sampler(Sampling(), prompt), unopened(opening, error)
+    stops = frozenset(opening.stop_tokens)
+    return SlotState(request, list(prompt), opening.keep, picks, stops=stops, salt=opening.salt, refusal=refusal)
+
+
+def unopened(opening: OpenSlot, error: BaseException) -> DeviceFailed:
+    return DeviceFailed("broken", f"slot {opening.slot} could not be opened: {error}")
 
 
 def check(opening: OpenSlot, shard: Shard) -> None:

@@ -124,6 +124,31 @@ async def test_a_slot_that_cannot_be_opened_says_why_when_it_is_used_and_can_be_
     assert await on_fake.answer(prompt) == straightforward(fake, prompt, GREEDY, 8)
 
 
+async def test_a_request_that_cannot_be_served_leaves_the_rows_that_others_count_on(on_fake, fake):
+    """It was cancelled before its first chunk, so nobody heard that it could not be."""
+    prompt, lost = prompt_of(24, 40), []
+    on_fake.executor.lost_to(lost.extend)
+    client = await on_fake.open(prompt)
+    await client.prefill()
+    refused = await on_fake.open(prompt, Sampling(logit_bias=((VOCAB, 1.0),)), slot=1, source=0, keep=32)
+    other = await on_fake.open(prompt, slot=2, source=1, keep=32)
+    assert await on_fake.perform(other.chunk(39)) == (PrefillAdvanced(39),)
+    other.valid = 39
+    await on_fake.decode(other)
+    assert other.answer == straightforward(fake, prompt, GREEDY, 1)
+    (failed,) = await on_fake.perform(refused.chunk(39))
+    assert (failed.kind, "slot 1 could not be opened: logit_bias names token 97" in failed.detail) == ("broken", True)
+    assert lost == []
+
+
+async def test_a_slot_without_the_rows_it_was_opened_with_is_told_of_before_anybody_is_answered(on_fake):
+    heard = []
+    on_fake.executor.lost_to(heard.append)
+    other = await on_fake.open(prompt_of(24, 40), slot=2, source=1, keep=32)
+    heard += await on_fake.perform(other.chunk(39))
+    assert [heard[0], heard[1].kind] == [(2,), "broken"]
+
+
 async def test_rows_that_were_never_computed_cannot_be_copied(on_fake):
     prompt = prompt_of(25, 40)
     client = await on_fake.open(prompt)

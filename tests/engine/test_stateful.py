@@ -243,6 +243,25 @@ async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeyp
         assert len(tried) == 1
 
 
+async def test_a_slot_that_does_not_get_its_rows_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, copy, tried = Job(prompt(1, 100), 9), ReadBack.copy_rows, list[int]()
+    branch = Job((*job.prompt[:60], *prompt(5, 30)), 9)
+
+    def once(shard: ReadBack, source: int, target: int, rows: int) -> None:
+        tried.append(target)
+        if len(tried) == 1:
+            raise RuntimeError("no copy today")
+        copy(shard, source, target, rows)
+
+    async with process(tmp_path / "kv") as running:
+        await running.told(job)
+        monkeypatch.setattr(ReadBack, "copy_rows", once)
+        tokens, _ = await running.told(branch)
+        assert (tokens, len(tried)) == (await cold(tmp_path, branch), 2)
+
+
 async def test_an_append_only_turn_after_a_restart_goes_on_in_the_last_block_of_the_answer(tmp_path: Path) -> None:
     job = Job(prompt(1, 70), 40)
     async with process(tmp_path / "kv") as running:
