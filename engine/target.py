@@ -257,7 +257,8 @@ def decide(
     residency, message = resolved(options.residency, has_draft=has_draft, has_drafter=False, low_memory=low_memory)
     if message:
         log.warning(message)
-    shape: dict[str, Any] = {"chunk": numerics.chunk, "context": context, "widths": widths(draft, tree)}
+    block = proposals(draft, shard)
+    shape: dict[str, Any] = {"chunk": numerics.chunk, "context": context, "widths": widths(block, tree)}
     times = key(named, None if draft is None else draft.identity, str(shard.device), shape)
     return Settings(
         slots=options.slots,
@@ -267,7 +268,7 @@ def decide(
         block_size=numerics.block_size,
         keep_decoded=numerics.mode == "buckets",
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
-        block=0 if draft is None else draft.block - 1,
+        block=block,
         tree=tree,
         no_trees=no_trees,
         residency=residency,
@@ -286,10 +287,22 @@ def state_tokens(shard: Shard) -> int:
     return -(-sum(spec.nbytes for spec in shard.state_specs) // shard.row_spec.token_bytes) if shard.state_specs else 0
 
 
-def widths(draft: CachedDraft[Any] | None, tree: int) -> list[int]:
-    """Proposals of the decode steps that are worth measuring."""
-    most = 0 if draft is None else draft.block - 1
-    return sorted({0, most, max(most, tree), *(width for width in WIDTHS if width < most)})
+def proposals(draft: CachedDraft[Any] | None, shard: Shard) -> int:
+    """Of one decode step, at most. Where the model has positional state, what can be taken back is one block of it: the
+    token that is fed, and the proposals after it.
+    """
+    wanted = 0 if draft is None else draft.block - 1
+    most = min(wanted, shard.state_block - 1) if shard.state_specs else wanted
+    if most < wanted:
+        log.warning(
+            "the draft proposes %d tokens at once; %d can be taken back here, and no more are asked for", wanted, most
+        )
+    return most
+
+
+def widths(block: int, tree: int) -> list[int]:
+    """Proposals of the decode steps that are worth measuring. block: of a chain, at most; tree: of a tree."""
+    return sorted({0, block, max(block, tree), *(width for width in WIDTHS if width < block)})
 
 
 def layout(shard: Shard, draft: CachedDraft[Any] | None, named: str, block_size: int) -> Layout:

@@ -22,8 +22,8 @@ class SlotState:
     garbage, but for those that were loaded, and taking rows back is lowering it. loaded: rows that came from a store,
     perhaps while those before them are still computed. stops: a decode step keeps nothing past the first of these.
     context: the rows that a draft has its own for, ascending, none touching the next. ahead: of a model with positional
-    state, which is the one behind row `valid`, rows after it that are there too. salt: of whom its rows are. refusal: why
-    nothing is done here for the request; its rows are there. Read and changed on the lane only.
+    state, which is the one behind row `valid`, rows after it that are there too. salt: of whom its rows are. refusal:
+    why nothing is done here for the request; its rows are there. Read and changed on the lane only.
     """
 
     request: RequestId

@@ -12,15 +12,19 @@ from types import SimpleNamespace
 
 import anyio
 import pytest
+import torch
 from attrs import define, evolve, field
+from torch import Tensor
 
+from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.device.proposer import DraftRequest
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
+from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.numerics import Numerics
-from adapters.models.shard import NamedTensors
+from adapters.models.shard import Forward, NamedTensors, Step
 from adapters.store.format import Layout
 from adapters.store.opening import open_store
 from adapters.store.store import Store
@@ -36,7 +40,8 @@ from engine.kept import Kept
 from engine.options import Options
 from engine.target import decide, layout
 from states.settings import Settings
-from tests.models.recurrent_shard import VOCAB, RecurrentShard
+from tests.models.drafts import FULL, config_of, head_of, proven_draft, random_tensors
+from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentShard
 from tests.store.kit import settled
 
 CHUNK, BUCKETS = 32, (4, 8, 16, 32)
@@ -314,4 +319,32 @@ async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path
     assert all(settings.rates.prefill), "chunks are timed wherever they stand, whatever state was there"
     assert layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
     assert not settings.no_trees
+    assert executor.close()
+
+
+class Strict(RecurrentShard):
+    """As shards are: what can be rolled back is one block of the state."""
+
+    def forward(self, step: Step, inputs: Tensor) -> Forward:
+        if not step.rows_only and any(segment.count > self.state_block for segment in step.segments):
+            raise ValueError("too many rows in a step that may be rolled back")
+        return super().forward(step, inputs)
+
+
+async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lane, shard = DeviceLane(), Strict(2, 256, BUCKETS, state_block=16)
+    like = {"hidden_size": WIDTH, "num_layers": 1, "masks": (FULL,), "aux_layers": (0,)}
+    config = config_of(**like, block=32, mask_token_id=VOCAB - 1)
+    kernels = proven_draft(config, torch.float32, 256, VOCAB).fresh()
+    head = head_of(config, kernels, vocab=VOCAB)
+    draft = DFlashDraft(config, random_tensors(config), kernels, head, slots=2, capacity=256, buckets=BUCKETS)
+    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS))
+    numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
+    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "context": 48}
+    settings = await lane.run(partial(decide, Options(), executor, shard, draft, **how))
+    assert settings.block == 15
+    assert max(rows for _, _, rows, _ in settings.rates.decode) == 16
+    assert "proposes 31 tokens at once; 15 can be taken back" in caplog.text
     assert executor.close()
