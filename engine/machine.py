@@ -39,7 +39,7 @@ def context_of(options: Options, config: ModelConfig, dtype: torch.dtype, device
     context = options.max_ctx or config.max_positions
     if context > config.max_positions:
         raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
-    check_memory(slot_memory(config, None, dtype), device, options, context)
+    check_memory(slot_memory(config, None, dtype, device), device, options, context)
     return context
 
 
@@ -57,8 +57,8 @@ class SlotMemory:
     place: int = 0
 
 
-def slot_memory(config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype) -> SlotMemory:
-    return SlotMemory(row_bytes(config, draft, dtype), *config.state_bytes(dtype))
+def slot_memory(config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, device: torch.device) -> SlotMemory:
+    return SlotMemory(row_bytes(config, draft, dtype), *config.state_bytes(dtype, device.type))
 
 
 def check_memory(slot: SlotMemory, device: torch.device, options: Options, context: int) -> None:

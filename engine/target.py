@@ -166,7 +166,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         raise Mismatched(named)
     found = find_draft(options, checkpoint, numerics)
     shape = None if found is None else found.shape
-    check_memory(slot_memory(checkpoint.config, shape, dtype), device, options, context)
+    check_memory(slot_memory(checkpoint.config, shape, dtype, device), device, options, context)
     step(startup.WEIGHTS)
     shard = checkpoint.family.build(
         checkpoint.config,

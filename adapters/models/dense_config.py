@@ -12,7 +12,7 @@ from adapters.checkpoint.config import read_dtype, read_flag, read_positive, rea
 from adapters.checkpoint.errors import CheckpointError, shown
 from adapters.checkpoint.weights import Shapes
 from adapters.models.decoder import layer_products, layer_tensors
-from adapters.models.kernels.delta import DeltaShape, row_state
+from adapters.models.kernels.delta import DeltaShape, raw_state, row_state
 from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
 from adapters.models.rope import Rotary
 
@@ -71,15 +71,16 @@ class DenseConfig:
         attending = self.num_layers - self.recurrent_layers()
         return 2 * attending * self.num_kv_heads * self.head_dim * dtype.itemsize
 
-    def state_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+    def state_bytes(self, dtype: torch.dtype, device: str = "cpu") -> tuple[int, int]:
         if not self.recurrent_layers():
             return 0, 0
-        held, place = (self._layer_state(*how, dtype) for how in ((1, 0), (0, 1)))
+        held, place = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1)))
         return self.recurrent_layers() * held, self.recurrent_layers() * place
 
-    def _layer_state(self, slots: int, places: int, dtype: torch.dtype) -> int:
+    def _layer_state(self, slots: int, places: int, dtype: torch.dtype, device: str) -> int:
         assert self.delta is not None
-        state = row_state(self.delta, slots, places, dtype, torch.device("meta"))
+        kept = raw_state if device == "cuda" else row_state
+        state = kept(self.delta, slots, places, dtype, torch.device("meta"))
         return sum(tensor.nbytes for tensor in astuple(state, recurse=False))
 
     def tensors(self, layers: range | None = None) -> Shapes:

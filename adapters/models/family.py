@@ -41,8 +41,11 @@ class ModelConfig(Protocol):
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int: ...
 
-    def state_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """What positional state takes, of a slot, with what is set aside of the rows after it; and of a place."""
+    def state_bytes(self, dtype: torch.dtype, device: str = ...) -> tuple[int, int]:
+        """What positional state takes, of a slot, with what is set aside of the rows after it; and of a place.
+
+        device: the kind of it, "cpu" or "cuda", whose kernels keep different things of these rows.
+        """
         ...
 
     def tensors(self, layers: range | None = None) -> Shapes:

@@ -200,4 +200,6 @@ def test_sizes_of_the_27b_are_those_that_are_published():
     assert config.layer_types.count(FULL) == 16
     assert config.kv_bytes_per_token(torch.bfloat16) == 64 << 10
     assert config.state_bytes(torch.float32)[1] == pytest.approx((144 + 5.6) * 2**20, rel=0.01)
+    host, gpu = (config.state_bytes(torch.bfloat16, kind)[0] >> 20 for kind in ("cpu", "cuda"))
+    assert (host, gpu) == (675, 365), "kernels for CUDA keep less of the rows behind a state"
     assert config.rotated == 64

@@ -118,6 +118,27 @@ def row_state(shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, de
     )
 
 
+def raw_state(shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+    """As kernels keep it that work a chunk's rows out anew in each step, zeroed: about half as much.
+
+    keys: `[slots, 128, k heads | v heads]` in the model's dtype; decays: beta and g `[slots, Nv, 2, 128]`.
+    """
+
+    def zeros(*size: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(size, dtype=kind, device=device)
+
+    return DeltaState(
+        memory=zeros(slots + places, shape.value_heads, shape.key_size, shape.value_size, kind=torch.float32),
+        conv=zeros(slots + places, TAPS - 1, shape.channels),
+        inputs=zeros(slots, RING, shape.channels),
+        keys=zeros(slots, RING, shape.keys + shape.values),
+        deltas=zeros(slots, 0),
+        decays=zeros(slots, shape.value_heads, 2, RING, kind=torch.float32),
+        values=zeros(slots, 0),
+        factors=zeros(slots, 0),
+    )
+
+
 class DeltaKernels(Protocol):
     """The operations of recurrent layers, and the gate of attention's output, on one device.
 

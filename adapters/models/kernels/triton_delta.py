@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.models.kernels.batch import StateBatch
-from adapters.models.kernels.delta import CHUNK, RING, TAPS, DeltaShape, DeltaState, DeltaWeights
+from adapters.models.kernels.delta import CHUNK, RING, TAPS, DeltaShape, DeltaState, DeltaWeights, raw_state
 from adapters.models.kernels.triton import delta, delta_rows
 from adapters.models.kernels.triton_attention import launching
 
@@ -58,26 +58,11 @@ class CudaDelta:
     _factors: dict[tuple[int, ...], Factors] = field(init=False, factory=dict)
 
     def state(self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
-        """keys: `[slots, 128, k heads | v heads]` in the model's dtype; decays: beta and g `[slots, Nv, 2, 128]`."""
         for size in (shape.key_size, shape.value_size):
             if size not in SIZES:
                 accepted = ", ".join(map(str, SIZES))
                 raise ValueError(f"recurrent heads of {size} are not supported on CUDA; accepted: {accepted}")
-
-        def zeros(*size: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(size, dtype=kind, device=device)
-
-        memory = (slots + places, shape.value_heads, shape.key_size, shape.value_size)
-        return DeltaState(
-            memory=zeros(*memory, kind=torch.float32),
-            conv=zeros(slots + places, TAPS - 1, shape.channels),
-            inputs=zeros(slots, RING, shape.channels),
-            keys=zeros(slots, RING, shape.keys + shape.values),
-            deltas=zeros(slots, 0),
-            decays=zeros(slots, shape.value_heads, 2, RING, kind=torch.float32),
-            values=zeros(slots, 0),
-            factors=zeros(slots, 0),
-        )
+        return raw_state(shape, slots, places, dtype, device)
 
     def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
         """In the model's dtype; heads of queries and keys are divided by their length already."""
