@@ -260,7 +260,8 @@ def main() -> None:
         made.append(Renderer(setup) if "template" in setup else GrammarTrial(setup))
         return ""
 
-    limit(setup["seconds"])  # compiling computes, too
+    if "template" in setup:
+        limit(setup["seconds"])  # compiling computes, too; reading the model's own vocabulary is nobody's grammar
     send(sink, answer(set_up))
     while made:
         limit(0)

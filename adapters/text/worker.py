@@ -34,12 +34,12 @@ class WorkFailed(Exception):
 class Confined:
     """Answers one question after the other. The process starts with the first of them and after a kill.
 
-    setup: what it is told first, beside these limits.  seconds: of processor time for each.  max_bytes: its address
-    space.  most: bytes of an answer.
+    setup: what it is told first, beside these limits.  seconds: of processor time for each, a template's compilation
+    included.  max_bytes: its address space.  most: bytes of an answer.
     """
 
     setup: Callable[[], Mapping[str, Any]]
-    seconds: int
+    seconds: float
     max_bytes: int
     most: int
     worker: Worker | None = field(default=None, init=False)

@@ -16,6 +16,8 @@ import torch
 
 from adapters.text.grammar import (
     KEPT,
+    LIMITS,
+    MAX_BYTES,
     MOST_SOURCE,
     MOST_WAITING,
     Compiled,
@@ -24,9 +26,11 @@ from adapters.text.grammar import (
     Grammars,
     TooManyGrammars,
     Vocabulary,
+    definition,
     json_grammar,
 )
 from adapters.text.tokenizer import GaveUp, Tokenizer
+from adapters.text.worker import Confined
 from effects.grammar import Grammar
 from tests.schemas import schema_of
 from tests.text import small
@@ -236,6 +240,16 @@ async def test_hostile_grammars_are_refused_or_cost_little(grammars: Grammars, n
 async def test_what_costs_too_much_is_killed_and_says_so(grammars: Grammars) -> None:
     with pytest.raises(GrammarRefused, match=r"compiling it (took more than 2 s of processor time|ended its process)"):
         await grammars.admit(HOSTILE["multiples"], stays)
+
+
+async def test_a_large_vocabulary_costs_no_grammar_its_time() -> None:
+    """It is read once for the process that tries grammars, and what is limited is each of these."""
+    words = [f"{at:x}".encode().hex() for at in range(1, 200_000)]
+    bytes_ = [f"{at:02x}" for at in range(256)]
+    setup = {"tokens": [*bytes_, *words, b"<end>".hex()], "special": [256 + len(words)], "ends": [256 + len(words)]}
+    trial = Confined(lambda: {**setup, "limits": LIMITS}, 0.2, MAX_BYTES, 1 << 20)
+    assert await trial.ask(definition(Grammar("regex", "ab?"))) == {"ok": ""}
+    await trial.aclose()
 
 
 async def test_a_server_that_ends_while_one_is_tried_refuses_it(grammars: Grammars) -> None:
