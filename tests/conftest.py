@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +18,16 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """For tensors: what several of them do to numbers has to be seen where a worker has one core, too."""
+    import torch  # noqa: PLC0415 - as below
+
+    torch.set_num_threads(max(2, before := torch.get_num_threads()))
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ from adapters.models.numerics import Numerics, machine
 from adapters.models.probe import boundaries, probe, probe_key
 from adapters.models.qwen3 import FAMILY, Qwen3Config
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 CPU = torch.device("cpu")
 CONFIG = Qwen3Config(256, 64, 128, 4, 4, 2, 16, 4096, 1e6)
 
