@@ -12,11 +12,15 @@ import pytest
 import torch
 from attrs import evolve
 from gguf import GGMLQuantizationType as Kind
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.gguf.metadata import model_name, shortest
 from adapters.checkpoint.gguf.types import PACKINGS
+from adapters.checkpoint.text_files import TextFiles
+from adapters.models import ARCHITECTURES
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.mtp.checkpoint import HeadCheckpoint
 from adapters.models.rope import Divided
@@ -24,6 +28,7 @@ from adapters.models.shard import Segment, Step
 from tests.models.checkpoints import LLAMA3, VARIANTS, rope, save_model, shard_of, tokens_of
 from tests.models.ggufs import packed, random_blocks, write_gguf
 from tests.models.hybrids import HYBRIDS, sizes
+from tests.models.test_gguf_reader import listed, made, tensor, text
 
 ALL = VARIANTS | {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()}
 # Rows of whole blocks of 256, and value heads of whole blocks of 32, since those change places among columns
@@ -62,9 +67,9 @@ def told(oracle: Any, prompt: torch.Tensor, count: int) -> list[int]:
         return oracle.generate(prompt[None], **how)[0].tolist()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_unpacked_files_hold_what_the_folder_does(name: str, tmp_path: Path) -> None:
-    model_type, how = ALL[name]
+@pytest.mark.parametrize("variant", ALL)
+def test_unpacked_files_hold_what_the_folder_does(variant: str, tmp_path: Path) -> None:
+    model_type, how = ALL[variant]
     save_model(tmp_path / "m", model_type, **how)
     folder = Checkpoint.open(tmp_path / "m")
     file = Checkpoint.open(write_gguf(tmp_path / "m.gguf", tmp_path / "m"))
@@ -75,15 +80,15 @@ def test_unpacked_files_hold_what_the_folder_does(name: str, tmp_path: Path) -> 
     else:
         assert file.config == folder.config
     assert file.tensors.keys() == {*folder.config.tensors()}
-    for tensor, entry in file.tensors.items():
-        ours, published = entry.read(tensor), folder.read(tensor)
+    for name, entry in file.tensors.items():
+        ours, published = entry.read(name), folder.read(name)
         assert ours.shape == entry.shape == published.shape
-        if tensor.endswith("A_log"):
+        if name.endswith("A_log"):
             torch.testing.assert_close(ours.exp(), published.exp(), rtol=3e-7, atol=0)
-        elif "norm" in tensor and model_type == "qwen3_5_text" and "linear_attn" not in tensor:
-            assert torch.equal(ours + 1, published + 1), tensor
+        elif "norm" in name and model_type == "qwen3_5_text" and "linear_attn" not in name:
+            assert torch.equal(ours + 1, published + 1), name
         else:
-            assert torch.equal(ours, published), tensor
+            assert torch.equal(ours, published), name
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0])
@@ -105,13 +110,13 @@ def test_greedy_tokens_of_types_that_only_llama_cpp_makes(kind: Kind, tmp_path: 
     """Their blocks are random; of Qwen3, whose tensors are stored as published."""
     oracle: Any = save_model(tmp_path / "m", "qwen3", **WIDE)
     path = write_gguf(tmp_path / "m.gguf", tmp_path / "m", kind, pack=random_blocks)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 2)
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    names = gguf.get_tensor_namemap(gguf.MODEL_ARCH.QWEN3, 2)
+    stored = {each.name: each for each in gguf.GGUFReader(path).tensors}
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
-            tensor = stored[names.get_name(name, try_suffixes=(".weight",))]
-            weight.copy_(torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()))
-            assert tensor.tensor_type == kind or weight.ndim == 1
+            found = stored[names.get_name(name, try_suffixes=(".weight",))]
+            weight.copy_(torch.from_numpy(gguf.dequantize(found.data, found.tensor_type).copy()))
+            assert found.tensor_type == kind or weight.ndim == 1
     assert greedy(path, tokens_of(40), 16) == told(oracle, tokens_of(40), 16)
 
 
@@ -275,9 +280,61 @@ def test_frequencies_have_to_be_positive_and_alone(tmp_path: Path) -> None:
     assert isinstance(found, Divided)
     assert 1.0 == found.factors[0] < found.factors[-1] == pytest.approx(LLAMA3["factor"])
     scaled = {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": 4.0}
-    assert "beside another scaling" in refusal(write_gguf(tmp_path / "m.gguf", tmp_path / "m", **scaled))
+    assert "beside another scaling" in refusal(write_gguf(tmp_path / "two.gguf", tmp_path / "m", **scaled))
     data = path.read_bytes().replace(np.array(found.factors, np.float32).tobytes(), bytes(4 * len(found.factors)))
     path.write_bytes(data)
+    assert "rope_freqs.weight has numbers that are not positive" in refusal(path)
+
+
+ANYTHING = st.one_of(
+    st.integers(-(1 << 31), (1 << 31) - 1).map(lambda value: struct.pack("<Ii", 5, value)),
+    st.integers(0, (1 << 64) - 1).map(lambda value: struct.pack("<IQ", 10, value)),
+    st.floats().map(lambda value: struct.pack("<Id", 12, value)),
+    st.sampled_from([0, 1, 2, 64, 128, 512]).map(lambda value: struct.pack("<II", 4, value)),
+    st.booleans().map(lambda value: struct.pack("<IB", 7, value)),
+    st.sampled_from([b"yarn", b"linear", b"none", b""]).map(lambda value: struct.pack("<I", 8) + text(value)),
+    st.integers(0, 3).map(lambda count: listed(4, count, bytes(4 * count))),
+)
+NAMES = [
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "nextn_predict_layers"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
+    *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scaling.original_context_length", "rope.scale_linear", "expert_count"),
+    *("ssm.conv_kernel", "ssm.group_count", "ssm.state_size", "ssm.time_step_rank", "ssm.inner_size"),
+]
+SPLIT = ["split.count", "split.no", "general.alignment", "tokenizer.ggml.model"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([*ARCHITECTURES, "qwen35moe"]),
+    st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, ANYTHING)),
+    st.fixed_dictionaries({}, optional=dict.fromkeys(SPLIT, ANYTHING)),
+    st.lists(st.tuples(st.integers(0, 100), ANYTHING), max_size=2),
+)
+def test_whatever_metadata_say_they_are_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory,
+    architecture: str,
+    own: dict[str, bytes],
+    shared: dict[str, bytes],
+    more: list[tuple[int, bytes]],
+) -> None:
+    """There are no layers in the file, so nothing can be right."""
+    sane = {"block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64}
+    sane |= {"attention.head_count": 4, "rope.dimension_count": 8, "ssm.conv_kernel": 4, "ssm.group_count": 2}
+    sane |= {"ssm.state_size": 16, "ssm.time_step_rank": 4, "ssm.inner_size": 64}
+    values = {name: struct.pack("<II", 4, value) for name, value in sane.items()}
+    values |= dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.freq_base"), struct.pack("<If", 6, 1e-5))
+    values |= own
+    fields = [text(b"general.architecture") + struct.pack("<I", 8) + text(architecture.encode())]
+    fields += [text(f"{architecture}.{name}".encode()) + value for name, value in values.items()]
+    fields += [text(name.encode()) + value for name, value in shared.items()]
+    fields += [text(f"x{number}.{at}".encode()) + value for at, (number, value) in enumerate(more)]
+    path = tmp_path_factory.getbasetemp() / "any.gguf"
+    path.write_bytes(made(fields, [tensor(b"token_embd.weight", (32, 160))], room=1 << 18))
+    refusal(path)
+    with pytest.raises(CheckpointError):
+        TextFiles.read(path)
 
 
 @pytest.mark.parametrize("value", [1e-6, 1e-5, 0.7, 0.95, 10000.0, 1e6, 5e6, 8.0, 1 / 3])

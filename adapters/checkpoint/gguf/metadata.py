@@ -15,6 +15,7 @@ from adapters.checkpoint.gguf.header import MOST_TENSORS, GgufHeader, Items, Sto
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MOST_PARTS = 1 << 10
+GREATEST = 1e30
 
 
 @frozen
@@ -62,6 +63,8 @@ class Metadata:
 
 def shortest(value: float) -> float:
     """The shortest decimal that is this number in float32, in which files have what config.json says in decimals."""
+    if abs(value) > GREATEST:  # or no number at all: whoever reads it refuses it
+        return value
     for digits in range(1, 10):
         if struct.pack("<f", found := float(f"{value:.{digits}g}")) == struct.pack("<f", value):
             return found

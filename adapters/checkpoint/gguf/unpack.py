@@ -13,6 +13,8 @@ from torch import Tensor
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the sixteen steps of IQ4 stand for."""
+PAIRS = torch.tensor([[IQ4[byte & 15], IQ4[byte >> 4]] for byte in range(256)], dtype=torch.float32)
+"""And both halves of a byte: looked up at once, they take half the time."""
 
 
 def half(data: Tensor) -> Tensor:
@@ -72,12 +74,14 @@ def q6_k(blocks: Tensor) -> Tensor:
     return (scale[:, :, None] * steps.view(-1, 16, 16).float()).flatten(1)
 
 
-def iq4(steps: Tensor) -> Tensor:
-    return torch.tensor(IQ4, dtype=torch.float32)[steps.int()]
+def iq4(data: Tensor) -> Tensor:
+    """As `nibbles` of each 16 bytes, but what they stand for."""
+    pairs = PAIRS.index_select(0, data.flatten().int()).view(len(data), -1, 16, 2)
+    return pairs.transpose(2, 3).flatten(1)
 
 
 def iq4_nl(blocks: Tensor) -> Tensor:
-    return half(blocks[:, :2]) * iq4(nibbles(blocks[:, 2:], 16))
+    return half(blocks[:, :2]) * iq4(blocks[:, 2:])
 
 
 def iq4_xs(blocks: Tensor) -> Tensor:
@@ -85,7 +89,7 @@ def iq4_xs(blocks: Tensor) -> Tensor:
     high = blocks[:, 2:4].contiguous().view(torch.int16).int() >> torch.arange(0, 16, 2, dtype=torch.int32) & 3
     low = (blocks[:, 4:8, None] >> torch.tensor([0, 4], dtype=torch.uint8) & 15).flatten(1).int()
     scale = half(blocks[:, :2]) * ((low | (high << 4)) - 32).float()
-    return (scale[:, :, None] * iq4(nibbles(blocks[:, 8:], 16)).view(-1, 8, 32)).flatten(1)
+    return (scale[:, :, None] * iq4(blocks[:, 8:]).view(-1, 8, 32)).flatten(1)
 
 
 UNPACK: Mapping[str, Callable[[Tensor], Tensor]] = {

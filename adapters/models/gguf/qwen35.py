@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapters.checkpoint.config import LIMITS
 from adapters.checkpoint.gguf.metadata import Metadata
 from adapters.models.gguf.form import ATTENTION, FRAME, Architecture, Undo, shared_settings
 from adapters.models.kernels.delta import DeltaShape
@@ -45,8 +46,9 @@ def settings(found: Metadata) -> dict[str, Any]:
     rotated = found.count("rope.dimension_count", head // 4)
     found.refuse("rope.scaling.type", "none")
     # a little more than the quotient: what is rotated is the whole part of its product with the head
-    part = rotated / max(head, 1) if rotated >= head else math.nextafter(rotated / head, 1)
-    kinds = [LINEAR if f"blk.{layer}.ssm_a" in found.tensors else FULL for layer in range(shared["num_hidden_layers"])]
+    part = rotated / max(head, 1) if rotated >= head else math.nextafter(rotated / max(head, 1), 1)
+    layers = range(min(shared["num_hidden_layers"], LIMITS["num_hidden_layers"]))
+    kinds = [LINEAR if f"blk.{layer}.ssm_a" in found.tensors else FULL for layer in layers]
     return {
         **shared,
         "rope_parameters": {"rope_theta": found.number("rope.freq_base"), "partial_rotary_factor": part},
