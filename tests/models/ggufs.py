@@ -1,8 +1,12 @@
-"""Checkpoints as GGUF files, by the `gguf` package's writer: what llama.cpp's converter does is done again here."""
+"""Checkpoints as GGUF files, by the `gguf` package's writer: what llama.cpp's converter does is done again here.
+
+`python -m tests.models.ggufs FOLDER FILE [F16|Q8_0|...] [PRE-TOKENIZER]` writes one, of a demo as `smollm`.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,11 +50,13 @@ def write_gguf(
     pack: Callable[[str, np.ndarray, Kind], tuple[np.ndarray, Kind]] = packed,
     tokenizer: str | None = None,
     split: int = 0,
+    weights: bool = True,
     **fields: Any,
 ) -> Path:
     """The checkpoint in `folder` as one file. tokenizer: what llama.cpp calls its pre-tokenizer; None: none is written.
 
-    split: tensors of one file of several. fields: further ones, and None for those that are to be left out.
+    split: tensors of one file of several. weights: without them, only the header can be read. fields: further ones, and
+    None for those that are to be left out.
     """
     checkpoint = Checkpoint.open(folder)
     config: Any = checkpoint.config
@@ -67,7 +73,7 @@ def write_gguf(
     layers = config.num_layers + (1 if checkpoint.others else 0)
     arch = next(arch for arch, called in gguf.MODEL_ARCH_NAMES.items() if called == name)
     names = gguf.get_tensor_name_map(arch, layers)
-    for published in checkpoint.tensors | checkpoint.others:
+    for published in checkpoint.tensors | checkpoint.others if weights else ():
         if published == "lm_head.weight" and config.tie_word_embeddings:
             continue
         entry = checkpoint.tensors.get(published) or checkpoint.others[published]
@@ -218,3 +224,8 @@ def text(folder: Path, pre: str) -> Mapping[str, Any]:
     for name, key in {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}.items():
         found[f"general.sampling.{key}"] = chosen.get(name)
     return found
+
+
+if __name__ == "__main__":
+    source, target, kind, pre = (*sys.argv[1:], *("Q8_0", "smollm")[len(sys.argv) - 3 :])
+    write_gguf(Path(target), Path(source), Kind[kind], tokenizer=pre)
