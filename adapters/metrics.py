@@ -47,6 +47,10 @@ class Metrics:
         """From now on files that were found damaged are exposed, by kind."""
         self.registry.register(DamageFigures(figures))
 
+    def watch_turns(self, figures: Callable[[], Mapping[str, int]]) -> None:
+        """From now on it is exposed what is remembered of answers, and what came of that."""
+        self.registry.register(TurnFigures(figures))
+
     def stage(self, stage: Stage, seconds: float) -> None:
         """A request has left a stage."""
         self._stages.labels(stage).observe(seconds)
@@ -146,6 +150,27 @@ class DamageFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield labelled("rekindle_damaged_files", "Kept files that were found damaged", "what", self.figures())
+
+
+@frozen(eq=False)
+class TurnFigures(Collector):
+    """Of the tokens that answers were made of."""
+
+    figures: Callable[[], Mapping[str, int]]
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: else registering would ask for the figures."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self.figures()
+        yield GaugeMetricFamily("rekindle_remembered_turns", "Answers whose tokens are kept", value=figures["turns"])
+        yield GaugeMetricFamily("rekindle_remembered_bytes", "Bytes of them", value=figures["bytes"])
+        for name, meaning in (
+            ("prompts", "Prompts that had tokens as they were generated"),
+            ("tokens", "Tokens of prompts that were the generated ones"),
+        ):
+            yield CounterMetricFamily(f"rekindle_remembered_{name}", meaning, value=figures[name])
 
 
 def labelled(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -24,9 +24,11 @@ from adapters.checkpoint.errors import CheckpointError
 from adapters.http.apis import error_response
 from adapters.http.app import build_app
 from adapters.http.archive import Archive
+from adapters.http.cabinet import Cabinet
 from adapters.http.errors import unavailable
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
+from adapters.http.turn_memory import TurnMemory
 from adapters.models.checkpoint import Checkpoint
 from adapters.store.folder import Folder, FolderUnusable
 from adapters.text.text import Text
@@ -45,7 +47,7 @@ from engine.trace import VERSION, Header, Recorder
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 FILES = 4096  # descriptors: 1,024 connections, and the files of cache and checkpoint
-RESPONSES = "responses"  # a folder in that of the cache
+RESPONSES, TURNS = "responses", "turns"  # folders in that of the cache
 LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
@@ -148,7 +150,9 @@ async def serve_model(
         raise
     try:
         target.executor.matched_by(text.grammars.match)
-        recorder, archive = build_recorder(options, target), await open_archive(options)
+        recorder, archive, memory = build_recorder(options, target), Archive(), TurnMemory()
+        for cabinet, name in ((archive, RESPONSES), (memory, TURNS)):
+            await open_cabinet(cabinet, options, name)
         async with engine(
             target.settings,
             target.executor,
@@ -160,13 +164,14 @@ async def serve_model(
             paranoid=options.paranoid,
         ) as running:
             about = edge_options(options, target, text.sampling)
-            gate.app = build_app(running.door, text, about, running.metrics, archive)
+            gate.app = build_app(running.door, text, about, running.metrics, archive, memory=memory)
             steps.done()
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
             async with anyio.create_task_group() as beside:
                 beside.start_soon(tidied, running.runner, target.lane)
                 beside.start_soon(archive.run)
+                beside.start_soon(memory.run)
                 await stopped(stop, [target.lane.thread])
                 beside.cancel_scope.cancel()
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
@@ -174,6 +179,7 @@ async def serve_model(
             clean = await running.door.drain(options.grace)
             clean = await close_connections(serving, deadline) and clean
         await archive.close(deadline)
+        await memory.close(deadline)
         await text.aclose()
         return clean
     finally:
@@ -195,18 +201,17 @@ async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float 
             await stop.wait()
 
 
-async def open_archive(options: Options) -> Archive:
-    """With what an earlier process kept of its responses, in a folder of the cache's."""
+async def open_cabinet(cabinet: Cabinet, options: Options, name: str) -> None:
+    """With what an earlier process kept in it, in a folder of the cache's."""
     folder = disk_folder(options)
     if folder is None:
-        return Archive()
+        return
     try:
-        archive = Archive(Folder.open(folder / RESPONSES))
+        cabinet.folder = Folder.open(folder / name)
     except FolderUnusable as error:
-        log.warning("responses are not kept on disk: %s", error)
-        return Archive()
-    await anyio.to_thread.run_sync(archive.load)
-    return archive
+        log.warning("%s are not kept on disk: %s", cabinet.what, error)
+        return
+    await anyio.to_thread.run_sync(cabinet.load)
 
 
 async def load_text(options: Options) -> Text:

@@ -16,12 +16,26 @@ from adapters.http.dialect import OPENAI, Dialect
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
 from adapters.http.shape import AnswerShape
+from adapters.http.turn_memory import AskedTurn, OwnTurns, TurnMemory
 from adapters.text.answer.reader import PLAIN, AnswerReader
 from adapters.text.conversation import ChatMessage
 from adapters.text.grammar import Compiled
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone, Tokenizer
 from effects.ids import Tokens
+
+
+@frozen
+class Asker:
+    """Who asks. name: of its key.  gone: has it left?"""
+
+    gone: Gone
+    memory: TurnMemory
+    name: str = ""
+
+    def turns(self, salt: str = "") -> OwnTurns:
+        """What its answers were made of."""
+        return OwnTurns(self.memory, f"{self.name}.{salt}")
 
 
 @frozen
@@ -38,6 +52,7 @@ class Asked:
     echo: Mapping[str, Any] = field(factory=dict)  # what the answer says of the request again
     compiled: Compiled | None = None  # what its answers keep to, there until they are complete
     opens: bool = False  # its prompt is a conversation's first, of one that offers no tools
+    turn: AskedTurn | None = None  # of a conversation
 
 
 @frozen
@@ -45,12 +60,12 @@ class Counter:
     """What tells how many tokens a prompt has. `read` raises ApiError, and `shape` is how the number is told."""
 
     path: str
-    read: Callable[[Fields, EdgeOptions, Text, Gone], Awaitable[Tokens]]
+    read: Callable[[Fields, EdgeOptions, Text, Asker], Awaitable[Tokens]]
     shape: Callable[[int], dict[str, Any]]
     dialect: Dialect = OPENAI
 
 
-Read: TypeAlias = Callable[[Fields, EdgeOptions, Text, Gone], Awaitable[Asked]]
+Read: TypeAlias = Callable[[Fields, EdgeOptions, Text, Asker], Awaitable[Asked]]
 Draw: TypeAlias = Callable[[str, Asked, EdgeOptions, Tokenizer], AnswerShape]  # its first argument is the answer's id
 
 

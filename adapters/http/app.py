@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from adapters.http import chat, controls, models
 from adapters.http.access_log import NOTE, refused
-from adapters.http.api import Api, Asked, Counter
+from adapters.http.api import Api, Asked, Asker, Counter
 from adapters.http.apis import COUNTERS, STATELESS, error_response
 from adapters.http.archive import Archive
 from adapters.http.body import reading
@@ -47,6 +47,7 @@ from adapters.http.reply import Reply
 from adapters.http.retry import Turnover
 from adapters.http.sampling import default_settings
 from adapters.http.shape import new_id
+from adapters.http.turn_memory import TurnMemory
 from adapters.metrics import Metrics
 from adapters.text.template import text_of
 from adapters.text.text import Text
@@ -58,13 +59,21 @@ MOST_TOKENIZED = 1 << 20  # tokens that /tokenize gives: 0.5 s of work, 8 MB of 
 
 
 def build_app(
-    door: Door, text: Text, options: EdgeOptions, metrics: Metrics, archive: Archive | None = None
+    door: Door,
+    text: Text,
+    options: EdgeOptions,
+    metrics: Metrics,
+    archive: Archive | None = None,
+    *,
+    memory: TurnMemory | None = None,
 ) -> Starlette:
     """The whole server as an ASGI application. Its lifespan ends what `text` started.
 
-    archive: of responses; None: they end with the process.
+    archive, memory: of responses, and of the tokens of answers; None: they end with the process.
     """
-    edge = Edge(door, text, options, metrics, Archive() if archive is None else archive)
+    archive, memory = Archive() if archive is None else archive, TurnMemory() if memory is None else memory
+    edge = Edge(door, text, options, metrics, archive, memory)
+    metrics.watch_turns(memory.figures)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -102,6 +111,7 @@ class Edge:
     options: EdgeOptions
     metrics: Metrics
     archive: Archive
+    memory: TurnMemory
     turnover: Turnover = field(factory=Turnover)
     missed: MissLog = field(factory=MissLog)
     intake: Intake = field(init=False)
@@ -134,7 +144,7 @@ class Edge:
 
     async def generate(self, api: Api, request: Request) -> Reply:
         async with self._ready(request) as fields:
-            asked = await api.read(fields, self.options, self.text, request.is_disconnected)
+            asked = await api.read(fields, self.options, self.text, self._asker(request))
         # its body takes no room any more while it waits in another line
         asked = await self._held(asked, request)
         owner = request.scope.get(CALLER, "")
@@ -150,10 +160,15 @@ class Edge:
             cuts=asked.cuts,
             opens=asked.opens,
             messages=asked.messages,
+            turn=asked.turn,
         )
+        self.memory.count(0 if asked.turn is None else asked.turn.remembered)
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
         told = how.stream, how.progress, self.turnover, partial(self.missed.note, owner), asked.headers
         return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
+
+    def _asker(self, request: Request) -> Asker:
+        return Asker(request.is_disconnected, self.memory, request.scope.get(CALLER, ""))
 
     async def _held(self, asked: Asked, request: Request) -> Asked:
         async def gone() -> bool:
@@ -184,7 +199,7 @@ class Edge:
 
     async def count(self, counter: Counter, request: Request) -> JSONResponse:
         async with self._reading(request) as fields:
-            tokens = await counter.read(fields, self.options, self.text, request.is_disconnected)
+            tokens = await counter.read(fields, self.options, self.text, self._asker(request))
         return JSONResponse(counter.shape(len(tokens)))
 
     async def tokenize(self, request: Request) -> JSONResponse:

@@ -6,18 +6,18 @@ from typing import Any
 
 import anyio
 
-from adapters.http.api import Api, Asked, Counter
-from adapters.http.controls import Controls, Words, read_controls
+from adapters.http.api import Api, Asked, Asker, Counter
+from adapters.http.controls import Controls, Words, read_controls, read_salt
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
 from adapters.http.openai_shape import ChatShape
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.tools import MAX_TOOLS, check_tools, named, needs_tools, read_function, read_name
+from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import MISSING_IN_CHAT
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolCall, ToolChoice, thinking
 from adapters.text.text import Text
-from adapters.text.tokenizer import Gone
 from effects.ids import Tokens
 
 MAX_LOGPROBS = 20
@@ -36,13 +36,15 @@ NOT_TEXT = ("image_url", "input_image", "image", "input_audio", "audio", "file",
 WORDS = Words(MISSING_IN_CHAT)
 
 
-async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
+async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
     controls = read_chat_controls(fields, options, text)
+    turns = asker.turns(controls.salt)
     # there may be tens of thousands of messages
     conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
-    prompt = await chat_prompt(conversation, text, options, gone)
+    prompt = await chat_prompt(conversation, text, options, asker.gone, turns)
     read = [prompt.tokens], [fields.at("messages")], prompt.reader, unparsed(conversation, text)
-    return Asked(controls, *read, messages=conversation.messages, opens=prompt.opens)
+    turn, opens = AskedTurn.of(turns, prompt), prompt.opens
+    return Asked(controls, *read, messages=conversation.messages, opens=opens, turn=turn)
 
 
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
@@ -198,9 +200,9 @@ def read_variables(fields: Fields) -> dict[str, Any]:
     return variables
 
 
-async def count(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
+async def count(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
     conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
-    return (await chat_prompt(conversation, text, options, gone)).tokens
+    return (await chat_prompt(conversation, text, options, asker.gone, asker.turns(read_salt(fields)))).tokens
 
 
 CHAT = Api("/v1/chat/completions", "chatcmpl-", read, ChatShape)

@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import evolve
 
-from adapters.http.api import Api, Asked
+from adapters.http.api import Api, Asked, Asker
 from adapters.http.controls import Controls, Words, check_tokens, read_controls
 from adapters.http.errors import context_exceeded, far_too_long, invalid, left
 from adapters.http.fields import Fields, shown
@@ -23,8 +23,9 @@ WORDS = Words(MISSING, most=16, least=0)  # OpenAI's
 KINDS = "a string, an array of strings, an array of token ids, or an array of arrays of token ids"
 
 
-async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
-    return Asked(read_completion_controls(fields, options, text), *await read_prompts(fields, options, text, gone))
+async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
+    controls = read_completion_controls(fields, options, text)
+    return Asked(controls, *await read_prompts(fields, options, text, asker.gone))
 
 
 def read_completion_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:

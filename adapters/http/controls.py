@@ -14,6 +14,7 @@ from adapters.http.form import Form, read_form
 from adapters.http.models import check_name
 from adapters.http.options import EdgeOptions
 from adapters.http.sampling import read_sampling
+from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import Missing, refuse_missing
 from adapters.text.answer.reader import PLAIN, AnswerReader
 from adapters.text.boundaries import Openings
@@ -56,7 +57,7 @@ class Planned:
     """One job and what the edge does with its answer. `prompt`: which of the request's prompts it answers.
 
     silent: nothing of what is generated is said: no tokens were asked for, and a job has one at least.  messages: that
-    the prompt was made of, where it was made of any.
+    the prompt was made of, where it was made of any.  turn: of a conversation, to be remembered.
     """
 
     index: int
@@ -67,6 +68,7 @@ class Planned:
     reader: AnswerReader = PLAIN
     silent: bool = False
     messages: Sequence[ChatMessage] = ()
+    turn: AskedTurn | None = None
 
 
 @frozen
@@ -206,6 +208,7 @@ def plan(
     cuts: Tokens = (),
     opens: bool = False,
     messages: Sequence[ChatMessage] = (),
+    turn: AskedTurn | None = None,
 ) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 
@@ -247,6 +250,6 @@ def plan(
             )
             place = number * controls.choices + choice
             silent = controls.max_tokens == 0
-            told = controls.stops, controls.asked_scope, reader, silent, messages
+            told = controls.stops, controls.asked_scope, reader, silent, messages, turn
             planned.append(Planned(place, number, job, *told))
     return tuple(planned)

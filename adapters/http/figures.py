@@ -64,6 +64,7 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
     kept = report.cache.rows
     return {
         "restored_tokens": report.restored_tokens,
+        "remembered": 0 if ended.planned.turn is None else ended.planned.turn.remembered,
         "tier": report.tier,
         "miss": report.miss or None,
         "prefix_cache": {

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import anyio
 
-from adapters.http.api import Api, Asked, Counter
-from adapters.http.controls import Controls, Words, read_controls, read_model
+from adapters.http.api import Api, Asked, Asker, Counter
+from adapters.http.controls import Controls, Words, read_controls, read_model, read_salt
 from adapters.http.dialect import ANTHROPIC
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
@@ -17,10 +17,10 @@ from adapters.http.messages_shape import MessageShape
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
+from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import Missing
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, ToolChoice, thinking
 from adapters.text.text import Text
-from adapters.text.tokenizer import Gone
 from effects.ids import Tokens
 
 LEAST_BUDGET = 1024  # tokens, Anthropic's
@@ -44,18 +44,21 @@ FORMATS = (("output_config", "format"), ("output_format",))
 WORDS = Words(MISSING, max_tokens=("max_tokens",), stops="stop_sequences", choices="", least=0, formats=FORMATS)
 
 
-async def read(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
+async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
     controls, skipped = read_message_controls(fields, options, text), Skipped()
     conversation = await read_whole(fields, text, skipped)
-    prompt = await chat_prompt(conversation, text, options, gone)
+    turns = asker.turns(controls.salt)
+    prompt = await chat_prompt(conversation, text, options, asker.gone, turns)
     headers = {**skipped.headers, **unparsed(conversation, text)}
     read = [prompt.tokens], [fields.at("messages")], prompt.reader, headers, prompt.cuts
-    return Asked(controls, *read, messages=conversation.messages, opens=prompt.opens)
+    turn, opens = AskedTurn.of(turns, prompt), prompt.opens
+    return Asked(controls, *read, messages=conversation.messages, opens=opens, turn=turn)
 
 
-async def count(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
+async def count(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
     read_model(fields, options)
-    return (await chat_prompt(await read_whole(fields, text, Skipped()), text, options, gone)).tokens
+    conversation, turns = await read_whole(fields, text, Skipped()), asker.turns(read_salt(fields))
+    return (await chat_prompt(conversation, text, options, asker.gone, turns)).tokens
 
 
 async def read_whole(fields: Fields, text: Text, skipped: Skipped) -> Conversation:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from adapters.http.errors import ApiError, far_too_long, invalid, left
 from adapters.http.options import EdgeOptions
+from adapters.http.turn_memory import OwnTurns
 from adapters.text.answer.reader import NONE
 from adapters.text.conversation import Conversation
 from adapters.text.pieces import size_of
@@ -33,16 +34,22 @@ def check_template(text: Text) -> None:
 
 
 async def chat_prompt(
-    conversation: Conversation, text: Text, options: EdgeOptions, gone: Gone, path: str = "$.messages"
+    conversation: Conversation,
+    text: Text,
+    options: EdgeOptions,
+    gone: Gone,
+    turns: OwnTurns,
+    *,
+    path: str = "$.messages",
 ) -> ChatPrompt:
     """Raises ApiError 400 where the conversation is too long or the template refuses it, 500 where it fails.
 
-    path: of the messages in the body.
+    turns: what the caller's answers were made of.  path: of the messages in the body.
     """
     most = COUNTED * options.max_ctx
     refuse_unread(conversation, text, most, options, path)
     try:
-        return await told(text.prompt(conversation, most, gone), path)
+        return await told(text.prompt(conversation, most, gone, turns), path)
     except TooLong as error:
         raise far_too_long(error.tokens, options.max_ctx, path) from None
     except GaveUp:

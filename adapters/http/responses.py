@@ -9,11 +9,11 @@ from typing import Any
 import anyio
 from attrs import define, evolve, field
 
-from adapters.http.api import Api, Asked, Counter
+from adapters.http.api import Api, Asked, Asker, Counter
 from adapters.http.archive import ENCODER, Shelf
 from adapters.http.archive import read as read_kept
 from adapters.http.body import parsers
-from adapters.http.controls import Controls, Words, read_controls, read_model
+from adapters.http.controls import Controls, Words, read_controls, read_model, read_salt
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.fields import shown as shown_value
@@ -22,10 +22,10 @@ from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.response_items import Turns, spelled
 from adapters.http.response_shape import ResponseShape, place_of
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
+from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import MISSING, Missing
 from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
 from adapters.text.text import Text
-from adapters.text.tokenizer import Gone
 from effects.ids import Tokens
 
 PATH = "/v1/responses"
@@ -55,7 +55,7 @@ WORDS = Words(
 )
 
 
-async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Asked:
+async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
     controls, skipped = read_controls(fields, WORDS, options, text.tokenizer.end_tokens), Skipped()
     echo = {
         "shown": shown(fields, controls),
@@ -64,16 +64,19 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, g
         "items": read_input(fields),
     }
     conversation, echo["offered"] = await read_whole(shelf, fields, options, text, skipped)
-    prompt = await chat_prompt(conversation, text, options, gone, fields.at("input"))
+    turns = asker.turns(controls.salt)
+    prompt = await chat_prompt(conversation, text, options, asker.gone, turns, path=fields.at("input"))
     headers = {**skipped.headers, **unparsed(conversation, text)}
     read = [prompt.tokens], [fields.at("input")], prompt.reader, headers
-    return Asked(controls, *read, messages=conversation.messages, echo=echo, opens=prompt.opens)
+    turn, opens = AskedTurn.of(turns, prompt), prompt.opens
+    return Asked(controls, *read, messages=conversation.messages, echo=echo, opens=opens, turn=turn)
 
 
-async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> Tokens:
+async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
     read_model(fields, options)
     conversation, _ = await read_whole(shelf, fields, options, text, Skipped())
-    return (await chat_prompt(conversation, text, options, gone, fields.at("input"))).tokens
+    turns = asker.turns(read_salt(fields))
+    return (await chat_prompt(conversation, text, options, asker.gone, turns, path=fields.at("input"))).tokens
 
 
 async def read_whole(

@@ -152,6 +152,8 @@ class Follower:
     reasoning: int = 0
     broken: bool = False
     picks: list[PickedToken] = field(factory=list)
+    said: list[AnswerPiece] = field(factory=list)
+    made: list[int] = field(factory=list)  # the tokens that it was made of
 
     async def follow(self, send: MemoryObjectSendStream[Event]) -> Ended:
         index = self.one.index
@@ -166,6 +168,7 @@ class Follower:
                     tail = self.parser.push(self.text.finish())
                     self.broken = self.text.stopped is not None and self.parser.calling
                     tail += self.parser.finish()
+                    self.said += tail
                     if tail or self.picks:
                         await send.send(Said(index, tuple(tail), self.taken()))
                     return self.ended(message)
@@ -180,6 +183,7 @@ class Follower:
             if self.one.silent:
                 continue
             self.tokens += 1
+            self.made.append(token)
             thought = self.parser.thinking
             pieces += self.parser.push(self.text.push(token))
             self.reasoning += thought or self.parser.thinking
@@ -187,6 +191,7 @@ class Follower:
                 self.picks.append(PickedToken(token, message.logprobs[place]))
             if self.complete:
                 self.ticket.cancel("stop_string")
+        self.said += pieces
         return pieces
 
     @property
@@ -202,5 +207,7 @@ class Follower:
             closed = evolve(closed, finish="stop")
         if self.one.silent and closed.finish == "stop":
             closed = evolve(closed, finish="length")
+        if self.one.turn is not None and self.text.stopped is None and closed.finish in ("stop", "length"):
+            self.one.turn.keep(self.one.job, tuple(self.made), self.said)
         said = self.tokens, self.text.stopped, self.reasoning, tuple(self.parser.called), self.broken
         return Ended(self.one, closed, *said)

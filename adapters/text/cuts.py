@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from itertools import accumulate, islice
 
 from adapters.text.conversation import ChatMessage
-from adapters.text.template import Rendered, text_of
+from adapters.text.template import Spliced, text_of
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 
 MOST_CUTS = 16  # of a message, and messages with any: each is a search of the prompt's text; Anthropic takes 4
 
 
-def cut_places(messages: Sequence[ChatMessage], rendered: Rendered, tokens: Tokens, tokenizer: Tokenizer) -> Tokens:
+def cut_places(messages: Sequence[ChatMessage], rendered: Spliced, tokens: Tokens, tokenizer: Tokenizer) -> Tokens:
     """How many whole tokens stand before each, ascending. Takes its time.
 
     A content that the template does not show as it was sent has none. Should the text found be another that reads the

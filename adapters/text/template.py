@@ -15,12 +15,14 @@ from attrs import define, field, frozen
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.text.worker import Confined, WorkFailed
+from effects.ids import Tokens
 
 MAX_OWN_CHARS = 1 << 16  # in a prompt that says one word: a system prompt of its own takes a few thousand
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "TZ", "SYSTEMROOT")
 
 # A rendered conversation: text, and control tokens that the template itself wrote.
 Rendered: TypeAlias = "tuple[str | Control, ...]"
+Spliced: TypeAlias = "tuple[str | Control | Verbatim, ...]"
 
 
 @frozen
@@ -31,6 +33,14 @@ class Control:
     id: int
     lstrip: bool = False
     rstrip: bool = False
+
+
+@frozen
+class Verbatim:
+    """Tokens in the place of what the template wrote of them, and how they are written."""
+
+    tokens: Tokens
+    content: str
 
 
 class TemplateRefused(Exception):
@@ -120,6 +130,6 @@ class ChatTemplate:
         return tuple(piece for piece in rendered if piece)
 
 
-def text_of(rendered: Rendered) -> str:
+def text_of(rendered: Spliced) -> str:
     """The whole prompt as one string, control tokens written out."""
-    return "".join(piece.content if isinstance(piece, Control) else piece for piece in rendered)
+    return "".join(piece if isinstance(piece, str) else piece.content for piece in rendered)

@@ -17,7 +17,8 @@ from adapters.text.boundaries import Openings, find_openings
 from adapters.text.conversation import ChatMessage, Conversation, templated
 from adapters.text.cuts import cut_places
 from adapters.text.grammar import Grammars
-from adapters.text.template import ChatTemplate, Control, Rendered, TemplateFailed, TemplateRefused, text_of
+from adapters.text.recall import AnswerOpening, Recall, recaller
+from adapters.text.template import ChatTemplate, Control, Rendered, Spliced, TemplateFailed, TemplateRefused, text_of
 from adapters.text.tokenizer import Gone, Tokenizer
 from effects.ids import Tokens
 from effects.job import Sampling
@@ -28,12 +29,15 @@ class ChatPrompt:
     """A conversation, ready to be answered, and how the answer is to be read.
 
     cuts: places that the client marked in it, besides those where messages open.  opens: as `Conversation` has it.
+    remembered: so many of its tokens are those that were generated.  opening: for who remembers the answer.
     """
 
     tokens: Tokens
     reader: AnswerReader
     cuts: Tokens = ()
     opens: bool = False
+    remembered: int = 0
+    opening: AnswerOpening | None = None
 
 
 @define(eq=False)
@@ -90,14 +94,34 @@ class Text:
             return ("the chat template puts control tokens together from parts, which are served as plain text",)
         return ()
 
-    async def prompt(self, conversation: Conversation, most: int | None = None, gone: Gone | None = None) -> ChatPrompt:
-        """Raises TemplateRefused or TemplateFailed.  most, gone: as `Tokenizer.encode` has them."""
-        rendered = await self.rendered(conversation)
-        tokens = await self.tokenizer.encode_rendered(rendered, most, gone)
+    async def prompt(
+        self,
+        conversation: Conversation,
+        most: int | None = None,
+        gone: Gone | None = None,
+        recall: Recall | None = None,
+    ) -> ChatPrompt:
+        """Raises TemplateRefused or TemplateFailed.  most, gone: as `Tokenizer.encode` has them.
+
+        recall: what earlier answers were made of.
+        """
+        again = recaller(
+            conversation, self.tokenizer, self.openings.markers, self.calls or NONE, self.reasoning or NONE
+        )
+        recalled = None if recall is None else await again.recalled(conversation, recall, most)
+        rendered = await self.rendered(conversation if recalled is None else recalled.conversation)
+        written: Spliced = rendered
+        remembered = 0
+        if recalled is not None and recalled.known:
+            written, remembered = await anyio.to_thread.run_sync(again.spliced, rendered, recalled)
+        tokens = await self.tokenizer.encode_rendered(written, most, gone)
         cuts: Tokens = ()
         if any(message.cuts for message in conversation.messages):
-            cuts = await anyio.to_thread.run_sync(cut_places, conversation.messages, rendered, tokens, self.tokenizer)
-        return ChatPrompt(tokens, self.reader(conversation, rendered), cuts, conversation.opens)
+            cuts = await anyio.to_thread.run_sync(cut_places, conversation.messages, written, tokens, self.tokenizer)
+        answered = recalled is not None and conversation.generate and not conversation.continues
+        lead = again.lead(tokens) if answered else None
+        opening = None if recalled is None or lead is None else AnswerOpening(recalled.history, lead)
+        return ChatPrompt(tokens, self.reader(conversation, rendered), cuts, conversation.opens, remembered, opening)
 
     async def rendered(self, conversation: Conversation) -> Rendered:
         assert self.template is not None

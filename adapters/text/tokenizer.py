@@ -23,7 +23,7 @@ from attrs import define, field
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.text_files import TextFiles
 from adapters.text.pieces import Knowledge, known, runs, size_of
-from adapters.text.template import Control, Rendered
+from adapters.text.template import Control, Spliced, Verbatim
 from effects.ids import Tokens
 
 # What an expression may trip over.
@@ -98,13 +98,19 @@ class Tokenizer:
             found.append((*before, *tokens, *after))
         return found
 
-    async def encode_rendered(self, rendered: Rendered, most: int | None = None, gone: Gone | None = None) -> Tokens:
+    async def encode_rendered(self, rendered: Spliced, most: int | None = None, gone: Gone | None = None) -> Tokens:
         """Encode a rendered conversation, in the same way. most: of the whole."""
         texts = [trimmed(rendered, place) for place, piece in enumerate(rendered) if isinstance(piece, str)]
         encoded = iter(await self._encode(texts, False, most, gone))
         tokens: list[int] = []
         for piece in rendered:
-            tokens.extend((piece.id,) if isinstance(piece, Control) else next(encoded))
+            match piece:
+                case Control(id=id_):
+                    tokens.append(id_)
+                case str():
+                    tokens.extend(next(encoded))
+                case Verbatim():
+                    tokens.extend(piece.tokens)
         return tuple(tokens)
 
     async def _encode(
@@ -182,7 +188,7 @@ def panics() -> Iterator[None]:
         raise TokenizerPanicked(f"the tokenizer gave up: {str(error)[:200]}") from None
 
 
-def trimmed(rendered: Rendered, place: int) -> str:
+def trimmed(rendered: Spliced, place: int) -> str:
     """The text at `place` without the white space that its neighbours swallow."""
     text = rendered[place]
     assert isinstance(text, str)

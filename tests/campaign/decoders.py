@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import asdict
 
-from adapters.http import archive
+from adapters.http import cabinet
 from adapters.http.archive import Archive, Shelf
 from adapters.http.errors import ApiError
 from adapters.http.fields import Fields
@@ -204,7 +204,7 @@ def responses(path: Path) -> Iterator[Case]:
             before = random.choice(("", f"resp_{0:024x}", f"resp_{1:024x}", "../x"))
             whose = random.choice(OWNERS) + " " + before
             body = b"\n".join(line.encode() for line in (whose, *map(text_of, lines)))
-            digest = archive.digest(body if random.random() < 0.8 else body[:-1])
+            digest = cabinet.digest(body if random.random() < 0.8 else body[:-1])
             found.append(harmed(digest + b"\n" + body, random))
         return found
 

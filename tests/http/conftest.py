@@ -16,6 +16,7 @@ from adapters.http.app import build_app
 from adapters.http.archive import Archive
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
+from adapters.http.turn_memory import TurnMemory
 from adapters.metrics import Metrics
 from adapters.store.folder import Folder
 from adapters.text.text import Text
@@ -34,6 +35,7 @@ class Site:
     options: EdgeOptions
     serving: Serving
     metrics: Metrics
+    memory: TurnMemory
 
     async def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return await self.client.post(path, json=body, **more)
@@ -68,15 +70,18 @@ async def served(
     door: dict[str, Any] | None = None,
     server: dict[str, Any] | None = None,
     kept: Path | None = None,
+    turns: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[Site]:
-    """kept: where responses are."""
+    """kept: where responses are.  turns: where the tokens of answers are."""
     text = Text.load(folder)
     await text.check()
     edge = evolve(EdgeOptions("small", 4096, text.tokenizer.size), **options)
     metrics = Metrics()
     archive = Archive(None if kept is None else Folder.open(kept))
     archive.load()
+    memory = TurnMemory(None if turns is None else Folder.open(turns))
+    memory.load()
     listening: list[Serving] = []
     ready = anyio.Event()
 
@@ -85,21 +90,23 @@ async def served(
         ready.set()
 
     async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
-        app = build_app(fake, text, edge, metrics, archive)
+        app = build_app(fake, text, edge, metrics, archive, memory=memory)
 
         async def run() -> None:
             await serve(app, "127.0.0.1", 0, on_listening=on_listening, grace_s=2, **server or {})
 
         tasks.start_soon(run)
         tasks.start_soon(archive.run)
+        tasks.start_soon(memory.run)
         await ready.wait()
         address = f"http://127.0.0.1:{listening[0].port}"
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=address, timeout=20, limits=limits, trust_env=False) as client:
-            yield Site(client, fake, text, edge, listening[0], metrics)
+            yield Site(client, fake, text, edge, listening[0], metrics, memory)
         listening[0].stop(now=True)
         await listening[0].ended.wait()
         await archive.close()
+        await memory.close()
         tasks.cancel_scope.cancel()
 
 

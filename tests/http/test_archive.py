@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.http import archive as limits
-from adapters.http.archive import Archive, ArchivedResponse, Shelf, digest, is_whole, read, whose
+from adapters.http import cabinet
+from adapters.http.archive import Archive, ArchivedResponse, Shelf, is_whole, read, whose
+from adapters.http.cabinet import digest
 from adapters.http.options import EdgeOptions
 from adapters.store.folder import Folder
 
@@ -162,7 +164,7 @@ async def test_a_slow_disk_is_waited_for_as_long_as_the_server_has_time(
         await anyio.sleep(0.2)
         return await write(folder, name, parts)
 
-    monkeypatch.setattr(limits, "CLOSING_S", 0.01)
+    monkeypatch.setattr(cabinet, "CLOSING_S", 0.01)
     monkeypatch.setattr(Folder, "write", slow)
     Shelf(archive).keep(name(1), one(1))
     await archive.close(anyio.current_time() + patience)
