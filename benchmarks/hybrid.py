@@ -37,6 +37,7 @@ from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.triton_cuda import TritonKernels
+from adapters.models.pipeline import Pipeline
 from adapters.models.qwen3_5 import FAMILY, Qwen35Config
 from adapters.models.rope import Rotary
 from adapters.models.synthetic import RandomWeights
@@ -193,7 +194,7 @@ def pair(layers: int, lane: DeviceLane) -> Pair:
     shard = DenseShard(config, drawn(config), TritonKernels(DEVICE), aux_layers=aux, **how)
     masks, rotary = (AttentionMask(),) * 5, Rotary(128, 1e6)
     drafts = DFlashConfig(5120, 17408, 5, 32, 8, 128, rotary, masks, aux, BLOCK, VOCABULARY - 1)
-    draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), shard.head, **how)
+    draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **how)
     executor, drafting = DeviceExecutor(shard, rounds_of.BUCKETS, lane=lane), Drafting(draft, rounds_of.BUCKETS)
     return Pair(shard, draft, lane, executor, drafting)
 

@@ -30,6 +30,7 @@ from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.draft import BlockRequest as Wanted
 from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.triton_cuda import TritonKernels
+from adapters.models.pipeline import Pipeline
 from adapters.models.rope import Rotary
 from adapters.models.shard import Kept, Segment, Step
 from adapters.models.synthetic import RandomWeights
@@ -132,7 +133,7 @@ def build(lane: DeviceLane) -> Pair:
     drafts = DFlashConfig(
         4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
     )
-    draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), shard.head, **shape)
+    draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **shape)
     executor, drafting = DeviceExecutor(shard, BUCKETS, lane=lane), Drafting(draft, BUCKETS)
     executor.handle(LoadModel, drafting.unpark)
     executor.handle(UnloadModel, drafting.park)

@@ -13,7 +13,7 @@ from attrs import field, frozen
 from adapters.checkpoint.errors import CheckpointError
 from adapters.device.lane import DeviceLane
 from engine import startup
-from engine.machine import choose_device
+from engine.machine import choose_devices
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.target import Target, load_on_lane
@@ -42,7 +42,7 @@ class Beginning:
         except torch.OutOfMemoryError as error:
             self.lane.close()
             why = "fewer --slots or a smaller --max-ctx may help"
-            raise Refusal(f"the model does not fit {self.lane.device}: {why}") from error
+            raise Refusal(f"the model does not fit {', '.join(map(str, self.lane.devices))}: {why}") from error
         except BaseException:
             self.lane.close()
             raise
@@ -60,7 +60,8 @@ class GivenUp(Exception):
 
 def begin(options: Options, step: Callable[[str], None] = startup.silent, only: str | None = None) -> Beginning:
     """Load it, on its lane. only: Mismatched is raised before memory is allocated where the identity is another one."""
-    beginning = Beginning(DeviceLane(choose_device(options.device)))
+    *others, last = choose_devices(options)
+    beginning = Beginning(DeviceLane(last, others))
 
     def next_step(name: str) -> None:
         if name in startup.TIMED:

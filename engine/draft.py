@@ -25,7 +25,7 @@ from adapters.models.mtp.checkpoint import HeadCheckpoint
 from adapters.models.mtp.draft import MtpDraft
 from adapters.models.mtp.weights import head_products
 from adapters.models.numerics import Numerics, kept_under, plan_from_json, plan_to_json
-from adapters.models.shard import Shard
+from adapters.models.pipeline import Pipeline
 from engine.kept import Kept
 from engine.options import Options
 from engine.refusal import Refusal
@@ -79,7 +79,7 @@ def own_head(target: Checkpoint) -> FoundDraft:
 def draft_kernels(
     found: FoundDraft,
     config: ModelConfig,
-    shard: Shard,
+    shard: Pipeline,
     kernels: Kernels,
     *,
     numerics: Numerics,
@@ -101,7 +101,7 @@ def draft_kernels(
     return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
-def load_draft(found: FoundDraft, shard: Shard, kernels: Kernels) -> CachedDraft[Any]:
+def load_draft(found: FoundDraft, shard: Pipeline, kernels: Kernels) -> CachedDraft[Any]:
     """Beside the target, whose embedding and head it shares."""
     try:
         return found.build(

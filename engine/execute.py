@@ -250,7 +250,10 @@ def shown(lines: Iterable[Line]) -> Iterator[Line]:
 
 def options_of(header: Header, model: str | None) -> Options:
     """What the trace was served with, as far as it decides the numbers. Raises Refusal: traces are hostile input."""
-    names = ("model", "device", "dtype", "max_ctx", "numerics", "slots", "chunk", "threads", "state_checkpoints")
+    names = (
+        *("model", "device", "target_devices", "target_layer_split", "dtype", "max_ctx", "numerics", "slots", "chunk"),
+        *("threads", "state_checkpoints"),
+    )
     wanted: dict[str, Any] = {name: header.config[name] for name in names if name in header.config}
     if model is not None:
         wanted["model"] = model

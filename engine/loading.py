@@ -14,7 +14,7 @@ from hashlib import blake2b
 import torch
 from attrs import asdict, evolve, fields, frozen
 
-from adapters.models.shard import Shard
+from adapters.models.pipeline import Pipeline
 from adapters.store.codec import Fixed, quicker
 from adapters.store.disk import Disk
 from adapters.store.store import Store
@@ -67,19 +67,19 @@ class Loading:
         return cls(**value)
 
 
-def key(store: Store[Disk], shard: Shard, chunk: int) -> str:
+def key(store: Store[Disk], shard: Pipeline, chunk: int) -> str:
     """Under which it may be kept: 32 hex digits over what it depends on, the model's numerics and the disk included."""
     disk = None if store.disk is None else (store.disk.folder.path, store.disk.folder.path.stat().st_dev)
     codec = None if store.disk is None else store.disk.chooser.codec
-    parts = (VERSION, store.layout, store.run_bytes, str(shard.device), torch.get_num_threads(), os.cpu_count(), chunk)
+    parts = (VERSION, store.layout, store.run_bytes, shard.placement, torch.get_num_threads(), os.cpu_count(), chunk)
     return blake2b(repr((*parts, disk, codec)).encode(), digest_size=16).hexdigest()
 
 
-def with_loading(rates: Rates, store: Store[Disk], shard: Shard, *, chunk: int, kept: Kept) -> Rates:
+def with_loading(rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: int, kept: Kept) -> Rates:
     """On the lane, while nobody is served; nothing is known of what cannot be measured."""
     started, rows = time.perf_counter(), min(chunk, shard.capacity)
     try:
-        rehearsal = Rehearsal(store, (shard,), shard.capacity, rows)
+        rehearsal = Rehearsal(store, shard.parts, shard.capacity, rows)
         quick = prefill_time(rates, 0, rows) <= SLOW_NS
         compute = partial(run_chunk, shard, 0, rows, chunk) if quick else None
         found = known(kept, key(store, shard, chunk), rehearsal, compute)

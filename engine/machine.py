@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,39 +15,78 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.draft import DraftShape
 from adapters.models.family import ModelConfig
 from adapters.models.kernels.interface import Kernels
-from adapters.models.numerics import Numerics
+from adapters.models.kernels.products import ProductPlan
+from adapters.models.numerics import Numerics, joined
+from adapters.models.pipeline import Pipeline, current
 from adapters.models.probe import probe, probe_key
+from adapters.models.shard import Shard
 from engine.kept import Kept
 from engine.options import Options
+from engine.plan import layer_ranges
 from engine.refusal import Refusal
 
 GRAPH_CHUNK = 1024  # C on a CUDA device: within 1 % of 2048, and a cancelled prefill stops sooner
 CPU_CHUNK = 256
 
 
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@frozen
+class Placement:
+    """A run of the target's layers, and the device of the shard that has them."""
+
+    layers: range
+    device: torch.device
+
+
+def choose_devices(options: Options) -> tuple[torch.device, ...]:
+    """Of the target's shards, in the order of their layers. Raises Refusal."""
+    if not options.target_devices:
+        return (choose_device(options.device, "--device"),)
+    found = [choose_device(name, "--target-devices") for name in options.devices]
+    return tuple(torch.device("cuda", one.index or 0) if one.type == "cuda" else torch.device("cpu") for one in found)
+
+
+def choose_device(name: str, flag: str) -> torch.device:
+    if name.startswith("auto"):
+        name = name.replace("auto", "cuda") if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Refusal(f"--device {name}: this machine has no CUDA device that torch can use; accepted here: auto, cpu")
+        raise Refusal(f"{flag} {name}: this machine has no CUDA device that torch can use; accepted here: auto, cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Refusal(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
+        raise Refusal(f"{flag} {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
     return device
 
 
-def context_of(options: Options, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+def planned(options: Options, config: ModelConfig) -> tuple[Placement, ...]:
+    """Which layers go where: as the weights say, or else the free memory of each device. Raises Refusal."""
+    devices = choose_devices(options)
+    free = {device: free_memory(device) for device in devices}
+    weights = options.layer_weights or [free[device] / devices.count(device) for device in devices]
+    try:
+        ranges = layer_ranges(config.num_layers, weights)
+    except ValueError as error:
+        raise Refusal(f"--target-devices {options.target_devices[:80]}: {error}") from error
+    return tuple(Placement(layers, device) for layers, device in zip(ranges, devices, strict=True))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that nobody uses now; of a host, with what it would give back."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return host_memory()
+    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kib[0] << 10 if kib else host_memory()
+
+
+def context_of(options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement]) -> int:
     """Rows of a slot, which the machine has room for: the probe needs some of it, too. Raises Refusal."""
     context = options.max_ctx or config.max_positions
     if context > config.max_positions:
         raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
-    check_memory(slot_memory(config, None, dtype, device), device, options, context)
+    check_memory(host_rows(config, None, dtype, plan), options, context)
     return context
-
-
-def row_bytes(config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype) -> int:
-    """Of one token in a slot, the draft's context included."""
-    return config.kv_bytes_per_token(dtype) + (0 if draft is None else draft.kv_bytes_per_token(dtype))
 
 
 @frozen
@@ -57,14 +98,20 @@ class SlotMemory:
     place: int = 0
 
 
-def slot_memory(config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, device: torch.device) -> SlotMemory:
-    return SlotMemory(row_bytes(config, draft, dtype), *config.state_bytes(dtype, device.type))
+def host_rows(
+    config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, plan: Sequence[Placement]
+) -> SlotMemory:
+    """Of the layers that host memory keeps them for, with the draft's context, which is where the last layers are."""
+    here = [one.layers for one in plan if one.device.type == "cpu"]
+    token = sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
+    if draft is not None and plan[-1].device.type == "cpu":
+        token += draft.kv_bytes_per_token(dtype)
+    states = [config.state_bytes(dtype, "cpu", layers) for layers in here]
+    return SlotMemory(token, sum(held for held, _ in states), sum(place for _, place in states))
 
 
-def check_memory(slot: SlotMemory, device: torch.device, options: Options, context: int) -> None:
+def check_memory(slot: SlotMemory, options: Options, context: int) -> None:
     """A host is killed where a GPU says no. Raises Refusal for slots that are larger than the whole machine."""
-    if device.type != "cpu":
-        return
     rows, states = options.slots * (context * slot.token + slot.state), options.state_checkpoints * slot.place
     there = host_memory()
     if rows + states > there:
@@ -82,16 +129,43 @@ def host_memory() -> int:
 
 
 def prove(
-    options: Options, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, context: int, *, kept: Kept
-) -> tuple[Numerics, Kernels]:
-    """What the probe finds or found, and kernels that keep to it."""
-    chunk = options.chunk or (GRAPH_CHUNK if device.type == "cuda" else CPU_CHUNK)
-    kernels, how = build_kernels(device, dtype), {"device": device, "dtype": dtype, "chunk": chunk}
-    numerics = probed(checkpoint, kernels, kept, capacity=context, memory=host_memory() // 2, **how)
+    options: Options,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    context: int,
+    *,
+    kept: Kept,
+) -> tuple[Numerics, tuple[Kernels, ...]]:
+    """What the probe finds or found on each device, for the whole model, and kernels for each shard that keep to it."""
+    kinds = {one.device.type for one in plan}
+    chunk = options.chunk or (GRAPH_CHUNK if kinds == {"cuda"} else CPU_CHUNK)
+    found = dict[torch.device, tuple[Numerics, Kernels]]()
+    for device in dict.fromkeys(one.device for one in plan):
+        with current(device):
+            kernels, how = build_kernels(device, dtype), {"device": device, "dtype": dtype, "chunk": chunk}
+            numerics = probed(checkpoint, kernels, kept, capacity=context, memory=host_memory() // 2, **how)
+        found[device] = numerics, kernels
+    own = tuple(found[one.device][1].using(served(found[one.device][0], options)) for one in plan)
+    return joined([(one.layers, found[one.device][0]) for one in plan]), own
+
+
+def served(numerics: Numerics, options: Options) -> ProductPlan | None:
+    """What kernels keep to: only where bits are promised."""
     plan = numerics.plan
-    if options.numerics == "fast" and plan is not None:
-        plan = evolve(plan, steps=())
-    return numerics, kernels.using(plan)
+    return evolve(plan, steps=()) if options.numerics == "fast" and plan is not None else plan
+
+
+def shards(
+    checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement], kernels: Sequence[Kernels], **how: Any
+) -> Pipeline:
+    """Each on its device, with the tensors of its own layers and no other. how: as `Build` has it."""
+    parts = list[Shard]()
+    for place, own in zip(plan, kernels, strict=True):
+        with current(place.device):
+            where: dict[str, Any] = {"device": place.device, "dtype": dtype, "layers": place.layers}
+            parts.append(checkpoint.family.build(checkpoint.config, checkpoint, own, **where, **how))
+    return Pipeline(parts)
 
 
 def probed(checkpoint: Checkpoint, kernels: Kernels, kept: Kept, **how: Any) -> Numerics:

@@ -13,6 +13,7 @@ from cyclopts import App, Parameter, Token
 from cyclopts.validators import Number
 
 from effects.scope import ACCEPTED, Scope, parse
+from engine.plan import read_devices, read_weights
 from engine.refusal import Refusal
 
 MODEL = "Model"
@@ -56,6 +57,16 @@ def known_device(_: Any, value: str) -> None:
     kind, _, index = value.partition(":")
     if kind not in {"auto", "cpu", "cuda"} or (index and not (kind == "cuda" and index.isdecimal())):
         raise ValueError("Choose from: auto, cpu, cuda, cuda:N.")
+
+
+def known_devices(_: Any, value: str) -> None:
+    if value:
+        read_devices(value)
+
+
+def known_weights(_: Any, value: str) -> None:
+    if value:
+        read_weights(value)
 
 
 def known_chunk(_: Any, value: int) -> None:
@@ -126,6 +137,13 @@ class Options(ModelOption):
 
     device: Annotated[Device, flag(MODEL, validator=known_device)] = "auto"
     """auto (CUDA where there is one), cpu, cuda or cuda:N."""
+
+    target_devices: Annotated[str, flag(MODEL, validator=known_devices)] = ""
+    """In the place of --device: split the model's layers over several, such as cuda:0,cuda:1,cpu:0. The same one may
+    come several times."""
+
+    target_layer_split: Annotated[str, flag(MODEL, validator=known_weights)] = ""
+    """How much of the layers each of these devices gets, such as 0.4,0.4,0.2; as its free memory says by default."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
     """What weights and KV are kept and computed in; auto is the checkpoint's own, and bfloat16 for packed weights."""
@@ -235,12 +253,29 @@ class Options(ModelOption):
 
     def __attrs_post_init__(self) -> None:
         """Raises Refusal where two options contradict each other."""
+        if self.target_devices and self.device != "auto":
+            raise Refusal(f"--target-devices names all devices, and --device {self.device} one: leave one out")
+        if self.layer_weights and not self.target_devices:
+            raise Refusal("--target-layer-split shares layers among --target-devices, and there are none: name some")
+        if self.layer_weights and len(self.layer_weights) != len(self.devices):
+            counts = f"{len(self.layer_weights)} weights for {len(self.devices)} devices"
+            raise Refusal(f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one for each")
         if self.lazy_draft and self.draft_residency == "persistent":
             raise Refusal(
                 "--lazy-draft is --draft-residency request-scoped, and persistent is asked for: leave one out"
             )
         if self.kv_cache_dir is not None and parse(self.disk_prefix_cache).kind == "off":
             raise Refusal("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of the target's shards, in the order of their layers."""
+        return read_devices(self.target_devices) if self.target_devices else (self.device,)
+
+    @property
+    def layer_weights(self) -> tuple[float, ...]:
+        """Of the same; none where free memory decides."""
+        return read_weights(self.target_layer_split) if self.target_layer_split else ()
 
     @property
     def residency(self) -> Residency:

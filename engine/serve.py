@@ -286,8 +286,12 @@ def announce(options: Options, target: Target, serving: Serving, seconds: float)
     if "*" in options.allow_origin and not options.api_key:
         log.warning("--allow-origin * without --api-key-file: any web page that a browser here shows can use it")
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
+    facts += f"  layers={target.shard.placement}"
     drafted = "none" if target.draft is None else f"{target.settings.block} a decode step"
-    print(f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s", flush=True)
+    print(
+        f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s",
+        flush=True,
+    )
     body = json.dumps({"messages": [{"role": "user", "content": "What is Rekindle?"}]})
     key = " -H 'Authorization: Bearer KEY'" if options.api_key else ""
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

@@ -20,7 +20,7 @@ from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.draft import CachedDraft
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics
-from adapters.models.shard import Shard
+from adapters.models.pipeline import Pipeline
 from adapters.store.disk import Disk
 from adapters.store.folder import FolderUnusable
 from adapters.store.format import Draft, Layout
@@ -37,7 +37,7 @@ from engine.draft import FoundDraft, draft_kernels, find_draft, load_draft, shor
 from engine.folders import cache_folder, user_folder
 from engine.kept import Kept
 from engine.loading import with_loading
-from engine.machine import check_memory, context_of, identity, prove, slot_memory
+from engine.machine import check_memory, context_of, host_rows, identity, planned, prove, shards
 from engine.measure import kept_or_measured, key
 from engine.options import Options
 from engine.refusal import Refusal
@@ -57,7 +57,7 @@ class Target:
 
     folder: Path
     checkpoint: Checkpoint
-    shard: Shard
+    shard: Pipeline
     lane: DeviceLane
     executor: DeviceExecutor
     numerics: Numerics
@@ -86,7 +86,7 @@ class Target:
             "model": {
                 "id": self.model_id,
                 "identity": self.identity,
-                "device": str(self.shard.device),
+                "device": ", ".join(map(str, self.shard.devices)),
                 **self.model_info,
             },
             "settings": asdict(
@@ -119,11 +119,16 @@ class Target:
         """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
         target = self.shard.memory()
         draft = {} if self.draft is None else self.draft.memory()
+        parts = [
+            {"layers": [part.layers.start, part.layers.stop], "device": str(part.device), "bytes": part.memory()}
+            for part in self.shard.parts
+        ]
         models = {"target": {"device": target["weights"], "host": 0}}
         if draft:
             models["draft"] = {"device": draft["weights"], "host": draft["host"]}
         return {
             "models": models,
+            "shards": parts,
             "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
             "buffers": {"target": target["buffers"], "draft": draft.get("buffers", 0)},
             "blocks": {"host": blocks},
@@ -151,29 +156,28 @@ class Mismatched(Exception):
 
 
 def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None], only: str | None = None) -> Target:
-    device = lane.device
-    if device.type == "cpu" and options.threads:
+    if options.threads and any(device.type == "cpu" for device in lane.devices):
         torch.set_num_threads(options.threads)
     folder = model_folder(options)
     checkpoint = Checkpoint.open(folder)
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
     checkpoint = checkpoint.rounded(dtype)
-    context = context_of(options, checkpoint.config, dtype, device)
+    plan = planned(options, checkpoint.config)
+    context = context_of(options, checkpoint.config, dtype, plan)
     kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
-    numerics, kernels = prove(options, checkpoint, dtype, device, context, kept=kept)
+    numerics, kernels = prove(options, checkpoint, dtype, plan, context, kept=kept)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:
         raise Mismatched(named)
     found = find_draft(options, checkpoint, numerics)
     shape = None if found is None else found.shape
-    check_memory(slot_memory(checkpoint.config, shape, dtype, device), device, options, context)
+    check_memory(host_rows(checkpoint.config, shape, dtype, plan), options, context)
     step(startup.WEIGHTS)
-    shard = checkpoint.family.build(
-        checkpoint.config,
+    shard = shards(
         checkpoint,
+        dtype,
+        plan,
         kernels,
-        device=device,
-        dtype=dtype,
         slots=options.slots,
         capacity=context,
         buckets=row_counts(numerics.buckets, fast=fast),
@@ -184,7 +188,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     drafting = None
     if found is not None:
         step(startup.DRAFT)
-        shared = checkpoint.config, shard, kernels
+        shared = checkpoint.config, shard, kernels[-1]
         beside = draft_kernels(found, *shared, numerics=numerics, kept=kept, fast=fast)
         drafting = add_draft(found, shard, executor, beside, options.ddtree_budget)
     draft = None if drafting is None else drafting.draft
@@ -193,11 +197,12 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     step(startup.MEASURE)
     settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, context=context)
     step(startup.CACHE)
-    store = build_store(options, layout(shard, draft, named, numerics.block_size), gpu=device.type == "cuda")
+    pin = any(device.type == "cuda" for device in shard.devices)
+    store = build_store(options, layout(shard, draft, named, numerics.block_size), pin=pin)
     moving: Transfer | None = None
     if store is not None:
         follow = (lambda _: None) if drafting is None else drafting.catch_up
-        moving = transfer(store, (shard,), lane, executor.serving, draft=draft, catch_up=follow)
+        moving = transfer(store, shard.parts, lane, executor.serving, draft=draft, catch_up=follow)
         executor.handle(SaveSnapshot, moving.saver.save)
         executor.checkpointed_by(moving.saver.checkpoint)
         rates = with_loading(settings.rates, store, shard, chunk=numerics.chunk, kept=kept)
@@ -223,7 +228,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
 
 
 def add_draft(
-    found: FoundDraft, shard: Shard, executor: DeviceExecutor, kernels: Kernels, nodes: int
+    found: FoundDraft, shard: Pipeline, executor: DeviceExecutor, kernels: Kernels, nodes: int
 ) -> Drafting[CachedDraft[Any]]:
     """Beside the target, at work for the executor. nodes: of its trees."""
     draft = load_draft(found, shard, kernels)
@@ -237,7 +242,7 @@ def add_draft(
 def decide(
     options: Options,
     executor: DeviceExecutor,
-    shard: Shard,
+    shard: Pipeline,
     draft: CachedDraft[Any] | None,
     *,
     numerics: Numerics,
@@ -259,7 +264,7 @@ def decide(
         log.warning(message)
     block = proposals(draft, shard)
     shape: dict[str, Any] = {"chunk": numerics.chunk, "context": context, "widths": widths(block, tree)}
-    times = key(named, None if draft is None else draft.identity, str(shard.device), shape)
+    times = key(named, None if draft is None else draft.identity, shard.placement, shape)
     return Settings(
         slots=options.slots,
         max_context=context,
@@ -282,12 +287,12 @@ def decide(
     )
 
 
-def state_tokens(shard: Shard) -> int:
+def state_tokens(shard: Pipeline) -> int:
     """A checkpoint takes as long to move as the rows of so many tokens."""
     return -(-sum(spec.nbytes for spec in shard.state_specs) // shard.row_spec.token_bytes) if shard.state_specs else 0
 
 
-def proposals(draft: CachedDraft[Any] | None, shard: Shard) -> int:
+def proposals(draft: CachedDraft[Any] | None, shard: Pipeline) -> int:
     """Of one decode step, at most. Where the model has positional state, what can be taken back is one block of it: the
     token that is fed, and the proposals after it.
     """
@@ -305,7 +310,7 @@ def widths(block: int, tree: int) -> list[int]:
     return sorted({0, block, max(block, tree), *(width for width in WIDTHS if width < block)})
 
 
-def layout(shard: Shard, draft: CachedDraft[Any] | None, named: str, block_size: int) -> Layout:
+def layout(shard: Pipeline, draft: CachedDraft[Any] | None, named: str, block_size: int) -> Layout:
     kept = None if draft is None else Draft(draft.identity, draft.row_spec)
     return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
 
@@ -317,14 +322,14 @@ def disk_folder(options: Options) -> Path | None:
     return options.kv_cache_dir or cache_folder()
 
 
-def build_store(options: Options, layout: Layout, *, gpu: bool) -> Store[Disk] | None:
+def build_store(options: Options, layout: Layout, *, pin: bool) -> Store[Disk] | None:
     """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
     folder = disk_folder(options)
     limits: dict[str, Any] = {
         "host_bytes": options.host_cache_budget << 20,
         "disk_bytes": options.kv_cache_budget << 20,
         "codec": options.kv_cache_codec,
-        "pin": gpu,
+        "pin": pin,
     }
     try:
         return open_store(layout, folder, **limits)

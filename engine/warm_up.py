@@ -7,15 +7,17 @@ from typing import Any
 import torch
 
 from adapters.models.draft import CachedDraft, first_tokens
-from adapters.models.shard import Segment, Shard, Step
+from adapters.models.pipeline import Pipeline
+from adapters.models.shard import Segment, Step
 
 PASSES = {"cpu": 1, "cuda": 3}  # once for kernels and buffers; a graph is recorded the second time, then replayed
 
 
-def warm_up(shard: Shard, draft: CachedDraft[Any] | None, most_rows: int) -> None:
+def warm_up(shard: Pipeline, draft: CachedDraft[Any] | None, most_rows: int) -> None:
     """Every bucket, and every shape that its draft proposes in. most_rows: of one batched decode step."""
     token = torch.zeros(1, dtype=torch.int64)
-    for bucket in shard.buckets * PASSES[shard.device.type]:
+    passes = max(PASSES[device.type] for device in shard.devices)
+    for bucket in shard.buckets * passes:
         step = Step((Segment(0, 0, 1),), bucket, rows_only=True)
         left = shard.forward(step, token)
         if draft is not None:
@@ -24,5 +26,5 @@ def warm_up(shard: Shard, draft: CachedDraft[Any] | None, most_rows: int) -> Non
             step = Step((Segment(0, 0, 1),), bucket)
             shard.logits(step, shard.forward(step, token).hidden)
     if draft is not None:
-        for requests in list(draft.rehearsals(shard.slots, most_rows)) * PASSES[shard.device.type]:
+        for requests in list(draft.rehearsals(shard.slots, most_rows)) * passes:
             draft.propose(requests, first_tokens)

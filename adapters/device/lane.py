@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar, cast
@@ -71,11 +71,13 @@ class _Posted:
 class DeviceLane:
     """Work enters from the event loop's thread, in order, and is never cancelled once it is in.
 
-    The thread runs in torch's inference mode, with `device` current. Outside it no torch call needs either.
+    The thread runs in torch's inference mode, with `device` current. Outside it no torch call needs either. others: on
+    which the work is carried out, too.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", others: Sequence[torch.device] = ()) -> None:
         self.device = torch.device(device)
+        self.devices = tuple(dict.fromkeys((*others, self.device)))
         self._queue: SimpleQueue[_Submitted[Any] | _Posted | None] = SimpleQueue()
         self._closed = False
         self.thread = Watched(f"lane-{self.device}", self._work, died=self._refuse_all)
@@ -107,9 +109,10 @@ class DeviceLane:
         self._put(_Posted(work, failed))
 
     def synchronize(self) -> None:
-        """On the lane: wait until the device has done what it was told to."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        """On the lane: wait until the devices have done what they were told to."""
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     @property
     def closed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from adapters.models.kv_cache import KvCache
 from adapters.models.parking import size_of
 from adapters.models.recurrent import DeltaLayer, load_delta_layer
 from adapters.models.recurrent_cache import RecurrentCache
-from adapters.models.shard import BUCKETS, Forward, Kept, NamedTensors, Step, TargetHead
+from adapters.models.shard import BUCKETS, Forward, Kept, NamedTensors, OutputHead, Step
 from adapters.models.tree_attention import TreeAttention, check_tree
 
 
@@ -114,7 +115,6 @@ class DenseShard:
 
     @property
     def capacity(self) -> int:
-        """Rows a slot can hold; at least what was asked for."""
         return self._capacity
 
     @property
@@ -154,11 +154,16 @@ class DenseShard:
         return self._device
 
     @property
-    def head(self) -> TargetHead:
-        """Embedding and head, for a draft; ValueError if the shard does not have both."""
-        if self._embedding is None or self._head is None or self._norm is None:
-            raise ValueError(f"layers {self._layers.start}..{self._layers.stop - 1} lack the embedding or the head")
-        return TargetHead(self._embedding, self._head, self._norm)
+    def embedding(self) -> Tensor:
+        if self._embedding is None:
+            raise ValueError(f"layers {self._layers.start}..{self._layers.stop - 1} lack the embedding")
+        return self._embedding
+
+    @property
+    def output(self) -> OutputHead:
+        if self._norm is None:
+            raise ValueError(f"layers {self._layers.start}..{self._layers.stop - 1} lack the head")
+        return OutputHead(self._head, self._norm)
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         self._check_step(step, inputs)
@@ -175,9 +180,12 @@ class DenseShard:
             # Only the model's last layer may stop early, and only if nobody wants what it leaves.
             early = step.rows_only and self._norm is not None and self._layers.stop - 1 not in self._aux_layers
             name = "rows" if early else "settled" if step.rows_only and self.state_specs else "layers"
-            with self._states.settling(step, buffers.batch.before):
+            with self._states.settling(step):
                 self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
         return buffers.forward
+
+    def settling(self, step: Step) -> AbstractContextManager[None]:
+        return self._states.restoring(step)
 
     def _run_tree(self, buffers: Buffers, step: Step) -> None:
         """Its shape changes from step to step, so no graph is recorded of it."""

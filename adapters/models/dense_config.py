@@ -64,18 +64,19 @@ class DenseConfig:
     def recurrent(self, layer: int) -> bool:  # noqa: ARG002 - here, all layers attend
         return False
 
-    def recurrent_layers(self) -> int:
-        return sum(map(self.recurrent, range(self.num_layers)))
+    def recurrent_layers(self, layers: range | None = None) -> int:
+        return sum(map(self.recurrent, range(self.num_layers) if layers is None else layers))
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        attending = self.num_layers - self.recurrent_layers()
+    def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
+        attending = (self.num_layers if layers is None else len(layers)) - self.recurrent_layers(layers)
         return 2 * attending * self.num_kv_heads * self.head_dim * dtype.itemsize
 
-    def state_bytes(self, dtype: torch.dtype, device: str = "cpu") -> tuple[int, int]:
-        if not self.recurrent_layers():
+    def state_bytes(self, dtype: torch.dtype, device: str = "cpu", layers: range | None = None) -> tuple[int, int]:
+        count = self.recurrent_layers(layers)
+        if not count:
             return 0, 0
         held, place = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1)))
-        return self.recurrent_layers() * held, self.recurrent_layers() * place
+        return count * held, count * place
 
     def _layer_state(self, slots: int, places: int, dtype: torch.dtype, device: str) -> int:
         assert self.delta is not None

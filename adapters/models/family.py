@@ -39,9 +39,11 @@ class ModelConfig(Protocol):
         """What config.json says the weights are in; None if it says nothing."""
         ...
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int: ...
+    def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
+        """Of these layers, or of all."""
+        ...
 
-    def state_bytes(self, dtype: torch.dtype, device: str = ...) -> tuple[int, int]:
+    def state_bytes(self, dtype: torch.dtype, device: str = ..., layers: range | None = None) -> tuple[int, int]:
         """What positional state takes, of a slot, with what is set aside of the rows after it; and of a place.
 
         device: the kind of it, "cpu" or "cuda", whose kernels keep different things of these rows.

@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from cattrs import Converter
 from cattrs.errors import BaseValidationError
 
@@ -99,6 +100,33 @@ class Numerics:
         if found.plan is not None:
             checked(found.plan)
         return found
+
+
+def joined(parts: Sequence[tuple[range, Numerics]]) -> Numerics:
+    """Of a target whose runs of layers are computed in what was found for each, all with the same chunk.
+
+    Where all are of one class, which layers were computed where is no part of it. Where they are not, what layers are
+    of which class is.
+    """
+    found = [one for _, one in parts]
+    classes = list(dict.fromkeys(one.numerics_class for one in found))
+    if len(classes) == 1:
+        return found[0]
+    grid = [one for one in found if one.mode == "grid"]
+    common = tuple(bucket for bucket in found[0].buckets if all(bucket in one.buckets for one in found))
+    runs = [(name, [layers for layers, _ in run]) for name, run in groupby(parts, lambda part: part[1].numerics_class)]
+    return evolve(
+        found[0],
+        mode="grid" if grid else "buckets",
+        buckets=tuple(sorted({*common[:1], common[-1]})) if grid else common,
+        block_size=max(one.block_size for one in found),
+        kernels=", ".join(dict.fromkeys(one.kernels for one in found)),
+        threads=max(one.threads for one in found),
+        numerics_class="; ".join(f"layers {run[0].start}..{run[-1].stop - 1}: {name}" for name, run in runs),
+        seconds=sum(one.seconds for one in {one.numerics_class: one for one in found}.values()),
+        checks=sum(one.checks for one in {one.numerics_class: one for one in found}.values()),
+        failures=tuple(dict.fromkeys(why for one in found for why in one.failures)),
+    )
 
 
 def plan_to_json(plan: ProductPlan | None) -> str:

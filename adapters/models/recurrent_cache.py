@@ -98,13 +98,24 @@ class RecurrentCache:
         return base
 
     @contextmanager
-    def settling(self, step: Step, bases: Sequence[int]) -> Iterator[None]:
+    def settling(self, step: Step) -> Iterator[None]:
         """Around a forward. One of rows only moves states as it goes: if it raises, they are put back; else all of its
         rows are settled.
         """
+        with self.restoring(step):
+            yield
+        if step.rows_only and self.layers:
+            for one in step.segments:
+                stop = one.start + one.count
+                self._standing[one.slot] = Standing(stop - stop % CHUNK, stop % CHUNK)
+
+    @contextmanager
+    def restoring(self, step: Step) -> Iterator[None]:
+        """Around whatever settles a step of rows only: if it raises, each slot's state is where the step found it."""
         if not (step.rows_only and self.layers):
             yield
             return
+        bases = [self._base(one.slot, one.start) for one in step.segments]
         saved = [
             (tensor[one.slot], tensor[one.slot].clone())
             for one, base in zip(step.segments, bases, strict=True)
@@ -118,10 +129,9 @@ class RecurrentCache:
         except BaseException:
             for place, before in saved:
                 place.copy_(before)
+            for one, base in zip(step.segments, bases, strict=True):
+                self._standing[one.slot] = Standing(base, one.start - base)
             raise
-        for one in step.segments:
-            stop = one.start + one.count
-            self._standing[one.slot] = Standing(stop - stop % CHUNK, stop % CHUNK)
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
         if self._kernels is None or not self.layers:

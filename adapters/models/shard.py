@@ -8,6 +8,7 @@ shared: slots are numbers, rows are half-open spans of positions, tensors are na
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any, Protocol, TypeAlias
 
@@ -80,12 +81,20 @@ class Forward:
 
 
 @frozen(eq=False)
-class TargetHead:
-    """What a draft shares with its target, by reference: it has neither embedding nor head of its own.
+class OutputHead:
+    """packed: the head `[V, D]` as the target's kernels packed it, so a draft on the same kind of kernels multiplies
+    with it as it is. norm: `[D]`, what the final norm before the head multiplies with, as `Kernels.add_norm` takes it.
+    """
 
-    embedding: `[V, D]` on the target's device, in its dtype. packed: the head `[V, D]` as the target's kernels packed
-    it, so a draft on the same kind of kernels multiplies with it as it is. norm: `[D]`, what the final norm before the
-    head multiplies with, as `Kernels.add_norm` takes it.
+    packed: Any
+    norm: Tensor
+
+
+@frozen(eq=False)
+class TargetHead:
+    """What a draft shares with its target: it has neither embedding nor head of its own.
+
+    embedding: `[V, D]` on the device of the output head, in the target's dtype. packed, norm: of `OutputHead`.
     """
 
     embedding: Tensor
@@ -132,8 +141,13 @@ class Shard(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def head(self) -> TargetHead:
-        """Embedding and head, for a draft; ValueError if the shard does not have both."""
+    def embedding(self) -> Tensor:
+        """`[V, D]`, in the model's dtype. First shard only; ValueError elsewhere."""
+        ...
+
+    @property
+    def output(self) -> OutputHead:
+        """Last shard only; ValueError elsewhere."""
         ...
 
     @property
@@ -167,6 +181,12 @@ class Shard(Protocol):
         have happened. A shard with recurrent layers refuses trees by name, since each node would need a state of its
         own, and more than 64 rows of a slot in a step that is not settled at once.
         Where a forward raises, no slot's state has moved; where it starts at 0, the slot had none to keep.
+        """
+        ...
+
+    def settling(self, step: Step) -> AbstractContextManager[None]:
+        """Around this shard's forward and those of the shards after it. If one of them raises, what a step of
+        `rows_only` has settled here is put back.
         """
         ...
 

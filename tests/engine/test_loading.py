@@ -16,6 +16,7 @@ from attrs import evolve
 from adapters.layout import RowSpec
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.pipeline import Pipeline
 from adapters.models.qwen3 import Qwen3Config
 from adapters.models.shard import BUCKETS
 from adapters.models.synthetic import RandomWeights
@@ -97,16 +98,17 @@ def test_an_old_one_is_none_and_no_damage(tmp_path: Path, days: int) -> None:
 
 
 @pytest.fixture
-def shard() -> DenseShard:
+def shard() -> Pipeline:
     config = Qwen3Config(512, 64, 128, 2, 2, 1, 32, 512, 1e6)
     weights = RandomWeights(config, 0, torch.device("cpu"), torch.float32)
     buckets = (*(bucket for bucket in BUCKETS if bucket < CHUNK), CHUNK)
     where: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
-    return DenseShard(config, weights, CpuKernels(torch.float32), slots=1, capacity=512, buckets=buckets, **where)
+    kernels = CpuKernels(torch.float32)
+    return Pipeline((DenseShard(config, weights, kernels, slots=1, capacity=512, buckets=buckets, **where),))
 
 
 @pytest.fixture
-def opened(tmp_path: Path, shard: DenseShard) -> Callable[..., Store]:
+def opened(tmp_path: Path, shard: Pipeline) -> Callable[..., Store]:
     def made(identity: str = "a", **limits: Any) -> Store:
         names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
         layout = Layout(identity, 64, RowSpec(names, 1, 32, "F32"))
@@ -122,7 +124,7 @@ def settings(rates: Rates) -> Settings:
 
 
 def test_a_folder_without_files_is_measured_once_and_then_remembered(
-    tmp_path: Path, shard: DenseShard, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shard: Pipeline, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened()
     first = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=Kept(tmp_path))
@@ -145,10 +147,10 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
 
 
 def test_what_its_own_files_contradict_is_measured_again(
-    tmp_path: Path, shard: DenseShard, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shard: Pipeline, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, mine = opened(codec="store"), Kept(tmp_path)
-    rehearsal = Rehearsal(store, (shard,), shard.capacity, CHUNK)
+    rehearsal = Rehearsal(store, shard.parts, shard.capacity, CHUNK)
     assert store.disk is not None
     with rehearsal.samples(store.disk, "store") as loads:
         monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given(loads))
@@ -177,7 +179,7 @@ class Given:
 
 
 def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
-    tmp_path: Path, shard: DenseShard, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shard: Pipeline, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")

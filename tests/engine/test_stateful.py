@@ -24,6 +24,7 @@ from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain
 from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.numerics import Numerics
+from adapters.models.pipeline import Pipeline
 from adapters.models.shard import Forward, NamedTensors, Step
 from adapters.store.format import Layout
 from adapters.store.opening import open_store
@@ -310,7 +311,7 @@ async def test_streams_side_by_side_each_have_their_own_state(tmp_path: Path) ->
 
 
 async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path) -> None:
-    lane, shard = DeviceLane(), RecurrentShard(2, 256, BUCKETS)
+    lane, shard = DeviceLane(), Pipeline((RecurrentShard(2, 256, BUCKETS),))
     executor = DeviceExecutor(shard, BUCKETS, lane=lane)
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "context": 256}
@@ -334,7 +335,7 @@ class Strict(RecurrentShard):
 async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lane, shard = DeviceLane(), Strict(2, 256, BUCKETS, state_block=16)
+    lane, shard = DeviceLane(), Pipeline((Strict(2, 256, BUCKETS, state_block=16),))
     like = {"hidden_size": WIDTH, "num_layers": 1, "masks": (FULL,), "aux_layers": (0,)}
     config = config_of(**like, block=32, mask_token_id=VOCAB - 1)
     kernels = proven_draft(config, torch.float32, 256, VOCAB).fresh()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
 from adapters.layout import RowSpec, TensorSpec
-from adapters.models.shard import Forward, Kept, NamedTensors, Segment, Step, TargetHead
+from adapters.models.shard import Forward, Kept, NamedTensors, Segment, Step
 
 VOCAB, WIDTH, HEADS, HEAD, TAPS = 97, 32, 2, 8, 4
 MIXED = 3 * HEADS * HEAD  # queries, keys and values of the recurrent layer, convolved together
@@ -96,10 +96,6 @@ class RecurrentShard:
         self.places: list[Behind | None] = [None] * state_places
         self.unsettled: Unsettled | None = None
         self.closed = False
-
-    @property
-    def head(self) -> TargetHead:
-        return TargetHead(self.embedding, self.output, torch.ones(WIDTH))
 
     # --- forwards ---
 

@@ -16,6 +16,7 @@ from adapters.models.draft import BlockRequest, NotLoaded
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.parking import ParkedWeights, kept_on_host, relocated, size_of
+from adapters.models.pipeline import Pipeline
 from adapters.models.rope import Rotary
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomDraft, RandomWeights
@@ -214,7 +215,7 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
         shard = DenseShard(
             TARGET, RandomWeights(TARGET, scale=0.1), kernels, slots=2, capacity=400, aux_layers=(6, 1, 4)
         )
-        draft = DFlashDraft(config, random_tensors(config), beside, shard.head, slots=2, capacity=400)
+        draft = DFlashDraft(config, random_tensors(config), beside, Pipeline((shard,)).head, slots=2, capacity=400)
         tokens, at = tokens_of(300), 0
         for count in cuts:
             bucket = next(bucket for bucket in shard.buckets if bucket >= count)
@@ -225,8 +226,9 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
         found.append(draft.logits([BlockRequest(1, 0, 300, int(tokens[3]), 15)]).clone())
     assert same_bits(found[0], found[1])
     assert same_bits(found[0], found[2])
-    with pytest.raises(ValueError, match=r"layers 1\.\.8 lack"):
-        DenseShard(TARGET, RandomWeights(TARGET), CpuKernels(torch.float32), layers=range(1, 9), capacity=64).head  # noqa: B018
+    middle = DenseShard(TARGET, RandomWeights(TARGET), CpuKernels(torch.float32), layers=range(1, 9), capacity=64)
+    with pytest.raises(ValueError, match=r"layers 1\.\.8 lack the embedding"):
+        Pipeline((middle,)).head  # noqa: B018
 
 
 def test_what_cannot_be_is_refused_by_name():

@@ -14,6 +14,7 @@ from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.draft import BlockRequest
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.pipeline import Pipeline
 from adapters.models.qwen3_5 import parse
 from adapters.models.rope import Rotary
 from adapters.models.shard import BUCKETS, Segment, Step
@@ -96,7 +97,7 @@ def test_it_proposes_the_same_after_rows_and_state_came_back_together(tmp_path, 
     place = {"dtype": dtype, "slots": 2, "capacity": capacity}
     kernels = kernels_for(listed, dtype, capacity)
     shard = DenseShard(config, checkpoint, kernels.fresh(), aux_layers=SHAPE.aux_layers, **place)
-    draft = DFlashDraft(SHAPE, draft_checkpoint, CpuKernels(dtype), shard.head, **place)
+    draft = DFlashDraft(SHAPE, draft_checkpoint, CpuKernels(dtype), Pipeline((shard,)).head, **place)
     tokens = tokens_of(301, 4000)
 
     def fill(slot: int, start: int, stop: int, rows: int) -> None:

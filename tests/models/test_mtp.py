@@ -20,6 +20,7 @@ from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.mtp.checkpoint import HeadCheckpoint
 from adapters.models.mtp.draft import MtpDraft
 from adapters.models.mtp.weights import head_products
+from adapters.models.pipeline import Pipeline
 from adapters.models.shard import BUCKETS, Segment, Step
 from tests.models.checkpoints import kernels_for, same_bits
 from training.export import load_hybrid
@@ -42,7 +43,7 @@ class TargetWithHead:
         head = HeadCheckpoint.open(checkpoint)
         own = head_products(head.config, listed, capacity=capacity, vocab=config.vocab_size)
         beside = kernels_for(evolve(own, weights=(*own.weights, *listed.weights)), dtype, capacity)
-        self.draft = MtpDraft(head.config, head, beside.fresh(), self.shard.head, **shape)
+        self.draft = MtpDraft(head.config, head, beside.fresh(), Pipeline((self.shard,)).head, **shape)
 
     def fill(self, slot: int, tokens: Tensor, pieces: list[int], start: int = 0, *, followed: bool = True) -> None:
         """pieces: rows of each step, the last one repeated."""
@@ -220,7 +221,7 @@ def test_its_identity_is_that_of_its_weights(changed):
         config, head = checkpoint.config, HeadCheckpoint.open(checkpoint)
         shard = DenseShard(config, checkpoint, kernels.fresh(), slots=1, capacity=64, buckets=(8,))
         place = {"slots": 1, "capacity": 64, "buckets": (8,)}
-        return MtpDraft(head.config, head, kernels.fresh(), shard.head, **place).identity
+        return MtpDraft(head.config, head, kernels.fresh(), Pipeline((shard,)).head, **place).identity
 
     shipped = identity(Checkpoint.open(FOLDER))
     assert identity(Checkpoint.open(FOLDER)) == shipped

@@ -1,0 +1,163 @@
+"""Targets over several devices, here one several times: the same tokens, logits and proposals as on one, cold, after a
+restart, and whoever kept what is restored."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import define, evolve, field
+
+from adapters.models.shard import Kept, Step
+from adapters.text.text import Text
+from benchmarks.exactness import prompts
+from effects.job import Job
+from effects.scope import Scope
+from engine.begin import load_target
+from engine.options import Options
+from engine.target import Target, model_folder
+from tests.e2e.server import refused, serving
+from tests.e2e.test_restart import kill, written
+from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, WatchedDraft, answers, words
+
+PLANS: dict[str, dict[str, str]] = {
+    "one": {"device": "cpu"},
+    "two": {"target_devices": "cpu:0,cpu:0"},
+    "three": {"target_devices": "cpu:0,cpu:0,cpu:0", "target_layer_split": "0.2,0.5,0.3"},
+}
+STARTS = ("one", "two", "three", "two", "one")  # so that everybody restores what everybody else has kept
+MODELS = ("demo", "demo-hybrid")
+
+
+@define(eq=False)
+class Listening:
+    """Digests of the logits of all rows that stayed, by position, in the order in which they came about."""
+
+    target: Target
+    rows: list[tuple[int, str]] = field(factory=list)
+    last: torch.Tensor | None = None
+
+    def __attrs_post_init__(self) -> None:
+        shard = self.target.shard
+        logits, commit = shard.logits, shard.commit
+
+        def heard(step: Step, hidden: torch.Tensor) -> torch.Tensor:
+            self.last = logits(step, hidden)
+            return self.last
+
+        def kept(step: Step, staying: Sequence[Kept]) -> None:
+            assert self.last is not None
+            first = 0
+            for part, keep in zip(step.parts, staying, strict=True):
+                for at, row in enumerate(range(keep) if isinstance(keep, int) else keep):
+                    digest = hashlib.blake2b(self.last[first + row].numpy().tobytes(), digest_size=8).hexdigest()
+                    self.rows.append((part[0].start + at, digest))
+                first += sum(segment.count for segment in part)
+            commit(step, staying)
+
+        shard.logits, shard.commit = heard, kept  # type: ignore[method-assign]
+
+    def taken(self) -> list[tuple[int, str]]:
+        found, self.rows = self.rows, []
+        return found
+
+
+@define
+class Rounds:
+    """What came of some jobs, one after the other."""
+
+    words: list[tuple[Any, ...]]
+    rows: list[tuple[int, str]]
+    proposals: list[Any]
+    tiers: set[str]
+
+
+async def told(target: Target, listening: Listening, jobs: Sequence[Job]) -> Rounds:
+    watched = WatchedDraft(target, target.executor._proposer, (), random.Random())  # noqa: SLF001 - its wiring
+    target.executor.proposed_to(watched)
+    heard: list[Heard] = await answers(target, jobs, rates=FLAT)
+    target.executor.proposed_to(watched.drafting)
+    tiers = {one.closed.report.tier for one in heard if one.closed is not None}
+    return Rounds(words(heard), listening.taken(), watched.seen, tiers)
+
+
+async def compare(model: str, folder: Path, count: int, length: int, starts: Sequence[str]) -> set[tuple[str, str]]:
+    """Every plan answers `count` prompts of its own cold, and restores those of all before it. Which pairs did."""
+    text = Text.load(model_folder(Options(model=model)))
+    made = [prompt[-300:] for prompt in (await prompts(text, 8 + count * len(PLANS)))[8:]]
+    await text.aclose()
+    every = [Job(prompt, length, sampling=SAMPLINGS[n % 4], speculate=n % 4 != 3) for n, prompt in enumerate(made)]
+    own = {plan: every[number * count :][:count] for number, plan in enumerate(PLANS)}
+    plain, cold = dict[str, Rounds](), dict[str, Rounds]()
+    pairs = set[tuple[str, str]]()
+    for plan in starts:
+        shape = {"max_ctx": 1024, "kv_cache_dir": folder, "kv_cache_min_tokens": 64, "host_cache_budget": 0}
+        target = await load_target(Options(model=model, **PLANS[plan], **shape))
+        assert len(target.shard.parts) == list(PLANS).index(plan) + 1
+        listening = Listening(target)
+        for name in own if not plain else ():
+            alone = [evolve(job, speculate=False, scope=Scope("off")) for job in own[name]]
+            plain[name] = await told(target, listening, alone)
+        for name in cold:
+            found = await told(target, listening, own[name])
+            assert found.tiers == {"disk"}
+            assert (found.words, found.rows) == (plain[name].words, plain[name].rows), (name, plan)
+            assert found.proposals == cold[name].proposals, "the draft goes on from what it had"
+            pairs.add((name, plan))
+        if plan not in cold:
+            cold[plan] = found = await told(target, listening, own[plan])
+            assert found.tiers == {"none"}
+            assert (found.words, found.rows) == (plain[plan].words, plain[plan].rows), plan
+            assert len(found.proposals) > count // 2
+        await target.close()
+    return pairs
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("model", MODELS)
+async def test_every_plan_answers_alike_and_restores_what_others_have_kept(model: str, tmp_path: Path) -> None:
+    pairs = await compare(model, tmp_path, 2, 12, STARTS[:3])
+    assert pairs == {("one", "two"), ("one", "three"), ("two", "three")}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("model", MODELS)
+async def test_every_plan_restores_what_each_has_kept_over_hundreds_of_prompts(model: str, tmp_path: Path) -> None:
+    pairs = await compare(model, tmp_path, 67, 32, STARTS)
+    assert {(one, other) for one in PLANS for other in PLANS if one != other} <= pairs
+
+
+@pytest.mark.timeout(120)
+def test_a_split_server_shows_its_plan_and_what_it_kept_is_restored_without_one(tmp_path: Path) -> None:
+    words = ("demo-hybrid", "--kv-cache-dir", str(tmp_path), "--kv-cache-min-tokens", "64", "--max-ctx", "1024")
+    code = "class Reader:\n    def __init__(self, path):\n        self.path = path\n" * 8
+    body: dict[str, Any] = {"prompt": code, "max_tokens": 16, "temperature": 0.8, "seed": 3, "logprobs": 2}
+    with serving(*words, "--target-devices", "cpu:0,cpu:0", "--target-layer-split", "1,3") as server:
+        assert "  layers=0-1@cpu,2-7@cpu  " in server.lines[0]
+        cold = server.complete(**body).json()
+        first, second = server.client.get("/props").json()["memory"]["shards"]
+        assert (first["layers"], second["layers"]) == ([0, 2], [2, 8])
+        assert (first["device"], second["device"]) == ("cpu", "cpu")
+        whole = server.client.get("/props").json()["memory"]
+        assert first["bytes"]["weights"] + second["bytes"]["weights"] == whole["models"]["target"]["device"]
+        assert first["bytes"]["kv"] + second["bytes"]["kv"] == whole["slots"]["target"]
+        written(server)
+        kill(server)
+    with serving(*words) as server:
+        assert "  layers=0-7@cpu  " in server.lines[0]
+        warm = server.complete(**body).json()
+        assert warm["choices"] == cold["choices"]
+        assert (warm["rekindle"]["tier"], warm["rekindle"]["restored_tokens"] > 64) == ("disk", True)
+        assert server.stop() == 0
+
+
+@pytest.mark.timeout(60)
+def test_more_shards_than_layers_are_refused_at_start() -> None:
+    said = refused("serve", "demo-hybrid", "--port", "0", "--target-devices", ",".join(["cpu"] * 9))
+    assert "9 shards for 8 layers; accepted: at most one for each layer" in said

@@ -1,0 +1,257 @@
+"""Which layers go where: weights and rounding, what cannot be asked for, and that a split is told nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from attrs import evolve
+
+from adapters import demo
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.kernels.products import ProductPlan
+from adapters.models.numerics import Numerics, joined
+from engine.begin import load_target
+from engine.machine import Placement, free_memory, host_rows, planned
+from engine.options import Options
+from engine.plan import layer_ranges, read_devices, read_weights
+from engine.refusal import Refusal
+from engine.target import Target, disk_folder, model_folder
+from states.rates import Rates
+
+CONFIG = Checkpoint.open(demo.FOLDER).config  # ten layers
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("layers", "weights", "ends"),
+    [
+        (64, (0.08, 0.46, 0.46), [5, 35, 64]),
+        (64, (1,), [64]),
+        (64, (1, 1), [32, 64]),
+        (64, (1, 1, 1), [21, 43, 64]),
+        (32, (1, 1, 1), [11, 21, 32]),
+        (5, (1, 1), [3, 5]),  # half a layer goes to the first
+        (5, (1, 1, 1), [2, 3, 5]),
+        (5, (1,) * 5, [1, 2, 3, 4, 5]),
+        (5, (100, 1, 1), [3, 4, 5]),  # everybody has a layer
+        (5, (1, 1, 100), [1, 2, 5]),
+        (10, (0.1, 0.1, 0.1), [3, 7, 10]),  # thirds, whatever the weights round to
+        (6, (1e308, 1e308), [3, 6]),
+        (6, (5e-324, 5e-324, 5e-324), [2, 4, 6]),
+    ],
+)
+def test_layers_are_shared_as_the_weights_say(layers: int, weights: Sequence[float], ends: list[int]) -> None:
+    found = layer_ranges(layers, weights)
+    assert [one.stop for one in found] == ends
+    assert [one.start for one in found] == [0, *ends[:-1]]
+
+
+@pytest.mark.parametrize("layers", range(1, 9))
+def test_every_layer_is_somewhere_and_nobody_goes_without(layers: int) -> None:
+    for count in range(1, layers + 1):
+        for heavy in range(count):
+            found = layer_ranges(layers, [1000 if one == heavy else 1 for one in range(count)])
+            assert [layer for one in found for layer in one] == list(range(layers))
+            assert all(found)
+
+
+def test_devices_and_weights_are_lists() -> None:
+    assert read_devices("cpu") == ("cpu",)
+    assert read_devices("cpu:0, cuda:1,cuda,auto:2") == ("cpu:0", "cuda:1", "cuda", "auto:2")
+    assert read_weights("0.08,.5, 1e2") == (0.08, 0.5, 100.0)
+    assert Options().devices == ("auto",)
+    assert Options(device="cuda:1").devices == ("cuda:1",)
+    both = Options(target_devices="cpu:0,cpu:0", target_layer_split="1,3")
+    assert (both.devices, both.layer_weights) == (("cpu:0", "cpu:0"), (1.0, 3.0))
+
+
+def test_a_plan_is_of_layers_and_devices() -> None:
+    two = planned(Options(target_devices="cpu:0,cpu", target_layer_split="1,4"), CONFIG)
+    assert two == (Placement(range(2), CPU), Placement(range(2, 10), CPU))
+    assert planned(Options(device="cpu"), CONFIG) == (Placement(range(10), CPU),)
+    assert planned(Options(target_devices="cpu:0"), CONFIG) == (Placement(range(10), CPU),)
+    shared = planned(Options(target_devices="cpu,cpu,cpu,cpu"), CONFIG)
+    assert [one.layers.stop for one in shared] == [3, 5, 8, 10], "free memory, of which each has a quarter"
+    assert free_memory(CPU) > 0
+
+
+REFUSED = {
+    "more shards than layers": (
+        {"target_devices": ",".join(["cpu"] * 11)},
+        "11 shards for 10 layers; accepted: at most one for each layer",
+    ),
+    "no such device": ({"target_devices": "cpu:0,cuda:77"}, "--target-devices cuda:77: "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_this_model_or_machine_cannot_do_is_refused_in_a_line(case: str) -> None:
+    given, said = REFUSED[case]
+    with pytest.raises(Refusal) as told:
+        planned(Options(**given), CONFIG)
+    assert said in str(told.value)
+    assert str(told.value).startswith("--target-devices")
+    assert "\n" not in str(told.value)
+
+
+CONTRADICTIONS = {
+    "--device, too": ({"device": "cpu", "target_devices": "cpu,cpu"}, "--device cpu one: leave one out"),
+    "weights alone": ({"target_layer_split": "1,1"}, "--target-layer-split"),
+    "too few weights": (
+        {"target_devices": "cpu,cpu,cpu", "target_layer_split": "1,2"},
+        "--target-layer-split 1,2: 2 weights for 3 devices; accepted: one for each",
+    ),
+    "too many weights": ({"target_devices": "cpu", "target_layer_split": "1,2"}, "2 weights for 1 devices"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_options_that_contradict_each_other_are_refused(case: str) -> None:
+    given, said = CONTRADICTIONS[case]
+    with pytest.raises(Refusal, match=r"^--target") as told:
+        Options(**given)
+    assert said in str(told.value)
+
+
+def test_host_memory_is_asked_for_the_layers_that_are_there() -> None:
+    gpu = torch.device("cuda", 0)
+    whole, dtype = host_rows(CONFIG, None, torch.bfloat16, [Placement(range(10), CPU)]), torch.bfloat16
+    split = host_rows(CONFIG, None, dtype, [Placement(range(4), CPU), Placement(range(4, 10), CPU)])
+    mixed = host_rows(CONFIG, None, dtype, [Placement(range(4), CPU), Placement(range(4, 10), gpu)])
+    assert whole == split
+    assert mixed.token * 10 == whole.token * 4
+
+
+# --- numerics: one class a layer ---
+
+ONE = Numerics("buckets", (4, 8, 64, 256), 64, 256, "onednn", 2, "class a", 0.5, 100, 7)
+OTHER = evolve(ONE, numerics_class="class b", kernels="triton", threads=0, buckets=(8, 64, 256), checks=5, seconds=1.0)
+GRID = evolve(OTHER, mode="grid", buckets=(8, 256), block_size=256, failures=("16: slot 1",))
+
+
+def test_where_layers_of_one_class_are_computed_is_no_part_of_it() -> None:
+    plan = ProductPlan((4,), (1, 1), (), ())
+    one = evolve(ONE, plan=plan)
+    assert joined([(range(3), one), (range(3, 10), evolve(one, seconds=7.0))]) == one == joined([(range(10), one)])
+
+
+def test_layers_of_several_classes_are_named_with_theirs() -> None:
+    mixed = joined([(range(3), ONE), (range(3, 5), ONE), (range(5, 10), OTHER)])
+    assert mixed.numerics_class == "layers 0..4: class a; layers 5..9: class b"
+    assert mixed.numerics_class == joined([(range(5), ONE), (range(5, 10), OTHER)]).numerics_class
+    assert mixed.numerics_class != joined([(range(4), ONE), (range(4, 10), OTHER)]).numerics_class
+    assert (mixed.mode, mixed.buckets, mixed.block_size, mixed.kernels) == (
+        "buckets",
+        (8, 64, 256),
+        64,
+        "onednn, triton",
+    )
+    assert (mixed.checks, mixed.seconds, mixed.threads) == (105, 1.5, 2)
+
+
+def test_a_grid_anywhere_is_a_grid_for_all() -> None:
+    mixed = joined([(range(5), ONE), (range(5, 10), GRID)])
+    assert (mixed.mode, mixed.buckets, mixed.block_size) == ("grid", (8, 256), 256)
+    assert mixed.failures == ("16: slot 1",)
+
+
+# --- split and single honour every field ---
+
+# What the model side never reads: the edge and the command line do.
+EDGE = {
+    *("alias", "any_model", "tool_parser", "reasoning_parser", "host", "allow_host", "allow_origin", "port", "api_key"),
+    *("api_key_file", "request_timeout", "max_body", "grace", "trace", "redact", "paranoid"),
+}
+CHANGED: dict[str, dict[str, Any]] = {
+    "demo": {
+        "model": "demo",
+        "dtype": "float32",
+        "max_ctx": 512,
+        "numerics": "fast",
+        "slots": 2,
+        "chunk": 128,
+        "threads": 1,
+        "draft": str(demo.FOLDER / "draft"),
+        "ddtree": True,
+        "ddtree_budget": 9,
+        "draft_residency": "request-scoped",
+        "max_queue": 7,
+        "disk_prefix_cache": "auto:5",
+        "kv_cache_budget": 64,
+        "host_cache_budget": 32,
+        "kv_cache_codec": "store",
+        "kv_cache_min_tokens": 64,
+    },
+    "demo-hybrid": {
+        "model": "demo-hybrid",
+        "max_ctx": 512,
+        "lazy_draft": True,
+        "draft": "mtp",
+        "kv_cache_cold_max": 128,
+        "kv_cache_interval": 128,
+        "state_checkpoints": 3,
+    },
+}
+
+
+PLANS = {"single": {"device": "cpu"}, "split": {"target_devices": "cpu:0,cpu,cpu:0", "target_layer_split": "1,1,2"}}
+
+
+def outcome(target: Target) -> dict[str, Any]:
+    """But for measured times: all that a server and its clients can tell of a target, but where its layers are."""
+    assert target.transfer is not None
+    shard, store, draft = target.shard, target.transfer.store, target.draft
+    assert store.disk is not None
+    assert draft is not None
+    ledger = target.memory(0)
+    return {
+        "settings": evolve(target.settings, rates=Rates()),
+        "identity": target.identity,
+        "numerics": attrs.evolve(target.numerics, seconds=0.0),
+        "model": (target.model_id, target.mode, target.scope, target.model_info["dtype"]),
+        "shard": (shard.slots, shard.capacity, shard.buckets, shard.dtype, shard.state_places, shard.row_spec),
+        "store": (store.layout, store.host.index.budget, store.disk.index.budget, store.disk.chooser.codec),
+        "draft": (draft.identity, draft.state, draft.capacity, draft.block),
+        "memory": (ledger["models"], ledger["slots"]),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def watched(seen: set[str]) -> type[Options]:
+    class Watched(Options):
+        """Options that write down what of them is read."""
+
+        def __getattribute__(self, name: str) -> Any:
+            seen.add(name)
+            return super().__getattribute__(name)
+
+    return Watched
+
+
+@pytest.mark.timeout(120)
+async def test_split_and_single_honour_every_field_of_the_options(tmp_path: Path) -> None:
+    fields, threads = {field.name for field in attrs.fields(Options)}, torch.get_num_threads()
+    read: dict[str, set[str]] = {"single": set(), "split": set()}
+    for model, given in CHANGED.items():
+        found = {}
+        for name, devices in PLANS.items():
+            options = watched(read[name])(**given, **devices, kv_cache_dir=tmp_path / model / name)
+            target = await load_target(options)
+            found[name] = outcome(target)
+            assert len(target.shard.parts) == (1 if name == "single" else 3)
+            assert disk_folder(options) == tmp_path / model / name
+            assert model_folder(options).name in str(target.folder)
+            await target.close()
+        torch.set_num_threads(threads)
+        assert found["split"] == found["single"]
+        default = Options()
+        assert all(value != getattr(default, name) for name, value in given.items() if name not in ("model", "draft"))
+    changed = {name for given in CHANGED.values() for name in given}
+    placed = {"device", "target_devices", "target_layer_split"}
+    assert changed | EDGE | placed | {"kv_cache_dir"} == fields, "a new option is said to be the edge's, or tried here"
+    assert read["single"] & fields == read["split"] & fields == fields - EDGE, "none is read by one of them alone"
