@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
 from adapters.models.dense import DenseShard
-from adapters.models.qwen3_5 import FULL, LINEAR
+from adapters.models.kernels.delta import DeltaShape
+from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
 from adapters.models.shard import Segment, Step
+from tests.models.checkpoints import same_bits, same_rows, tokens_of
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 
@@ -54,3 +57,96 @@ def advance(shard: DenseShard, tokens: Tensor, counts: Sequence[int], *, slot: i
         shard.commit(step, [len(part)])
         at, index = at + len(part), index + 1
     return torch.cat(found)
+
+
+# --- the same on any device: a slot's rows, in whatever pieces they come ---
+
+LENGTH = 460
+CHUNKS = [(0, 0)]
+# A sequence as (bucket, rows) of each step, the last one repeated; 0: the widest bucket, and as many rows.
+in_pieces = pytest.mark.parametrize(
+    "pieces",
+    [
+        [(64, 64)],
+        [(4, 1)],
+        [(4, 4)],
+        [(16, 16)],
+        [(16, 13), (8, 7)],
+        [(0, 256), (4, 1), (4, 2), (16, 9)],
+        [(128, 100), (32, 31), (0, 200)],
+        [(64, 63), (64, 2), (64, 64), (64, 61)],
+        [(0, 130), (128, 65), (4, 3)],
+    ],
+    ids=str,
+)
+Whole = tuple[DenseShard, Tensor, Tensor]  # its slot 0 holds these tokens; the last layer's output of each
+
+
+def config(delta: tuple[int, int, int, int], *own: object, kinds: str = "llf", **more: object) -> Qwen35Config:
+    layer_types = tuple(LINEAR if kind == "l" else FULL for kind in kinds)
+    return Qwen35Config(*own, linear=DeltaShape(*delta), layer_types=layer_types, **more)
+
+
+def whole_of(shard: DenseShard) -> Whole:
+    tokens = tokens_of(LENGTH, shard.vocab_size)
+    return shard, tokens, computed(shard, tokens, CHUNKS)
+
+
+def computed(
+    shard: DenseShard, tokens: Tensor, pieces: Sequence[tuple[int, int]], *, slot: int = 0, start: int = 0
+) -> Tensor:
+    """The last layer's output for tokens[start:]. Narrow steps are settled by `commit`, wide ones at once."""
+    found, at, index = [], start, 0
+    while at < len(tokens):
+        bucket, count = (one or shard.buckets[-1] for one in pieces[min(index, len(pieces) - 1)])
+        part = tokens[at : at + count]
+        step = Step((Segment(slot, at, len(part)),), bucket, rows_only=len(part) > 64)
+        found.append(last_layer(shard, step, part))
+        if not step.rows_only:
+            shard.commit(step, [len(part)])
+        at, index = at + len(part), index + 1
+    return torch.cat(found)
+
+
+def last_layer(shard: DenseShard, step: Step, tokens: Tensor) -> Tensor:
+    return shard.forward(step, tokens).aux_hidden_states[shard.layers.stop - 1][: step.rows].clone()
+
+
+def same_sequence(shard: DenseShard, ours: int, theirs: int) -> bool:
+    first, second = shard.export_state(ours), shard.export_state(theirs)
+    same = first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)
+    return same and same_rows(shard, ours, theirs, 0, LENGTH)
+
+
+def rows_in_pieces_are_rows_of_chunks(whole: Whole, pieces: Sequence[tuple[int, int]]) -> None:
+    shard, tokens, expected = whole
+    assert same_bits(computed(shard, tokens, pieces, slot=1), expected)
+    assert same_sequence(shard, 0, 1)
+
+
+def what_is_rolled_back_has_never_happened(whole: Whole, start: int, kept: int) -> None:
+    """Other rows, proposed and refused, crossing multiples of 64 or not: then the sequence as if they had not been."""
+    shard, tokens, expected = whole
+    computed(shard, tokens[:start], CHUNKS, slot=1)
+    wrong = torch.cat((tokens[start : start + kept], tokens_of(31 - kept, shard.vocab_size, seed=start)))
+    step = Step((Segment(1, start, 31),), 32)
+    for _ in range(3):  # run, and on a GPU recorded and replayed; what is not committed has not happened either
+        shard.forward(step, wrong)
+    shard.commit(step, [kept])
+    assert same_bits(computed(shard, tokens, [(8, 5), (64, 64)], slot=1, start=start + kept), expected[start + kept :])
+    assert same_sequence(shard, 0, 1)
+
+
+def slots_side_by_side_are_each_as_if_alone(whole: Whole) -> None:
+    shard, tokens, expected = whole
+    starts = (100, 256, 61)
+    for slot, start in enumerate(starts, 1):
+        computed(shard, tokens[:start], CHUNKS, slot=slot)
+    for counts in ((1, 1, 1), (5, 1, 3), (1, 1, 1), (16, 7, 9), (1, 1, 1), (30, 64, 2), (1, 1, 1)):
+        spans = [(slot, start, start + count) for slot, start, count in zip((1, 2, 3), starts, counts, strict=True)]
+        segments = tuple(Segment(slot, start, stop - start) for slot, start, stop in spans)
+        step = Step(segments, next(bucket for bucket in shard.buckets if bucket >= sum(counts)))
+        found = last_layer(shard, step, torch.cat([tokens[start:stop] for _, start, stop in spans]))
+        assert same_bits(found, torch.cat([expected[start:stop] for _, start, stop in spans]))
+        shard.commit(step, counts)
+        starts = tuple(stop for _, _, stop in spans)

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.cpu_delta import CpuDelta
@@ -15,16 +14,22 @@ from adapters.models.kernels.products import Unproven
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.numerics import Numerics
 from adapters.models.probe import probe
-from adapters.models.qwen3_5 import FAMILY, FULL, LINEAR, Qwen35Config
+from adapters.models.qwen3_5 import FAMILY
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
-from tests.models.checkpoints import proven, same_bits, same_rows, tokens_of
-
-
-def config(delta: tuple[int, int, int, int], *sizes: object, kinds: str = "llf", **more: object) -> Qwen35Config:
-    layer_types = tuple(LINEAR if kind == "l" else FULL for kind in kinds)
-    return Qwen35Config(*sizes, linear=DeltaShape(*delta), layer_types=layer_types, **more)
-
+from tests.models.checkpoints import proven, same_bits
+from tests.models.hybrids import (
+    CHUNKS,
+    LENGTH,
+    computed,
+    config,
+    in_pieces,
+    rows_in_pieces_are_rows_of_chunks,
+    same_sequence,
+    slots_side_by_side_are_each_as_if_alone,
+    what_is_rolled_back_has_never_happened,
+    whole_of,
+)
 
 CONFIGS = {
     "two value heads to a key head": config((2, 4, 32, 32), 512, 96, 160, 3, 3, 1, 32, 2048, 1e6, rotated=8),
@@ -33,8 +38,8 @@ CONFIGS = {
         (1, 6, 64, 48), 300, 64, 130, 3, 2, 2, 32, 2048, 1e4, kinds="lfl", rotated=32
     ),
 }
-LENGTH = 460
 SLOTS = 4
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
@@ -50,54 +55,12 @@ def whole(request, dtype):
     kernels = proven(own, dtype, 512).fresh()
     how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_places": 2}
     shard = DenseShard(own, weights, kernels, dtype=dtype, **how)
-    tokens = tokens_of(LENGTH, own.vocab_size)
-    return shard, tokens, computed(shard, tokens, [(256, 256)])
+    return whole_of(shard)
 
 
-def computed(
-    shard: DenseShard, tokens: Tensor, pieces: list[tuple[int, int]], *, slot: int = 0, start: int = 0
-) -> Tensor:
-    """The last layer's output for tokens[start:]; pieces: (bucket, rows) of each step, the last one repeated.
-
-    Narrow steps are settled by `commit`, wide ones at once.
-    """
-    found, at, index = [], start, 0
-    while at < len(tokens):
-        bucket, count = pieces[min(index, len(pieces) - 1)]
-        part = tokens[at : at + count]
-        step = Step((Segment(slot, at, len(part)),), bucket, rows_only=len(part) > 64)
-        found.append(shard.forward(step, part).hidden[: len(part)].clone())
-        if not step.rows_only:
-            shard.commit(step, [len(part)])
-        at, index = at + len(part), index + 1
-    return torch.cat(found)
-
-
-def same_state(shard: DenseShard, ours: int, theirs: int) -> bool:
-    first, second = shard.export_state(ours), shard.export_state(theirs)
-    return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        [(64, 64)],
-        [(4, 1)],
-        [(4, 4)],
-        [(16, 16)],
-        [(16, 13), (8, 7)],
-        [(256, 256), (4, 1), (4, 2), (16, 9)],
-        [(128, 100), (32, 31), (256, 200)],
-        [(64, 63), (64, 2), (64, 64), (64, 61)],
-        [(256, 130), (128, 65), (4, 3)],
-    ],
-    ids=str,
-)
+@in_pieces
 def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
-    shard, tokens, expected = whole
-    assert same_bits(computed(shard, tokens, pieces, slot=1), expected)
-    assert same_rows(shard, 0, 1, 0, LENGTH)
-    assert same_state(shard, 0, 1)
+    rows_in_pieces_are_rows_of_chunks(whole, pieces)
 
 
 def test_rows_in_random_pieces_too(whole):
@@ -107,27 +70,18 @@ def test_rows_in_random_pieces_too(whole):
         counts = [draw.choice((1, 1, 3, 7, 16, 40, 64, 90, 150)) for _ in range(60)]
         pieces = [(next(bucket for bucket in shard.buckets if bucket >= count), count) for count in counts]
         assert same_bits(computed(shard, tokens, pieces, slot=1), expected)
-        assert same_state(shard, 0, 1)
+        assert same_sequence(shard, 0, 1)
 
 
 @pytest.mark.parametrize("start", [64, 70, 100, 127, 128, 250])
 @pytest.mark.parametrize("kept", [0, 1, 5, 30])
 def test_what_is_rolled_back_has_never_happened(whole, start, kept):
-    """Other rows, proposed and refused, crossing multiples of 64 or not: then the sequence as if they had not been."""
-    shard, tokens, expected = whole
-    computed(shard, tokens[:start], [(256, 256)], slot=1)
-    wrong = torch.cat((tokens[start : start + kept], tokens_of(31 - kept, shard.vocab_size, seed=start)))
-    step = Step((Segment(1, start, 31),), 32)
-    for _ in range(2):  # what is not committed has not happened either
-        shard.forward(step, wrong)
-    shard.commit(step, [kept])
-    assert same_bits(computed(shard, tokens, [(8, 5), (64, 64)], slot=1, start=start + kept), expected[start + kept :])
-    assert same_state(shard, 0, 1)
+    what_is_rolled_back_has_never_happened(whole, start, kept)
 
 
 def test_a_slot_goes_on_from_any_row_behind_its_state(whole):
     shard, tokens, expected = whole
-    computed(shard, tokens[:300], [(256, 256)], slot=1)
+    computed(shard, tokens[:300], CHUNKS, slot=1)
     for start in (299, 260, 256):
         assert same_bits(computed(shard, tokens[:300], [(4, 3)], slot=1, start=start), expected[start:300])
     for start in (255, 301, 320):
@@ -136,40 +90,29 @@ def test_a_slot_goes_on_from_any_row_behind_its_state(whole):
 
 
 def test_slots_side_by_side_are_each_as_if_alone(whole):
-    shard, tokens, expected = whole
-    starts = (100, 256, 61)
-    for slot, start in enumerate(starts, 1):
-        computed(shard, tokens[:start], [(256, 256)], slot=slot)
-    for counts in ((1, 1, 1), (5, 1, 3), (16, 7, 9), (1, 1, 1), (30, 64, 2)):
-        spans = [(slot, start, start + count) for slot, start, count in zip((1, 2, 3), starts, counts, strict=True)]
-        segments = tuple(Segment(slot, start, stop - start) for slot, start, stop in spans)
-        step = Step(segments, next(bucket for bucket in shard.buckets if bucket >= sum(counts)))
-        hidden = shard.forward(step, torch.cat([tokens[start:stop] for _, start, stop in spans])).hidden[: step.rows]
-        assert same_bits(hidden, torch.cat([expected[start:stop] for _, start, stop in spans]))
-        shard.commit(step, counts)
-        starts = tuple(stop for _, _, stop in spans)
+    slots_side_by_side_are_each_as_if_alone(whole)
 
 
 def test_what_is_no_number_stays_in_its_slot_and_leaves_with_its_sequence(whole):
     shard, tokens, expected = whole
     state = shard.export_state(0)
     shard.import_state(2, {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()})
-    computed(shard, tokens[:100], [(256, 256)], slot=1)
+    computed(shard, tokens[:100], CHUNKS, slot=1)
     step = Step((Segment(2, 64, 3), Segment(1, 100, 3)), 8)
     hidden = shard.forward(step, torch.cat((tokens[64:67], tokens[100:103]))).hidden
     assert hidden[:3].isnan().any()
     assert same_bits(hidden[3:6], expected[100:103])
     shard.commit(step, [3, 3])
     shard.copy_rows(0, 2, LENGTH)  # keys and values are finite wherever they are read
-    assert same_bits(computed(shard, tokens, [(64, 50), (256, 256)], slot=2), expected)
+    assert same_bits(computed(shard, tokens, [(64, 50), (0, 0)], slot=2), expected)
 
 
 def test_states_are_kept_in_places_and_put_back_into_any_slot(whole):
     shard, tokens, expected = whole
     assert shard.state_places == 2
-    computed(shard, tokens[:200], [(256, 256)], slot=1)
+    computed(shard, tokens[:200], CHUNKS, slot=1)
     shard.keep_state(1, 0)  # at 192
-    computed(shard, tokens[:300], [(256, 256)], slot=1, start=200)
+    computed(shard, tokens[:300], CHUNKS, slot=1, start=200)
     shard.keep_state(1, 1)  # at 256
     computed(shard, tokens[:70].flip(0), [(64, 64)], slot=1)
     shard.copy_rows(0, 2, LENGTH)
@@ -177,7 +120,7 @@ def test_states_are_kept_in_places_and_put_back_into_any_slot(whole):
         if slot == 1:
             shard.copy_rows(0, 1, LENGTH)
         shard.load_state(place, slot)
-        assert same_bits(computed(shard, tokens, [(16, 9), (256, 256)], slot=slot, start=at), expected[at:])
+        assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=slot, start=at), expected[at:])
     with pytest.raises(ValueError, match="place 2 is not one of 2"):
         shard.keep_state(1, 2)
     with pytest.raises(ValueError, match="place -1 is not one of 2"):
@@ -186,16 +129,16 @@ def test_states_are_kept_in_places_and_put_back_into_any_slot(whole):
 
 def test_a_state_taken_out_and_put_back_goes_on_as_if_it_had_never_left(whole):
     shard, tokens, expected = whole
-    computed(shard, tokens[:150], [(256, 256)], slot=1)
+    computed(shard, tokens[:150], CHUNKS, slot=1)
     state = {name: tensor.clone() for name, tensor in shard.export_state(1).items()}
     assert {name: (tuple(one.shape), one.dtype) for name, one in state.items()} == {
         spec.name: (spec.shape, {"F32": torch.float32, "BF16": torch.bfloat16}[spec.dtype])
         for spec in shard.state_specs
     }
-    computed(shard, tokens.flip(0), [(256, 256)], slot=1)
+    computed(shard, tokens.flip(0), CHUNKS, slot=1)
     shard.import_state(3, state)
     shard.copy_rows(0, 3, 128)
-    assert same_bits(computed(shard, tokens, [(4, 1), (256, 256)], slot=3, start=128), expected[128:])
+    assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=3, start=128), expected[128:])
     name = shard.state_specs[0].name
     for wrong, said in (
         ({**state, "layers.9.conv": state[name]}, r"layers\.9\.conv is odd"),
@@ -209,7 +152,7 @@ def test_a_state_taken_out_and_put_back_goes_on_as_if_it_had_never_left(whole):
 def test_a_forward_that_fails_leaves_states_as_they_were(whole, monkeypatch):
     """Some layers have moved theirs when it does."""
     shard, tokens, expected = whole
-    computed(shard, tokens[:100], [(256, 256)], slot=1)
+    computed(shard, tokens[:100], CHUNKS, slot=1)
     attend = shard._kernels.attend  # noqa: SLF001
 
     def exhausted(*_: object) -> None:
@@ -217,9 +160,9 @@ def test_a_forward_that_fails_leaves_states_as_they_were(whole, monkeypatch):
 
     monkeypatch.setattr(shard._kernels, "attend", exhausted)  # noqa: SLF001
     with pytest.raises(torch.OutOfMemoryError):
-        computed(shard, tokens[:356], [(256, 256)], slot=1, start=100)
+        computed(shard, tokens[:356], CHUNKS, slot=1, start=100)
     monkeypatch.setattr(shard._kernels, "attend", attend)  # noqa: SLF001
-    assert same_bits(computed(shard, tokens, [(64, 20), (256, 256)], slot=1, start=100), expected[100:])
+    assert same_bits(computed(shard, tokens, [(64, 20), (0, 0)], slot=1, start=100), expected[100:])
 
 
 def test_what_recurrent_layers_cannot_do_is_refused_by_name(whole):
