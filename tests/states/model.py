@@ -173,12 +173,13 @@ def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
         yield from ((outcome, effect) for outcome in (checkpoints_of if stateful else outcomes)(effect))
 
 
-def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS) -> Walk:
+def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS, until: str | None = None) -> Walk:
+    """until: a fault, and nothing is looked for once it is found."""
     walk = Walk()
     for settings in all_settings:
         start = Node(Known(settings, RATES if settings.block_size == 1 else Rates()), New())
         todo, seen = deque([start]), {start}
-        while todo:
+        while todo and until not in walk.faults:
             node = todo.popleft()
             reached = walk.edges.setdefault(node, set())
             for event, answered in () if isinstance(node.state, Done) else heard(node):
