@@ -28,6 +28,7 @@ NOT_SPOKEN = {
     "Closed",
     "Status",
     "SlotStatus",
+    "Divergence",
     "Scope",
     "Selection",
 }  # neither asked nor answered
