@@ -16,7 +16,7 @@ from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.ids import MAIN, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
-from effects.ports import Closed, Perform
+from effects.ports import Perform
 from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
@@ -91,16 +91,13 @@ async def engine(
 
     executor.lost_to(lambda slots: runner.tell(ForEngine(SlotsLost(slots))))
 
-    def closed(message: Closed) -> None:
-        metrics.closed(message)
-
     def living() -> Mapping[str, Any]:
         troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
         if recorder is not None and recorder.lost:
             troubles["trace"] = recorder.lost
         return {**live(), "troubles": troubles}
 
-    door = EngineDoor(runner, meter, facts, living, closed, misses.told)
+    door = EngineDoor(runner, meter, facts, living, metrics.closed, misses.told)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
     try:
         async with anyio.create_task_group() as tasks:

@@ -10,10 +10,12 @@ from adapters.http.chat import CHAT, CHAT_TOKENS
 from adapters.http.completions import COMPLETIONS
 from adapters.http.dialect import ANTHROPIC, OPENAI, Dialect
 from adapters.http.errors import ApiError
+from adapters.http.llamacpp import LLAMACPP
 from adapters.http.messages import MESSAGE_TOKENS, MESSAGES
 from adapters.http.paths import canonical
 
-STATELESS = (CHAT, COMPLETIONS, MESSAGES)  # responses are kept for whoever asked for them: see kept_responses.py
+# responses are kept for whoever asked for them: see kept_responses.py
+STATELESS = (CHAT, COMPLETIONS, MESSAGES, LLAMACPP)
 COUNTERS = (CHAT_TOKENS, MESSAGE_TOKENS)
 PATHS = frozenset(api.path for api in STATELESS)
 

@@ -13,7 +13,7 @@ from adapters.http.fields import Fields, shown
 from adapters.http.openai_shape import ChatShape
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import chat_prompt, check_template, unparsed
-from adapters.http.tools import MAX_TOOLS, check_tools, named, needs_tools, read_function, read_name
+from adapters.http.tools import MAX_TOOLS, check_tools, named, needs_tools, read_allowed, read_function, read_name
 from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import MISSING_IN_CHAT
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolCall, ToolChoice, thinking
@@ -178,8 +178,13 @@ def read_choice(fields: Fields, tools: tuple[FunctionTool, ...]) -> ToolChoice:
             if function is None:
                 raise invalid(f"{path}.function", "must be an object, not null")
             return named(read_name(function), tools, f"{path}.function.name")
+        case {"type": "allowed_tools"}:
+            allowed = Fields(asked, path).within("allowed_tools")
+            if allowed is None:
+                raise invalid(f"{path}.allowed_tools", "must be an object, not null")
+            return read_allowed(allowed, tools, "function")
     accepted = ", ".join(map(repr, CHOICES))
-    raise fields.wrong("tool_choice", f"one of {accepted} or an object of type 'function'")
+    raise fields.wrong("tool_choice", f"one of {accepted} or an object of type 'function' or 'allowed_tools'")
 
 
 def read_variables(fields: Fields) -> dict[str, Any]:

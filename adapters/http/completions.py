@@ -58,7 +58,7 @@ async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: G
     paths = [f"{path}[{place}]" for place in range(len(listed))] if many else [path]
     kinds = {type(item) for item in listed}
     if kinds == {str}:
-        how = {"controls": special, "gone": gone}
+        how = {"controls": special, "gone": gone, "start": True}
         each = zip(listed, paths, strict=True)
         return [await encode(prompt, where, how, text, options.max_ctx) for prompt, where in each], paths
     if kinds == {list}:
@@ -71,7 +71,7 @@ async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: G
 
 async def encode(prompt: str, path: str, how: dict[str, Any], text: Text, context: int) -> Tokens:
     try:
-        (tokens,) = await text.tokenizer.encode([prompt], **how, start=True, most=COUNTED * context)
+        (tokens,) = await text.tokenizer.encode([prompt], **how, most=COUNTED * context)
     except TooLong as error:
         raise far_too_long(error.tokens, context, path) from None
     except GaveUp:

@@ -108,6 +108,12 @@ def finish_of(ended: Ended) -> str:
     return "tool_calls" if ended.called and ended.closed.finish == "stop" and not ended.broken else ended.closed.finish
 
 
+def named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    """A token with its logprob."""
+    raw = tokenizer.piece(token)
+    return {"id": token, "token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+
 def delta_of(piece: AnswerPiece) -> dict[str, Any]:
     match piece:
         case TextPiece(text):
@@ -161,16 +167,12 @@ class ChatShape(OpenAiShape):
             return {}
         content = [
             {
-                **self.token(pick.token, pick.logprob[0]),
-                "top_logprobs": [self.token(*alternative) for alternative in pick.logprob[1]],
+                **named(self.tokenizer, pick.token, pick.logprob[0]),
+                "top_logprobs": [named(self.tokenizer, *alternative) for alternative in pick.logprob[1]],
             }
             for pick in picks
         ]
         return {"logprobs": {"content": content, "refusal": None}}
-
-    def token(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self.tokenizer.piece(token)
-        return {"id": token, "token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
 @define(eq=False)

@@ -21,7 +21,16 @@ from adapters.http.options import EdgeOptions
 from adapters.http.prompts import chat_prompt, check_template, unparsed
 from adapters.http.response_items import Turns, spelled
 from adapters.http.response_shape import ResponseShape, place_of
-from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
+from adapters.http.tools import (
+    MAX_TOOLS,
+    Skipped,
+    check_tools,
+    named,
+    needs_tools,
+    read_allowed,
+    read_function,
+    read_name,
+)
 from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import MISSING, Missing
 from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
@@ -236,7 +245,10 @@ def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice:
             return needs_tools(ToolChoice("required"), tools, path)
         case {"type": "function" | "custom"}:
             return named(read_name(Fields(asked, path)), tools, f"{path}.name")
-    raise fields.wrong("tool_choice", "'none', 'auto', 'required' or an object of type 'function'")
+        case {"type": "allowed_tools"}:
+            return read_allowed(Fields(asked, path), tools)
+    accepted = "'none', 'auto', 'required' or an object of type 'function' or 'allowed_tools'"
+    raise fields.wrong("tool_choice", accepted)
 
 
 def read_reasoning(fields: Fields) -> dict[str, Any]:

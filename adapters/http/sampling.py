@@ -81,8 +81,13 @@ def read_biases(fields: Fields, options: EdgeOptions) -> tuple[tuple[int, float]
 
 def default_settings(options: EdgeOptions) -> Mapping[str, Any]:
     """What holds for a request that says nothing, in the shape that llama.cpp's clients read."""
-    sampling = options.sampling
-    parameters = {
+    parameters = {**settings_of(options.sampling), "seed": -1, "max_tokens": -1, "n_predict": -1}
+    return {"n_ctx": options.max_ctx, **parameters, "params": parameters}
+
+
+def settings_of(sampling: Sampling) -> Mapping[str, Any]:
+    """By llama.cpp's names."""
+    return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
@@ -91,8 +96,4 @@ def default_settings(options: EdgeOptions) -> Mapping[str, Any]:
         "repeat_last_n": -1,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "seed": -1,
-        "max_tokens": -1,
-        "n_predict": -1,
     }
-    return {"n_ctx": options.max_ctx, **parameters, "params": parameters}

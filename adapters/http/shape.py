@@ -39,8 +39,8 @@ class AnswerShape(Protocol):
         """In the middle of a stream; nothing follows it."""
         ...
 
-    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
-        """The same answer as one object. `said`: everything that a choice said, by index."""
+    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> Any:
+        """The same answer as one value of JSON. `said`: everything that a choice said, by index."""
         ...
 
 

@@ -56,6 +56,30 @@ def named(name: str, tools: Sequence[FunctionTool], path: str) -> ToolChoice:
     return ToolChoice("function", name)
 
 
+def read_allowed(allowed: Fields, tools: Sequence[FunctionTool], within: str = "") -> ToolChoice:
+    """OpenAI's `allowed_tools`. within: what of an entry has the function's name; "": the entry itself.
+
+    Entries of other types name tools that are not offered to the model anyway.
+    """
+    mode, listed = allowed.choice("mode", ("auto", "required")), allowed.items("tools", MAX_TOOLS)
+    if mode is None:
+        raise allowed.wrong("mode", "'auto' or 'required'")
+    if not listed:
+        raise allowed.wrong("tools", "an array of at least one of the functions in `tools`")
+    names = []
+    for place, value in enumerate(listed):
+        entry = Fields.of(value, f"{allowed.at('tools')}[{place}]")
+        if entry.data.get("type") != "function":
+            continue
+        function = entry.within(within) if within else entry
+        if function is None:
+            raise entry.wrong(within, "an object")
+        names.append(named(read_name(function), tools, function.at("name")).name)
+    if not any(names):
+        raise invalid(allowed.at("tools"), "names none of the functions in `tools`")
+    return ToolChoice("required" if mode == "required" else "auto", None, tuple(name for name in names if name))
+
+
 def needs_tools(choice: ToolChoice, tools: Sequence[FunctionTool], path: str) -> ToolChoice:
     if choice.kind == "required" and not tools:
         raise invalid(path, "asks for a call, and there is nothing in `tools`")

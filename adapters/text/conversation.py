@@ -61,10 +61,17 @@ class FunctionTool:
 
 @frozen
 class ToolChoice:
-    """`required`: some call, or several; `function`: of the one that is named."""
+    """`required`: some call, or several; `function`: of the one that is named.
+
+    allowed: of these functions only, though the template shows all; empty: of any.
+    """
 
     kind: Literal["auto", "none", "required", "function"] = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] = ()
+
+    def allows(self, name: str) -> bool:
+        return self.name in {None, name} and (not self.allowed or name in self.allowed)
 
 
 @frozen

@@ -14,6 +14,12 @@ from tests.http.conftest import Site, chat, served
 PATH = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
 
+
+def allowed(**fields: Any) -> dict[str, Any]:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL], **fields}}
+    return {"tool_choice": choice, "tools": [TOOL]}
+
+
 RAW = {
     "not JSON": (b"{bad", "$", "not JSON"),
     "empty": (b"", "$", "not JSON"),
@@ -80,7 +86,19 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": "text"}, "$.response_format", "an object"),
     ({"tool_choice": "must", "tools": [TOOL]}, "$.tool_choice", "'none', 'auto', 'required' or an object"),
     ({"tool_choice": "required"}, "$.tool_choice", "nothing in `tools`"),
-    ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "$.tool_choice", "of type 'function'"),
+    ({"tool_choice": {"type": "allowed"}, "tools": [TOOL]}, "$.tool_choice", "of type 'function' or 'allowed_tools'"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "$.tool_choice.allowed_tools", "an object"),
+    (allowed(mode="some"), "$.tool_choice.allowed_tools.mode", "'auto', 'required'"),
+    (allowed(mode=None), "$.tool_choice.allowed_tools.mode", "'auto' or 'required'"),
+    (allowed(tools=[]), "$.tool_choice.allowed_tools.tools", "at least one"),
+    (allowed(tools=[5]), "$.tool_choice.allowed_tools.tools[0]", "an object"),
+    (allowed(tools=[{"type": "function"}]), "$.tool_choice.allowed_tools.tools[0].function", "an object"),
+    (allowed(tools=[{"type": "mcp"}]), "$.tool_choice.allowed_tools.tools", "none of the functions"),
+    (
+        allowed(tools=[{"type": "function", "function": {"name": "g"}}]),
+        "$.tool_choice.allowed_tools.tools[0].function.name",
+        "none of the functions",
+    ),
     ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "$.tool_choice.function", "an object"),
     (
         {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},

@@ -443,6 +443,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "none of the functions",
     ),
     ({"tool_choice": "required"}, "$.tool_choice", "nothing in `tools`"),
+    ({"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, "$.tool_choice.mode", "'auto' or 'required'"),
+    (
+        {"tools": [ADD], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}},
+        "$.tool_choice.tools",
+        "none of the functions",
+    ),
 ]
 
 

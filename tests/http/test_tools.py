@@ -229,6 +229,21 @@ async def test_the_prompt_shows_tools_calls_and_results(site: Site) -> None:
     assert "<tool_response>\nrain\n</tool_response>" in prompt
 
 
+def allowed(mode: str) -> dict[str, Any]:
+    """One of two functions."""
+    listed = [{"type": "function", "function": {"name": "add"}}]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+
+async def test_the_prompt_has_all_tools_whichever_are_allowed(site: Site) -> None:
+    """So that it stays the same from turn to turn."""
+    for choice in ("auto", allowed("auto"), allowed("required")):
+        await site.chat(tools=TOOLS, tool_choice=choice)
+    prompts = [ticket.job.prompt for ticket in site.door.tickets]
+    assert prompts == [prompts[0]] * 3
+    assert len({ticket.job.sampling.grammar for ticket in site.door.tickets}) == 3, "what may be said is not"
+
+
 @pytest.mark.parametrize(
     ("choice", "said", "kept"),
     [
@@ -237,6 +252,11 @@ async def test_the_prompt_shows_tools_calls_and_results(site: Site) -> None:
         ({"type": "function", "function": {"name": "add"}}, SECOND, "kept"),
         ({"type": "function", "function": {"name": "add"}}, CALL, "not_kept"),
         ("auto", "No.", None),
+        (allowed("auto"), "No.", "kept"),
+        (allowed("auto"), SECOND, "kept"),
+        (allowed("auto"), CALL, "not_kept"),
+        (allowed("required"), SECOND, "kept"),
+        (allowed("required"), "No.", "not_kept"),
     ],
 )
 async def test_an_answer_says_whether_it_keeps_to_the_choice(site: Site, choice: Any, said: str, kept: str) -> None:

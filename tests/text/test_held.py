@@ -41,6 +41,8 @@ THOUGHT = "<think>\nLet me see. {\n</think>\n\n"
 HERMES: dict[str, Any] = {"calls": "hermes", "tools": TOOLS}
 REQUIRED = AnswerReader(**HERMES, choice=ToolChoice("required"))
 NAMED = AnswerReader(**HERMES, choice=ToolChoice("function", "add"))
+ALLOWED = AnswerReader(**HERMES, choice=ToolChoice(allowed=("look",)))
+ONE_OF = AnswerReader(**HERMES, choice=ToolChoice("required", allowed=("look",)))
 ONE = AnswerReader(**HERMES, choice=ToolChoice("required"), parallel=False)
 AUTO = AnswerReader(**HERMES)
 THINKS = AnswerReader(reasoning="think")
@@ -80,6 +82,8 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str, ...]]] = {
     "required": (REQUIRED, None, (ADDED, LOOKED, f"{ADDED}\n{LOOKED}"), ("", "Hm.", TOO_MUCH, f"{ADDED} ok")),
     "one": (ONE, None, (ADDED,), (f"{ADDED}\n{LOOKED}",)),
+    "allowed": (ALLOWED, None, ("Text.", LOOKED, f"Text. {LOOKED}"), (ADDED, f"{LOOKED}\n{ADDED}")),
+    "one of those allowed": (ONE_OF, None, (LOOKED,), ("Text.", ADDED)),
     "named": (NAMED, None, (ADDED, f"{ADDED}\n{ADDED}"), (LOOKED, "{}")),
     "strict": (AUTO, None, ("", "Hm. {", ADDED, f"Look:\n{LOOKED}\n{ADDED}"), (TOO_MUCH, f"{ADDED} ok")),
     "form": (AnswerReader(), FORM, ("{}", '{"a": true}', '{\n    "a": false\n}'), ("", '{"a": 1}', "{} ")),
@@ -114,7 +118,7 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
 def test_what_may_be_answered(grammars: Grammars, tokenizer: Tokenizer, name: str, known: bool) -> None:
     reader, form, good, bad = CASES[name]
     grammar = answer_grammar(reader, form, tokenizer.controls if known else ())
-    if not known and name == "strict":
+    if not known and name in {"strict", "allowed"}:
         assert grammar is None, "a call could not be told from text"
         return
     assert grammar is not None

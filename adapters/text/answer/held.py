@@ -41,7 +41,7 @@ def answer_grammar(reader: AnswerReader, form: Grammar | None, controls: Contain
         if reader.reasoning not in REASONING:
             return form
         rules = [f"body: {content(form)}"]
-    elif callable_ and FORMS[reader.calls][0] in controls and strict(reader):
+    elif callable_ and FORMS[reader.calls][0] in controls and (strict(reader) or reader.choice.allowed):
         rules = ["body: FREE calls?", f"FREE: {ANY}", *calls(reader, controls)]
     else:
         return None
@@ -70,7 +70,7 @@ def calls(reader: AnswerReader, controls: Container[str]) -> list[str]:
     opening, closing, arguments = FORMS[reader.calls]
     several = reader.parallel and bool(opening)
     around = (f'{tag(opening, controls)} "\\n"', f'"\\n" {tag(closing, controls)}') if opening else ("", "")
-    tools = [tool for tool in reader.tools.values() if reader.choice.name in {None, tool.name}]
+    tools = [tool for tool in reader.tools.values() if reader.choice.allows(tool.name)]
     bodies = " | ".join(f"call{number}" for number in range(len(tools)))
     return [
         'calls: call ("\\n" call)*' if several else "calls: call",

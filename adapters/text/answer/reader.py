@@ -52,12 +52,10 @@ class AnswerReader:
 
     def kept(self, called: Sequence[str]) -> bool | None:
         """Does an answer with these calls keep to what was asked for? None: anything would."""
-        match self.choice:
-            case ToolChoice("required"):
-                return bool(called)
-            case ToolChoice("function", name):
-                return bool(called) and set(called) == {name}
-        return None
+        choice = self.choice
+        if choice.kind in {"auto", "none"} and not choice.allowed:
+            return None
+        return (bool(called) or choice.kind == "auto") and all(map(choice.allows, called))
 
     @property
     def controls(self) -> Sequence[str]:

@@ -1,0 +1,155 @@
+"""POST /completion, llama.cpp's own: prompts of text, token ids or both mixed, and answers in its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import anyio
+from attrs import define
+
+from adapters.http import figures
+from adapters.http.api import Api, Asked, Asker
+from adapters.http.completions import encode
+from adapters.http.controls import Words, read_controls
+from adapters.http.dialect import openai_error
+from adapters.http.errors import ApiError, context_exceeded, invalid
+from adapters.http.fields import Fields, shown
+from adapters.http.openai_shape import named
+from adapters.http.options import EdgeOptions
+from adapters.http.run import Ended, PickedToken, Progress, Said
+from adapters.http.sampling import settings_of
+from adapters.http.shape import event
+from adapters.http.unsupported import EMPTY, MISSING, Missing
+from adapters.text.text import Text
+from adapters.text.tokenizer import Tokenizer
+from effects.ids import Tokens
+
+MAX_PROBS = 20
+MOST_PARTS = 1024  # texts of one mixed prompt: each is encoded by itself
+KINDS = "a string, an array of token ids and strings (one prompt), or an array of such prompts"
+REFUSED: Mapping[str, Missing] = {
+    **{name: missing for name, missing in MISSING.items() if name not in {"n_probs", "suffix"}},
+    "input_prefix": Missing("is not supported; /v1/completions and a prompt that has it are"),
+    "input_suffix": Missing("is not supported: the model only writes on"),
+    "post_sampling_probs": Missing("is not supported: `n_probs` are of the logits as the model says them", EMPTY),
+    "n_cmpl": Missing("is not supported; send an array of prompts", (1,)),
+    "logprobs": Missing("is not supported; use `n_probs`", (*EMPTY, 0)),
+}
+WORDS = Words(REFUSED, max_tokens=("n_predict", "max_tokens"), choices="", least=0)
+
+
+async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
+    probs = fields.integer("n_probs", 0, MAX_PROBS)
+    controls = read_controls(fields, WORDS, options, text.tokenizer.end_tokens, probs or -1)
+    prompt, path = fields.data.get("prompt"), fields.at("prompt")
+    several = isinstance(prompt, list) and int not in set(map(type, prompt))
+    listed = prompt if isinstance(prompt, list) and several else [prompt]
+    if not listed or len(listed) > options.max_prompts:
+        raise invalid(path, f"must have 1 to {options.max_prompts} prompts, not {len(listed)}")
+    paths = [f"{path}[{place}]" if several else path for place in range(len(listed))]
+    special = fields.flag("parse_special", True)  # its clients write templates themselves
+    how = {"controls": special, "gone": asker.gone}
+    read = [await mixed(one, where, how, text, options) for one, where in zip(listed, paths, strict=True)]
+    said = [
+        one if isinstance(one, str) else await anyio.to_thread.run_sync(spelt, text.tokenizer, tokens)
+        for one, tokens in zip(listed, read, strict=True)
+    ]
+    return Asked(controls, read, paths, echo={"prompts": said, "several": several})
+
+
+async def mixed(prompt: Any, path: str, how: dict[str, Any], text: Text, options: EdgeOptions) -> Tokens:
+    """One prompt. What the tokenizer puts before a text (BOS) goes before the whole, where it begins with text."""
+    parts = prompt if isinstance(prompt, list) else [prompt]
+    if not set(map(type, parts)) <= {str, int} or sum(isinstance(part, str) for part in parts) > MOST_PARTS:
+        raise invalid(path, f"must be {KINDS}, with at most {MOST_PARTS} strings in one, not {shown(prompt)}")
+    if len(parts) >= options.max_ctx:  # before millions of them are looked at
+        raise context_exceeded(len(parts), options.max_ctx, path)
+    tokens: list[int] = []
+    for place, part in enumerate(parts):
+        where = f"{path}[{place}]" if isinstance(prompt, list) else path
+        if isinstance(part, str):
+            tokens += await encode(part, where, {**how, "start": place == 0}, text, options.max_ctx)
+        elif 0 <= part < options.vocab:
+            tokens.append(part)
+        else:
+            raise invalid(where, f"must be a token id from 0 to {options.vocab - 1}, not {shown(part)}")
+    return tuple(tokens)
+
+
+def spelt(tokenizer: Tokenizer, tokens: Tokens) -> str:
+    return tokenizer.decode(tokens, special=True)
+
+
+@define(eq=False)
+class LlamaShape:
+    """One answer, or one for each of several prompts."""
+
+    id: str
+    asked: Asked
+    options: EdgeOptions
+    tokenizer: Tokenizer
+
+    def part(self, index: int, content: str, **more: Any) -> dict[str, Any]:
+        tokens = len(self.asked.prompts[index])
+        return {"index": index, "content": content, "tokens": [], "id_slot": -1, "tokens_evaluated": tokens, **more}
+
+    def opening(self) -> Iterable[bytes]:
+        return ()
+
+    def said(self, said: Said) -> Iterable[bytes]:
+        yield event(self.part(said.index, said.text, stop=False, **self.probabilities(said.picks)))
+
+    def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
+        told = figures.prompt_progress(progress, elapsed_ms)
+        yield event(self.part(progress.index, "", stop=False, prompt_progress=told))
+
+    def heartbeat(self) -> Iterable[bytes]:
+        yield event(self.part(0, "", stop=False))
+
+    def ended(self, ended: Ended) -> Iterable[bytes]:
+        yield event(self.last(Said(ended.index, ()), ended))
+
+    def closing(self, ended: Sequence[Ended]) -> Iterable[bytes]:  # noqa: ARG002 - each has been told
+        return ()
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        yield event(openai_error(error))
+
+    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> Any:
+        answers = [self.last(said.get(one.index, Said(one.index, ())), one) for one in ended]
+        return answers if self.asked.echo["several"] else answers[0]
+
+    def last(self, said: Said, ended: Ended) -> dict[str, Any]:
+        job, finish = ended.planned.job, ended.closed.finish
+        settings = {**settings_of(job.sampling), "seed": job.sampling.seed, "n_predict": job.max_tokens}
+        kind = "word" if ended.stop is not None else {"stop": "eos", "length": "limit"}.get(finish, "none")
+        return {
+            **self.part(said.index, said.text, stop=True),
+            "model": self.asked.controls.model,
+            "tokens_predicted": ended.tokens,
+            "tokens_cached": ended.closed.report.restored_tokens,
+            "generation_settings": settings,
+            "prompt": self.asked.echo["prompts"][ended.planned.prompt],
+            "truncated": False,
+            "stop_type": kind,
+            "stopping_word": ended.stop or "",
+            **self.probabilities(said.picks),
+            "timings": figures.timings(ended),
+            "rekindle": figures.rekindle(ended, self.options),
+        }
+
+    def probabilities(self, picks: Sequence[PickedToken]) -> dict[str, Any]:
+        if not picks:
+            return {}
+        told = [
+            {
+                **named(self.tokenizer, pick.token, pick.logprob[0]),
+                "top_logprobs": [named(self.tokenizer, *other) for other in pick.logprob[1]],
+            }
+            for pick in picks
+        ]
+        return {"completion_probabilities": told}
+
+
+LLAMACPP = Api("/completion", "cmpl-", read, LlamaShape)

@@ -1,0 +1,126 @@
+"""llama.cpp's own endpoint: prompts in every form, its answers, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.http.conftest import Site
+from tests.http.sse import stream
+
+PATH = "/completion"
+
+
+async def ask(site: Site, prompt: Any, **fields: Any) -> Any:
+    response = await site.post(PATH, {"prompt": prompt, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_an_answer_has_what_its_clients_read(site: Site) -> None:
+    site.say(" jumps over")
+    answer = await ask(site, "The fox", seed=7, temperature=0.5, top_k=3)
+    assert (answer["content"], answer["stop"], answer["stop_type"]) == (" jumps over", True, "eos")
+    assert (answer["index"], answer["prompt"], answer["truncated"]) == (0, "The fox", False)
+    assert answer["tokens_evaluated"] == len(site.door.tickets[0].job.prompt)
+    assert (
+        answer["tokens_predicted"]
+        == answer["timings"]["predicted_n"]
+        == len(site.text.tokenizer.encode_now([" jumps over"])[0]) + 1
+    )
+    assert (answer["tokens_cached"], answer["timings"]["cache_n"]) == (0, 0)
+    assert answer["generation_settings"] | {"seed": 7, "temperature": 0.5, "top_k": 3} == answer["generation_settings"]
+    assert answer["model"] == "small"
+    again = await ask(site, "The fox and the dog", n_predict=1)
+    assert again["tokens_cached"] == again["timings"]["cache_n"] == site.door.tickets[1].report.restored_tokens
+    assert (again["stop_type"], again["generation_settings"]["n_predict"]) == ("limit", 1)
+
+
+async def test_a_stop_string_is_told(site: Site) -> None:
+    site.say(" jumps over")
+    answer = await ask(site, "The fox", stop=["over"])
+    assert (answer["content"], answer["stop_type"], answer["stopping_word"]) == (" jumps ", "word", "over")
+
+
+async def test_prompts_are_texts_ids_and_both_mixed_one_or_many(site: Site) -> None:
+    """A list with a number in it is one prompt, one without is several, as llama.cpp has it."""
+    fox, dog = site.text.tokenizer.encode_now(["The fox", " and a dog"])
+    for prompt, jobs in (
+        ("The fox", [fox]),
+        ([*fox], [fox]),
+        ([*fox, " and a dog"], [(*fox, *dog)]),
+        (["The fox", *dog], [(*fox, *dog)]),
+        (["The fox", " and a dog"], [fox, dog]),
+        (["The fox", [*fox, " and a dog"], [*dog]], [fox, (*fox, *dog), dog]),
+    ):
+        before = len(site.door.tickets)
+        answer = await ask(site, prompt, n_predict=1)
+        assert [ticket.job.prompt for ticket in site.door.tickets[before:]] == jobs
+        assert isinstance(answer, list) == (len(jobs) > 1)
+        for place, one in enumerate(answer if isinstance(answer, list) else [answer]):
+            assert (one["index"], one["prompt"]) == (place, site.text.tokenizer.decode(jobs[place]))
+    assert isinstance(await ask(site, ["The fox"], n_predict=1), list), "a list of one prompt"
+
+
+async def test_control_tokens_in_a_prompt_are_parsed_unless_told_not_to(site: Site) -> None:
+    await ask(site, "<|im_start|>user", n_predict=1)
+    await ask(site, "<|im_start|>user", n_predict=1, parse_special=False)
+    one, other = (ticket.job.prompt for ticket in site.door.tickets)
+    assert one[0] == site.text.tokenizer.controls["<|im_start|>"].id
+    assert len(one) < len(other)
+
+
+async def test_a_stream_has_parts_and_one_last_event_for_each_prompt(site: Site) -> None:
+    site.say(" jumps over")
+    body = {"prompt": ["The fox", "A dog"], "return_progress": True, "n_probs": 2}
+    _, lines = await stream(site, PATH, body)
+    assert "[DONE]" not in lines, "llama.cpp does not send it here"
+    found = [json.loads(line) for line in lines]
+    for index in (0, 1):
+        mine = [event for event in found if event["index"] == index]
+        assert "".join(event["content"] for event in mine) == " jumps over"
+        assert [event["stop"] for event in mine] == [False] * (len(mine) - 1) + [True]
+        assert mine[-1]["stop_type"] == "eos"
+        probabilities = [one for event in mine for one in event.get("completion_probabilities", [])]
+        assert "".join(one["token"] for one in probabilities) == " jumps over"
+        assert {len(one["top_logprobs"]) for one in probabilities} == {2}
+        assert {"id", "token", "bytes", "logprob"} <= probabilities[0].keys()
+    assert any("prompt_progress" in event for event in found)
+
+
+async def test_nothing_may_be_predicted_and_nothing_shared(site: Site) -> None:
+    answer = await ask(site, "The fox", n_predict=0)
+    assert (answer["content"], answer["tokens_predicted"], answer["stop_type"]) == ("", 0, "limit")
+    await ask(site, "The fox", n_predict=1, cache_prompt=False)
+    assert site.door.tickets[-1].job.scope.kind == "off"
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "message"),
+    [
+        ({}, "$.prompt", "must be a string, an array of token ids and strings"),
+        ({"prompt": []}, "$.prompt", "1 to 64 prompts"),
+        ({"prompt": [1.5]}, "$.prompt[0]", "must be a string"),
+        ({"prompt": [True]}, "$.prompt[0]", "must be a string"),
+        ({"prompt": ["a", [1, [2]]]}, "$.prompt[1]", "must be a string"),
+        ({"prompt": ["a", -1]}, "$.prompt[1]", "must be a token id from 0"),
+        ({"prompt": [1, 2, 1 << 30]}, "$.prompt[2]", "must be a token id from 0"),
+        ({"prompt": [1] * 5000}, "$.prompt", "5000"),
+        ({"prompt": ""}, "$.prompt", "at least one token"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": []}}, "$.prompt", "not an object"),
+        ({"prompt": "x", "n_probs": 21}, "$.n_probs", "from 0 to 20"),
+        ({"prompt": "x", "n_predict": -2}, "$.n_predict", ">= -1"),
+        ({"prompt": "x", "mirostat": 2}, "$.mirostat", "sampler"),
+        ({"prompt": "x", "post_sampling_probs": True}, "$.post_sampling_probs", "not supported"),
+        ({"prompt": "x", "return_tokens": True}, "$.return_tokens", "not supported"),
+        ({"prompt": "x", "input_suffix": "y"}, "$.input_suffix", "only writes on"),
+    ],
+)
+async def test_what_is_wrong_is_named(site: Site, body: dict, path: str, message: str) -> None:
+    response = await site.post(PATH, body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"] == path.removeprefix("$.") or error["param"] == path
+    assert message in error["message"]
