@@ -106,7 +106,7 @@ def joined(parts: Sequence[tuple[range, Numerics]]) -> Numerics:
     """Of a target whose runs of layers are computed in what was found for each, all with the same chunk.
 
     Where all are of one class, which layers were computed where is no part of it. Where they are not, what layers are
-    of which class is.
+    of which class is; and the plan is that of the last ones, beside which a draft is.
     """
     found = [one for _, one in parts]
     classes = list(dict.fromkeys(one.numerics_class for one in found))
@@ -125,6 +125,7 @@ def joined(parts: Sequence[tuple[range, Numerics]]) -> Numerics:
         numerics_class="; ".join(f"layers {run[0].start}..{run[-1].stop - 1}: {name}" for name, run in runs),
         seconds=sum(one.seconds for one in {one.numerics_class: one for one in found}.values()),
         checks=sum(one.checks for one in {one.numerics_class: one for one in found}.values()),
+        plan=found[-1].plan,
         failures=tuple(dict.fromkeys(why for one in found for why in one.failures)),
     )
 

@@ -152,6 +152,12 @@ def test_layers_of_several_classes_are_named_with_theirs() -> None:
         "onednn, triton",
     )
     assert (mixed.checks, mixed.seconds, mixed.threads) == (105, 1.5, 2)
+    plan = ProductPlan((4,), (1, 1), (), ())
+    near, far = (range(5), evolve(ONE, plan=plan)), (range(5, 10), OTHER)
+    assert joined([near, far]).plan is None
+    assert joined([(range(5), OTHER), (range(5, 10), near[1])]).plan == plan, (
+        "what a draft's products are proven beside"
+    )
 
 
 def test_a_grid_anywhere_is_a_grid_for_all() -> None:
