@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+LICENCE = """
+## Licence
+
+The weights are under the Apache License 2.0, as the rest of Rekindle. The code that they were trained on is not part
+of this package. It is that of CPython (Python Software Foundation License Version 2) and of these packages, each under
+its own licence, here the main one:
+
+{packages}
+"""
+
 CARD = """\
 ---
 license: apache-2.0
@@ -65,21 +75,13 @@ at every depth.
 | exam | result |
 |---|---|
 {rows}
-
-## Licence
-
-The weights are under the Apache License 2.0, as the rest of Rekindle. The code that they were trained on is not part
-of this package. It is that of CPython (Python Software Foundation License Version 2) and of these packages, each under
-its own licence, here the main one:
-
-{packages}
 """
 
 
-def write_card(facts: Mapping[str, Any], measured: Mapping[str, float]) -> str:
-    """README.md for the checkpoint folder."""
+def write_card(facts: Mapping[str, Any], measured: Mapping[str, float], card: str = CARD) -> str:
+    """README.md for the checkpoint folder. card: all but its licence."""
     rows = "\n".join(f"| {name} | {shown(name, value)} |" for name, value in measured.items())
-    return CARD.format(**facts, rows=rows)
+    return (card + LICENCE).format(**facts, rows=rows)
 
 
 def shown(name: str, value: float) -> str:

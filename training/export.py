@@ -67,39 +67,35 @@ def write_shards(state: dict[str, Tensor], folder: Path) -> None:
 
 def geometry_of(config: Mapping[str, Any], layers: int) -> Geometry:
     """The sizes that a config.json tells, the target's own or those that a draft's repeats."""
-    return Geometry(
-        vocabulary=config["vocab_size"],
-        hidden=config["hidden_size"],
-        inner=config["intermediate_size"],
-        layers=layers,
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        context=config["max_position_embeddings"],
-        theta=config["rope_parameters"]["rope_theta"],
-        eps=config["rms_norm_eps"],
-    )
+    return Geometry(**sizes(config), layers=layers)
 
 
 def hybrid_geometry_of(config: Mapping[str, Any]) -> HybridGeometry:
     return HybridGeometry(
-        vocabulary=config["vocab_size"],
-        hidden=config["hidden_size"],
-        inner=config["intermediate_size"],
+        **sizes(config),
         layers=config["num_hidden_layers"],
         interval=config["full_attention_interval"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
         rotary=config["rope_parameters"]["partial_rotary_factor"],
         key_heads=config["linear_num_key_heads"],
         value_heads=config["linear_num_value_heads"],
         linear_dim=config["linear_key_head_dim"],
         conv=config["linear_conv_kernel_dim"],
-        context=config["max_position_embeddings"],
-        theta=config["rope_parameters"]["rope_theta"],
-        eps=config["rms_norm_eps"],
     )
+
+
+def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What both kinds of geometry have."""
+    return {
+        "vocabulary": config["vocab_size"],
+        "hidden": config["hidden_size"],
+        "inner": config["intermediate_size"],
+        "heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        "context": config["max_position_embeddings"],
+        "theta": config["rope_parameters"]["rope_theta"],
+        "eps": config["rms_norm_eps"],
+    }
 
 
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Qwen3:

@@ -19,12 +19,13 @@ from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
 from training.batches import Batches, BatchShape
+from training.card import write_card
 from training.corpus import HeldOut
 from training.demo import DemoLimits, describe, prepare
 from training.draft import ended
 from training.evaluate import evaluate
 from training.export import export, load_hybrid
-from training.hybrid_card import write_hybrid_card
+from training.hybrid_card import CARD
 from training.hybrid_model import DEPTHS, Hybrid, HybridGeometry
 from training.recipe import LONG, SHORT, Cycle, Recipe, short
 from training.tokenizer import encode
@@ -95,7 +96,7 @@ def run(recipe: Recipe[HybridGeometry], work: Path, out: Path, limits: DemoLimit
     measured = evaluate(shipped, tokenizer, held_out, recipe.questions, limits.workers)
     for depth, share in enumerate(agreements, 1):
         measured[f"head, token {depth} in a row"] = share
-    (out / "README.md").write_text(write_hybrid_card(trained, measured), encoding="utf-8")
+    (out / "README.md").write_text(write_card(trained, measured, CARD), encoding="utf-8")
     print(f"training took {progress.seconds:.0f} s, the exams {time.monotonic() - began:.0f} s", flush=True)
     return measured
 

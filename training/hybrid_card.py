@@ -1,11 +1,4 @@
-"""The model card of the hybrid demo, written from what the run measured."""
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-from training.card import shown
+"""The model card of the hybrid demo: what `write_card` fills in."""
 
 CARD = """\
 ---
@@ -55,18 +48,4 @@ tokens before it.
 | exam | result |
 |---|---|
 {rows}
-
-## Licence
-
-The weights are under the Apache License 2.0, as the rest of Rekindle. The code that they were trained on is not part
-of this package. It is that of CPython (Python Software Foundation License Version 2) and of these packages, each under
-its own licence, here the main one:
-
-{packages}
 """
-
-
-def write_hybrid_card(facts: Mapping[str, Any], measured: Mapping[str, float]) -> str:
-    """README.md for the checkpoint folder."""
-    rows = "\n".join(f"| {name} | {shown(name, value)} |" for name, value in measured.items())
-    return CARD.format(**facts, rows=rows)

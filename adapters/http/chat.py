@@ -13,7 +13,16 @@ from adapters.http.fields import Fields, shown
 from adapters.http.openai_shape import ChatShape
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import chat_prompt, check_template, unparsed
-from adapters.http.tools import MAX_TOOLS, check_tools, named, needs_tools, read_allowed, read_function, read_name
+from adapters.http.tools import (
+    CHOICES,
+    MAX_TOOLS,
+    check_tools,
+    named,
+    plain_choice,
+    read_allowed,
+    read_function,
+    read_name,
+)
 from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import MISSING_IN_CHAT
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolCall, ToolChoice, thinking
@@ -31,7 +40,6 @@ ROLES: dict[str, Role] = {
 }
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 TEMPLATE_FLAGS = ("enable_thinking", "thinking", "preserve_thinking")
-CHOICES = ("none", "auto", "required")
 NOT_TEXT = ("image_url", "input_image", "image", "input_audio", "audio", "file", "input_file", "video_url", "video")
 WORDS = Words(MISSING_IN_CHAT)
 
@@ -165,14 +173,10 @@ def read_tools(fields: Fields) -> tuple[FunctionTool, ...]:
 
 
 def read_choice(fields: Fields, tools: tuple[FunctionTool, ...]) -> ToolChoice:
-    asked, path = fields.data.get("tool_choice"), fields.at("tool_choice")
+    if (plain := plain_choice(fields, tools)) is not None:
+        return plain
+    asked, path = fields.data["tool_choice"], fields.at("tool_choice")
     match asked:
-        case None | "auto":
-            return ToolChoice()
-        case "none":
-            return ToolChoice("none")
-        case "required":
-            return needs_tools(ToolChoice("required"), tools, path)
         case {"type": "function"}:
             function = Fields(asked, path).within("function")
             if function is None:

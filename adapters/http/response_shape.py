@@ -61,8 +61,9 @@ class ResponseShape:
                 yield from self.events(one)
 
     def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
+        """Of the response only what it is: what was asked grows with the prompt, and so does the number of these."""
         told = figures.prompt_progress(progress, elapsed_ms)
-        yield self.event("response.in_progress", response=self.response(), prompt_progress=told)
+        yield self.event("response.in_progress", response=self.now(), prompt_progress=told)
 
     def heartbeat(self) -> Iterable[bytes]:
         """Codex counts events as life, and nothing else."""
@@ -155,7 +156,11 @@ class ResponseShape:
             final["store"] = self.shelf.keep(self.id, ArchivedResponse(final, self.asked.echo["items"]))
 
     def response(self) -> dict[str, Any]:
-        """As it is now; in progress, nothing is in it yet."""
+        """As it is now, with what was asked."""
+        return {**self.now(), **self.asked.echo["shown"]}
+
+    def now(self) -> dict[str, Any]:
+        """In progress, nothing is in it yet."""
         over = self.status != "in_progress"
         cut = "completed" if self.status == "completed" else "incomplete"
         last = len(self.blocks.done) - 1
@@ -171,7 +176,6 @@ class ResponseShape:
             "model": self.asked.controls.model,
             "output": output,
             "usage": None,
-            **self.asked.echo["shown"],
         }
 
     def item(self, block: Block, status: str | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from adapters.http.tools import (
     Skipped,
     check_tools,
     named,
-    needs_tools,
+    plain_choice,
     read_allowed,
     read_function,
     read_name,
@@ -235,14 +235,10 @@ def each(fields: Fields, name: str) -> Iterator[Fields]:
 
 
 def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice:
-    asked, path = fields.data.get("tool_choice"), fields.at("tool_choice")
+    if (plain := plain_choice(fields, tools)) is not None:
+        return plain
+    asked, path = fields.data["tool_choice"], fields.at("tool_choice")
     match asked:
-        case None | "auto":
-            return ToolChoice()
-        case "none":
-            return ToolChoice("none")
-        case "required":
-            return needs_tools(ToolChoice("required"), tools, path)
         case {"type": "function" | "custom"}:
             return named(read_name(Fields(asked, path)), tools, f"{path}.name")
         case {"type": "allowed_tools"}:

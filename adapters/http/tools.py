@@ -14,6 +14,7 @@ from adapters.text.conversation import FunctionTool, ToolChoice
 
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1 << 20
+CHOICES = ("none", "auto", "required")
 ENCODER = msgspec.json.Encoder()  # 31 MiB of schemas in 30 ms, and the interpreter is held so long
 KIND = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -84,6 +85,18 @@ def needs_tools(choice: ToolChoice, tools: Sequence[FunctionTool], path: str) ->
     if choice.kind == "required" and not tools:
         raise invalid(path, "asks for a call, and there is nothing in `tools`")
     return choice
+
+
+def plain_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice | None:
+    """`tool_choice` as OpenAI's APIs have it, where it is one of CHOICES or left out; None: it is something else."""
+    match fields.data.get("tool_choice"):
+        case None | "auto":
+            return ToolChoice()
+        case "none":
+            return ToolChoice("none")
+        case "required":
+            return needs_tools(ToolChoice("required"), tools, fields.at("tool_choice"))
+    return None
 
 
 @define

@@ -126,7 +126,7 @@ class CachedDraft(ABC, Generic[L]):
         self._parking = ParkedWeights(partial(self._read, weights), self._device)
         self._parking.unpark()
         self._try()
-        facts = (weights.digest(), shape.row_facts(), str(dtype))
+        facts = (weights.digest(), shape.row_facts(), str(dtype), kernels.numbers)
         self.identity = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def _read(self, weights: DraftWeights) -> L:

@@ -84,6 +84,7 @@ async def test_the_folder_follows_while_the_server_runs(tmp_path: Path) -> None:
             archive.drop(name(1))
             while (tmp_path / name(1)).exists():  # noqa: ASYNC110
                 await anyio.sleep(0.01)
+        assert files(tmp_path) == []
         tasks.cancel_scope.cancel()
     await archive.close()
 

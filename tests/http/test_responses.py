@@ -355,6 +355,11 @@ async def test_a_long_prefill_is_full_of_events(folder: Path) -> None:
         reports = [event["prompt_progress"] for event in told if "prompt_progress" in event]
         assert reports[0]["processed"] == reports[0]["cache"]
         assert reports[-1]["processed"] == reports[-1]["total"]
+        long = await frames(slow, asked(input="Hello! " * 50, instructions="Be brief. " * 50, return_progress=True))
+        brief = [event["response"] for event in long if "prompt_progress" in event]
+        assert len(brief) > 2
+        assert all(one["status"] == "in_progress" and "instructions" not in one for one in brief)
+        assert {one["id"] for one in brief} == {long[0]["response"]["id"]}
         slow.say("Done.")
         async with client_of(slow) as client, client.responses.stream(**asked(input="Hello! " * 60)) as stream:
             assert (await stream.get_final_response()).status == "completed"

@@ -83,6 +83,11 @@ class Kernels(Protocol):
         """The operations of recurrent layers; None where there are none for the device."""
         ...
 
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        """All that bits depend on of the plan they run by; nothing where there is none."""
+        ...
+
     def fresh(self) -> Kernels:
         """The same kernels for another shard: nothing that was recorded or kept for this one."""
         ...

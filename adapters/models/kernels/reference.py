@@ -41,6 +41,10 @@ class ReferenceKernels:
     kv_tile = 64
     delta: DeltaKernels | None = ReferenceDelta()
 
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        return ()
+
     def fresh(self) -> ReferenceKernels:
         return ReferenceKernels()
 

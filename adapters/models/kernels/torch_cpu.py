@@ -101,6 +101,10 @@ class CpuKernels:
     def name(self) -> str:
         return f"{'onednn' if _ONEDNN else 'aten'}-{name_of(self._dtype)}"
 
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        return () if self._plan is None else self._plan.numbers()
+
     def fresh(self) -> CpuKernels:
         return self.using(self._plan)
 

@@ -101,6 +101,10 @@ class TritonKernels:
         self.delta = CudaDelta(self.device, self.pdl)
         self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl)
 
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        return ()
+
     def fresh(self) -> TritonKernels:
         return TritonKernels(self.device, self.pdl)
 
