@@ -10,11 +10,9 @@ more. compile: milliseconds to admit a grammar, its trial in the confined proces
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -23,6 +21,7 @@ from attrs import evolve
 
 from adapters.text.grammar import Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer
+from benchmarks.arguments import options_of, server_parser
 from benchmarks.never_slower import Took, together
 from benchmarks.report import machine, median, raw, table
 from effects.grammar import Grammar
@@ -144,20 +143,11 @@ async def measure(options: Options, count: int, streams: Sequence[int]) -> dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = server_parser(__doc__)
     parser.add_argument("--schemas", type=int, default=200)
     parser.add_argument("--streams", default="1,4")
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--draft", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    options = Options(
-        model=given.model, draft=given.draft, device=given.device, threads=given.threads, slots=given.slots
-    )
-    found = anyio.run(measure, options, given.schemas, [int(one) for one in given.streams.split(",")])
+    found = anyio.run(measure, options_of(given), given.schemas, [int(one) for one in given.streams.split(",")])
     table("answers of a given form against free ones as long (goal: 0.8x on 2 cores)", found["rows"])
     raw("constrained", found)
     if given.json:

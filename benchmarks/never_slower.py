@@ -15,12 +15,12 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import anyio
 from attrs import define, evolve
 
+from benchmarks.arguments import options_of, server_parser
 from benchmarks.report import machine, median, raw, table
 from benchmarks.speculation import Wrong, answer
 from benchmarks.subjects import prompts
@@ -136,23 +136,14 @@ async def measure(options: Options, given: argparse.Namespace) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = server_parser(__doc__)
     parser.add_argument("--parts", default="streams,pairs")
     parser.add_argument("--streams", default="1,4,16")
     parser.add_argument("--repeats", type=int, default=4, help="batches of streams")
     parser.add_argument("--tokens", type=int, default=128, help="of a stream's answer")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--draft", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    options = Options(
-        model=given.model, draft=given.draft, device=given.device, threads=given.threads, slots=given.slots
-    )
-    rows = anyio.run(measure, options, given)
+    rows = anyio.run(measure, options_of(given), given)
     table("with the draft against without", rows)
     raw("never_slower", {"rows": rows, "machine": machine()})
     if given.json:

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,6 +17,7 @@ from attrs import frozen
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
+from training.arguments import parsed, parser
 from training.batches import Batches, InTurn
 from training.card import write_card
 from training.corpus import MOST, Corpus, HeldOut, read_corpus
@@ -174,20 +172,10 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="checkpoint folder to write (the package's own demo)")
-    parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus and the tokenizer")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of training")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
-    parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
-    parser.add_argument("--longer", action="store_true", help="with the second cycle, of tool loops and 32768 tokens")
-    parser.add_argument("--attention", choices=("flash", "cudnn"), default="flash", help="whose kernels attend")
-    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
-    arguments = parser.parse_args()
-    if arguments.smoke and arguments.out == FOLDER:
-        parser.error("--smoke would overwrite the demo: give another --out")
-    if not arguments.smoke and not torch.cuda.is_available():
-        parser.error("training needs a CUDA device; --smoke works without")
+    told = parser(__doc__, FOLDER)
+    told.add_argument("--longer", action="store_true", help="with the second cycle, of tool loops and 32768 tokens")
+    told.add_argument("--attention", choices=("flash", "cudnn"), default="flash", help="whose kernels attend")
+    arguments = parsed(told)
     recipe = LONGER if arguments.longer else TARGET
     recipe = smallest(recipe) if arguments.smoke else recipe
     run(

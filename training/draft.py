@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ from attrs import evolve, field, frozen
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
+from training.arguments import parsed, parser
 from training.batches import Batches, BatchShape, Mixture
 from training.chat_format import MASK
 from training.corpus import HeldOut
@@ -244,20 +243,10 @@ def describe(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, default=FOLDER, help="checkpoint folder of the target")
-    parser.add_argument("--out", type=Path, default=FOLDER / "draft", help="checkpoint folder to write")
-    parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of training")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
-    parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
-    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
-    parser.add_argument("--again", action="store_true", help="go on from the draft in --out, with the target changed")
-    arguments = parser.parse_args()
-    if arguments.smoke and arguments.out == FOLDER / "draft":
-        parser.error("--smoke would overwrite the demo's draft: give another --out")
-    if not arguments.smoke and not torch.cuda.is_available():
-        parser.error("training needs a CUDA device; --smoke works without")
+    told = parser(__doc__, FOLDER / "draft")
+    told.add_argument("--target", type=Path, default=FOLDER, help="checkpoint folder of the target")
+    told.add_argument("--again", action="store_true", help="go on from the draft in --out, with the target changed")
+    arguments = parsed(told)
     recipe = AGAIN if arguments.again else DRAFT
     recipe = smallest_draft(recipe) if arguments.smoke else recipe
     folders = Folders(arguments.target, arguments.out, arguments.work)

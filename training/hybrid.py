@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from attrs import evolve
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
+from training.arguments import parsed, parser
 from training.batches import Batches, BatchShape
 from training.card import write_card
 from training.corpus import HeldOut
@@ -124,18 +122,7 @@ def agreement(model: Hybrid, tokenizer: Tokenizer, texts: Sequence[str], length:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER / "hybrid", help="checkpoint folder to write")
-    parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus and the tokenizer")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of training")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
-    parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
-    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
-    arguments = parser.parse_args()
-    if arguments.smoke and arguments.out == FOLDER / "hybrid":
-        parser.error("--smoke would overwrite the hybrid demo: give another --out")
-    if not arguments.smoke and not torch.cuda.is_available():
-        parser.error("training needs a CUDA device; --smoke works without")
+    arguments = parsed(parser(__doc__, FOLDER / "hybrid"))
     recipe = smallest_hybrid(HYBRID) if arguments.smoke else HYBRID
     run(recipe, arguments.work, arguments.out, DemoLimits(arguments.seconds, arguments.workers, arguments.first))
 
