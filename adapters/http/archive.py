@@ -30,10 +30,10 @@ ENCODER = msgspec.json.Encoder()
 
 @frozen
 class ArchivedResponse:
-    """A response, and the items that its request brought."""
+    """A response, and the items that its request brought: a list; of one that is to be kept, written out already."""
 
     response: Mapping[str, Any]
-    items: Sequence[Any]
+    items: Any
 
     @property
     def previous(self) -> str | None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 from attrs import define, evolve, field
 
 from adapters.http.api import Api, Asked, Asker, Counter
@@ -70,9 +71,11 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, a
         "shown": shown(fields, controls),
         "sealed": SEALED in read_include(fields),
         "store": fields.flag("store", True),
-        "items": read_input(fields),
     }
     conversation, echo["offered"] = await read_whole(shelf, fields, options, text, skipped)
+    if echo["store"]:  # as much as a body may have, one at a time, and not on the event loop when the answer ends
+        written = await anyio.to_thread.run_sync(ENCODER.encode, read_input(fields), limiter=parsers())
+        echo["items"] = msgspec.Raw(written)
     turns = asker.turns(controls.salt)
     prompt = await chat_prompt(conversation, text, options, asker.gone, turns, path=fields.at("input"))
     headers = {**skipped.headers, **unparsed(conversation, text)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import anyio
 import openai
 import pytest
 
+from adapters.http import archive, responses
 from adapters.http.archive import Archive, ArchivedResponse, Shelf
 from adapters.http.errors import ApiError
 from adapters.http.fields import Fields
@@ -294,6 +296,28 @@ async def test_a_conversation_goes_on_after_a_restart(folder: Path, tmp_path: Pa
         await client.responses.create(**asked(input="So?", previous_response_id=second.id))
         assert prompt_of(after).count("My name is Ada.") == 2
         assert prompt_of(after).index("And?") < prompt_of(after).index("So?")
+
+
+async def test_what_was_asked_is_written_out_beside_the_event_loop(
+    site: Site, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be as large as a body, and every other answer waits for the loop."""
+    written, encode = list[tuple[bool, int]](), archive.ENCODER.encode
+
+    class Noted:
+        @staticmethod
+        def encode(value: Any) -> bytes:
+            written.append((isinstance(value, list), threading.get_ident()))
+            return encode(value)
+
+    for module in (archive, responses):
+        monkeypatch.setattr(module, "ENCODER", Noted)
+    made = await client.responses.create(**asked(input=[{"role": "user", "content": "x" * 100}]))
+    lists = [thread for is_list, thread in written if is_list]
+    assert len(lists) == 1
+    assert threading.get_ident() not in lists
+    listed = await client.responses.input_items.list(made.id)
+    assert listed.data[0].content == "x" * 100
 
 
 async def test_a_response_is_its_callers_alone(folder: Path) -> None:
