@@ -227,7 +227,9 @@ def test_what_a_user_sets_for_the_libraries_is_part_of_the_class(monkeypatch):
     for cap in ("AVX2", "AVX512_CORE"):
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
         classes.add(machine(CpuKernels(torch.float32), CPU))
-    assert len(classes) == 2
+    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX2")
+    classes.add(machine(CpuKernels(torch.float32), CPU))
+    assert len(classes) == 3
 
 
 def test_the_outcome_does_not_depend_on_how_long_it_took(monkeypatch):

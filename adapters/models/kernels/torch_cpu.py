@@ -212,7 +212,7 @@ class CpuKernels:
         turned = turned * weight
         cos, sin = batch.plan.angles(rope, batch)
         part = turned[..., : cos.shape[2]]
-        swapped = part.reshape(*part.shape[:2], 2, -1).flip(2).flatten(2)
+        swapped = torch.roll(part, part.shape[2] // 2, 2)
         part.mul_(cos).add_(swapped.mul_(sin))
         return turned, values
 
