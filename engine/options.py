@@ -181,6 +181,10 @@ class Options(ModelOption):
     lazy_draft: Annotated[bool, flag(DRAFT, negative="")] = False
     """Short for --draft-residency request-scoped."""
 
+    stabilize: Annotated[Literal["off", "known"], flag(SERVER)] = "known"
+    """known: what agents write anew into the head of every prompt (counters, dates) is left out, or goes to where it
+    costs little. off: nothing is touched."""
+
     host: Annotated[str, flag(SERVER, validator=known_host)] = "127.0.0.1"
     """Address to listen on. Anything but loopback should come with --api-key."""
 

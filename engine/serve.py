@@ -269,6 +269,7 @@ def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOp
         sampling=sampling,
         scope=target.scope,
         disk=target.has_disk,
+        stabilize=options.stabilize,
         created=int(time.time()),
         version=__version__,
         max_body=options.max_body << 20,

@@ -53,6 +53,8 @@ class Asked:
     compiled: Compiled | None = None  # what its answers keep to, there until they are complete
     opens: bool = False  # its prompt is a conversation's first, of one that offers no tools
     turn: AskedTurn | None = None  # of a conversation
+    stabilized: tuple[str, ...] = ()  # by which rules its prompt is another than was sent
+    tail: int | None = None  # from here on no later prompt will be the same
 
 
 @frozen

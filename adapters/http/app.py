@@ -161,6 +161,8 @@ class Edge:
             opens=asked.opens,
             messages=asked.messages,
             turn=asked.turn,
+            stabilized=asked.stabilized,
+            tail=asked.tail,
         )
         self.memory.count(0 if asked.turn is None else asked.turn.remembered)
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
@@ -240,7 +242,7 @@ class Edge:
     async def apply_template(self, request: Request) -> JSONResponse:
         async with self._reading(request) as fields:
             conversation = await anyio.to_thread.run_sync(chat.read_conversation, fields, self.text)
-            return JSONResponse({"prompt": text_of(await rendered(conversation, self.text, self.options))})
+            return JSONResponse({"prompt": text_of(await rendered(conversation, fields, self.text, self.options))})
 
     # -- about the server
 

@@ -142,7 +142,7 @@ class Cabinet(ABC):
             else:
                 self._failing = False
             if self._raw.get(name) is raw:  # and not changed again meanwhile; a cancelled write is done by `close`
-                del self._changed[name]
+                self._changed.pop(name, None)  # `close` may have done it meanwhile
 
     @property
     def _owned(self) -> Folder:

@@ -12,7 +12,7 @@ from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
 from adapters.http.openai_shape import ChatShape
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
 from adapters.http.tools import (
     CHOICES,
     MAX_TOOLS,
@@ -23,7 +23,6 @@ from adapters.http.tools import (
     read_function,
     read_name,
 )
-from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import MISSING_IN_CHAT
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolCall, ToolChoice, thinking
 from adapters.text.text import Text
@@ -49,10 +48,8 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     turns = asker.turns(controls.salt)
     # there may be tens of thousands of messages
     conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
-    prompt = await chat_prompt(conversation, text, options, asker.gone, turns)
-    read = [prompt.tokens], [fields.at("messages")], prompt.reader, unparsed(conversation, text)
-    turn, opens = AskedTurn.of(turns, prompt), prompt.opens
-    return Asked(controls, *read, messages=conversation.messages, opens=opens, turn=turn)
+    prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
+    return asked(controls, prompt, [fields.at("messages")], unparsed(conversation, text), turns)
 
 
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
@@ -211,7 +208,8 @@ def read_variables(fields: Fields) -> dict[str, Any]:
 
 async def count(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
     conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
-    return (await chat_prompt(conversation, text, options, asker.gone, asker.turns(read_salt(fields)))).tokens
+    turns = asker.turns(read_salt(fields))
+    return (await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)).tokens
 
 
 CHAT = Api("/v1/chat/completions", "chatcmpl-", read, ChatShape)

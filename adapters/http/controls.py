@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -69,6 +70,7 @@ class Planned:
     silent: bool = False
     messages: Sequence[ChatMessage] = ()
     turn: AskedTurn | None = None
+    stabilized: tuple[str, ...] = ()  # by which rules its prompt is another than was sent
 
 
 @frozen
@@ -209,11 +211,14 @@ def plan(
     opens: bool = False,
     messages: Sequence[ChatMessage] = (),
     turn: AskedTurn | None = None,
+    stabilized: tuple[str, ...] = (),
+    tail: int | None = None,
 ) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 
     Choice i draws with seed + i.  cuts: safe boundaries of the one prompt, besides where its messages open.
-    opens: it is a conversation's first. Raises ApiError for a prompt that is empty or leaves no room.
+    opens: it is a conversation's first.  stabilized: by which rules it is another than was sent.  tail: from here on no
+    later one will be the same, so no boundaries follow. Raises ApiError for a prompt that is empty or leaves no room.
     """
     jobs = len(prompts) * controls.choices
     if jobs > options.max_jobs:
@@ -232,6 +237,8 @@ def plan(
         if room < 1:
             raise context_exceeded(len(prompt), options.max_ctx, path)
         boundaries = tuple(sorted({*openings.boundaries(prompt), *cuts}))
+        if tail is not None:
+            boundaries = boundaries[: bisect_right(boundaries, tail)]
         for choice in range(controls.choices):
             sampling = evolve(controls.sampling, seed=(controls.sampling.seed + choice) % (1 << 63))
             job = Job(
@@ -250,6 +257,6 @@ def plan(
             )
             place = number * controls.choices + choice
             silent = controls.max_tokens == 0
-            told = controls.stops, controls.asked_scope, reader, silent, messages, turn
+            told = controls.stops, controls.asked_scope, reader, silent, messages, turn, stabilized
             planned.append(Planned(place, number, job, *told))
     return tuple(planned)

@@ -75,6 +75,7 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
             "reason": "disk_off" if ended.planned.asked_scope and kept and not options.disk else report.cache.reason,
             "miss": misses.told(ended),
         },
+        "stabilized": list(ended.planned.stabilized),
         "compressed_from": report.compressed_from or None,
         "speculation": {
             "rounds": report.decode_steps,

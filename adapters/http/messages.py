@@ -15,9 +15,8 @@ from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.messages_shape import MessageShape
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
-from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import Missing
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, ToolChoice, thinking
 from adapters.text.text import Text
@@ -48,17 +47,15 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     controls, skipped = read_message_controls(fields, options, text), Skipped()
     conversation = await read_whole(fields, text, skipped)
     turns = asker.turns(controls.salt)
-    prompt = await chat_prompt(conversation, text, options, asker.gone, turns)
+    prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
     headers = {**skipped.headers, **unparsed(conversation, text)}
-    read = [prompt.tokens], [fields.at("messages")], prompt.reader, headers, prompt.cuts
-    turn, opens = AskedTurn.of(turns, prompt), prompt.opens
-    return Asked(controls, *read, messages=conversation.messages, opens=opens, turn=turn)
+    return asked(controls, prompt, [fields.at("messages")], headers, turns)
 
 
 async def count(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
     read_model(fields, options)
     conversation, turns = await read_whole(fields, text, Skipped()), asker.turns(read_salt(fields))
-    return (await chat_prompt(conversation, text, options, asker.gone, turns)).tokens
+    return (await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)).tokens
 
 
 async def read_whole(fields: Fields, text: Text, skipped: Skipped) -> Conversation:

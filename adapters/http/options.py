@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
 
@@ -21,6 +21,7 @@ class EdgeOptions:
     OpenAI's, unless the checkpoint says otherwise.
     scope: of the prefix cache, for requests that do not say.
     disk: is there a disk tier? A request cannot turn it on.
+    stabilize: `known`: what agents change in every prompt is left out or moved, if a request does not say `off`.
     numerics: shown as `rekindle.numerics`; `mode` is `exact` or `fast`.
     allowed_hosts: names besides the loopback ones that a Host header may have; `*` accepts any, `0.0.0.0` or `::` any
     IP address.
@@ -36,6 +37,7 @@ class EdgeOptions:
     sampling: Sampling = field(factory=lambda: Sampling(temperature=1))
     scope: Scope = field(factory=Scope)
     disk: bool = True
+    stabilize: Literal["off", "known"] = "known"
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
-from typing import TypeVar
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import anyio
+
+from adapters.http.api import Asked
+from adapters.http.controls import Controls
 from adapters.http.errors import ApiError, far_too_long, invalid, left
+from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
-from adapters.http.turn_memory import OwnTurns
+from adapters.http.turn_memory import AskedTurn, OwnTurns
 from adapters.text.answer.reader import NONE
 from adapters.text.conversation import Conversation
 from adapters.text.pieces import size_of
+from adapters.text.stabilize import stabilized
 from adapters.text.template import Rendered, TemplateFailed, TemplateRefused
 from adapters.text.text import ChatPrompt, Text
 from adapters.text.tokenizer import GaveUp, Gone, TooLong
@@ -18,6 +24,7 @@ from adapters.text.tokenizer import GaveUp, Gone, TooLong
 T = TypeVar("T")
 UNPARSED = {"x-rekindle-tools": "unparsed; a call comes back as text, and ends no answer"}
 COUNTED = 2  # contexts: a prompt is counted so far, then it is refused as having at least so many tokens
+STABILIZE = ("off", "known")
 THOUGHTS = 8  # contexts of reasoning that a template may be given to leave out
 
 
@@ -35,11 +42,12 @@ def check_template(text: Text) -> None:
 
 async def chat_prompt(
     conversation: Conversation,
+    fields: Fields,
     text: Text,
     options: EdgeOptions,
     gone: Gone,
-    turns: OwnTurns,
     *,
+    turns: OwnTurns,
     path: str = "$.messages",
 ) -> ChatPrompt:
     """Raises ApiError 400 where the conversation is too long or the template refuses it, 500 where it fails.
@@ -47,6 +55,7 @@ async def chat_prompt(
     turns: what the caller's answers were made of.  path: of the messages in the body.
     """
     most = COUNTED * options.max_ctx
+    conversation = await stable(conversation, fields, options)
     refuse_unread(conversation, text, most, options, path)
     try:
         return await told(text.prompt(conversation, most, gone, turns), path)
@@ -56,10 +65,46 @@ async def chat_prompt(
         raise left() from None
 
 
-async def rendered(conversation: Conversation, text: Text, options: EdgeOptions) -> Rendered:
+async def rendered(conversation: Conversation, fields: Fields, text: Text, options: EdgeOptions) -> Rendered:
     """The same, not tokenized."""
+    conversation = await stable(conversation, fields, options)
     refuse_unread(conversation, text, COUNTED * options.max_ctx, options, "$.messages")
     return await told(text.rendered(conversation), "$.messages")
+
+
+async def stable(conversation: Conversation, fields: Fields, options: EdgeOptions) -> Conversation:
+    """As the request wants it, or the server where it does not say."""
+    if (fields.choice("stabilize", STABILIZE) or options.stabilize) == "off":
+        return conversation
+    return await anyio.to_thread.run_sync(stabilized, conversation)
+
+
+def asked(
+    controls: Controls,
+    prompt: ChatPrompt,
+    paths: Sequence[str],
+    headers: Mapping[str, str],
+    turns: OwnTurns,
+    *,
+    echo: Mapping[str, Any] | None = None,
+) -> Asked:
+    """A request that is one conversation."""
+    names = prompt.stabilized
+    headers = {**headers, "x-rekindle-stabilized": " ".join(names)} if names else headers
+    return Asked(
+        controls,
+        [prompt.tokens],
+        paths,
+        prompt.reader,
+        headers,
+        prompt.cuts,
+        prompt.messages,
+        echo or {},
+        opens=prompt.opens,
+        stabilized=names,
+        tail=prompt.tail,
+        turn=AskedTurn.of(turns, prompt),
+    )
 
 
 async def told(work: Awaitable[T], path: str) -> T:

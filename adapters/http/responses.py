@@ -19,7 +19,7 @@ from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.fields import shown as shown_value
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
 from adapters.http.response_items import Turns, spelled
 from adapters.http.response_shape import ResponseShape, place_of
 from adapters.http.tools import (
@@ -32,7 +32,6 @@ from adapters.http.tools import (
     read_function,
     read_name,
 )
-from adapters.http.turn_memory import AskedTurn
 from adapters.http.unsupported import MISSING, Missing
 from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
 from adapters.text.text import Text
@@ -77,18 +76,18 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, a
         written = await anyio.to_thread.run_sync(ENCODER.encode, read_input(fields), limiter=parsers())
         echo["items"] = msgspec.Raw(written)
     turns = asker.turns(controls.salt)
-    prompt = await chat_prompt(conversation, text, options, asker.gone, turns, path=fields.at("input"))
+    prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns, path=fields.at("input"))
     headers = {**skipped.headers, **unparsed(conversation, text)}
-    read = [prompt.tokens], [fields.at("input")], prompt.reader, headers
-    turn, opens = AskedTurn.of(turns, prompt), prompt.opens
-    return Asked(controls, *read, messages=conversation.messages, echo=echo, opens=opens, turn=turn)
+    return asked(controls, prompt, [fields.at("input")], headers, turns, echo=echo)
 
 
 async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
     read_model(fields, options)
     conversation, _ = await read_whole(shelf, fields, options, text, Skipped())
     turns = asker.turns(read_salt(fields))
-    return (await chat_prompt(conversation, text, options, asker.gone, turns, path=fields.at("input"))).tokens
+    return (
+        await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns, path=fields.at("input"))
+    ).tokens
 
 
 async def read_whole(

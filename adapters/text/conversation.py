@@ -80,6 +80,8 @@ class Conversation:
     variables: further ones of the template, `enable_thinking` say (see `thinking`).
     generate: the prompt ends with the opening of the assistant's answer.
     continues: the answer goes on with the last message, which is the assistant's, instead of opening one.
+    stabilized: the rules by which it is another than was sent (`stabilize.py`).  tail: from the last cut on of the
+    last message that is not the assistant's, no later request will have it.
     """
 
     messages: Sequence[ChatMessage]
@@ -89,6 +91,8 @@ class Conversation:
     variables: Mapping[str, Any] = field(factory=dict)
     generate: bool = True
     continues: bool = False
+    stabilized: tuple[str, ...] = ()
+    tail: bool = False
 
     @property
     def callable(self) -> Mapping[str, FunctionTool]:
@@ -96,9 +100,20 @@ class Conversation:
         return {} if self.choice.kind == "none" else {tool.name: tool for tool in self.tools}
 
     @property
+    def lasting(self) -> Sequence[ChatMessage]:
+        """Its messages as later requests will have them."""
+        if not self.tail:
+            return self.messages
+        place = max(place for place, message in enumerate(self.messages) if message.role != "assistant")
+        last = self.messages[place]
+        whole = evolve(last, content=last.content[: last.cuts[-1]])
+        return [*self.messages[:place], whole, *self.messages[place + 1 :]]
+
+    @property
     def opens(self) -> bool:
         """Is nothing answered in it yet, and nothing there to call? It may be all that there is: a title, a summary."""
-        return not self.tools and not any(message.role in ("assistant", "tool") for message in self.messages)
+        said = self.messages[:-1] if self.continues else self.messages
+        return not self.tools and not any(message.role in ("assistant", "tool") for message in said)
 
 
 def thinking(effort: str | None = None, enabled: bool | None = None) -> dict[str, Any]:

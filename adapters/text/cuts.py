@@ -6,12 +6,28 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, islice
 
-from adapters.text.conversation import ChatMessage
+from attrs import evolve
+
+from adapters.text.conversation import ChatMessage, Conversation
 from adapters.text.template import Spliced, text_of
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 
 MOST_CUTS = 16  # of a message, and messages with any: each is a search of the prompt's text; Anthropic takes 4
+
+
+def cuts_of(
+    conversation: Conversation, rendered: Spliced, tokens: Tokens, tokenizer: Tokenizer
+) -> tuple[Tokens, int | None]:
+    """All of them, and where the tail begins that no later prompt will have, if there is one and it is found."""
+    marked = [message for message in conversation.messages if message.cuts]
+    if not marked:
+        return (), None
+    cuts = cut_places(marked, rendered, tokens, tokenizer)
+    if not conversation.tail:
+        return cuts, None
+    last = evolve(marked[-1], cuts=marked[-1].cuts[-1:])
+    return cuts, max(cut_places([last], rendered, tokens, tokenizer), default=None)
 
 
 def cut_places(messages: Sequence[ChatMessage], rendered: Spliced, tokens: Tokens, tokenizer: Tokenizer) -> Tokens:

@@ -111,7 +111,7 @@ class Recaller:
 
     async def recalled(self, conversation: Conversation, recall: Recall, most: int | None) -> Recalled:
         """most: tokens of what is recalled, the latest first: no prompt has room for more."""
-        said, history = await anyio.to_thread.run_sync(heard, conversation.messages, recall.owner)
+        said, history = await anyio.to_thread.run_sync(heard, conversation.lasting, recall.owner)
         if conversation.continues:
             said = said[:-1]  # the answer goes on with it
         found, size = list[tuple[Utterance, Turn]](), 0

@@ -15,7 +15,7 @@ from adapters.text.answer.detect import detect_calls, detect_reasoning, opened
 from adapters.text.answer.reader import NONE, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
 from adapters.text.conversation import ChatMessage, Conversation, templated
-from adapters.text.cuts import cut_places
+from adapters.text.cuts import cuts_of
 from adapters.text.grammar import Grammars
 from adapters.text.recall import AnswerOpening, Recall, recaller
 from adapters.text.template import ChatTemplate, Control, Rendered, Spliced, TemplateFailed, TemplateRefused, text_of
@@ -28,14 +28,18 @@ from effects.job import Sampling
 class ChatPrompt:
     """A conversation, ready to be answered, and how the answer is to be read.
 
-    cuts: places that the client marked in it, besides those where messages open.  opens: as `Conversation` has it.
+    cuts: places that the client marked in it, besides those where messages open.  messages, opens, stabilized: as the
+    conversation has them.  tail: from here on no later prompt will be the same.
     remembered: so many of its tokens are those that were generated.  opening: for who remembers the answer.
     """
 
     tokens: Tokens
     reader: AnswerReader
     cuts: Tokens = ()
+    messages: Sequence[ChatMessage] = ()
     opens: bool = False
+    stabilized: tuple[str, ...] = ()
+    tail: int | None = None
     remembered: int = 0
     opening: AnswerOpening | None = None
 
@@ -115,13 +119,13 @@ class Text:
         if recalled is not None and recalled.known:
             written, remembered = await anyio.to_thread.run_sync(again.spliced, rendered, recalled)
         tokens = await self.tokenizer.encode_rendered(written, most, gone)
-        cuts: Tokens = ()
-        if any(message.cuts for message in conversation.messages):
-            cuts = await anyio.to_thread.run_sync(cut_places, conversation.messages, written, tokens, self.tokenizer)
+        cuts, tail = await anyio.to_thread.run_sync(cuts_of, conversation, written, tokens, self.tokenizer)
         answered = recalled is not None and conversation.generate and not conversation.continues
         lead = again.lead(tokens) if answered else None
         opening = None if recalled is None or lead is None else AnswerOpening(recalled.history, lead)
-        return ChatPrompt(tokens, self.reader(conversation, rendered), cuts, conversation.opens, remembered, opening)
+        reader, known = self.reader(conversation, rendered), conversation
+        served = known.messages, known.opens, known.stabilized, tail
+        return ChatPrompt(tokens, reader, cuts, *served, remembered, opening)
 
     async def rendered(self, conversation: Conversation) -> Rendered:
         assert self.template is not None

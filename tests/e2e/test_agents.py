@@ -1,8 +1,11 @@
-"""What agents do to a server's slots and prompts: side requests between the turns of a conversation."""
+"""What agents do to a server's slots and prompts: side requests between turns, and prompts that change at every one."""
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -36,3 +39,57 @@ def test_titles_between_two_turns_leave_a_conversation_on_the_device() -> None:
         told = turn(server, messages, tools=[TOOL])["rekindle"]
         assert told["tier"] == "device"
         assert told["restored_tokens"] > before - 64
+
+
+GIT = """\
+gitStatus: This is the git status at the start of the conversation. Note that this status is a snapshot in time, and \
+will not update during the conversation.
+Current branch: main
+
+Status:
+ M shapes/sides.py
+
+Recent commits:
+5183890 Sides have lengths
+d6c99bb Shapes have sides"""
+ENV = "<env>\nWorking directory: /srv/shapes\nPlatform: linux\nToday's date: 2026-11-22\n</env>"
+
+
+def prompts(server: Running, turns: int, **fields: Any) -> list[tuple[int, int]]:
+    """Of turns as Claude Code has them: tokens of each prompt, and how many of them were computed."""
+    draw, told = random.Random(5), list[tuple[int, int]]()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"Which shapes are there? {PROSE}"}]
+    counters = list[str]()
+    for number in range(turns):
+        counters.append(f"<total_tokens>{15_000_000 - 731 * number} tokens left</total_tokens>")
+        nonce = f"{draw.getrandbits(20):05x}"
+        billing = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={nonce};"
+        texts = (billing, PROSE * 30, ENV, "\n".join((GIT, *counters)))
+        settings = f"Runs a command. Not to be written: /tmp/claude-settings-{UUID(int=draw.getrandbits(128))}.json"
+        body = {
+            "system": [{"type": "text", "text": text} for text in texts],
+            "tools": [{"name": "Bash", "description": settings, "input_schema": {"type": "object", "properties": {}}}],
+            "messages": messages,
+            "max_tokens": 24,
+            "temperature": 0,
+            **fields,
+        }
+        answer = server.client.post("/v1/messages", json=body).json()
+        usage = answer["usage"]
+        computed = usage["input_tokens"] + usage["cache_creation_input_tokens"]
+        told.append((computed + usage["cache_read_input_tokens"], computed))
+        said = "".join(block["text"] for block in answer["content"] if block["type"] == "text") or "."
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And {number}? {PROSE}"}]
+    return told
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
+def test_a_prompt_whose_head_changes_at_every_turn_is_read_once(model: str) -> None:
+    with serving(model, "--max-ctx", "8192") as server:
+        off, known = prompts(server, 3, stabilize="off"), prompts(server, 10)
+    for whole, computed in off:
+        assert computed > whole - 64  # from the first line on
+    for (before, _), (whole, computed) in pairwise(known):
+        assert 0 < whole - before < 100
+        assert computed <= whole - before + 24 + 64 + 40  # with the answer, a block, and what went behind the message

@@ -145,6 +145,13 @@ def test_every_parser_that_there_is_can_be_chosen(served: list[Options]) -> None
     assert command.main(["serve", "--tool-parser", "qwen_xml"]) == 2
 
 
+def test_prompts_may_be_left_alone(served: list[Options]) -> None:
+    assert command.main(["serve"]) == 0
+    assert command.main(["serve", "--stabilize", "off"]) == 0
+    assert [options.stabilize for options in served] == ["known", "off"]
+    assert command.main(["serve", "--stabilize", "all"]) == 2
+
+
 def test_names_and_origins_may_be_given_several_times(served: list[Options]) -> None:
     words = ["--alias", "gpt-4o", "--alias", "a/b", "--any-model", "--allow-origin", "https://Page.example:8443"]
     assert command.main(["serve", *words, "--allow-origin", "*", "--allow-origin", "http://[::1]:3000"]) == 0

@@ -126,6 +126,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"enable_thinking": "no"}}, "$.chat_template_kwargs.enable_thinking", "true or false"),
     ({"reasoning_effort": "extreme"}, "$.reasoning_effort", "one of"),
     ({"speculation": "on"}, "$.speculation", "'auto', 'off'"),
+    ({"stabilize": "all"}, "$.stabilize", "'off', 'known'"),
     ({"cache_salt": 5}, "$.cache_salt", "a string"),
     ({"one_off": "yes"}, "$.one_off", "true or false"),
     ({"cache_salt": "x" * 129}, "$.cache_salt", "at most 128 characters"),

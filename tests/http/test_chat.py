@@ -421,6 +421,7 @@ async def test_a_request_tells_the_engine_whether_it_may_be_all_that_there_is(si
         ([{"role": "system", "content": "Titles."}, hello], {"one_off": False}, (True, False)),
         ([hello], {"tools": [tool], "one_off": True}, (False, True)),
         ([hello, {"role": "assistant", "content": "Hi"}, hello], {}, (False, None)),
+        ([hello, {"role": "assistant", "content": "{"}], {"continue_final_message": True}, (True, None)),
     ):
         await site.post(PATH, {"messages": messages, **fields})
         job = site.door.tickets[-1].job

@@ -1,0 +1,227 @@
+"""What agents write anew into the head of their prompts: left out, or moved to where it costs little.
+
+A prompt is read again from the first token that is another than before. So a counter in the system prompt costs the
+whole conversation at every turn, and a date costs what every session begins with. What is not for the model is dropped;
+what is for it goes, word for word, behind the last message, or behind the user's first one if it stays as it is for a
+whole session. A rule knows one shape in one place: whole lines of the system prompt, or a tool's description, and
+never what a user wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Literal
+
+from attrs import evolve, frozen
+
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool
+
+MOST_TEXT = 1 << 20  # characters of a system prompt that rules look at: agents' have a twentieth of it, 5 ms
+MOST_TRIES = 4096  # places where a rule is tried: more turns than a conversation has
+INDENT = 8  # spaces that a line may begin with
+
+
+@frozen
+class Rule:
+    """One shape of one agent.
+
+    where: the first line of a system message, any of its lines, or a tool's description.
+    mark: text that the shape begins with; nothing is tried without it.
+    shape: whole lines, or what its group `part` has; every repetition in it is bounded and has one way to match.
+    goes: nowhere, behind the last message, or behind the user's first one. Of several, the last one holds.
+    """
+
+    name: str
+    where: Literal["first line", "lines", "tool"]
+    mark: str
+    shape: re.Pattern[str]
+    goes: Literal["nowhere", "last", "first"]
+    tries: int = MOST_TRIES
+
+
+def lines(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(?P<part>{pattern})(?=\n|\Z)")
+
+
+UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+RULES = (
+    # x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch=36ee5;
+    Rule(
+        "claude-billing-header",
+        "first line",
+        "x-anthropic-billing-header: ",
+        lines(r"x-anthropic-billing-header: [a-z_]{1,32}=[^;\n]{0,128};(?: [a-z_]{1,32}=[^;\n]{0,128};){0,15} ?"),
+        "nowhere",
+    ),
+    # one more with every request, the earlier ones still there
+    Rule(
+        "claude-total-tokens",
+        "lines",
+        "<total_tokens>",
+        lines(r"<total_tokens>[0-9]{1,15} tokens left</total_tokens>"),
+        "last",
+    ),
+    # to the second
+    Rule(
+        "pi-time",
+        "lines",
+        "Current date and time: ",
+        lines(
+            r"Current date and time: [A-Z][a-z]{5,8}, [A-Z][a-z]{2,8} [0-9]{1,2}, [0-9]{4} at "
+            "[0-9]{1,2}:[0-9]{2}:[0-9]{2}[ \u202f][AP]M [A-Z0-9+:-]{1,9}"
+        ),
+        "last",
+    ),
+    Rule(
+        "pi-date",
+        "lines",
+        "Current date: ",
+        lines(r"Current date: [0-9]{4}-[0-9]{2}-[0-9]{2}(?=\nCurrent working directory: )"),
+        "first",
+    ),
+    # Claude Code (2025-12-30) and OpenCode (Sat Nov 22 2026)
+    Rule(
+        "env-date",
+        "lines",
+        "Today's date: ",
+        lines(
+            r"Today's date: (?:[0-9]{4}-[0-9]{2}-[0-9]{2}|[A-Z][a-z]{2} [A-Z][a-z]{2} [0-9]{2} [0-9]{4})(?=\n</env>)"
+        ),
+        "first",
+    ),
+    # as it was when the session began; an agent cuts it off at 2,000 characters
+    Rule(
+        "claude-git-status",
+        "lines",
+        "gitStatus: ",
+        lines(
+            r"gitStatus: This is the git status at the start of the conversation\. [^\n]{1,200}\n"
+            r"Current branch: [^\n]{0,250}\n"
+            r"(?:(?!Status:\n)[^\n]{0,250}\n){0,8}Status:\n"
+            r"(?:(?!Recent commits:\n)[^\n]{0,500}\n){0,400}Recent commits:"
+            r"(?:\n[0-9a-f]{7,40} [^\n]{0,500}){0,20}"
+        ),
+        "first",
+        tries=1,
+    ),
+    # of a file that only the agent opens: /tmp/claude-settings-20fc829c-5ec4-43a6-93f9-62663f5517b1.json
+    Rule(
+        "claude-settings-id",
+        "tool",
+        "claude-settings-",
+        re.compile(rf"claude-settings(?P<part>-{UUID})(?=\.json)"),
+        "nowhere",
+    ),
+)
+
+
+def stabilized(conversation: Conversation) -> Conversation:
+    """The same for the model, and as alike as can be to what the same agent sends before and after it.
+
+    The conversation says which rules applied.
+    """
+    leading = list(takewhile(lambda message: message.role == "system", conversation.messages))
+    rest = list(conversation.messages[len(leading) :])
+    places = {"nowhere": 0, "first": first_of_user(rest), "last": last_answered(rest)}
+    tools, applied, moved = conversation.tools, list[str](), dict[str, list[str]]()
+    readable = bool(rest) and sum(len(message.content) for message in leading) <= MOST_TEXT
+    for rule in RULES:
+        if rule.where == "tool":
+            changed = [without_part(rule, tool) for tool in tools]
+            if any(map(lambda one, other: one is not other, changed, tools)):
+                tools, applied = changed, [*applied, rule.name]
+        elif readable and places[rule.goes] is not None:
+            leading, said = without_lines(rule, leading)
+            if said:
+                applied.append(rule.name)
+                moved.setdefault(rule.goes, []).append(said)
+    if not applied:
+        return conversation
+    tail = False
+    for goes in ("first", "last"):
+        place = places[goes]
+        if goes in moved and place is not None:
+            rest[place] = behind(rest[place], "\n".join(moved[goes]), cut=goes == "last")
+            tail = goes == "last" and bool(rest[place].cuts)
+    messages = [*(message for message in leading if message.content), *rest]
+    return evolve(conversation, messages=messages, tools=tools, stabilized=tuple(applied), tail=tail)
+
+
+def first_of_user(messages: Sequence[ChatMessage]) -> int | None:
+    return next((place for place, message in enumerate(messages) if message.role == "user"), None)
+
+
+def last_answered(messages: Sequence[ChatMessage]) -> int | None:
+    """Where the last message is that the answer is to, though an answer may be begun already."""
+    return next((place for place in reversed(range(len(messages))) if messages[place].role != "assistant"), None)
+
+
+def found(rule: Rule, text: str) -> Iterator[tuple[int, int]]:
+    """What the rule is about, the last first."""
+    at = len(text)
+    for _ in range(rule.tries):
+        at = text.rfind(rule.mark, 0, at)
+        if at < 0:
+            return
+        match = rule.shape.match(text, at)
+        if match is None:
+            continue
+        start, stop = match.span("part")
+        if rule.where == "tool":
+            yield start, stop
+            continue
+        ahead = text[max(0, at - INDENT - 1) : at].rstrip(" ")
+        if (at <= INDENT and not ahead) or (rule.where == "lines" and ahead.endswith("\n")):
+            yield start, stop
+
+
+def without_part(rule: Rule, tool: FunctionTool) -> FunctionTool:
+    text = tool.description or ""
+    spans = sorted(found(rule, text))
+    return evolve(tool, description=left_of(text, spans)) if spans else tool
+
+
+def without_lines(rule: Rule, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], str]:
+    """And the text that holds: that of the last place."""
+    changed, said = list[ChatMessage](), ""
+    for message in messages:
+        text = message.content
+        spans = sorted(found(rule, text))
+        if spans:
+            said = text[slice(*spans[-1])]
+            message = shortened(message, [(before(text, start), stop) for start, stop in spans])  # noqa: PLW2901
+        changed.append(message)
+    return changed, said
+
+
+def before(text: str, start: int) -> int:
+    """Where a line's indentation begins, and the line breaks before it."""
+    while start and text[start - 1] == " ":
+        start -= 1
+    while start and text[start - 1] == "\n":
+        start -= 1
+    return start
+
+
+def shortened(message: ChatMessage, spans: Sequence[tuple[int, int]]) -> ChatMessage:
+    left = left_of(message.content, spans)
+    ahead = len(left) - len(left.lstrip("\n")) if spans[0][0] == 0 else 0
+    cuts = (cut - ahead - sum(max(0, min(stop, cut) - start) for start, stop in spans) for cut in message.cuts)
+    left = left[ahead:]
+    return evolve(message, content=left, cuts=tuple(sorted({cut for cut in cuts if 0 < cut < len(left)})))
+
+
+def left_of(text: str, spans: Sequence[tuple[int, int]]) -> str:
+    """spans: ascending, and apart."""
+    starts, stops = (0, *(stop for _, stop in spans)), (*(start for start, _ in spans), len(text))
+    return "".join(text[start:stop] for start, stop in zip(starts, stops, strict=True))
+
+
+def behind(message: ChatMessage, said: str, *, cut: bool) -> ChatMessage:
+    """cut: it will be gone with the next request, so only what is before it will be met again."""
+    if not message.content:
+        return evolve(message, content=said)
+    cuts = (*message.cuts, len(message.content)) if cut else message.cuts
+    return evolve(message, content=f"{message.content}\n\n{said}", cuts=cuts)

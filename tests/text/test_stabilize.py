@@ -1,0 +1,195 @@
+"""What agents change in every prompt: the shapes that were captured, and everything that only looks like them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from attrs import evolve
+
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool
+from adapters.text.stabilize import MOST_TEXT, RULES, stabilized
+
+YOU = "You are Claude Code, Anthropic's official CLI for Claude."
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch=36ee5;"
+LEFT = "<total_tokens>14999436 tokens left</total_tokens>"
+LESS = "<total_tokens>14990011 tokens left</total_tokens>"
+ENV = """<env>
+Working directory: /srv/shapes
+Is directory a git repo: Yes
+Platform: linux
+OS Version: Linux 6.12.10-76061203-generic
+{}</env>
+You are powered by the model named Sonnet 4.5."""
+OPENCODE = """<env>
+  Working directory: /srv/shapes
+  Is directory a git repo: yes
+  Platform: linux
+{}</env>"""
+DATE, DAY = "Today's date: 2025-12-19", "Today's date: Sat Nov 22 2026"
+GIT = """\
+gitStatus: This is the git status at the start of the conversation. Note that this status is a snapshot in time, and \
+will not update during the conversation.
+Current branch: main
+
+Main branch (you will usually use this for PRs): main
+
+Status:
+M package-lock.json
+?? notes/
+
+Recent commits:
+5183890 feat: functioning /compact and smart thinking model router
+d6c99bb fix: Apply ESLint fixes"""
+PI = "You are an expert coding assistant operating inside pi.{}\nCurrent working directory: /srv/shapes"
+TIME, PI_DATE = "Current date and time: Monday, March 9, 2026 at 06:00:31 PM PDT", "Current date: 2026-06-09"
+SETTINGS = "Runs a command. Not writable: /tmp/claude-settings{}.json"
+UUID = "-20fc829c-5ec4-43a6-93f9-62663f5517b1"
+TURN = (ChatMessage("user", "Hello"), ChatMessage("assistant", "Hi."), ChatMessage("user", "Why?"))
+
+
+def asked(system: str, *rest: ChatMessage) -> Conversation:
+    return Conversation((ChatMessage("system", system), *(rest or TURN)))
+
+
+def contents(conversation: Conversation) -> list[str]:
+    return [message.content for message in stabilized(conversation).messages]
+
+
+@pytest.mark.parametrize(
+    ("rule", "sent", "system", "first", "last"),
+    [
+        ("claude-billing-header", f"{BILLING}\n{YOU}", YOU, "", ""),
+        ("claude-billing-header", f"{BILLING}\n\n{YOU}", YOU, "", ""),
+        ("claude-total-tokens", f"{YOU}\n{LEFT}", YOU, "", LEFT),
+        ("claude-total-tokens", f"{YOU}\n\n{LEFT}\n{LESS}", YOU, "", LESS),
+        ("claude-total-tokens", f"{YOU}\n\n{LEFT}\n\nBe brief.\n{LESS}\n", f"{YOU}\n\nBe brief.\n", "", LESS),
+        ("pi-time", PI.format(f"\n{TIME}"), PI.format(""), "", TIME),
+        ("pi-date", PI.format(f"\n{PI_DATE}"), PI.format(""), PI_DATE, ""),
+        ("env-date", ENV.format(f"{DATE}\n"), ENV.format(""), DATE, ""),
+        ("env-date", OPENCODE.format(f"  {DAY}\n"), OPENCODE.format(""), DAY, ""),
+        ("claude-git-status", f"{YOU}\n\n{GIT}", YOU, GIT, ""),
+        ("claude-git-status", f"{YOU}\n\n{GIT}\nBe brief.", f"{YOU}\nBe brief.", GIT, ""),
+        ("claude-git-status", f"{YOU}\n\n{GIT.replace('M package-lock.json', '(clean)')}", YOU, GIT, ""),
+    ],
+)
+def test_a_captured_shape_goes_where_it_costs_little(rule: str, sent: str, system: str, first: str, last: str) -> None:
+    told = stabilized(asked(sent))
+    assert told.stabilized == (rule,)
+    assert told.messages[0] == ChatMessage("system", system)
+    moved = [message.content.partition("\n\n")[2] for message in told.messages[1:]]
+    assert [text.replace("(clean)", "M package-lock.json") for text in moved] == [first, "", last]
+    assert told.tail == bool(last)
+    assert told.lasting[-1].content == "Why?"  # what will be there with the next one
+    assert told.messages[-1].cuts == ((len("Why?"),) if last else ())
+    assert stabilized(told) == evolve(told, stabilized=told.stabilized)
+
+
+def test_a_tools_description_keeps_all_but_the_random_part() -> None:
+    tools = (FunctionTool("Bash", SETTINGS.format(UUID)), FunctionTool("Read", "Reads a file."), FunctionTool("List"))
+    told = stabilized(evolve(asked(YOU), tools=tools))
+    assert told.stabilized == ("claude-settings-id",)
+    assert told.tools == [FunctionTool("Bash", SETTINGS.format("")), *tools[1:]]
+
+
+def test_all_of_them_at_once_leave_the_same_head_at_every_turn() -> None:
+    heads, messages = list[str](), [ChatMessage("user", "Hello")]
+    counters = ""
+    for turn in range(5):
+        counters += f"\n<total_tokens>{15_000_000 - 9 * turn} tokens left</total_tokens>"
+        system = f"x-anthropic-billing-header: cc_version=2.1.1; cch={turn:05x};\n{YOU}\n{ENV.format(DATE + chr(10))}"
+        told = stabilized(Conversation([ChatMessage("system", f"{system}\n\n{GIT}{counters}"), *messages]))
+        heads.append("\0".join(message.content for message in told.messages[: len(messages)]))
+        assert told.messages[-1].content.endswith(f"<total_tokens>{15_000_000 - 9 * turn} tokens left</total_tokens>")
+        assert set(told.stabilized) == {
+            *("claude-billing-header", "claude-total-tokens", "env-date", "claude-git-status")
+        }
+        messages += [ChatMessage("assistant", f"Answer {turn}."), ChatMessage("user", f"Question {turn}?")]
+    for one, other in pairwise(heads):
+        assert other.startswith(one)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        f"{YOU}\n{BILLING}",  # not the first line
+        f"{BILLING} Mind it.\n{YOU}",
+        "x-anthropic-billing-header: whatever\nYou help.",
+        f"It says {LEFT}",
+        f"{LEFT} is left",
+        "<total_tokens>many tokens left</total_tokens>",
+        "<total_tokens>1234567890123456 tokens left</total_tokens>",
+        DATE,
+        f"{DATE}\nThat is today.\n</env>",
+        ENV.format("Today's date: soon\n"),
+        f"Current date: 2026-06-09\n{YOU}",
+        "Current date and time: now",
+        "gitStatus: This is the git status at the start of the conversation.\nAsk git.",
+        GIT.replace("\n\nRecent commits:", ""),
+        GIT.replace("Current branch: main\n", ""),
+    ],
+)
+def test_what_only_looks_like_one_stays(system: str) -> None:
+    conversation = asked(system)
+    assert stabilized(conversation) is conversation
+
+
+def test_what_a_user_an_assistant_a_tool_or_a_later_system_message_says_stays() -> None:
+    said = f"{BILLING}\n{LEFT}\n{ENV.format(DATE)}\n{GIT}"
+    rest = [ChatMessage(role, said) for role in ("user", "assistant", "tool", "system", "user")]
+    conversation = Conversation([ChatMessage("system", YOU), *rest], [FunctionTool(said.replace("\n", ""))])
+    assert stabilized(conversation) is conversation
+
+
+def test_what_stands_in_several_system_messages_is_found_in_each_and_an_empty_one_is_left_out() -> None:
+    messages = [ChatMessage("system", text) for text in (BILLING, YOU, LEFT, LESS)]
+    assert contents(Conversation([*messages, *TURN])) == [YOU, "Hello", "Hi.", f"Why?\n\n{LESS}"]
+
+
+def test_where_there_is_no_message_for_it_nothing_is_moved() -> None:
+    system = f"{YOU}\n{LEFT}\n{ENV.format(DATE + chr(10))}"
+    for rest in ([], [ChatMessage("assistant", "Hi.")]):
+        conversation = Conversation([ChatMessage("system", system), *rest])
+        assert stabilized(conversation) is conversation
+
+
+def test_an_answer_that_is_begun_stays_the_last_and_a_tools_result_may_be_what_is_answered() -> None:
+    begun = ChatMessage("assistant", "It is")
+    assert contents(asked(f"{YOU}\n{LEFT}", *TURN, begun))[-2:] == [f"Why?\n\n{LEFT}", "It is"]
+    result = ChatMessage("tool", "", answers="1")
+    told = stabilized(asked(f"{YOU}\n{LEFT}", *TURN, result))
+    assert (told.messages[-1].content, told.tail) == (LEFT, False)  # nothing of it stays
+
+
+def test_cuts_stay_where_the_text_is() -> None:
+    text = f"{BILLING}\n{YOU}\n{LEFT}\nBe brief.\nBe kind."
+    cuts = tuple(text.index(word) for word in ("cch", YOU, "Claude Code", LEFT[5:], "Be brief", "Be kind"))
+    told = stabilized(Conversation([ChatMessage("system", text, cuts=cuts), *TURN])).messages[0]
+    left = f"{YOU}\nBe brief.\nBe kind."
+    assert told.content == left
+    assert told.cuts == tuple(left.index(word) for word in ("Claude Code", "\nBe brief", "Be brief", "Be kind"))
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "<total_tokens>" * (MOST_TEXT // 14),
+        f"{LEFT}\n" * (MOST_TEXT // 50),
+        " " * MOST_TEXT,
+        "\n" * (MOST_TEXT - 60) + LEFT,
+        f"{GIT.partition('Recent')[0]}\n" * (MOST_TEXT // 400),
+        "gitStatus: " * (MOST_TEXT // 11),
+        BILLING[:28] + "a=b; " * (MOST_TEXT // 6),
+        f"{YOU}\n{LEFT}" + "x" * MOST_TEXT,
+    ],
+)
+def test_hostile_text_is_as_quick_to_read_as_any(hostile: str) -> None:
+    """The suite's limit of a test's time is what fails here: with a way to go back, these take hours."""
+    told = stabilized(asked(hostile))
+    assert len(told.messages[-1].content) <= len(TURN[-1].content) + 100
+
+
+def test_every_rule_has_a_name_of_its_own_and_a_mark_that_its_shape_begins_with() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert rule.shape.pattern.removeprefix("(?P<part>").startswith(rule.mark[:10])
