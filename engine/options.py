@@ -146,7 +146,7 @@ class Options(ModelOption):
     """How much of the layers each of these devices gets, such as 0.4,0.4,0.2; as its free memory says by default."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
-    """What weights and KV are kept and computed in; auto is the checkpoint's own, and bfloat16 for packed weights."""
+    """What weights and KV are kept and computed in; auto is the checkpoint's own, of GGUF files bfloat16 or float32."""
 
     max_ctx: Annotated[int, flag(MODEL, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
     """Tokens of prompt and answer together; 0 is the model's own limit."""

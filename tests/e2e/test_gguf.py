@@ -25,7 +25,9 @@ def chatted(server: Running) -> dict:
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0])
 def test_a_file_is_served_like_a_folder(kind: Kind, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / f"demo-{kind.name}.gguf", demo.FOLDER, kind, tokenizer="smollm")
-    words = (str(path), "--kv-cache-dir", str(tmp_path / "kv"), "--paranoid", "--max-ctx", "1024", "--draft", "none")
+    dtype = "float16" if kind == Kind.F16 else "auto"
+    plain = ("--dtype", dtype, "--paranoid", "--max-ctx", "1024", "--draft", "none")
+    words = (str(path), "--kv-cache-dir", str(tmp_path / "kv"), *plain)
     with serving(*words) as server:
         assert server.client.get("/v1/models").json()["data"][0]["id"] == f"demo-{kind.name}"
         cold, how = answers(server)
@@ -42,7 +44,7 @@ def test_a_file_is_served_like_a_folder(kind: Kind, tmp_path: Path) -> None:
         assert (how[0]["tier"], how[0]["restored_tokens"] >= len(PROMPT) - 64) == ("disk", True)
         assert chatted(server) == said
     if kind == Kind.F16:  # which holds all that the demo's own weights say
-        with serving("demo", "--dtype", "float16", "--max-ctx", "1024", "--draft", "none") as server:
+        with serving("demo", *plain) as server:
             assert answers(server)[0] == cold
             assert chatted(server) == said
 

@@ -137,8 +137,9 @@ def test_packed_weights_are_computed_in_what_is_asked_for(small: Path, tmp_path:
     assert torch.equal(rounded, exact.bfloat16())
     norm = file.rounded(torch.bfloat16).read("model.norm.weight")
     assert norm.dtype == torch.float32, "what is not packed is read as it is stored"
-    half = Checkpoint.open(write_gguf(tmp_path / "half.gguf", small, Kind.F16))
-    assert resolve_dtype("auto", half) == torch.float16
+    for kind, dtype in {Kind.F16: torch.bfloat16, Kind.BF16: torch.bfloat16, Kind.F32: torch.float32}.items():
+        plain = Checkpoint.open(write_gguf(tmp_path / f"{kind.name}.gguf", small, kind))
+        assert resolve_dtype("auto", plain) == dtype
 
 
 def test_an_identity_is_of_the_content(small: Path, tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def shared_settings(found: Metadata) -> dict[str, Any]:
         "max_position_embeddings": found.count("context_length"),
         "rms_norm_eps": found.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in found.tensors,
-        "dtype": {"F32": "float32", "F16": "float16"}.get(embedding.packing.name, "bfloat16"),
+        # these families are published in bfloat16: in float16 their hidden states may overflow, whatever a file stores
+        "dtype": "float32" if embedding.packing.name == "F32" else "bfloat16",
     }
 
 
