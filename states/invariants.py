@@ -38,7 +38,7 @@ def check(world: World) -> None:
     waiting = [request for request, state in world.requests.items() if isinstance(state, Waiting)]
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
     if len(holders) < len(world.slots.slots):
-        another = any(slot.one_off for slot in world.slots.slots if slot.holder is not None)
+        another = any(slot.brief for slot in world.slots.slots)
         spared = another and len(waiting) < world.settings.max_queue
         for request in waiting:
             let_pass = spared and one_off(world.requests[request])

@@ -36,6 +36,7 @@ from states.places import Place
 from states.settings import Settings
 
 PATIENCE = 64  # releases: where nobody came back to a conversation for so long, its slot is anybody's
+BRIEF = 1024  # tokens of an answer that a one-off waits for at most: a title or a summary takes fewer
 
 
 @frozen
@@ -46,6 +47,7 @@ class Slot:
     salt: str = ""  # of whom they are from
     live: int = 0  # where its own positional state is, while nobody holds it; 0: nowhere that could be gone on from
     one_off: bool = False  # its holder, or who left the tokens, is nobody to go on from
+    brief: bool = False  # and its holder's answer is short
 
 
 @frozen
@@ -109,7 +111,8 @@ def admit(
     )
     (at, place), keep = starts[source], shared[source] if settings.store else starts[source][0]
     target = source if keep and source in spare else oldest(slots, free, source if keep else None)
-    taken = evolve(slots.slots[target], tokens=(), salt="", holder=request, live=0, one_off=alone)
+    brief = alone and state.prompt.job.max_tokens <= BRIEF
+    taken = evolve(slots.slots[target], tokens=(), salt="", holder=request, live=0, one_off=alone, brief=brief)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
     left = places.used(slots.places, place, slots.turn)
     left = places.handed_on(left, target, shared[target], heirs(slots, target, requests, settings))
@@ -121,11 +124,12 @@ def following(
     slots: Slots, free: list[int], requests: Mapping[RequestId, State], settings: Settings
 ) -> RequestId | None:
     """Who is next to be admitted: first come, first served. But where every free slot keeps a conversation, a one-off
-    waits for the slot of another that is being answered, and lets others pass, as long as the queue has room.
+    waits for the slot of another that is being answered in a few words, and lets others pass, as long as the queue has
+    room: a chat's first turn may be taken for one, and must not wait for another chat's long answer.
     """
     if not free:
         return None
-    another = any(slot.one_off for slot in slots.slots if slot.holder is not None)
+    another = any(slot.brief for slot in slots.slots)
     spared = another and len(slots.waiting) < settings.max_queue and all(awaited(slots, number) for number in free)
     return next((request for request in slots.waiting if not (spared and one_off(requests[request]))), None)
 

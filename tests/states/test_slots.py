@@ -44,7 +44,9 @@ def admitted(
     after, request, event = seated
     assert request == ONE
     assert after.waiting == ()
-    assert after.slots[event.slot] == Slot((), ONE, house.slots[event.slot].used, one_off=policy.one_off(job).go)
+    alone = policy.one_off(job).go
+    brief = alone and job.max_tokens <= slots.BRIEF
+    assert after.slots[event.slot] == Slot((), ONE, house.slots[event.slot].used, one_off=alone, brief=brief)
     others = [number for number in range(len(house.slots)) if number != event.slot]
     assert [after.slots[number] for number in others] == [house.slots[number] for number in others]
     return event
@@ -219,10 +221,12 @@ def waiting_in(house: Slots, requests: dict[RequestId, State], settings: Setting
 def test_a_one_off_waits_for_another_rather_than_push_a_conversation_off_and_lets_others_pass() -> None:
     waits = waiting_for(TITLE)
     both = {**waits, TWO: a_waiting()}
-    beside = Slot(holder=THREE, one_off=True)
+    beside = Slot(holder=THREE, one_off=True, brief=True)
     assert waiting_in(a_house(TURN, beside, waiting=(ONE,)), waits) is None
     assert waiting_in(a_house(TURN, beside, waiting=(ONE, TWO)), both) == TWO
     assert waiting_in(a_house(TURN, Slot(holder=THREE), waiting=(ONE,)), waits) == ONE  # nothing to wait for
+    long = Slot(holder=THREE, one_off=True)
+    assert waiting_in(a_house(TURN, long, waiting=(ONE,)), waits) == ONE  # nobody knows how long that takes
     assert waiting_in(a_house(Slot(), beside, waiting=(ONE,)), waits) == ONE
     assert waiting_in(a_house(Slot(LEFT, one_off=True), beside, waiting=(ONE,)), waits) == ONE
     full = evolve(PLAIN, max_queue=1)
@@ -235,7 +239,7 @@ def test_those_who_pass_keep_the_order_of_the_queue() -> None:
         TWO: a_waiting(),
         THREE: a(Speculating, answering(slot=SlotId(1))),
     }
-    house = a_house(TURN, Slot(holder=THREE, one_off=True), waiting=(ONE, TWO))
+    house = a_house(TURN, Slot(holder=THREE, one_off=True, brief=True), waiting=(ONE, TWO))
     seated = slots.admit(house, requests, PLAIN)
     assert seated is not None
     assert seated[0].waiting == (ONE,)
