@@ -55,21 +55,24 @@ class Running:
         return self.process.wait(30)
 
 
-def command(*words: str) -> list[str]:
-    """A server keeps nothing on disk unless it is told where: nobody's own cache is touched."""
+def command(*words: str, trusting: bool = False) -> list[str]:
+    """A server keeps nothing on disk unless it is told where: nobody's own cache is touched.
+
+    trusting: it restores whatever it finds first (`trusting.py`).
+    """
     if "serve" in words and "--kv-cache-dir" not in words:
         words += ("--disk-prefix-cache", "off")
-    return [sys.executable, "-m", "engine", *words]
+    return [sys.executable, "-m", "tests.e2e.trusting" if trusting else "engine", *words]
 
 
 @contextmanager
-def serving(*words: str, cwd: Path | None = None) -> Iterator[Running]:
+def serving(*words: str, cwd: Path | None = None, trusting: bool = False) -> Iterator[Running]:
     """Ready inside the block; killed at its end if it still runs."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, **importing(root), "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
     process = subprocess.Popen(
-        command("serve", "--port", "0", *words),
+        command("serve", "--port", "0", *words, trusting=trusting),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -82,7 +82,7 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
         assert (how["restored_tokens"], how["tier"], how["miss"]) == (0, "none", "empty_store")
         written(server)
         kill(server)
-    with serving(*words) as server:
+    with serving(*words, trusting=True) as server:
         assert cache(server)["entries"] >= 2
         warm, how = ask(server)
         assert warm == cold
@@ -96,7 +96,7 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-    with serving(*words) as server:
+    with serving(*words, trusting=True) as server:
         damaged, how = ask(server)
         assert damaged == cold
         assert (how["restored_tokens"], how["miss"]) == (0, "restore_broken")
@@ -199,7 +199,7 @@ def damaged(server: Running) -> dict[str, int]:
 
 @pytest.mark.timeout(120)
 def test_host_memory_gives_back_what_a_slot_lost(tmp_path: Path) -> None:
-    with serving("--slots", "1", "--paranoid") as server:
+    with serving("--slots", "1", "--paranoid", trusting=True) as server:
         assert cache(server)["disk_policy"] == "off"
         cold, how = ask(server)
         assert how["prefix_cache"]["reason"] != "disk_off"
