@@ -73,7 +73,7 @@ def test_a_killed_server_of_any_family_starts_warm_and_says_the_same_with_a_draf
         assert server.client.get("/props").json()["numerics"]["shapes"] == "buckets"
         written(server)
         kill(server)
-    with serving(*words, "--draft", str(draft), "--ddtree") as server:
+    with serving(*words, "--draft", str(draft), "--ddtree", trusting=True) as server:
         warm, how = answers(server)
         assert warm == cold
         assert (how[0]["tier"], how[0]["restored_tokens"] >= len(PROMPT) - 64) == ("disk", True)

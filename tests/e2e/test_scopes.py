@@ -54,7 +54,7 @@ def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
         _, how = ask(server, "Name three colours.", prefix_cache={"scope": "off"})
         assert how["prefix_cache"] | {"scope": "off", "kept": 0, "reason": "scope_off"} == how["prefix_cache"]
         kill(server)
-    with serving(*words) as server:
+    with serving(*words, trusting=True) as server:
         assert cache(server)["entries"] == now["entries"]
         cold, how = ask(server, "Why is the sky blue?", prefix_cache={"scope": "off"})
         assert how["restored_tokens"] == 0
@@ -75,7 +75,7 @@ def test_a_number_keeps_so_many_tokens_whatever_they_are(tmp_path: Path) -> None
         _, how = ask(server, "And now?", prefix_cache={"scope": 10_000})
         assert (how["prefix_cache"]["reason"], how["prefix_cache"]["kept"]) == ("longer_than_prompt", 0)
         kill(server)
-    with serving(*words, "--disk-prefix-cache", "full") as server:
+    with serving(*words, "--disk-prefix-cache", "full", trusting=True) as server:
         _, how = ask(server, "And now?")
         assert (how["tier"], how["restored_tokens"]) == ("disk", 192)
         assert how["prefix_cache"]["scope"] == "full"
