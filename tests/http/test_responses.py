@@ -312,7 +312,7 @@ async def test_what_was_asked_is_written_out_beside_the_event_loop(
 
     for module in (archive, responses):
         monkeypatch.setattr(module, "ENCODER", Noted)
-    made = await client.responses.create(**asked(input=[{"role": "user", "content": "x" * 100}]))
+    made = await client.responses.create(**asked(input=[{"role": "user", "content": "x" * 100}], max_output_tokens=4))
     lists = [thread for is_list, thread in written if is_list]
     assert len(lists) == 1
     assert threading.get_ident() not in lists

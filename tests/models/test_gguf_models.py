@@ -110,7 +110,7 @@ def test_greedy_tokens_of_types_that_only_llama_cpp_makes(kind: Kind, tmp_path: 
     """Their blocks are random; of Qwen3, whose tensors are stored as published."""
     oracle: Any = save_model(tmp_path / "m", "qwen3", **WIDE)
     path = write_gguf(tmp_path / "m.gguf", tmp_path / "m", kind, pack=random_blocks)
-    names = gguf.get_tensor_namemap(gguf.MODEL_ARCH.QWEN3, 2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 2)
     stored = {each.name: each for each in gguf.GGUFReader(path).tensors}
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
