@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import frozen
 
 from adapters.checkpoint.config import TOKENIZER, open_regular, read_json, read_optional
 from adapters.checkpoint.errors import CheckpointError, shown
@@ -31,7 +31,7 @@ class TextFiles:
     def read(cls, folder: Path) -> TextFiles:
         """Raises CheckpointError naming the file that is missing or wrong."""
         if is_gguf(folder):
-            return cls(**asdict(described(folder, MAX_TEMPLATE_BYTES), recurse=False))
+            return cls(**described(folder, MAX_TEMPLATE_BYTES))
         settings = read_optional(folder / "tokenizer_config.json", TOKENIZER)
         generation = read_optional(folder / "generation_config.json")
         config = read_optional(folder / "config.json")

@@ -61,19 +61,11 @@ WORDS: Mapping[str, WordCuts] = {
 """By what llama.cpp calls them."""
 
 
-@frozen
-class Described:
-    """What `TextFiles` holds of a folder, by the same names."""
+def described(path: Path, most_template: int) -> dict[str, Any]:
+    """What `TextFiles` holds of a folder, by the same names. Raises CheckpointError, one line.
 
-    tokenizer: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    generation: Mapping[str, Any]
-    end_tokens: tuple[int, ...]
-    template: str | None
-
-
-def described(path: Path, most_template: int) -> Described:
-    """Raises CheckpointError, one line. most_template: bytes of it."""
+    most_template: bytes of it.
+    """
     header = read_header(path)
     fields = header.fields
     model, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
@@ -91,8 +83,8 @@ def described(path: Path, most_template: int) -> Described:
     template = fields.get("tokenizer.chat_template")
     if template is not None and not (isinstance(template, str) and len(template.encode()) <= most_template):
         raise CheckpointError(f"{path}: tokenizer.chat_template is no text, or larger than {most_template >> 20} MiB")
-    return Described(
-        tokenizer={
+    return {
+        "tokenizer": {
             "version": "1.0",
             "added_tokens": added,
             "normalizer": WORDS[pre].normalizer,
@@ -106,15 +98,15 @@ def described(path: Path, most_template: int) -> Described:
                 "merges": read_merges(header, ids),
             },
         },
-        settings=named,
-        generation={
+        "settings": named,
+        "generation": {
             name: shortest(told) if isinstance(told, float) else told
             for name, key in SAMPLING.items()
             if (told := fields.get(f"general.sampling.{key}")) is not None and not isinstance(told, Items)
         },
-        end_tokens=tuple(dict.fromkeys(ends)),
-        template=template,
-    )
+        "end_tokens": tuple(dict.fromkeys(ends)),
+        "template": template,
+    }
 
 
 def kinds(header: GgufHeader, tokens: Sequence[str]) -> list[int]:
