@@ -1,28 +1,38 @@
-"""The command line: serve, replay, simulate, cache, bench, diagram. One sentence per mistake, and exit status 2."""
+"""The command line: what each command is called, takes and tells. One sentence per mistake, and exit status 2."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import cyclopts
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
 
 import engine
 from adapters import heap
+from engine import completion as shells
+from engine import logs
+from engine.accepted import Shell
 from engine.bench.wanted import Load
+from engine.cache.commands import cache
+from engine.configuration import configuration
 from engine.options import Options
 from engine.refusal import Refusal, told
 from engine.simulation.wanted import Wanted
 
+HELP = """A local LLM inference server that starts warm, never changes the answer, and replays everything.
+
+`rekindle serve`
+
+`rekindle serve --help`
+
+`rekindle completion`
+"""
 app = App(
     name="rekindle",
-    help="A local LLM inference server that starts warm, never changes the answer, and replays everything.",
+    help=HELP,
     version=lambda: f"rekindle {engine.__version__}",
 )
 
@@ -50,9 +60,9 @@ def serve(
     from engine import startup  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
     from engine.preflight import prepared  # noqa: PLC0415
 
-    startup.configure_logging()
+    logs.configure(options.log_format, options.log_level)
     options = prepared(options)
-    with startup.Steps() as steps:
+    with startup.Steps(options.log_format == "json") as steps:
         steps(startup.IMPORT)
         heap.share()
         with startup.importing():
@@ -72,6 +82,12 @@ def replay(
     model: str | None = None,
 ) -> int:
     """Feed a recorded trace through the engine again and compare every decision. Exit status 0 only if identical.
+
+    `rekindle replay today.jsonl.zst`
+
+    `rekindle replay today.jsonl.zst --execute`
+
+    `rekindle replay today.jsonl.zst --until 120`
 
     Parameters
     ----------
@@ -128,98 +144,14 @@ def simulate(
     return run(logs, wanted)
 
 
-cache = App(name="cache", help="Look at a folder of kept prompts, check it, and make it smaller.", sort_key=4)
 app.command(cache)
-Folder = Annotated[Path | None, Parameter(name="DIR")]
 
 
-@cache.command(sort_key=1)
-def ls(
-    folder: Folder = None,
-    /,
-    *,
-    text: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    model: Path | None = None,
-    all_: Annotated[bool, Parameter(name="--all", negative="", show_default=False)] = False,
-    json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
-) -> int:
-    """Show what is kept: models, sequences, tokens, sizes, hits. A server may be using the folder meanwhile.
+BENCH = """Measure a server over HTTP.
 
-    Parameters
-    ----------
-    folder
-        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
-    text
-        Show how each sequence begins, as text.
-    model
-        Checkpoint whose tokenizer makes the text; the demo's if there is none.
-    all_
-        Every sequence, not only those used last.
-    json_
-        Print JSON, and nothing else, on standard output.
-    """
-    from engine.cache.ls import ls as show  # noqa: PLC0415
-    from engine.folders import cache_folder  # noqa: PLC0415
-
-    return show(folder or cache_folder(), text=text, model=model, everything=all_, as_json=json_)
-
-
-@cache.command(sort_key=2)
-def verify(
-    folder: Folder = None,
-    /,
-    *,
-    json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
-) -> int:
-    """Read everything, compare every checksum and key, change nothing. Exit status 1 if a file is damaged.
-
-    Parameters
-    ----------
-    folder
-        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
-    json_
-        Print JSON, and nothing else, on standard output.
-    """
-    from engine.cache.verify import verify as check  # noqa: PLC0415
-    from engine.folders import cache_folder  # noqa: PLC0415
-
-    return check(folder or cache_folder(), as_json=json_)
-
-
-@cache.command(sort_key=3)
-def gc(
-    folder: Folder = None,
-    /,
-    *,
-    budget: Annotated[int | None, Parameter(validator=Number(gte=0, lte=1 << 30))] = None,
-    identity: Annotated[str, Parameter(show_default=False)] = "",
-    all_: Annotated[bool, Parameter(name="--all", negative="", show_default=False)] = False,
-    dry_run: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-) -> int:
-    """Remove damaged and unfinished files, and what else is named here. No server may be using the folder.
-
-    Parameters
-    ----------
-    folder
-        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
-    budget
-        MiB that may stay; what is worth least goes first, as in the server.
-    identity
-        Keep only this model's files: the beginning of an identity as `ls` shows it.
-    all_
-        Remove everything that is kept.
-    dry_run
-        Only say what would be removed.
-    """
-    from engine.cache.gc import Unwanted  # noqa: PLC0415
-    from engine.cache.gc import gc as collect  # noqa: PLC0415
-    from engine.folders import cache_folder  # noqa: PLC0415
-
-    unwanted = Unwanted(None if budget is None else budget << 20, identity, all_)
-    return collect(folder or cache_folder(), unwanted, dry_run=dry_run)
-
-
-bench = App(name="bench", help="Measure a server over HTTP.", sort_key=5)
+`rekindle bench serve --concurrency 1,4,16`
+"""
+bench = App(name="bench", help=BENCH, sort_key=5)
 app.command(bench)
 
 
@@ -246,6 +178,10 @@ def bench_serve(load: Annotated[Load, Parameter(name="*")] = Load()) -> int:  # 
 def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Print the transition table as Mermaid.
 
+    `rekindle diagram`
+
+    `rekindle diagram --markdown`
+
     Parameters
     ----------
     markdown
@@ -258,32 +194,26 @@ def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int
     return 0
 
 
-def configuration(argv: list[str]) -> tuple[Any, ...]:
-    """Of `serve`: environment, then the TOML file that `--config` (or REKINDLE_CONFIG) names."""
-    if argv[:1] != ["serve"]:
-        return ()
-    path = os.environ.get("REKINDLE_CONFIG")
-    for at, word in enumerate(argv):
-        if word.startswith("--config="):
-            path = word.partition("=")[2]
-        elif word == "--config" and at + 1 < len(argv):
-            path = argv[at + 1]
-    sources: list[Any] = [cyclopts.config.Env("REKINDLE_", command=False)]
-    if path:
-        check_file(path)
-        sources.append(cyclopts.config.Toml(path, must_exist=True, use_commands_as_keys=False))
-    return tuple(sources)
+@app.command(sort_key=7)
+def completion(
+    shell: Shell | None = None, /, *, show: Annotated[bool, Parameter(negative="", show_default=False)] = False
+) -> int:
+    """Have your shell complete commands, options and what they take: once, for all shells that start from then on.
 
+    `rekindle completion`
 
-def check_file(path: str) -> None:
-    """A table would be taken for a command's own and passed over."""
-    try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise Refusal(f"{path}: {error}") from error
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            raise Refusal(f"{path}: [{name}]: options stand at the top of the file, without a table")
+    `rekindle completion fish`
+
+    `rekindle completion zsh --show`
+
+    Parameters
+    ----------
+    shell
+        bash, zsh or fish; by default the one that this was typed in.
+    show
+        Print what it needs, and change no file.
+    """
+    return shells.complete(app, shell, show=show)
 
 
 def main(argv: list[str] | None = None) -> int:

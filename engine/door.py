@@ -102,7 +102,7 @@ class EngineDoor:
         diverged = self.missed(request, effect.report)
         closed = Closed(effect.finish, effect.report, effect.detail, self.meter.stages_ms(request), diverged)
         if effect.report.cache.scope:
-            log.info("request %d: %s", request, described(effect.report, self.live()))
+            log.info("request %d: %s", request, described(effect.report, self.live()), extra={"request": request})
         self._tickets.pop(request).put(closed)
         self.closed(closed)
 

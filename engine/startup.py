@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 from attrs import define, field
 from rich.console import Console
@@ -28,20 +27,6 @@ STEPS = (IMPORT, TOKENIZER, PROBE, WEIGHTS, DRAFT, WARM_UP, MEASURE, CACHE)
 TIMED = {PROBE, MEASURE}  # nothing else goes on meanwhile
 
 
-class Stderr(logging.StreamHandler[TextIO]):
-    """Writes to whatever stderr is now: a bar takes it over, to keep below what is written."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
-
-
-def configure_logging() -> None:
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, handlers=[Stderr()])
-
-
 @contextmanager
 def importing() -> Iterator[None]:
     """What is imported stays, so the collector need not look through it: it would again and again, and once more when
@@ -58,15 +43,19 @@ def importing() -> Iterator[None]:
 
 @define
 class Steps:
-    """Call it with each step as it begins, from any thread; leave the block when all is done, or nothing will be."""
+    """Call it with each step as it begins, from any thread; leave the block when all is done, or nothing will be.
 
+    lines: a line for each on a terminal, too.
+    """
+
+    lines: bool = False
     began: float = field(factory=time.monotonic)
     _bar: Progress | None = None
     _task: Any = None
 
     def __enter__(self) -> Steps:
         console = Console(stderr=True)
-        if console.is_terminal:
+        if console.is_terminal and not self.lines:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task("starting", total=len(STEPS))

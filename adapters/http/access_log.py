@@ -11,6 +11,7 @@ from adapters.http.errors import ApiError
 from adapters.http.run import Ended, Event, Progress
 
 NOTE = "rekindle.note"  # in a scope: what the line ends with
+ABOUT = "rekindle.about"  # in a scope: the ids that the line is about, by the names that the log has for them
 ARRIVED = "rekindle.arrived"  # in a scope: when the request's head was there
 NOT_A_FIELD = re.compile(r"[^\w.$\[\]]", re.ASCII)  # in a path into a body: what only a client can have chosen
 

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adapters.http.access_log import ARRIVED, NOTE, refused
+from adapters.http.access_log import ABOUT, ARRIVED, NOTE, refused
 from adapters.http.apis import error_response
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
@@ -87,7 +87,8 @@ class Guard:
             if path == "other":
                 note = f" path={asked[:100]!a}{note}"
             # what a client chose is in this line as a method, which h11 has checked, or as an unknown path, escaped
-            log.log(level, "%s %s %d %.3fs%s", scope["method"], path, status, spent, note)
+            said = scope["method"], path, status, spent, note
+            log.log(level, "%s %s %d %.3fs%s", *said, extra=scope.get(ABOUT))
 
     def check_host(self, headers: Headers) -> None:
         host = hostname(headers.get("host", ""))

@@ -17,7 +17,7 @@ from attrs import define, evolve, field
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from adapters.http.access_log import ARRIVED, NOTE, AnswerFigures
+from adapters.http.access_log import ABOUT, ARRIVED, NOTE, AnswerFigures
 from adapters.http.connection import ABORT
 from adapters.http.controls import Planned
 from adapters.http.dialect import Dialect
@@ -69,6 +69,7 @@ class Reply:
             said = "".join(f" {name}={value.partition(';')[0]}" for name, value in self.headers.items())
             figures = self.log.line(scope.get(ARRIVED, self._start))
             scope[NOTE] = f" {self.shape.id} {self.finish} jobs={len(self.planned)}{figures}{said}"
+            scope[ABOUT] = {"answer": self.shape.id, "requests": [] if self._jobs is None else self._jobs.requests}
 
     def cancel(self) -> None:
         """As if its client had left, but who is still there is told."""
@@ -183,7 +184,7 @@ class Reply:
         failure = failure_of(ended.closed, self.turnover.retry_after(self.door.status()))
         assert failure is not None
         if ended.closed.finish == "failed":
-            log.error("%s failed: %s", self.shape.id, ended.closed.detail)
+            log.error("%s failed: %s", self.shape.id, ended.closed.detail, extra={"answer": self.shape.id})
         raise failure
 
     async def _send(self, send: Send, frames: Iterable[bytes] | bytes, *, more: bool = True) -> None:

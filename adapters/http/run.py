@@ -18,6 +18,7 @@ from adapters.text.detokenize import TextStream
 from adapters.text.explain import Explained, explain
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
+from effects.ids import RequestId
 from effects.job import Report
 from effects.ports import CancelReason, Closed, Door, Ticket
 from effects.stream import EmitTokens, ReportProgress
@@ -88,6 +89,7 @@ class Jobs:
 
     events: MemoryObjectReceiveStream[Event]
     tickets: dict[int, Ticket] = field(factory=dict)  # by index; those that have not ended
+    requests: list[RequestId] = field(factory=list)  # as the engine calls them
 
     def cancel(self, reason: CancelReason) -> None:
         for ticket in list(self.tickets.values()):
@@ -104,7 +106,8 @@ async def running(
     try:
         async with receive, send, anyio.create_task_group() as tasks:
             for one in planned:
-                run.tickets[one.index] = door.submit(one.job)
+                run.tickets[one.index] = ticket = door.submit(one.job)
+                run.requests.append(ticket.request)
             for one in planned:
                 tasks.start_soon(_follow, run, one, tokenizer, options, send)
             if options.request_timeout_s is not None:

@@ -49,10 +49,12 @@ class Lookup:
     def _find(self, request: RequestId, effect: FindPrefix) -> PrefixFound | PrefixMissed:
         shared, recent = self.store.compare(effect.prompt, effect.window, effect.salt) if effect.window else (0, None)
         found = self.store.find(effect.prompt, effect.beyond, effect.rows, effect.salt)
+        about = {"request": request}
         self._remember(request, recent, (found if isinstance(found, Miss) else found[1]).diverged)
         if isinstance(found, Miss):
-            log.info("request %d: nothing kept beyond %d tokens: %s", request, effect.beyond, found.reason)
+            log.info("request %d: nothing kept beyond %d tokens: %s", request, effect.beyond, found.reason, extra=about)
             return PrefixMissed(found.reason, shared=shared, length=found.length)
         name, lease = found
-        log.info("request %d: %d of %d tokens are kept (%s)", request, lease.length, len(effect.prompt), lease.place)
+        kept = lease.length, len(effect.prompt), lease.place
+        log.info("request %d: %d of %d tokens are kept (%s)", request, *kept, extra=about)
         return PrefixFound(name, lease.length, lease.place, shared=shared, checkpoints=lease.checkpoints)

@@ -141,6 +141,7 @@ class Restorer:
             "request %d: %d tokens, %d bytes restored from %s in %.1f ms%s",
             *(request, stop - effect.start, loaded, lease.place, taken / 1e6),
             f"; then {now.failure.detail}" if now.failure else "",
+            extra={"request": request},
         )
         return BlocksRestored(effect.start, stop, loaded, taken)
 

@@ -45,7 +45,8 @@ class Saver:
             saved += self._save(effect.slot, gaps, self.draft)
         if effect.checkpoint:
             self.checkpoint(request, effect.slot, len(effect.tokens))
-        log.info("request %d: %d tokens kept, %d bytes of them new", request, len(effect.tokens), saved)
+        kept, about = len(effect.tokens), {"request": request}
+        log.info("request %d: %d tokens kept, %d bytes of them new", request, kept, saved, extra=about)
         return SnapshotSaved(len(effect.tokens), saved)
 
     def _save(self, slot: SlotId, gaps: Sequence[Run], movers: Sequence[Mover]) -> int:
@@ -66,7 +67,8 @@ class Saver:
         if isinstance(state, DeviceFailed) or not layout.state:
             return False
         if self.state.standing(state.valid) != at or at % layout.block_size or not at:
-            log.warning("request %d: slot %d has %d rows, no checkpoint at %d", request, slot, state.valid, at)
+            where = request, slot, state.valid, at
+            log.warning("request %d: slot %d has %d rows, no checkpoint at %d", *where, extra={"request": request})
             return False
         tokens = tuple(state.tokens[:at])
         if not self.store.lacks_checkpoint(tokens, state.salt):
@@ -77,6 +79,7 @@ class Saver:
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
-            log.warning("request %d: no memory for the checkpoint at %d: %s", request, at, error)
+            about = {"request": request}
+            log.warning("request %d: no memory for the checkpoint at %d: %s", request, at, error, extra=about)
             return False
         return self.store.keep_checkpoint(tokens, buffer, state.salt)

@@ -1,0 +1,95 @@
+"""What the options of `rekindle serve` take: each mistake is one sentence that says what is accepted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from cyclopts import Parameter, Token
+
+from effects.scope import ACCEPTED, parse
+from engine.plan import read_devices, read_weights
+
+Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
+Shell: TypeAlias = Literal["bash", "zsh", "fish"]
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[^\s/?#@\[\]:]+)(:\d{1,5})?")
+
+
+def flag(group: str, **more: Any) -> Parameter:
+    return Parameter(group=group, **more)
+
+
+def whole(_: Any, tokens: Sequence[Token]) -> int:
+    """Digits and a sign: cyclopts would round 1.5, and Python would read 1_0."""
+    text = tokens[0].value
+    if not (text.isascii() and text.lstrip("+-").isdecimal() and len(text) < 40):
+        raise ValueError(f"{text[:40]!r} is not an integer")
+    return int(text)
+
+
+def residency(_: Any, tokens: Sequence[Token]) -> Residency:
+    match tokens[0].value:
+        case "auto" | "persistent" | "request-scoped" as policy:
+            return policy
+        case "request_scoped":
+            return "request-scoped"
+        case _:
+            raise ValueError("Choose from: auto, persistent, request-scoped.")
+
+
+def known_device(_: Any, value: str) -> None:
+    kind, _, index = value.partition(":")
+    if kind not in {"auto", "cpu", "cuda"} or (index and not (kind == "cuda" and index.isdecimal())):
+        raise ValueError("Choose from: auto, cpu, cuda, cuda:N.")
+
+
+def known_devices(_: Any, value: str) -> None:
+    if value:
+        read_devices(value)
+
+
+def known_weights(_: Any, value: str) -> None:
+    if value:
+        read_weights(value)
+
+
+def known_chunk(_: Any, value: int) -> None:
+    if value and (value < 64 or value & (value - 1) or value > 4096):
+        raise ValueError("Must be 0 (the device's default) or a power of two from 64 to 4096.")
+
+
+def known_host(_: Any, value: str) -> None:
+    if not value or any(letter.isspace() or letter == "/" for letter in value):
+        raise ValueError("Must be a host name or an address to listen on, such as 127.0.0.1 or ::1.")
+
+
+def known_scope(_: Any, value: str) -> None:
+    try:
+        parse(value)
+    except ValueError:
+        raise ValueError(f"Must be {ACCEPTED}.") from None
+
+
+def known_names(_: Any, value: tuple[str, ...]) -> None:
+    for name in value:
+        known_host(_, name)
+        if name.count(":") == 1:
+            raise ValueError("Must be a name without a port.")
+
+
+def known_key(_: Any, value: tuple[str, ...]) -> None:
+    if any(not key or not key.isascii() or not key.isprintable() for key in value):
+        raise ValueError("Must be printable ASCII, and not empty.")
+
+
+def known_aliases(_: Any, value: tuple[str, ...]) -> None:
+    for name in value:
+        if not name.strip() or not name.isprintable() or len(name) > 200:
+            raise ValueError("Must be a name of up to 200 printable characters.")
+
+
+def known_origins(_: Any, value: tuple[str, ...]) -> None:
+    for origin in value:
+        if origin != "*" and not ORIGIN.fullmatch(origin.lower()):
+            raise ValueError("Must be what a browser sends, such as https://page.example:8443, without a path, or *.")

@@ -1,0 +1,40 @@
+"""Where options of `rekindle serve` come from besides its command line: the environment, a TOML file."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import cyclopts
+
+from engine.refusal import Refusal
+
+
+def configuration(argv: list[str]) -> tuple[Any, ...]:
+    """Of `serve`: environment, then the TOML file that `--config` (or REKINDLE_CONFIG) names."""
+    if argv[:1] != ["serve"]:
+        return ()
+    path = os.environ.get("REKINDLE_CONFIG")
+    for at, word in enumerate(argv):
+        if word.startswith("--config="):
+            path = word.partition("=")[2]
+        elif word == "--config" and at + 1 < len(argv):
+            path = argv[at + 1]
+    sources: list[Any] = [cyclopts.config.Env("REKINDLE_", command=False)]
+    if path:
+        check_file(path)
+        sources.append(cyclopts.config.Toml(path, must_exist=True, use_commands_as_keys=False))
+    return tuple(sources)
+
+
+def check_file(path: str) -> None:
+    """A table would be taken for a command's own and passed over."""
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise Refusal(f"{path}: {error}") from error
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            raise Refusal(f"{path}: [{name}]: options stand at the top of the file, without a table")
