@@ -17,6 +17,7 @@ from engine import logs
 from engine.accepted import Shell
 from engine.bench.wanted import Load
 from engine.cache.commands import cache
+from engine.chat.wanted import ChatOptions
 from engine.configuration import configuration
 from engine.options import Options
 from engine.refusal import Refusal, told
@@ -74,6 +75,35 @@ def serve(
 
 
 @app.command(sort_key=2)
+def chat(
+    model: Annotated[str, Parameter(show_default=False)] = "",
+    /,
+    *,
+    options: Annotated[ChatOptions, Parameter(name="*")] = ChatOptions(),  # noqa: B008 - a frozen value
+) -> int:
+    """Talk to a model in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation; /help lists the rest.
+
+    Where no server runs, one is started for as long as that takes. A prompt from a pipe is answered, and that is all.
+
+    `rekindle chat`
+
+    `rekindle chat ~/models/Qwen3-4B --system "Answer in one sentence."`
+
+    `rekindle chat gpt-4o --url https://api.openai.com`
+
+    `rekindle chat < prompt.txt > answer.md`
+
+    Parameters
+    ----------
+    model
+        As `rekindle serve` takes it, or as the server calls it; by default the first one that it has.
+    """
+    from engine.chat.run import run  # noqa: PLC0415
+
+    return run(model, options)
+
+
+@app.command(sort_key=3)
 def replay(
     file: Path,
     *,
@@ -122,7 +152,7 @@ def replay(
     return 0
 
 
-@app.command(sort_key=3)
+@app.command(sort_key=4)
 def simulate(
     logs: Annotated[tuple[Path, ...], Parameter(name="LOG", help="Files of requests.")],
     /,
@@ -151,7 +181,7 @@ BENCH = """Measure a server over HTTP.
 
 `rekindle bench serve --concurrency 1,4,16`
 """
-bench = App(name="bench", help=BENCH, sort_key=5)
+bench = App(name="bench", help=BENCH, sort_key=6)
 app.command(bench)
 
 
@@ -174,7 +204,7 @@ def bench_serve(load: Annotated[Load, Parameter(name="*")] = Load()) -> int:  # 
     return run(load)
 
 
-@app.command(sort_key=6)
+@app.command(sort_key=9)
 def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Print the transition table as Mermaid.
 
@@ -194,7 +224,7 @@ def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int
     return 0
 
 
-@app.command(sort_key=7)
+@app.command(sort_key=8)
 def completion(
     shell: Shell | None = None, /, *, show: Annotated[bool, Parameter(negative="", show_default=False)] = False
 ) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from contextlib import aclosing
 from typing import Any
 
 import httpx2
@@ -13,56 +13,9 @@ from attrs import define, field
 from engine.bench.prompts import LoadPrompt
 from engine.bench.wanted import Load
 from engine.refusal import Refusal
+from engine.streamed import Broken, Chunk, Usage, chunks, said
 
-LONGEST_LINE = 1 << 20  # bytes of one event; ours take a few hundred
-SHOWN = 100  # characters of what a server said
 OPEN_ENDED = httpx2.Limits(max_connections=None, max_keepalive_connections=None)  # as many as there are streams
-
-
-class Cached(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: Cached | None = None
-
-
-class Timings(msgspec.Struct):
-    """llama.cpp's."""
-
-    cache_n: int | None = None
-
-
-class Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[Any] | None = None
-
-
-class Choice(msgspec.Struct):
-    text: str | None = None
-    delta: Delta | None = None
-    finish_reason: str | None = None
-
-    @property
-    def says(self) -> bool:
-        delta = self.delta
-        return bool(
-            self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls))
-        )
-
-
-class Chunk(msgspec.Struct):
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    timings: Timings | None = None
-    error: Any = None
-
-
-DECODER = msgspec.json.Decoder(Chunk)
 
 
 @define(eq=False)
@@ -85,10 +38,6 @@ class Sample:
     def tokens(self) -> int:
         """A server that does not say is taken to send one with each event."""
         return len(self.times) if self.answer is None else self.answer
-
-
-class Broken(Exception):
-    """An answer that is none. One line."""
 
 
 @define(eq=False)
@@ -147,62 +96,24 @@ class LoadClient:
 
 async def read(answer: httpx2.Response, sample: Sample) -> None:
     """Server-sent events, until the stream ends. Raises Broken."""
-    if answer.status_code != 200:
-        raise Broken(f"HTTP {answer.status_code}: {complaint(parsed(await answer.aread()))}")
-    rest, finished = b"", False
-    async for piece in answer.aiter_bytes():
-        now = time.perf_counter()
-        *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > LONGEST_LINE:
-            raise Broken(f"an event of more than {LONGEST_LINE} bytes")
-        for line in lines:
-            if line.startswith(b"data:"):
-                finished = take(line[5:].strip(), now, sample) or finished
-    if not finished:
-        raise Broken("the stream ended before the answer did")
+    async with aclosing(chunks(answer)) as coming:
+        async for now, chunk in coming:
+            take(chunk, now, sample)
     if not sample.times:
         raise Broken("an answer without text")
 
 
-def take(data: bytes, now: float, sample: Sample) -> bool:
-    """One event, which came at `now`. True: the answer has ended."""
-    if data == b"[DONE]":
-        return True
-    try:
-        chunk = DECODER.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Broken(f"an event that is none: {str(error)[:SHOWN]}") from error
-    if chunk.error is not None:
-        raise Broken(f"in the stream: {complaint(chunk.error)}")
+def take(chunk: Chunk, now: float, sample: Sample) -> None:
+    """One event, which came at `now`."""
     if any(choice.says for choice in chunk.choices):
         sample.times.append(now)
     if chunk.usage is not None:
         count(chunk.usage, sample)
     if sample.cached is None and chunk.timings is not None:
         sample.cached = chunk.timings.cache_n
-    return any(choice.finish_reason for choice in chunk.choices)
 
 
 def count(usage: Usage, sample: Sample) -> None:
     sample.prompt, sample.answer = usage.prompt_tokens, usage.completion_tokens
     if usage.prompt_tokens_details is not None:
         sample.cached = usage.prompt_tokens_details.cached_tokens
-
-
-def parsed(raw: bytes) -> Any:
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return raw.decode(errors="replace")
-
-
-def complaint(found: Any) -> str:
-    """The message of an error object of any of the usual forms, or how what came begins."""
-    for name in ("error", "message", "detail"):
-        if isinstance(found, Mapping) and name in found:
-            found = found[name]
-    return " ".join(str(found).split())[:SHOWN]
-
-
-def said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN].removesuffix(": ")

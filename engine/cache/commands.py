@@ -12,7 +12,7 @@ CACHE = """Look at a folder of kept prompts, check it, and make it smaller.
 
 `rekindle cache ls --text`
 """
-cache = App(name="cache", help=CACHE, sort_key=4)
+cache = App(name="cache", help=CACHE, sort_key=5)
 Folder = Annotated[Path | None, Parameter(name="DIR")]
 
 

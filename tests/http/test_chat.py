@@ -276,6 +276,15 @@ async def test_a_template_whose_calls_nobody_can_read_is_told_of(
     assert [line.endswith(" x-rekindle-tools=unparsed") for line in told] == [True, True, False]
 
 
+async def test_the_line_of_an_answer_says_what_it_is_about(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "rekindle.http"):
+        answer = (await site.chat(max_tokens=1, n=2)).json()
+    (line,) = [record for record in caplog.records if "POST" in record.message]
+    assert vars(line)["answer"] == answer["id"]
+    assert vars(line)["requests"] == [ticket.request for ticket in site.door.tickets]
+    assert len(site.door.tickets) == 2
+
+
 async def test_a_request_cannot_turn_the_disk_on_and_is_told_so(folder: Path) -> None:
     for disk, asked, reason in ((False, {"scope": "full"}, "disk_off"), (False, None, "whole"), (True, {}, "whole")):
         async with served(folder, disk=disk) as site:

@@ -1,0 +1,1 @@
+"""`rekindle chat`: a conversation in a terminal with any OpenAI-compatible server, ours by default."""

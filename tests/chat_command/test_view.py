@@ -1,0 +1,114 @@
+"""What a terminal shows of an answer: every block once, in order, whatever pieces it came in."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from engine.chat.view import Plain, Rendered, settled, view
+
+ANSWER = """# Title
+
+A paragraph
+of two lines.
+
+```python
+x = 1
+
+y = 2
+```
+
+1. one
+
+   of one
+2. two
+
+- a
+- b
+
+The end."""
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("one", "one"),
+        ("one\n\n", "one\n\n"),
+        ("one\n\ntw", "one\n\ntw"),
+        ("one\n\ntwo\n", "two\n"),
+        ("one\n\ntwo\n\nthree\nfour", "three\nfour"),
+        ("one\n\n    indented\n", "one\n\n    indented\n"),
+        ("1. one\n\n2. two\n", "1. one\n\n2. two\n"),
+        ("- one\n\n- two\n\nthree\n", "three\n"),
+        ("```\na\n\nb\n", "```\na\n\nb\n"),
+        ("```\na\n\nb\n```\n\nc\n", "c\n"),
+        ("````\n```\n\na\n````\n\nc\n", "c\n"),
+        ("~~~ x\n```\n\na\n", "~~~ x\n```\n\na\n"),
+    ],
+)
+def test_a_block_is_settled_when_nothing_can_change_it(text: str, rest: str) -> None:
+    assert text[settled(text) :] == rest
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=60, height=20, color_system=None)
+
+
+def left(console: Console) -> list[str]:
+    """The lines that stay: what is drawn anew goes again."""
+    assert isinstance(console.file, io.StringIO)
+    text = re.sub(r"\x1b\[\?25[lh]", "", console.file.getvalue())
+    kept: list[str] = []
+    row = 0
+    for part in re.split(r"(\x1b\[1A|\x1b\[2K|\r|\n)", re.sub(r"\x1b\[\d*m", "", text)):
+        if part == "\x1b[1A":
+            row -= 1
+        elif part == "\n":
+            row += 1
+        elif part != "\r":
+            kept += [""] * (row + 1 - len(kept))
+            kept[row] = "" if part == "\x1b[2K" else kept[row] + part
+    return [line.rstrip() for line in kept]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, len(ANSWER) - 1), max_size=12).map(lambda cuts: sorted({0, *cuts})))
+def test_all_of_an_answer_stays_whatever_it_was_cut_in(cuts: list[int]) -> None:
+    console = terminal()
+    with Rendered(console) as shown:
+        for start, stop in zip(cuts, [*cuts[1:], len(ANSWER)], strict=True):
+            shown.show("", ANSWER[start:stop])
+    lines = [line.strip("│┃┏┓┗┛━ ") for line in left(console)]
+    told = [line for line in lines if line]
+    assert told == [
+        "Title",
+        "A paragraph of two lines.",
+        *("x = 1", "y = 2"),
+        *("1 one", "of one", "2 two"),
+        *("• a", "• b"),
+        "The end.",
+    ]
+
+
+def test_what_was_thought_stands_above_the_answer() -> None:
+    console = terminal()
+    with Rendered(console) as shown:
+        shown.show("Hm, ", "")
+        shown.show("well.", "")
+        shown.show("", "Yes.")
+    assert [line for line in left(console) if line] == ["Hm, well.", "Yes."]
+
+
+def test_a_pipe_gets_the_answer_alone() -> None:
+    console = Console(file=io.StringIO())
+    assert isinstance(view(console), Plain)
+    with view(console) as shown:
+        for thought, text in (("Hm", ""), ("", "**Yes**"), ("", ", it is")):
+            shown.show(thought, text)
+    assert console.file.getvalue() == "**Yes**, it is\n"  # type: ignore[attr-defined]
+    assert isinstance(view(terminal()), Rendered)
