@@ -40,8 +40,9 @@ def shown(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
 def test_help_has_examples_that_the_command_line_takes(
     path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = shown(path, capsys).partition("╭")[0]
-    examples = [shlex.split(one) for one in re.split(r"\n\s*\n", text) if one.startswith(" ".join(["rekindle", *path]))]
+    text, command = shown(path, capsys).partition("╭")[0], " ".join(["rekindle", *path])
+    told = [one for one in re.split(r"\n\s*\n", text) if one.startswith(command)]
+    examples = [shlex.split(re.split(" [<>] ", one)[0]) for one in told]
     assert examples, text
     for words in examples:
         if words[-1] != "--help":
