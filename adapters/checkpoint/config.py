@@ -33,6 +33,11 @@ LIMITS: Mapping[str, int] = {
     "linear_key_head_dim": 512,
     "linear_value_head_dim": 512,
     "full_attention_interval": 512,
+    "num_experts": 1024,
+    "num_experts_per_tok": 64,
+    "moe_intermediate_size": 1 << 18,
+    "shared_expert_intermediate_size": 1 << 18,
+    "decoder_sparse_step": 512,
 }
 _GREATEST = 1e30  # of any number in config.json that is no count
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters import bounded_json
@@ -80,6 +80,12 @@ class TensorEntry:
         tensor = torch.frombuffer(data, dtype=self.dtype).view(self.shape) if data else torch.empty(self.shape)
         check_finite(tensor, self.file, name)
         return tensor
+
+    def rows(self, first: int, count: int) -> TensorEntry:
+        """So many of its rows, those of all matrices of a stack counted through."""
+        width = self.shape[-1]
+        start = self.start + first * width * self.dtype.itemsize
+        return evolve(self, shape=(count, width), start=start, stop=start + count * width * self.dtype.itemsize)
 
     def rounded(self, dtype: torch.dtype) -> TensorEntry:  # noqa: ARG002 - it is read as stored
         return self

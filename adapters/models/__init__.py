@@ -7,6 +7,7 @@ FAMILIES: Mapping[str, str] = {
     "llama": "adapters.models.llama",
     "qwen2": "adapters.models.qwen2",
     "qwen3": "adapters.models.qwen3",
+    "qwen3_moe": "adapters.models.qwen3_moe",
     "qwen3_5": "adapters.models.qwen3_5",
     "qwen3_5_text": "adapters.models.qwen3_5",
 }

@@ -12,8 +12,9 @@ from torch import Tensor
 from adapters.checkpoint.config import DTYPES, read_json
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.gguf.header import is_gguf
-from adapters.checkpoint.weights import StoredTensor, TensorEntry, check_tensors, digest_of, scan_tensors
+from adapters.checkpoint.weights import Shapes, StoredTensor, TensorEntry, check_tensors, digest_of, scan_tensors
 from adapters.models.family import Family, ModelConfig, family_of
+from adapters.models.feed_forward import cut_up
 
 
 @frozen
@@ -49,8 +50,8 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from None
         if not (path / "tokenizer.json").is_file():
             raise CheckpointError(f"{path}: tokenizer.json is missing")
-        tensors, others = _named(path, family, scan_tensors(path))
         expected = config.tensors()
+        tensors, others = _named(path, family, scan_tensors(path), expected)
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
         spare = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
         used = {name: entry for name, entry in tensors.items() if name in expected or name not in spare}
@@ -73,15 +74,17 @@ class Checkpoint:
 
 
 def _named(
-    path: Path, family: Family, scanned: Mapping[str, TensorEntry]
+    path: Path, family: Family, scanned: Mapping[str, TensorEntry], expected: Shapes
 ) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """The tensors as the family calls them, and those that it is served without."""
+    """The tensors as the family calls them, and those that it is served without; of experts, those of each."""
     tensors, others = dict[str, TensorEntry](), dict[str, TensorEntry]()
     for published, entry in scanned.items():
         name = family.named(published)
-        if name in tensors:
-            raise CheckpointError(f"{path}: tensor {name[:200]} is there twice, under different names")
-        (tensors if name else others)[name or published] = entry
+        found = tensors if name else others
+        for part, stored in cut_up(name or published, entry, expected).items():
+            if part in found:
+                raise CheckpointError(f"{path}: tensor {part[:200]} is there twice, under different names")
+            found[part] = stored
     return tensors, others
 
 

@@ -2,8 +2,9 @@
 
 Pre-norm, grouped-query attention with rotary embedding, gated SiLU: targets and drafts share it. What families differ
 in is in the shape: whether heads of queries and keys are normed, whether their projections have a bias, whether what
-was attended is gated, and whether norms multiply with their weight or with one more. Layers that mix rows otherwise
-(`recurrent.py`) have the same frame of norms and gated SiLU around them.
+was attended is gated, whether norms multiply with their weight or with one more, and whether the feed-forward is dense
+or one of experts (`feed_forward.py`). Layers that mix rows otherwise (`recurrent.py`) have the same frame of norms and
+feed-forward around them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,14 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.checkpoint.weights import Shapes, WeightSource
+from adapters.models.feed_forward import FeedShape, fed, feed_products, feed_tensors, load_feed
+from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.experts import Experts, GatedWeights
 from adapters.models.kernels.interface import HeadPrep, Kernels
 from adapters.models.kernels.products import Weight
 
 
-class LayerShape(Protocol):
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def intermediate_size(self) -> int: ...
-
+class LayerShape(FeedShape, Protocol):
     @property
     def num_heads(self) -> int: ...
 
@@ -63,8 +61,7 @@ class Frame:
     projection: Any
     out: Any
     post_norm: Tensor
-    gate_up: Any
-    down: Any
+    feed: GatedWeights | Experts
     eps: float
 
 
@@ -78,14 +75,8 @@ class DecoderLayer:
 
 
 def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    return {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
+    norm = (shape.hidden_size,)
+    return {"input_layernorm.weight": norm, "post_attention_layernorm.weight": norm, **feed_tensors(shape)}
 
 
 def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
@@ -114,13 +105,8 @@ def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
 
 def frame_products(shape: LayerShape, projected: int, mixed: int) -> tuple[Weight, ...]:
     """projected: columns that a row is projected to before it is mixed with others; mixed: that come out of that."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    return (
-        Weight(projected, hidden),
-        Weight(hidden, mixed),
-        Weight(inner, hidden, gated=True),
-        Weight(hidden, inner),
-    )
+    hidden = shape.hidden_size
+    return (Weight(projected, hidden), Weight(hidden, mixed), *feed_products(shape))
 
 
 @frozen
@@ -149,7 +135,6 @@ def load_frame(
     read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str, *, projection: Tensor, out: str
 ) -> Frame:
     """projection: as it is to be packed. out: the name of what rows go through once they are mixed."""
-    mlp = prefix + "mlp."
     input_norm, post_norm = (
         read.norm(f"{prefix}{place}_layernorm.weight", zero_centred=shape.zero_centred)
         for place in ("input", "post_attention")
@@ -159,8 +144,7 @@ def load_frame(
         projection=kernels.pack(projection),
         out=kernels.pack(read(prefix + out)),
         post_norm=post_norm,
-        gate_up=kernels.pack_gated(read(mlp + "gate_proj.weight", mlp + "up_proj.weight")),
-        down=kernels.pack(read(mlp + "down_proj.weight")),
+        feed=load_feed(read, kernels, shape, prefix),
         eps=shape.rms_norm_eps,
     )
 
@@ -200,7 +184,7 @@ def gated(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) 
     return kernels.delta.gate(attended, own[:, layer.width :])
 
 
-def finished(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor) -> Tensor:
+def finished(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
     """From there on; what is returned is still to be added to the residual stream."""
     x = kernels.add_norm(residual, kernels.linear(mixed, frame.out), frame.post_norm, frame.eps)
-    return kernels.linear(kernels.gated(x, frame.gate_up), frame.down)
+    return fed(kernels, frame.feed, x, batch)

@@ -90,7 +90,7 @@ class DenseShard:
             self._embedding = table
         self._decoder: list[DecoderLayer | DeltaLayer] = [
             (load_delta_layer if config.recurrent(layer) else load_layer)(
-                read, kernels, config, f"model.layers.{layer}."
+                read, kernels, config.shape_of(layer), f"model.layers.{layer}."
             )
             for layer in self._layers
         ]
@@ -245,7 +245,7 @@ class DenseShard:
                 mixed = gated(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
             if stops:
                 return
-            delta = finished(kernels, layer.frame, residual, mixed)
+            delta = finished(kernels, layer.frame, residual, mixed, batch)
         if delta is not None:
             residual.add_(delta)
         if self._layers.stop - 1 in aux_hidden_states:

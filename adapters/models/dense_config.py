@@ -12,7 +12,9 @@ from adapters.checkpoint.config import read_dtype, read_flag, read_positive, rea
 from adapters.checkpoint.errors import CheckpointError, shown
 from adapters.checkpoint.weights import Shapes
 from adapters.models.decoder import layer_products, layer_tensors
+from adapters.models.feed_forward import idle_weights
 from adapters.models.kernels.delta import DeltaShape, raw_state, row_state
+from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
 from adapters.models.rope import Rotary
 
@@ -61,6 +63,15 @@ class DenseConfig:
         """Of the recurrent layers, where there are any."""
         return None
 
+    @property
+    def experts(self) -> ExpertsShape | None:
+        """Of the layers whose feed-forward is one of experts, where there are any."""
+        return None
+
+    def shape_of(self, layer: int) -> DenseConfig:  # noqa: ARG002 - here, all layers are alike
+        """As of one layer: without experts, if its feed-forward is dense."""
+        return self
+
     def recurrent(self, layer: int) -> bool:  # noqa: ARG002 - here, all layers attend
         return False
 
@@ -100,10 +111,10 @@ class DenseConfig:
         return expected
 
     def layer_tensors(self, layer: int) -> Shapes:
-        return layer_tensors(self, f"model.layers.{layer}.")
+        return layer_tensors(self.shape_of(layer), f"model.layers.{layer}.")
 
-    def layer_products(self, layer: int) -> tuple[Weight, ...]:  # noqa: ARG002 - here, all layers are alike
-        return layer_products(self)
+    def layer_products(self, layer: int) -> tuple[Weight, ...]:
+        return layer_products(self.shape_of(layer))
 
     def products(
         self, rows: Sequence[int], *, capacity: int, dtype: torch.dtype, threads: int, memory: int = 1 << 62
@@ -111,13 +122,14 @@ class DenseConfig:
         layers = [one for layer in range(self.num_layers) for one in self.layer_products(layer)]
         head = Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
         count = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in (*layers, head))
+        idle = sum(idle_weights(self.shape_of(layer)) for layer in range(self.num_layers))
         return Products(
             weights=tuple(dict.fromkeys((*layers, head))),
             heads=(Heads(self.group, self.head_dim, -(-capacity // TILE) * TILE),),
             deltas=(self.delta,) if self.delta is not None and self.recurrent_layers() else (),
             rows=tuple(rows),
             threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
-            wider=count * 4 <= memory,
+            wider=(count + idle) * 4 <= memory,
         )
 
     def probed(self) -> Sequence[tuple[DenseConfig, range]]:

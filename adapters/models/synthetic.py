@@ -8,6 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from adapters.checkpoint.weights import Shapes
 from adapters.models.dflash.checkpoint import draft_tensors
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.family import ModelConfig
@@ -22,9 +23,14 @@ class RandomWeights:
     device: torch.device = field(factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     scale: float = 0.02
+    _shapes: Shapes = field(init=False, repr=False)  # of experts there are tens of thousands
+
+    @_shapes.default
+    def _of_config(self) -> Shapes:
+        return self.config.tensors()
 
     def read(self, name: str) -> Tensor:
-        return _normal(self.config.tensors()[name], f"{self.seed}:{name}", self.device, self.dtype, self.scale)
+        return _normal(self._shapes[name], f"{self.seed}:{name}", self.device, self.dtype, self.scale)
 
 
 @frozen

@@ -28,6 +28,7 @@ LINEAR_SIZES = {
 FAMILIES = {
     "llama": {**rope("llama3", **LLAMA3), "bos_token_id": 0, "eos_token_id": [1, 2]},
     "qwen2": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2, "eos_token_id": 1},
+    "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "eos_token_id": 1},
     "qwen3_5_text": {**LINEAR_SIZES, "head_dim": 32, "rope_parameters": ROPE, "eos_token_id": [1, 2]},
 }
 DRAFT = DFlashConfig(HIDDEN, 128, 2, 4, 2, 24, Rotary(24, 1e4), (FULL,) * 2, (0, 2), 8, 5)

@@ -30,6 +30,9 @@ LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
 
 
+EXPERTS = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+
 def rope(kind: str = "default", **more: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
@@ -45,6 +48,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama, linear": ("llama", {**GEOMETRIES["every head its own"], **rope("linear", factor=2.5)}),
     "llama, yarn": ("llama", {**GEOMETRIES["gqa 4 to 1, wide heads"], **rope("yarn", **YARN)}),
     "qwen2, gqa 2 to 1": ("qwen2", {**GEOMETRIES["gqa 2 to 1"], "use_sliding_window": False, "max_window_layers": 2}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "qwen3_moe, some layers dense": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3_moe, every other layer, tied": (
+        "qwen3_moe",
+        {**EXPERTS, **GEOMETRIES["mqa"], "decoder_sparse_step": 2, "tie_word_embeddings": True},
+    ),
     "qwen2, mqa, tied": ("qwen2", {**GEOMETRIES["mqa"], "tie_word_embeddings": True, "sliding_window": 32768}),
 }
 

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models import llama, qwen2, qwen3
+from adapters.models import llama, qwen2, qwen3, qwen3_moe
 from adapters.models.dense import DenseShard
 from adapters.models.dense_config import DenseConfig
+from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.llama import LlamaConfig
 from adapters.models.probe import probe
 from adapters.models.qwen2 import Qwen2Config
 from adapters.models.qwen3 import Qwen3Config
+from adapters.models.qwen3_moe import Qwen3MoeConfig
 from adapters.models.rope import Llama3
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
@@ -30,6 +32,19 @@ DEMO = Qwen3Config(4096, 320, 832, 4, 5, 1, 64, 2048, 1e6, tie_word_embeddings=T
 WIDE = Qwen3Config(8192, 1024, 3072, 3, 8, 2, 128, 2048, 1e6)
 LLAMA = LlamaConfig(8192, 512, 1024, 3, 8, 2, 64, 2048, 5e5, rope_scaling=Llama3(8.0, 1.0, 4.0, 256.0))
 QWEN2 = Qwen2Config(4096, 896, 1024, 3, 14, 2, 64, 2048, 1e6, tie_word_embeddings=True)
+EXPERTS = Qwen3MoeConfig(
+    4096,
+    512,
+    1024,
+    3,
+    8,
+    2,
+    64,
+    2048,
+    1e6,
+    experts=ExpertsShape(24, 4, 256, normed=True, shared=128),
+    dense_layers=(1,),
+)
 LENGTH = 700
 
 
@@ -60,7 +75,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("config", [DEMO, WIDE, LLAMA, QWEN2])
+@pytest.mark.parametrize("config", [DEMO, WIDE, LLAMA, QWEN2, EXPERTS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dtype):
     shard, tokens = shard_of(config, dtype), tokens_of(config)
@@ -82,8 +97,9 @@ def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dt
         assert all(same_bits(again[name], rows[name]) for name in rows)
 
 
-def test_a_row_does_not_see_the_requests_that_it_is_batched_with():
-    shard, sequences = shard_of(DEMO, torch.bfloat16), [tokens_of(DEMO, 600, seed) for seed in range(3)]
+@pytest.mark.parametrize("config", [DEMO, EXPERTS])
+def test_a_row_does_not_see_the_requests_that_it_is_batched_with(config):
+    shard, sequences = shard_of(config, torch.bfloat16), [tokens_of(config, 600, seed) for seed in range(3)]
     expected = [rows_in_pieces(shard, tokens, [(512, 512)], slot)[-1] for slot, tokens in enumerate(sequences)]
     for bucket in (4, 8, 16, 128, 512):
         step = Step(tuple(Segment(slot, 599, 1) for slot in (2, 0, 1)), bucket)
@@ -97,6 +113,18 @@ def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_o
     eager.graphs.enabled = False
     found = [rows_in_pieces(shard_of(DEMO, torch.bfloat16, k), tokens, pieces) for k in (None, eager, plain)]
     assert all(same_bits(other, found[0]) for other in found[1:])
+
+
+def test_where_rows_go_to_experts_nothing_is_recorded():
+    """The host waits for the router's choice; a row that has no number stays alone with that."""
+    shard, tokens = shard_of(EXPERTS, torch.bfloat16), tokens_of(EXPERTS)
+    expected = rows_in_pieces(shard, tokens, [(512, 512), (4, 1)])
+    assert not shard._kernels.graphs._graphs  # noqa: SLF001
+    shard.import_rows(2, 0, {name: one * torch.nan for name, one in shard.export_rows(0, 0, 64).items()})
+    step = Step((Segment(2, 64, 3), Segment(0, LENGTH - 1, 1)), 8)
+    found = shard.logits(step, shard.forward(step, torch.cat((tokens[:3], tokens[-1:]))).hidden)
+    assert found[:3].isnan().any()
+    assert same_bits(found[3], expected[-1])
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -129,8 +157,16 @@ def test_a_middle_shard_captures_and_passes_on_what_one_shard_computes():
         assert same_bits(second.aux_hidden_states[3][:300], expected.aux_hidden_states[3][:300])
 
 
+FAMILIES = [
+    (qwen3.FAMILY, DEMO),
+    (llama.FAMILY, LLAMA),
+    (qwen2.FAMILY, QWEN2),
+    (qwen3_moe.FAMILY, EXPERTS),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("family", "config"), [(qwen3.FAMILY, DEMO), (llama.FAMILY, LLAMA), (qwen2.FAMILY, QWEN2)])
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
 def test_the_numerics_probe_proves_every_bucket(family, config, dtype):
     found = probe(
         family, config, triton_cuda.TritonKernels(DEVICE), device=DEVICE, dtype=dtype, chunk=512, capacity=2048

@@ -8,12 +8,14 @@ import torch
 from adapters.models.dense import DenseShard
 from adapters.models.dense_config import DenseConfig
 from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.products import Unproven
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.llama import LlamaConfig
 from adapters.models.probe import probe
 from adapters.models.qwen2 import Qwen2Config
 from adapters.models.qwen3 import FAMILY, Qwen3Config
+from adapters.models.qwen3_moe import Qwen3MoeConfig
 from adapters.models.rope import Llama3
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
@@ -24,6 +26,9 @@ CONFIGS: dict[str, DenseConfig] = {
     "gqa 4 to 1, nothing a multiple of a vector": Qwen3Config(203, 100, 212, 2, 8, 2, 24, 2048, 1e4),
     "gqa 2 to 1": Qwen3Config(300, 96, 130, 2, 4, 2, 32, 2048, 1e4),
     "llama": LlamaConfig(203, 100, 212, 2, 8, 2, 24, 2048, 5e5, rope_scaling=Llama3(8.0, 1.0, 4.0, 256.0)),
+    "qwen3_moe": Qwen3MoeConfig(
+        203, 100, 212, 2, 6, 2, 24, 2048, 1e6, experts=ExpertsShape(11, 3, 72, normed=True), dense_layers=(0,)
+    ),
     "qwen2": Qwen2Config(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, tie_word_embeddings=True),
 }
 LENGTH = 700

@@ -15,8 +15,10 @@ from adapters.checkpoint.weights import TensorEntry
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense import DenseShard
 from adapters.models.dense_config import DenseConfig
+from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.pipeline import Pipeline
 from adapters.models.qwen3 import Qwen3Config
+from adapters.models.qwen3_moe import Qwen3MoeConfig
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import proven, same_bits, save_qwen3, tokens_of
@@ -24,6 +26,9 @@ from tests.models.test_hybrid_exact import config as hybrid
 
 CONFIGS: dict[str, DenseConfig] = {
     "dense": Qwen3Config(512, 96, 160, 5, 4, 2, 24, 2048, 1e6, tie_word_embeddings=True),
+    "experts": Qwen3MoeConfig(
+        512, 96, 160, 5, 4, 2, 24, 2048, 1e6, experts=ExpertsShape(7, 2, 48, normed=True), dense_layers=(1,)
+    ),
     "hybrid": hybrid((2, 4, 32, 32), 512, 96, 160, 5, 3, 1, 32, 2048, 1e6, rotated=8, kinds="llflf"),
 }
 CUTS: dict[str, tuple[int, ...]] = {"one": (5,), "two": (3, 5), "three": (1, 4, 5), "one a layer": (1, 2, 3, 4, 5)}

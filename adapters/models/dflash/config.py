@@ -45,6 +45,7 @@ class DFlashConfig:
     qkv_bias: ClassVar[bool] = False
     output_gate: ClassVar[bool] = False
     zero_centred: ClassVar[bool] = False
+    experts: ClassVar[None] = None
 
     hidden_size: int
     intermediate_size: int

@@ -137,7 +137,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             qkv = projected(kernels, layer.decoder.frame, residual, delta)
             q = kernels.rotate_store(qkv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
             attended = kernels.attend_block(q, k_cache, v_cache, batch, mask)
-            delta = finished(kernels, layer.decoder.frame, residual, attended)
+            delta = finished(kernels, layer.decoder.frame, residual, attended, batch)
         x = kernels.add_norm(residual, delta, loaded.norm, self._config.rms_norm_eps)
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
 

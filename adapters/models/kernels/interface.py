@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.delta import DeltaKernels
+from adapters.models.kernels.experts import Experts
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 
@@ -164,6 +165,13 @@ class Kernels(Protocol):
         """x `[R, K]` -> silu(gate) * up `[R, I]`; where it rounds on the way is open.
 
         One operation, so that a device can finish the product before it leaves the registers.
+        """
+        ...
+
+    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+        """x `[R, D]` -> what each row's experts make of it, weighted and added up, `[R, D]`; padded rows may be zeros.
+
+        A row's bits depend on neither which experts others go through nor how many rows an expert has.
         """
         ...
 

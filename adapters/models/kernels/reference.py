@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.delta import DeltaKernels
+from adapters.models.kernels.experts import Experts, experts_feed
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
@@ -133,6 +134,9 @@ class ReferenceKernels:
     def gated(self, x: Tensor, packed: Tensor) -> Tensor:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
+
+    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+        return experts_feed(self, x, experts, batch)
 
     def prepare(self, batch: Batch) -> None:
         """Nothing is shared between layers."""

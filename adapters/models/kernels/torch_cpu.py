@@ -26,6 +26,7 @@ from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.cpu_attention import CpuAttention, StepPlan
 from adapters.models.kernels.cpu_delta import CpuDelta
 from adapters.models.kernels.delta import DeltaKernels
+from adapters.models.kernels.experts import Experts, experts_feed
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import NARROW, TILE, ProductPlan, Products, Unproven
 from adapters.models.kernels.proof import Proof, prove
@@ -158,6 +159,14 @@ class CpuKernels:
     def gated(self, x: Tensor, packed: CpuWeight) -> Tensor:
         gate, up = packed.weights
         return self._in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
+
+    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+        return experts_feed(self, x, experts, batch, self._padded)
+
+    def _padded(self, rows: int) -> int:
+        """The least row count of a step that so many rows fit into: products of such steps are proven."""
+        steps = () if self._plan is None else self._plan.steps
+        return next((count for count in steps if count >= rows), rows)
 
     def _in_pieces(self, x: Tensor, packed: CpuWeight, multiply: Callable[[Tensor], Tensor]) -> Tensor:
         rows, inputs = x.shape

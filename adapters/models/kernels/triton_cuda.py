@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.cuda_graphs import GraphCache
 from adapters.models.kernels.batch import Batch, BlockBatch, StateBatch
+from adapters.models.kernels.experts import Experts, experts_feed
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
@@ -69,6 +70,11 @@ def choose_tile(
         tile = next(enough, candidates[-1])
     fits = (shared - 4096) // ((tile.rows + tile.columns) * tile.depth * dtype.itemsize)
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
+
+
+def _tiled(rows: int) -> int:
+    """Rows of an expert, padded: up to NARROW one tile holds them all, and a tile's rows are a power of two."""
+    return 1 << (rows - 1).bit_length() if rows <= NARROW else rows
 
 
 @define(eq=False)
@@ -131,6 +137,11 @@ class TritonKernels:
 
     def gated(self, x: Tensor, packed: CudaWeight) -> Tensor:
         return self._product(x, packed)
+
+    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+        """The host waits for the router's choice, layer by layer, so nothing of such a shard can be recorded."""
+        self.graphs.enabled = False
+        return experts_feed(self, x, experts, batch, _tiled)
 
     def _product(self, x: Tensor, packed: CudaWeight) -> Tensor:
         w, (count, depth) = packed.weight, x.shape

@@ -172,7 +172,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         own = projected(kernels, layer.frame, x, None)
         q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
         attended = kernels.attend_block(q, k_cache, v_cache, batch, ALONE)
-        delta = finished(kernels, layer.frame, x, gated(kernels, layer, attended, own))
+        delta = finished(kernels, layer.frame, x, gated(kernels, layer, attended, own), batch)
         out = kernels.add_norm(x, delta, loaded.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(out)
         assert buffers.logits is not None
