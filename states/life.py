@@ -48,7 +48,7 @@ class Seat:
 
     def computed(self, stop: int) -> Seat:
         """Rows up to there are acknowledged; computing has overwritten what followed."""
-        return evolve(self, valid=stop, ahead=0)
+        return Seat(self.slot, stop, self.restored, self.tier)
 
 
 @frozen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from attrs import evolve, frozen
 
 from effects.ids import Tier
@@ -44,9 +46,8 @@ class Rates:
 
     def __attrs_post_init__(self) -> None:
         """Rates also come out of traces, which are hostile input."""
-        launches = [number for each in self.decode for number in each]
         single = (self.host, self.disk, self.prefill_beside, self.load_beside, self.seen, self.rest, self.pause)
-        if min((*self.prefill, *single, *launches, *self.gains)) < 0 or len(self.prefill) > 64:
+        if min(chain(single, self.prefill, self.gains, *self.decode)) < 0 or len(self.prefill) > 64:
             raise ValueError(f"rates that cannot be: {self}")
 
 

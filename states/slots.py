@@ -88,6 +88,8 @@ def admit(
     slots: Slots, requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Slots, RequestId, Admitted] | None:
     """The next in the queue and the slot it gets: the longest shared prefix decides what can be kept."""
+    if not slots.waiting:
+        return None
     free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
     request = following(slots, free, requests, settings)
     if request is None:

@@ -13,7 +13,7 @@ with every token. docs/SPECULATION.md derives this, with an example in numbers.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -153,10 +153,12 @@ def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
     Whatever else the machine does makes launches slower, never quicker: so a quick one counts for much and a slow one
     for little, and shapes stay comparable. What stays slow is believed in time.
     """
-    known = {(span, members, rows): ns for span, members, rows, ns in decode}
-    mean = known.get(shape.key, took_ns)
-    known[shape.key] = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
-    return tuple((*key, ns) for key, ns in sorted(known.items()))
+    key = shape.key
+    at = bisect_left(decode, key)  # right before it, as the shorter of two tuples that begin alike
+    known = at < len(decode) and decode[at][:3] == key
+    mean = decode[at][3] if known else took_ns
+    ns = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
+    return (*decode[:at], (*key, ns), *decode[at + known :])
 
 
 # --- how often a draft is right ---

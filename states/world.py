@@ -189,7 +189,7 @@ class Fold:
     def launch(self) -> None:
         """Decided at launch, not when the effect was queued: by then the world may look different."""
         for number in self.lanes:
-            while not self.todo and self.launch_on(number):
+            while not self.todo and lanes.idle(self.lanes[number]) and self.launch_on(number):
                 pass
 
     def launch_on(self, number: LaneId) -> bool:

@@ -168,7 +168,7 @@ class Store(Generic[D]):
             if part is None:
                 break
             if parts and parts[-1].entry is part.entry:
-                part = evolve(parts.pop(), start=part.start)
+                part = Part(part.place, part.entry, part.start, parts.pop().stop)
             parts.append(part)
         return tuple(reversed(parts))
 
@@ -180,7 +180,7 @@ class Store(Generic[D]):
             if part is None:
                 break
             if parts and parts[-1].entry is part.entry:
-                part = evolve(parts.pop(), stop=part.stop)
+                part = Part(part.place, part.entry, parts.pop().start, part.stop)
             parts.append(part)
         return parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from math import inf
 
 from attrs import define, field
 
@@ -20,6 +21,11 @@ class Clock:
         """A time that has passed means now."""
         self._count += 1
         heapq.heappush(self._due, (max(ns, self.now), self._count, action))
+
+    @property
+    def next(self) -> float:
+        """When something is due; infinity if nothing is."""
+        return self._due[0][0] if self._due else inf
 
     def step(self) -> bool:
         """The next thing. False if there is none."""

@@ -9,7 +9,7 @@ from attrs import define, field
 
 from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded, RunDecode
-from effects.ids import RequestId, Tokens
+from effects.ids import MAIN, RequestId, Tokens
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -68,13 +68,20 @@ class Process:
 
     def feed(self, request: RequestId, event: Event) -> None:
         self.world, outs = advance(self.world, ForRequest(request, event))
+        quiet = all(isinstance(out, Launch) or isinstance(out.effect, EmitTokens) for out in outs)
         for out in outs:
-            self.carry_out(out)
+            self.carry_out(out, quiet=quiet)
 
-    def carry_out(self, out: Out) -> None:
+    def carry_out(self, out: Out, *, quiet: bool) -> None:
+        """quiet: beside a launch nothing was asked for that takes time."""
         match out:
             case Launch(asks):
-                self.launch(asks)
+                self.launch(asks, quiet=quiet)
+            case Ask(request, EmitTokens()):
+                count = self.live[request].count
+                count.first = count.first or self.clock.now
+            case Ask(_, ReportProgress()):
+                pass
             case Ask(request, OpenSlot() as opening):
                 self.open(request, opening)
             case Ask(request, FindPrefix() as find):
@@ -83,19 +90,14 @@ class Process:
                 self.restore(request, restore)
             case Ask(_, ReleasePrefix(lease)):
                 self.keeping.release(lease)
-            case Ask(request, EmitTokens()):
-                count = self.live[request].count
-                count.first = count.first or self.clock.now
             case Ask(request, CloseStream() as closing):
                 self.close(request, closing)
-            case Ask(_, ReportProgress()):
-                pass
             case _:
                 raise AssertionError(f"nobody asks for this in a simulation: {out}")
 
     # --- the device ---
 
-    def launch(self, asks: tuple[Ask, ...]) -> None:
+    def launch(self, asks: tuple[Ask, ...], *, quiet: bool) -> None:
         """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
         match asks[0].effect:
             case RunPrefill(_, start, stop) as chunk:
@@ -106,13 +108,32 @@ class Process:
                 for ask in asks:
                     if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
                         self.checkpoint(ask.request, whole_blocks(self.settings, ask.effect.position))
-                positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunDecode)]
-                took = self.costs.decode_ns(positions)
-                self.after(took, partial(self.round, [ask.request for ask in asks], took))
+                self.decode(asks, 1 if not quiet else self.undisturbed(asks))
             case SaveSnapshot() as saving:
                 self.after(self.costs.launch, partial(self.save, asks[0].request, saving))
             case other:
                 raise AssertionError(f"nobody launches this in a simulation: {other}")
+
+    def undisturbed(self, asks: tuple[Ask, ...]) -> int:
+        """How many steps these can decode before one has its whole answer, if nothing else wants the lane."""
+        lives = [self.live[ask.request] for ask in asks]
+        if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.said for live in lives):
+            return 1  # checkpoints, turns with others, and first tokens are of single steps
+        return min(len(live.answer) - live.said for live in lives)
+
+    def decode(self, asks: tuple[Ask, ...], most: int) -> None:
+        """Steps that nothing comes between are one event, as what a draft proposed would be: as many as end before
+        whatever is next on the clock. Their times are added up one by one, so that nothing else changes.
+        """
+        positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunDecode)]
+        room = self.clock.next - max(self.lane.free, self.clock.now)
+        took, steps = self.costs.decode_ns(positions), 1
+        while steps < most:
+            more = self.costs.decode_ns([position + steps for position in positions])
+            if took + more > room:
+                break
+            took, steps = took + more, steps + 1
+        self.after(took, partial(self.decoded, [ask.request for ask in asks], steps, took // steps))
 
     def after(self, ns: int, action: Callable[[], None]) -> None:
         self.clock.at(self.lane.enter(ns), action)
@@ -139,13 +160,13 @@ class Process:
         assert isinstance(state, Held), state
         return state
 
-    def round(self, requests: list[RequestId], took: int) -> None:
-        """The next token of each answer."""
+    def decoded(self, requests: list[RequestId], steps: int, took: int) -> None:
+        """The next token of each answer, or so many of them. took: by one step."""
         for request in requests:
             live = self.live[request]
-            token = live.answer[live.said]
-            live.said += 1
-            self.feed(request, Decoded((token,), ns=took))
+            tokens = live.answer[live.said : live.said + steps]
+            live.said += steps
+            self.feed(request, Decoded(tokens, ns=took, accepted=0))
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         if opening.source != opening.slot:

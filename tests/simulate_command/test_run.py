@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effects.ids import RequestId
 from effects.scope import parse
 from engine.simulation.logs.requests import Agent, Session, made_up
+from engine.simulation.process import Process
 from engine.simulation.run import Simulation
+from states.events import Event
 from tests.simulate_command.kit import BLOCK_SIZE, COSTS, agent, request, run, session, watch
 
+PIECES = [made_up(f"piece {turn}", 40 + 24 * turn) for turn in range(4)]
 FOUR = [session(name, turns) for name, turns in (("a", 6), ("b", 5), ("c", 4), ("d", 6))]
 
 
@@ -125,6 +130,45 @@ def test_sessions_of_one_clock_keep_its_times_unless_they_run_in_rounds() -> Non
     assert [count.sent for count in run([early, late]).tally.counts.values()] == [0, 500 * 10**9]
     rounds = run([late, early], interleave=2).tally.counts.values()
     assert [count.sent for count in rounds] == [0, 0]
+
+
+def watched(one: list[Session], monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[Simulation, list[Any], int]:
+    """With everything that every request was counted with, and how many events there were."""
+    events, feed = list[str](), Process.feed
+
+    def counted(self: Process, number: RequestId, event: Event) -> None:
+        feed(self, number, event)
+        events.append(type(event).__name__)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Process, "feed", counted)
+        ran = run(one, **how)
+    counts = [attrs.astuple(count, recurse=False) for count in ran.tally.counts.values()]
+    return ran, counts, events.count("Decoded")
+
+
+@pytest.mark.parametrize("how", [{}, {"slots": 1}, {"slots": 3, "restart_every": 4}, {"host_budget": 4000}])
+@pytest.mark.parametrize("scope", ["full", "auto:4", "20"])
+def test_decode_steps_that_nothing_comes_between_are_one_event_and_change_nothing(
+    how: dict[str, Any], scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that meet each other's prefills, arrivals, lookups, snapshots and writes, and others that are alone."""
+    talkative = [
+        Session(
+            name,
+            (Agent(tuple(request(0.3 * turn + at, *PIECES[: turn + 1], answer=30 + 17 * turn) for turn in range(4))),),
+        )
+        for name, at in (("a", 0.0), ("b", 0.05), ("c", 0.4), ("d", 9.0))
+    ]
+    together = watched(talkative, monkeypatch, scope=parse(scope), **how)
+    monkeypatch.setattr(Process, "undisturbed", lambda *_: 1)
+    one_by_one = watched(talkative, monkeypatch, scope=parse(scope), **how)
+    assert together[0].figures() == one_by_one[0].figures()
+    assert together[0].tally.written == one_by_one[0].tally.written
+    assert together[0].clock.now == one_by_one[0].clock.now
+    assert together[1] == one_by_one[1]
+    assert one_by_one[2] == sum(len(each.answer) for one in talkative for each in one.agents[0].requests)
+    assert together[2] < one_by_one[2]
 
 
 def test_the_same_logs_give_the_same_figures() -> None:
