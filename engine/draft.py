@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from attrs import evolve, frozen
 
 from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.weights import StoredTensor
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.dflash.checkpoint import DraftCheckpoint
 from adapters.models.dflash.draft import DFlashDraft
@@ -39,15 +41,16 @@ SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
 
 @frozen
 class FoundDraft:
-    """A draft that was asked for, checked against its target. name: as `--draft` has it."""
+    """A draft that was asked for, checked against its target. name: as `--draft` has it. weights: how many it has."""
 
     name: str
     shape: DraftShape
+    weights: int
     products: Callable[..., Products]
     build: Callable[..., CachedDraft[Any]]
 
 
-def find_draft(options: Options, target: Checkpoint, numerics: Numerics) -> FoundDraft | None:
+def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
     """What was asked for, or what comes with a demo. Raises Refusal for one that cannot draft for this target."""
     name = SHIPPED.get(options.model, "none") if options.draft == "auto" else options.draft
     if name == "none":
@@ -55,10 +58,14 @@ def find_draft(options: Options, target: Checkpoint, numerics: Numerics) -> Foun
             log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
         return None
     try:
-        found = own_head(target) if name == OWN else dflash(Path(name), target.config)
+        return own_head(target) if name == OWN else dflash(Path(name), target.config)
     except CheckpointError as error:
         raise Refusal(f"--draft {error}") from error
-    if numerics.mode != "buckets":
+
+
+def provable(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
+    """None where what it proposes could not be held to what the target says."""
+    if found is not None and numerics.mode != "buckets":
         log.warning("no draft: its proposals could not be verified exactly, since row counts differ here")
         return None
     return found
@@ -67,13 +74,25 @@ def find_draft(options: Options, target: Checkpoint, numerics: Numerics) -> Foun
 def dflash(folder: Path, target: ModelConfig) -> FoundDraft:
     found = DraftCheckpoint.open(folder, target)
     config = found.config
-    return FoundDraft(str(folder), config, partial(block_products, config), partial(DFlashDraft, config, found))
+    return FoundDraft(
+        str(folder),
+        config,
+        weights_of(found.tensors),
+        partial(block_products, config),
+        partial(DFlashDraft, config, found),
+    )
 
 
 def own_head(target: Checkpoint) -> FoundDraft:
     found = HeadCheckpoint.open(target)
     config = found.config
-    return FoundDraft(OWN, config, partial(head_products, config), partial(MtpDraft, config, found))
+    return FoundDraft(
+        OWN, config, weights_of(found.tensors), partial(head_products, config), partial(MtpDraft, config, found)
+    )
+
+
+def weights_of(tensors: Mapping[str, StoredTensor]) -> int:
+    return sum(math.prod(entry.shape) for entry in tensors.values())
 
 
 def draft_kernels(

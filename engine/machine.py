@@ -20,6 +20,7 @@ from adapters.models.numerics import Numerics, joined
 from adapters.models.pipeline import Pipeline, current
 from adapters.models.probe import probe, probe_key
 from adapters.models.shard import Shard
+from engine.fit import Fit
 from engine.kept import Kept
 from engine.options import Options
 from engine.plan import layer_ranges
@@ -80,15 +81,6 @@ def free_memory(device: torch.device) -> int:
     return kib[0] << 10 if kib else host_memory()
 
 
-def context_of(options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement]) -> int:
-    """Rows of a slot, which the machine has room for: the probe needs some of it, too. Raises Refusal."""
-    context = options.max_ctx or config.max_positions
-    if context > config.max_positions:
-        raise Refusal(f"--max-ctx {context}: the model was made for at most {config.max_positions} tokens")
-    check_memory(host_rows(config, None, dtype, plan), options, context)
-    return context
-
-
 @frozen
 class SlotMemory:
     """Bytes of what slots keep: rows, and positional state of a model that has any, in slots and in places."""
@@ -110,12 +102,12 @@ def host_rows(
     return SlotMemory(token, sum(held for held, _ in states), sum(place for _, place in states))
 
 
-def check_memory(slot: SlotMemory, options: Options, context: int) -> None:
+def check_memory(slot: SlotMemory, options: Options, fit: Fit) -> None:
     """A host is killed where a GPU says no. Raises Refusal for slots that are larger than the whole machine."""
-    rows, states = options.slots * (context * slot.token + slot.state), options.state_checkpoints * slot.place
+    rows, states = fit.slots * (fit.context * slot.token + slot.state), options.state_checkpoints * slot.place
     there = host_memory()
     if rows + states > there:
-        size = f"{options.slots} slots of {context} tokens take {rows / 1e9:.0f} GB"
+        size = f"{fit.slots} slots of {fit.context} tokens take {rows / 1e9:.0f} GB"
         fewer = "fewer --slots or a smaller --max-ctx may help"
         if states:
             size += f" and {options.state_checkpoints} states beside them {states / 1e9:.0f} GB"
@@ -128,6 +120,11 @@ def host_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def chunk_of(options: Options, plan: Sequence[Placement]) -> int:
+    """Rows of a prefill chunk."""
+    return options.chunk or (GRAPH_CHUNK if {one.device.type for one in plan} == {"cuda"} else CPU_CHUNK)
+
+
 def prove(
     options: Options,
     checkpoint: Checkpoint,
@@ -138,8 +135,7 @@ def prove(
     kept: Kept,
 ) -> tuple[Numerics, tuple[Kernels, ...]]:
     """What the probe finds or found on each device, for the whole model, and kernels for each shard that keep to it."""
-    kinds = {one.device.type for one in plan}
-    chunk = options.chunk or (GRAPH_CHUNK if kinds == {"cuda"} else CPU_CHUNK)
+    chunk = chunk_of(options, plan)
     found = dict[torch.device, tuple[Numerics, Kernels]]()
     for device in dict.fromkeys(one.device for one in plan):
         with current(device):

@@ -84,13 +84,14 @@ class Options(ModelOption):
     """What weights and KV are kept and computed in; auto is the checkpoint's own, of GGUF files bfloat16 or float32."""
 
     max_ctx: Annotated[int, flag(MODEL, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
-    """Tokens of prompt and answer together; 0 is the model's own limit."""
+    """Tokens of prompt and answer together; 0: the model's own limit, or what there is memory for."""
 
     numerics: Annotated[Literal["exact", "fast"], flag(ENGINE)] = "exact"
     """exact: the same tokens cold, warm, alone and batched, bit for bit. fast: gives that up where it is quicker."""
 
-    slots: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=1, lte=64))] = 4
-    """Sequences that are on the device at once: requests that run together, and prompts that stay warm."""
+    slots: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=64))] = 0
+    """Sequences that are on the device at once: requests that run together, and prompts that stay warm. 0: four, or as
+    many as there is memory for at a good length (`rekindle models` tells)."""
 
     chunk: Annotated[int, flag(ENGINE, converter=whole, validator=known_chunk)] = 0
     """Rows of a prefill chunk, the largest bucket; 0 is the device's default."""

@@ -273,7 +273,7 @@ def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOp
         created=int(time.time()),
         version=__version__,
         max_body=options.max_body << 20,
-        max_jobs=options.slots + options.max_queue,
+        max_jobs=target.settings.slots + options.max_queue,
         request_timeout_s=options.request_timeout,
     )
 

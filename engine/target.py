@@ -33,12 +33,13 @@ from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot
 from engine import startup
-from engine.draft import FoundDraft, draft_kernels, find_draft, load_draft, short_of_memory
+from engine.draft import FoundDraft, draft_kernels, find_draft, load_draft, provable, short_of_memory
 from engine.folders import cache_folder, user_folder
 from engine.kept import Kept
 from engine.loading import with_loading
-from engine.machine import check_memory, context_of, host_rows, identity, planned, prove, shards
+from engine.machine import identity, planned, prove, shards
 from engine.measure import kept_or_measured, key
+from engine.needs import chosen
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.warm_up import warm_up
@@ -162,24 +163,22 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     checkpoint = Checkpoint.open(folder)
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
     checkpoint = checkpoint.rounded(dtype)
-    plan = planned(options, checkpoint.config)
-    context = context_of(options, checkpoint.config, dtype, plan)
+    plan, opened = planned(options, checkpoint.config), find_draft(options, checkpoint)
+    fit = chosen(options, checkpoint.config, dtype, plan, opened)
     kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
-    numerics, kernels = prove(options, checkpoint, dtype, plan, context, kept=kept)
+    numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:
         raise Mismatched(named)
-    found = find_draft(options, checkpoint, numerics)
-    shape = None if found is None else found.shape
-    check_memory(host_rows(checkpoint.config, shape, dtype, plan), options, context)
+    found = provable(opened, numerics)
     step(startup.WEIGHTS)
     shard = shards(
         checkpoint,
         dtype,
         plan,
         kernels,
-        slots=options.slots,
-        capacity=context,
+        slots=fit.slots,
+        capacity=fit.context,
         buckets=row_counts(numerics.buckets, fast=fast),
         state_places=options.state_checkpoints,
         aux_layers=() if found is None else found.shape.aux_layers,
@@ -195,7 +194,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
-    settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, context=context)
+    settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, context=fit.context)
     step(startup.CACHE)
     pin = any(device.type == "cuda" for device in shard.devices)
     store = build_store(options, layout(shard, draft, named, numerics.block_size), pin=pin)
@@ -266,7 +265,7 @@ def decide(
     shape: dict[str, Any] = {"chunk": numerics.chunk, "context": context, "widths": widths(block, tree)}
     times = key(named, None if draft is None else draft.identity, shard.placement, shape)
     return Settings(
-        slots=options.slots,
+        slots=shard.slots,
         max_context=context,
         max_queue=options.max_queue,
         chunk=numerics.chunk,

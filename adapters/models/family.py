@@ -32,6 +32,9 @@ class ModelConfig(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def head_dim(self) -> int: ...
+
+    @property
     def max_positions(self) -> int: ...
 
     @property

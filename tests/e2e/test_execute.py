@@ -150,7 +150,7 @@ def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[str]()
-    monkeypatch.setattr("engine.target.find_draft", lambda *_: made.append("a draft"))  # the next thing that is done
+    monkeypatch.setattr("engine.target.provable", lambda *_: made.append("a draft"))  # the next thing that is done
     file = tmp_path / "other.jsonl"
     golden = Path(__file__).parents[1] / "golden" / "a_full_house.jsonl"
     header, *records = golden.read_text().splitlines(keepends=True)

@@ -54,7 +54,7 @@ def test_flags_win_over_environment_and_that_over_the_file(
         (["--slots", "1_0"], ["--slots", "'1_0' is not an integer"]),
         (["--slots", "9" * 5000], ["--slots", "integer"]),
         (["--allow-host", "name:80"], ["--allow-host", "without a port"]),
-        (["--slots", "0"], ["--slots", "1"]),
+        (["--slots", "-1"], ["--slots", ">= 0"]),
         (["--chunk", "100"], ["--chunk", "power of two"]),
         (["--device", "tpu"], ["--device", "auto, cpu, cuda"]),
         (["--target-devices", "cpu:0,,cpu:0"], ["--target-devices", "'' is no device", "cpu:0, cuda:N"]),

@@ -171,7 +171,8 @@ def test_a_grid_anywhere_is_a_grid_for_all() -> None:
 # What the model side never reads: the edge and the command line do.
 EDGE = {
     *("alias", "any_model", "tool_parser", "reasoning_parser", "host", "allow_host", "allow_origin", "port", "api_key"),
-    *("api_key_file", "request_timeout", "max_body", "grace", "trace", "redact", "paranoid", "stabilize"),
+    *("api_key_file", "request_timeout", "max_body", "grace", "trace", "redact", "paranoid", "stabilize", "log_format"),
+    "log_level",
 }
 CHANGED: dict[str, dict[str, Any]] = {
     "demo": {

@@ -1,0 +1,98 @@
+"""What serving a checkpoint will take of each device, as the ledger will charge it, and what each has to give."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+
+from adapters.models.dense_config import HEAD_ROWS
+from adapters.models.family import ModelConfig
+from engine.draft import FoundDraft
+from engine.fit import DeviceNeed, Fit, fitted
+from engine.human import size
+from engine.machine import Placement, check_memory, chunk_of, free_memory, host_memory, host_rows
+from engine.options import Options
+from engine.refusal import Refusal
+
+log = logging.getLogger("rekindle")
+EMBEDDING = "model.embed_tokens.weight"
+SPARE = 1 << 30  # bytes of a GPU at least, and a tenth of it: its context, graphs, what kernels need for a moment
+
+
+def chosen(
+    options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], draft: FoundDraft | None
+) -> Fit:
+    """The slots and the context that were asked for, or what there is room for. Raises Refusal."""
+    if options.max_ctx > config.max_positions:
+        raise Refusal(f"--max-ctx {options.max_ctx}: the model was made for at most {config.max_positions} tokens")
+    asked = needs(options, config, dtype, plan, draft)
+    found = fitted(asked, config.max_positions, options.slots, options.max_ctx)
+    if found.fits and not options.max_ctx and found.context < config.max_positions:
+        of = f"{found.context} of the model's {config.max_positions} tokens"
+        log.warning("--max-ctx: %s, which is what there is memory for in %d slots", of, found.slots)
+    for need in asked:
+        if (taken := need.taken(found.slots, found.context)) > need.there:
+            short = f"{size(taken)} are needed, and {size(need.there)} can be had"
+            log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
+    check_memory(host_rows(config, None if draft is None else draft.shape, dtype, plan), options, found)
+    return found
+
+
+def needs(
+    options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], draft: FoundDraft | None
+) -> list[DeviceNeed]:
+    """Of each device once. What a draft takes is where the last layers are."""
+    found = list[DeviceNeed]()
+    for device in dict.fromkeys(one.device for one in plan):
+        here = [one.layers for one in plan if one.device == device]
+        states = [config.state_bytes(dtype, device.type, layers) for layers in here]
+        fixed = sum(weights(config, dtype, device, layers) for layers in here)
+        fixed += options.state_checkpoints * sum(place for _, place in states)
+        row = sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
+        if device == plan[-1].device:
+            fixed += buffers(options, config, dtype, plan) * (1 if draft is None else 2)
+            if draft is not None:
+                fixed += draft.weights * multiplied_in(config, dtype, device)
+                row += draft.shape.kv_bytes_per_token(dtype)
+        state = sum(held for held, _ in states)
+        found.append(DeviceNeed(str(device), there(device), fixed, row, state, once=len(here) * rope(config)))
+    return found
+
+
+def there(device: torch.device) -> int:
+    """Bytes that a model may take: of a GPU what is free now, of a host three quarters of all, as at every start."""
+    if device.type != "cuda":
+        return host_memory() * 3 // 4
+    total = torch.cuda.get_device_properties(device).total_memory
+    return max(0, free_memory(device) - max(SPARE, total // 10))
+
+
+def multiplied_in(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of a weight: a CPU may keep float32, if that is faster there."""
+    if device.type != "cpu":
+        return dtype.itemsize
+    products = config.products((1,), capacity=1, dtype=dtype, threads=1, memory=host_memory() // 2)
+    return torch.float32.itemsize if products.wider else dtype.itemsize
+
+
+def weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, layers: range) -> int:
+    """As they are kept: on a CPU a head is packed, so it is there beside the embedding that it is tied to."""
+    counts = {name: math.prod(shape) for name, shape in config.tensors(layers).items()}
+    table = counts.pop(EMBEDDING, 0)
+    own = device.type == "cpu" and layers.stop == config.num_layers and "lm_head.weight" not in counts
+    each = multiplied_in(config, dtype, device)
+    return table * dtype.itemsize + (sum(counts.values()) + (table if own else 0)) * each
+
+
+def buffers(options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement]) -> int:
+    """Of every bucket: hidden rows, up to twice a chunk in all, and logits, up to twice the rows that are asked for."""
+    hidden = 2 * chunk_of(options, plan) * config.hidden_size * dtype.itemsize
+    return hidden + 2 * HEAD_ROWS * config.vocab_size * torch.float32.itemsize
+
+
+def rope(config: ModelConfig) -> int:
+    """Sines and cosines of a position."""
+    return 2 * torch.float32.itemsize * config.head_dim

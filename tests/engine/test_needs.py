@@ -1,0 +1,82 @@
+"""What is reckoned before a model is loaded is what the ledger charges when it is, and decides what nobody chose."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters import demo
+from adapters.models.checkpoint import Checkpoint
+from engine.begin import load_target
+from engine.draft import find_draft
+from engine.machine import planned
+from engine.needs import chosen, needs
+from engine.options import Options
+from tests.models.checkpoints import save_qwen3
+
+CONFIG = Checkpoint.open(demo.FOLDER).config
+CPU, F32 = torch.device("cpu"), torch.float32
+
+
+@pytest.fixture(autouse=True)
+def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+async def test_the_ledger_charges_what_was_reckoned(tmp_path: Path) -> None:
+    save_qwen3(tmp_path / "model", max_position_embeddings=512)
+    how = {"disk_prefix_cache": "off", "host_cache_budget": 0, "chunk": 64}
+    options = Options(model=str(tmp_path / "model"), device="cpu", **how)
+    target = await load_target(options)
+    try:
+        ledger = target.memory(0)
+        (need,) = needs(options, target.checkpoint.config, F32, planned(options, target.checkpoint.config), None)
+        assert (target.settings.slots, target.settings.max_context) == (4, 512)
+        assert ledger["slots"]["target"] == 4 * (512 * need.row + need.state)
+        weights, buffers = ledger["models"]["target"]["device"], ledger["buffers"]["target"]
+        assert weights <= need.fixed <= weights + 4 * buffers
+        assert need.taken(4, 512) >= ledger["slots"]["target"] + weights
+    finally:
+        await target.close()
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "served"),
+    [
+        (1 << 40, {}, (4, 8192)),  # the demo is served as it always was
+        (1 << 40, {"slots": 9, "max_ctx": 100}, (9, 100)),
+        (145 << 20, {}, (2, 8192)),
+        (145 << 20, {"slots": 4}, (4, 4096)),
+        (1 << 20, {}, (1, 1024)),
+    ],
+)
+def test_what_nobody_chose_is_what_there_is_room_for(
+    there: int,
+    asked: dict[str, int],
+    served: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("engine.needs.there", lambda _: there)
+    options = Options(device="cpu", **asked)
+    with caplog.at_level(logging.WARNING, "rekindle"):
+        found = chosen(options, CONFIG, F32, planned(options, CONFIG), None)
+    assert (found.slots, found.context) == served
+    assert ("--max-ctx: 4096 of the model's 8192 tokens" in caplog.text) == (asked == {"slots": 4})
+    assert ("can be had" in caplog.text) == (there == 1 << 20)
+
+
+def test_each_device_is_charged_for_its_own_layers_and_the_last_one_for_the_draft() -> None:
+    options = Options(target_devices="cpu,cpu", target_layer_split="1,1")
+    plan = planned(options, CONFIG)
+    (both,) = needs(options, CONFIG, F32, plan, None)
+    (one,) = needs(Options(device="cpu"), CONFIG, F32, planned(Options(device="cpu"), CONFIG), None)
+    assert (both.row, both.state) == (one.row, one.state)
+    draft = find_draft(Options(device="cpu"), Checkpoint.open(demo.FOLDER))
+    assert draft is not None
+    (drafted,) = needs(options, CONFIG, F32, plan, draft)
+    assert drafted.row == both.row + draft.shape.kv_bytes_per_token(F32)
+    assert drafted.fixed > both.fixed + 4 * draft.weights
