@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= 2
 DRAFT_ARGS ?=
 
-.PHONY: install serve test lint types imports check diagram train-demo train-demo-draft train-demo-hybrid bench clean
+.PHONY: install serve test lint types imports check diagram pictures train-demo train-demo-draft train-demo-hybrid bench clean
 
 install: .venv/develops  ## set up .venv with rekindle and what its tests and benchmarks need
 
@@ -39,6 +39,9 @@ imports: install
 	$(BIN)/lint-imports
 
 check: lint types imports test  ## what CI runs
+
+pictures: install  ## draw the documentation's pictures anew; needs Chromium
+	$(BIN)/python -m tests.pictures
 
 diagram: install  ## regenerate docs/STATES.md
 	$(BIN)/rekindle diagram --markdown > docs/STATES.md

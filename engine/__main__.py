@@ -22,6 +22,7 @@ from engine.configuration import configuration
 from engine.options import Options
 from engine.refusal import Refusal, told
 from engine.simulation.wanted import Wanted
+from engine.timeline.commands import trace
 
 HELP = """A local LLM inference server that starts warm, never changes the answer, and replays everything.
 
@@ -174,6 +175,7 @@ def simulate(
     return run(logs, wanted)
 
 
+app.command(trace)
 app.command(cache)
 
 

@@ -1,0 +1,163 @@
+"""The timeline's page in a browser: it opens without a complaint, and what is clicked, searched or pressed is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.trace_view import record
+from effects.ids import DeviceFailed, RequestId
+from effects.job import Job
+from engine.timeline.view import written
+from states.events import Submitted
+from states.settings import Settings
+from tests import browser
+from tests.browser import Browser, Page
+from tests.engine.stories import STORIES, Teller
+from tests.timeline.test_view import HOSTILE
+
+PROGRAM = browser.found()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here: apt-get install chromium")
+REQUESTS = 40
+GUTTER, ROW = 96, 18  # of page/draw.js
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def timeline(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("timeline") / "agents.jsonl"
+    record(path, REQUESTS)
+    written(path)
+    return path.with_suffix(".html").as_uri()
+
+
+@pytest.fixture(scope="module")
+async def chromium(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
+    assert PROGRAM is not None
+    async with Browser.opened(PROGRAM, tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def shown(chromium: Browser, url: str, **how: Any) -> AsyncIterator[Page]:
+    """Until all is drawn; nothing was complained of, to the end."""
+    async with chromium.page(url, **how) as page:
+        await page.until("document.documentElement.dataset.ready")
+        yield page
+        assert page.errors == []
+
+
+async def told(page: Page, wanted: str) -> str:
+    """Once it tells of that, all that it tells."""
+    text = "document.getElementById('detail').innerText"
+    found: str = await page.until(f"{text}.includes({json.dumps(wanted)}) && {text}")
+    return found
+
+
+async def mouse(page: Page, element: str, x: float, y: float) -> None:
+    """Press and release there, counted from the element's corner."""
+    box = await page.js(f"(({{x, y}}) => [x, y])(document.getElementById('{element}').getBoundingClientRect())")
+    where = {"x": box[0] + x, "y": box[1] + y, "button": "left", "clickCount": 1}
+    for kind in ("mousePressed", "mouseReleased"):
+        await page.call("Input.dispatchMouseEvent", type=kind, **where)
+
+
+async def press(page: Page, *keys: str) -> None:
+    for key in keys:
+        await page.call("Input.dispatchKeyEvent", type="keyDown", key=key)
+        await page.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+
+async def test_it_opens_and_a_click_tells_of_an_event_and_what_it_led_to(chromium: Browser, timeline: str) -> None:
+    async with shown(chromium, timeline) as page:
+        assert f"{REQUESTS} requests" in await page.text("#facts")
+        assert "prompt tokens" in await page.text("#hits")
+        legend = await page.text("#legend")
+        assert {"Prefilling", "Speculating", "LookingUp"} <= set(legend.split())
+        await mouse(page, "bars", GUTTER + 1, 2 * ROW + ROW / 2)
+        assert "Submitted" in await told(page, "Request 2")
+        await mouse(page, "bars", GUTTER - 40, ROW / 2)
+        first = await told(page, "Request 0")
+        assert "It led to" in first
+        assert "FindPrefix for request 0" in " ".join(first.split())
+        assert "job.prompt (how many)" in first
+
+
+async def test_keys_go_through_requests_and_their_events_and_search_finds_one(chromium: Browser, timeline: str) -> None:
+    async with shown(chromium, timeline) as page:
+        await press(page, "ArrowDown", "ArrowDown")
+        await told(page, "Request 1")
+        await press(page, "n")
+        again = await told(page, "event")
+        await press(page, "z", "+", "ArrowRight", "-", "f", "p", "End")
+        assert await told(page, f"Request {REQUESTS - 1}") != again
+        await press(page, "/")
+        await page.call("Input.insertText", text="17")
+        await page.js("document.getElementById('tools').requestSubmit()")
+        await told(page, "Request 17")
+        await page.js(
+            "document.getElementById('search').value = '4444'; document.getElementById('tools').requestSubmit()"
+        )
+        await told(page, "There is no request 4444")
+
+
+async def test_a_launch_tells_who_was_in_it_and_a_name_leads_there(chromium: Browser, timeline: str) -> None:
+    async with shown(chromium, timeline) as page:
+        await mouse(page, "tracks", GUTTER + 2, 18 + 40 + 10)
+        launch = await told(page, "Launch on lane 0")
+        assert "RunPrefill" in launch
+        assert "The event that it was launched after" in launch
+        await page.click("#detail .card button")
+        await told(page, "Time in each state")
+
+
+async def test_the_wheel_zooms_a_drag_moves_and_the_theme_changes(chromium: Browser, timeline: str) -> None:
+    async with shown(chromium, timeline, color_scheme="dark") as page:
+        seen = "document.getElementById('tracks').toDataURL()"
+        box = await page.js("(({x, y}) => [x, y])(document.getElementById('tracks').getBoundingClientRect())")
+
+        async def hand(kind: str, x: float, **how: Any) -> None:
+            await page.call("Input.dispatchMouseEvent", type=kind, x=box[0] + x, y=box[1] + 60, **how)
+
+        await page.js(f"window.before = {seen}, 1")
+        await hand("mouseWheel", 300, deltaX=0, deltaY=-400, modifiers=2)
+        await page.until(f"{seen} !== window.before")
+        await page.js(f"window.before = {seen}, 1")
+        for kind, x in (("mousePressed", 300), ("mouseMoved", 200), ("mouseReleased", 200)):
+            await hand(kind, x, button="left", buttons=1)
+        await page.until(f"{seen} !== window.before")
+        paper = "getComputedStyle(document.documentElement).getPropertyValue('--paper')"
+        dark = await page.js(paper)
+        await page.click("[data-do=theme]")
+        assert await page.until(f"{paper} !== {json.dumps(dark)} && {paper}")
+
+
+async def test_names_that_want_to_be_script_are_text(chromium: Browser, tmp_path: Path) -> None:
+    teller = Teller(Settings(slots=1, max_context=256, chunk=32, block_size=16))
+    teller.tell(RequestId(1), Submitted(Job((1, 2, 3), 4)), DeviceFailed("broken", HOSTILE))
+    path = tmp_path / "<img src=x onerror=alert(1)>.jsonl"
+    path.write_text(teller.end().replace('"scripted"', json.dumps(HOSTILE), 1))
+    written(path, tmp_path / "page.html")
+    async with shown(chromium, (tmp_path / "page.html").as_uri()) as page:
+        assert await page.text("#name") == path.name
+        assert HOSTILE[:12] in await page.text("#facts")
+        await press(page, "ArrowDown", "n")
+        assert HOSTILE[:60] in await told(page, "DeviceFailed")
+        assert await page.js("document.querySelectorAll('img, script:not([type=module])').length") == 0
+
+
+async def test_what_is_wrong_with_a_trace_is_said_on_the_page(chromium: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    path.write_text("".join(STORIES["a_full_house"]().splitlines(keepends=True)[:-4]))
+    assert written(path).status == 1
+    async with shown(chromium, path.with_suffix(".html").as_uri()) as page:
+        assert "cut short after event" in await page.text("#trouble")
