@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -25,6 +26,8 @@ from engine.kept import Kept
 from engine.options import Options
 from engine.plan import layer_ranges
 from engine.refusal import Refusal
+
+log = logging.getLogger("rekindle")
 
 GRAPH_CHUNK = 1024  # C on a CUDA device: within 1 % of 2048, and a cancelled prefill stops sooner
 CPU_CHUNK = 256
@@ -176,9 +179,15 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
 
         return TritonKernels(device)
+    from adapters.models.kernels.native.library import missing  # noqa: PLC0415
     from adapters.models.kernels.torch_cpu import CpuKernels  # noqa: PLC0415
 
-    return CpuKernels(dtype)
+    try:
+        if why := missing():
+            log.info("products by oneDNN alone: %s", why)
+        return CpuKernels(dtype)
+    except ValueError as error:
+        raise Refusal(str(error)) from error
 
 
 def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str) -> str:

@@ -18,7 +18,7 @@ class Counting(CpuKernels):
     """Knows what it was asked for. odd: keys over which a narrow product adds up in another order."""
 
     def __init__(self, odd: int = 0) -> None:
-        super().__init__(torch.float32)
+        super().__init__(torch.float32, own=False)
         self.odd, self.asked = odd, set[tuple[int, int]]()
 
     def multiply(self, x, weight):
@@ -29,7 +29,7 @@ class Counting(CpuKernels):
 
 @pytest.fixture
 def known():
-    return CpuKernels(torch.float32).prove(TARGET).plan
+    return CpuKernels(torch.float32, own=False).prove(TARGET).plan
 
 
 def test_only_what_is_new_is_multiplied(known):

@@ -26,10 +26,10 @@ def measure(kernels, dtype=torch.float32, chunk=64, capacity=1024, config=CONFIG
 
 
 class Mutant(CpuKernels):
-    """Kernels with one flaw, which `using` keeps; in float32, so that there is nothing to choose."""
+    """Kernels with one flaw, which `using` keeps; in float32 by oneDNN, so that there is nothing to choose."""
 
     def __init__(self, plan=None):
-        super().__init__(torch.float32, plan)
+        super().__init__(torch.float32, plan, own=False)
 
     def using(self, plan):
         return type(self)(plan)
@@ -115,7 +115,8 @@ class TwoKinds(Qwen3Config):
 def test_every_kind_of_layer_is_probed_and_each_has_to_hold():
     config = TwoKinds(256, 64, 128, 4, 4, 2, 16, 4096, 1e6)
     where = {"device": CPU, "dtype": torch.float32, "chunk": 64, "capacity": 1024}
-    one, both = measure(CpuKernels(torch.float32)), probe(FAMILY, config, CpuKernels(torch.float32), **where)
+    plain = CpuKernels(torch.float32, own=False)
+    one, both = measure(plain), probe(FAMILY, config, plain, **where)
     assert (both.mode, both.spans) == ("buckets", 2 * one.spans)
     assert both.numerics_class.rpartition("-")[2] not in one.numerics_class
 
@@ -123,7 +124,7 @@ def test_every_kind_of_layer_is_probed_and_each_has_to_hold():
         used = ForgetsFarKeys().using(kernels._plan) if layers.start else kernels  # noqa: SLF001
         return DenseShard(own, weights, used, layers=layers, **how)
 
-    found = probe(evolve(FAMILY, build=build), config, CpuKernels(torch.float32), **where)
+    found = probe(evolve(FAMILY, build=build), config, plain, **where)
     assert (found.mode, found.buckets) == ("grid", (4, 64))
     assert any("differ from a chunk" in why for why in found.failures)
 

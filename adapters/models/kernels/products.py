@@ -22,6 +22,7 @@ SMALL = 96 << 20
 BATCHED = (4, 8, 16, 32, 64, 128)  # rows of the batched products of recurrent layers
 SCORES = 1 << 21  # attention scores at a time, float32, so that they stay in the processor's caches
 QUERIES = 256  # query rows that attend at a time
+NATIVE = "native"  # products of our own in C, a way to multiply with a weight; any other is a dtype of oneDNN's
 _EXACT_TILES = 8
 
 
@@ -71,12 +72,12 @@ class Products:
 class Served:
     """How products with one weight are computed.
 
-    dtype: of the product; its result is rounded to the model's. rows: the counts that agree bit for bit, ascending.
-    wide: the one among them in which more rows are multiplied piece by piece.
+    way: a dtype of oneDNN's products, or our own; the result is rounded to the model's dtype. rows: the counts that
+    agree bit for bit, ascending. wide: the one among them in which more rows are multiplied piece by piece.
     """
 
     weight: Weight
-    dtype: str
+    way: str
     rows: tuple[int, ...]
     wide: int
 
@@ -120,9 +121,7 @@ class ProductPlan:
 
     def numbers(self) -> tuple[object, ...]:
         """All of it that bits depend on."""
-        weights = (
-            (one.weight.outputs, one.weight.inputs, one.weight.gated, one.dtype, one.rows) for one in self.weights
-        )
+        weights = ((one.weight.outputs, one.weight.inputs, one.weight.gated, one.way, one.rows) for one in self.weights)
         heads = ((one.heads.group, one.heads.size, one.dtype, one.rows, one.terms) for one in self.heads)
         deltas = ((repr(one.delta), one.rows) for one in self.deltas)
         return (self.steps, *sorted(weights), *sorted(heads), *sorted(deltas))
@@ -130,7 +129,7 @@ class ProductPlan:
     def shown(self) -> list[str]:
         """A line for each product."""
         weights = (
-            f"{one.weight.inputs} to {one.weight.outputs}{', gated' if one.weight.gated else ''}: {one.dtype}, "
+            f"{one.weight.inputs} to {one.weight.outputs}{', gated' if one.weight.gated else ''}: {one.way}, "
             f"rows {', '.join(map(str, one.rows))}, wide steps by {one.wide}"
             for one in self.weights
         )
@@ -215,9 +214,9 @@ def checked(plan: ProductPlan) -> ProductPlan:
         raise ValueError("a plan of products with impossible row counts")
     if any(one.wide not in one.rows for one in plan.weights) or any(one.terms < TILE for one in plan.heads):
         raise ValueError("a plan of products with impossible pieces")
-    dtypes = {*(one.dtype for one in plan.weights), *(one.dtype for one in plan.heads)}
-    if not dtypes <= {"float32", "bfloat16", "float16"}:
-        raise ValueError("a plan of products in an unknown dtype")
+    ways, dtypes = {one.way for one in plan.weights} - {NATIVE}, {one.dtype for one in plan.heads}
+    if not ways | dtypes <= {"float32", "bfloat16", "float16"}:
+        raise ValueError("a plan of products in an unknown way")
     if min(plan.threads) < 1:
         raise ValueError("a plan of products for no thread")
     return plan

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -36,7 +36,7 @@ from adapters.models.kernels.trials import Group, ScoresTrial, Trial, ValuesTria
 TERMS = (1024, 512, 256)  # keys of one product with values; the longest that can be proven saves the most calls
 COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)  # query rows that attend together
 DECODES = 32  # decode steps that weigh as much as the prefill of one chunk when ways are compared
-MARGIN = 0.8  # of the time of the model's own dtype is what another one must beat: the choice should not waver
+MARGIN = 0.8  # of the time of a preferred way is what the next one must beat: the choice should not waver
 
 TrialT = TypeVar("TrialT", bound="Trial")
 
@@ -45,16 +45,26 @@ class Multiplier(Protocol):
     """The products themselves, in no particular pieces. Overridden by nothing but tests."""
 
     def dtypes(self) -> Sequence[torch.dtype]:
-        """What products may be computed in, the preferred one first."""
+        """What products of attention may be computed in, the preferred one first."""
         ...
 
-    def reorder(self, weight: Tensor) -> Tensor: ...
-
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`[M, K]`, `[N, K]` -> `[M, N]`."""
+    def ways(self, *, wider: bool) -> Sequence[str]:
+        """How products with weights may be computed, the preferred one first. wider: in float32, too."""
         ...
 
-    def multiply_gated(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor: ...
+    def rows_in(self, way: str) -> torch.dtype:
+        """What both sides of such a product are given in."""
+        ...
+
+    def reorder(self, weight: Tensor, way: str) -> Any:
+        """A weight, in the dtype of its way, as that likes it best."""
+        ...
+
+    def multiply(self, x: Tensor, weight: Any) -> Tensor:
+        """`[M, K]`, and what was made of `[N, K]` or a tensor of that shape -> `[M, N]`."""
+        ...
+
+    def multiply_gated(self, x: Tensor, gate: Any, up: Any) -> Tensor: ...
 
 
 @frozen
@@ -119,11 +129,11 @@ class Prover:
         return times[best] + DECODES * trial.seconds(rows[0], narrow), best
 
     def quickest_first(self, trials: Sequence[TrialT], counts: Sequence[int]) -> list[tuple[float, float, TrialT]]:
-        """(seconds if nothing were cut, factor, trial), one trial for each dtype in the order of preference."""
+        """(seconds if nothing were cut, factor, trial), one trial for each way in the order of preference."""
         narrow, wide = self.threads
         found = []
-        for trial, factor in zip(trials, (MARGIN, 1.0), strict=False):
-            seconds = trial.seconds(counts[-1], wide) + DECODES * trial.seconds(counts[0], narrow)
+        for less, trial in enumerate(reversed(trials)):
+            seconds, factor = trial.seconds(counts[-1], wide) + DECODES * trial.seconds(counts[0], narrow), MARGIN**less
             found.append((seconds * factor, factor, trial))
         return sorted(found, key=lambda one: one[0])
 
@@ -134,30 +144,32 @@ class Prover:
                     return served
         counts = [count for count in self.products.rows if count <= weight.most] or list(self.products.rows[:1])
         best: tuple[float, Served, Trial, Group] | None = None
-        trials = [self._weight_trial(weight, counts[-1], dtype) for dtype in self.dtypes]
+        ways = self.kernels.ways(wider=self.products.wider)
+        trials, failures = [self._weight_trial(weight, counts[-1], way) for way in ways], list[str]()
         for bound, factor, trial in self.quickest_first(trials, counts):
             if best is not None and best[0] <= bound:
                 continue  # even uncut it would be slower
             for group in trial.groups(counts):
                 seconds, piece = self.cost(trial, group.rows, counts[-1])
                 if best is None or seconds * factor < best[0]:
-                    served = Served(weight, name_of(trial.x.dtype), tuple(group.rows), piece)
+                    served = Served(weight, trial.way, tuple(group.rows), piece)
                     best = (seconds * factor, served, trial, group)
-            self._count(trial)
+            failures += self._counted(trial)
         if best is None:
+            self.failures += failures
             return None
         _, served, trial, group = best
         self._keep(trial, group, len(group.rows) * len(self.regimes))
         return served
 
-    def _weight_trial(self, weight: Weight, chunk: int, dtype: torch.dtype) -> Trial:
-        kernels, name = self.kernels, f"{weight.inputs} to {weight.outputs} in {name_of(dtype)}"
-        x, w = cancelling(chunk, weight.outputs, weight.inputs, dtype)
-        packed = kernels.reorder(w)
+    def _weight_trial(self, weight: Weight, chunk: int, way: str) -> Trial:
+        kernels, name = self.kernels, f"{weight.inputs} to {weight.outputs} in {way}"
+        x, w = cancelling(chunk, weight.outputs, weight.inputs, kernels.rows_in(way))
+        packed = kernels.reorder(w, way)
         if not weight.gated:
-            return Trial(name, x, self.regimes, lambda rows: kernels.multiply(rows, packed))
-        up = kernels.reorder(w.roll(1, 0))
-        return Trial(f"gated {name}", x, self.regimes, lambda rows: kernels.multiply_gated(rows, packed, up))
+            return Trial(name, way, x, self.regimes, lambda rows: kernels.multiply(rows, packed))
+        up = kernels.reorder(w.roll(1, 0), way)
+        return Trial(f"gated {name}", way, x, self.regimes, lambda rows: kernels.multiply_gated(rows, packed, up))
 
     def attention(self, heads: Heads) -> ServedHeads | None:
         least = next(count for count in COUNTS if count >= heads.group)
@@ -166,7 +178,7 @@ class Prover:
             return served
         scores = self._scores_trial(heads, counts[-1], least, spans(heads.keys))
         scored = scores.groups(counts)
-        self._count(scores)
+        failures = self._counted(scores)
         best: tuple[float, ServedHeads, Group, ValuesTrial, Group] | None = None
         longest = [self._values_trial(heads, counts[-1], TERMS[0], dtype) for dtype in self.dtypes]
         for bound, factor, trial in self.quickest_first(longest, counts):
@@ -175,16 +187,16 @@ class Prover:
             for terms in TERMS:  # longer sums mean fewer calls
                 values = self._values_trial(heads, counts[-1], terms, trial.x.dtype)
                 ways = self._ways(heads, values.groups(counts), scored)
-                self._count(values)
+                failures += self._counted(values)
                 for rows, group, weighed in ways:
                     seconds = self.cost(values, rows, counts[-1])[0] / terms * factor
                     if best is None or seconds < best[0]:
-                        served = ServedHeads(heads, name_of(trial.x.dtype), rows, terms)
+                        served = ServedHeads(heads, trial.way, rows, terms)
                         best = (seconds, served, group, values, weighed)
                 if ways:
                     break
         if best is None:
-            self.failures.append(f"attention of {heads.group} query heads of {heads.size}: nothing agrees")
+            self.failures += [*failures, f"attention of {heads.group} query heads of {heads.size}: nothing agrees"]
             return None
         _, served, group, values, weighed = best
         each = len(served.rows) * len(self.regimes)
@@ -216,9 +228,9 @@ class Prover:
         for heads, terms, outputs in batched(delta):
             trial = self._batched_trial(heads, terms, outputs)
             groups = trial.groups(rows)
-            self._count(trial)
+            failures = self._counted(trial)
             if not groups:
-                self.failures.append(f"{trial.name}: nothing agrees")
+                self.failures += [*failures, f"{trial.name}: nothing agrees"]
                 return None
             best = max(groups, key=lambda group: len(group.rows))
             rows = best.rows
@@ -235,7 +247,7 @@ class Prover:
         def multiply(rows: Tensor) -> Tensor:
             return torch.bmm(rows.expand(heads, -1, -1).contiguous(), weights).transpose(0, 1).flatten(1)
 
-        return Trial(f"{heads} times {terms} to {outputs}", x, self.regimes, multiply)
+        return Trial(f"{heads} times {terms} to {outputs}", name_of(x.dtype), x, self.regimes, multiply)
 
     def _known(self) -> ProductPlan | None:
         """What holds here, too: it was proven for the same row counts and threads."""
@@ -260,7 +272,7 @@ class Prover:
             return None
         trial = self._scores_trial(heads, rows, least, (max(wanted & before), *sorted(wanted - before)))
         groups = trial.groups(served.rows)
-        self._count(trial)
+        self._counted(trial)
         return evolve(served, heads=heads) if [group.rows for group in groups] == [list(served.rows)] else None
 
     def _scores_trial(self, heads: Heads, rows: int, least: int, found: tuple[int, ...]) -> ScoresTrial:
@@ -268,6 +280,7 @@ class Prover:
         kernels, name = self.kernels, f"scores of heads of {heads.size}"
         return ScoresTrial(
             name,
+            name_of(x.dtype),
             x,
             self.regimes,
             lambda some: kernels.multiply(some, keys),
@@ -280,18 +293,22 @@ class Prover:
     def _values_trial(self, heads: Heads, rows: int, terms: int, dtype: torch.dtype) -> ValuesTrial:
         x, w = cancelling(rows, heads.size, terms, dtype)
         values, kernels = w.t().contiguous(), self.kernels
-        name = f"{terms} values of heads of {heads.size} in {name_of(dtype)}"
+        name, way = f"{terms} values of heads of {heads.size} in {name_of(dtype)}", name_of(dtype)
 
         def product(some: Tensor, those: Tensor) -> Tensor:
             return kernels.multiply(some, those.t())
 
-        return ValuesTrial(name, x, self.regimes, lambda some: product(some, values), values=values, product=product)
+        return ValuesTrial(
+            name, way, x, self.regimes, lambda some: product(some, values), values=values, product=product
+        )
 
-    def _count(self, trial: Trial) -> None:
+    def _counted(self, trial: Trial) -> list[str]:
+        """Its failures in a line. They are told where nothing was left to serve: which other ways are tried at all
+        depends on times, and what is told should not.
+        """
         self.checks += trial.checks
-        if trial.failures:
-            more = len(trial.failures) - 1
-            self.failures.append(trial.failures[0] + (f", and {more} more" if more else ""))
+        more = len(trial.failures) - 1
+        return [trial.failures[0] + (f", and {more} more" if more else "")] if trial.failures else []
 
     def _keep(self, trial: Trial, group: Group, shapes: int) -> None:
         self.shapes += shapes

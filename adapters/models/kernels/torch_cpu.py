@@ -1,4 +1,5 @@
-"""CPU kernels: oneDNN's products, of weights and in attention, called so that a row never sees its bucket.
+"""CPU kernels: products of our own and oneDNN's, of weights and in attention, called so that a row never sees its
+bucket.
 
 What makes a row's bits its own:
 * a product runs with a number of rows that was proven to agree with all others that are used (`proof.py`): a step of
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from attrs import frozen
@@ -28,7 +29,9 @@ from adapters.models.kernels.cpu_delta import CpuDelta
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.experts import Experts, experts_feed
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
-from adapters.models.kernels.products import NARROW, TILE, ProductPlan, Products, Unproven
+from adapters.models.kernels.native.library import library
+from adapters.models.kernels.native.products import FORMS, NativeProducts, NativeWeight
+from adapters.models.kernels.products import NARROW, NATIVE, TILE, ProductPlan, Products, Unproven
 from adapters.models.kernels.proof import Proof, prove
 from adapters.models.kernels.trials import name_of
 
@@ -72,13 +75,13 @@ def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 @frozen(eq=False)
 class CpuWeight:
-    """A weight as oneDNN likes it best (gated: two), and how it is multiplied with.
+    """A weight as what multiplies with it likes it best (gated: two), and how that is done.
 
-    columns: K, zeros included that were put behind it. pieces: the row count of a product for every row count of a
-    step; None: whatever comes.
+    dtype: of rows. columns: K, zeros included that were put behind it. pieces: the row count of a product for every row
+    count of a step; None: whatever comes.
     """
 
-    weights: tuple[Tensor, ...]
+    weights: tuple[Tensor | NativeWeight, ...]
     dtype: torch.dtype
     columns: int
     pieces: Mapping[int, int] | None
@@ -87,20 +90,24 @@ class CpuWeight:
 class CpuKernels:
     """Keeps only what the steps of one shard share; the weights are the shard's.
 
-    plan: in which shapes products run; a product that is not in it raises Unproven.
+    plan: in which shapes products run; a product that is not in it raises Unproven. own: products of our own, where
+    this installation has them.
     """
 
     kv_tile = TILE
 
-    def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None, *, own: bool = True) -> None:
         self._dtype, self._plan = dtype, plan
+        found = library() if own else None
+        self._native = None if found is None else NativeProducts(found, found.level, dtype if dtype in FORMS else None)
         self._preps: dict[tuple[int, int], tuple[HeadPrep, Tensor, Tensor | None]] = {}
         self._attention = CpuAttention(self, dtype, plan)
         self.delta: DeltaKernels | None = CpuDelta(plan)
 
     @property
     def name(self) -> str:
-        return f"{'onednn' if _ONEDNN else 'aten'}-{name_of(self._dtype)}"
+        own = "" if self._native is None else "native-"
+        return f"{own}{'onednn' if _ONEDNN else 'aten'}-{name_of(self._dtype)}"
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -115,14 +122,31 @@ class CpuKernels:
         own = [self._dtype] if _native(self._dtype) else []
         return tuple(dict.fromkeys([*own, torch.float32]))
 
-    def reorder(self, weight: Tensor) -> Tensor:
-        return _reorder(weight)
+    def ways(self, *, wider: bool) -> Sequence[str]:
+        own = [NATIVE] if self._native is not None and (wider or self._dtype in FORMS) else []
+        return [*own, *(name_of(dtype) for dtype in self.dtypes()[: 2 if wider else 1])]
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        return product(x, weight)
+    def rows_in(self, way: str) -> torch.dtype:
+        if way == NATIVE:
+            return self._dtype if self._dtype in FORMS else torch.float32
+        return getattr(torch, way)
 
-    def multiply_gated(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        return gated_product(x, gate, up)
+    def reorder(self, weight: Tensor, way: str) -> Tensor | NativeWeight:
+        if way != NATIVE:
+            return _reorder(weight)
+        if self._native is None:
+            raise Unproven("a plan for products of our own, and this installation has none")
+        return self._native.pack(weight)
+
+    def multiply(self, x: Tensor, weight: Any) -> Tensor:
+        return self._multiply_own(x, weight) if isinstance(weight, NativeWeight) else product(x, weight)
+
+    def multiply_gated(self, x: Tensor, gate: Any, up: Any) -> Tensor:
+        return self._multiply_own(x, gate, up) if isinstance(gate, NativeWeight) else gated_product(x, gate, up)
+
+    def _multiply_own(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
+        assert self._native is not None
+        return self._native.multiply(x, weight, up)
 
     # --- what is proven of them ---
 
@@ -130,7 +154,7 @@ class CpuKernels:
         return prove(self, products, known)
 
     def using(self, plan: ProductPlan | None) -> CpuKernels:
-        return CpuKernels(self._dtype, plan)
+        return CpuKernels(self._dtype, plan, own=self._native is not None)
 
     # --- weights ---
 
@@ -142,15 +166,17 @@ class CpuKernels:
 
     def _pack(self, *weights: Tensor, gated: bool) -> CpuWeight:
         outputs, inputs = weights[0].shape
-        dtype, pieces = self.dtypes()[0], None
+        way, pieces = self.ways(wider=True)[0], None
         if self._plan is not None:
             served = self._plan.weight(outputs, inputs, gated=gated)
-            dtype = getattr(torch, served.dtype)
+            way = served.way
             if self._plan.steps:
                 pieces = {rows: served.piece(rows) for rows in self._plan.steps}
-        columns = inputs if dtype is torch.float32 else -(-inputs // _COLUMNS) * _COLUMNS
+        dtype = self.rows_in(way)
+        whole = way == NATIVE or dtype is torch.float32
+        columns = inputs if whole else -(-inputs // _COLUMNS) * _COLUMNS
         wide = (torch.nn.functional.pad(weight.to(dtype), (0, columns - inputs)) for weight in weights)
-        return CpuWeight(tuple(self.reorder(weight.contiguous()) for weight in wide), dtype, columns, pieces)
+        return CpuWeight(tuple(self.reorder(weight.contiguous(), way) for weight in wide), dtype, columns, pieces)
 
     def linear(self, x: Tensor, packed: CpuWeight) -> Tensor:
         [weight] = packed.weights

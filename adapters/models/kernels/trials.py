@@ -30,9 +30,10 @@ class Group:
 
 @define(eq=False)
 class Trial:
-    """One product, tried with rows of x `[C, K]`. threads: under which it may be asked for."""
+    """One product, tried with rows of x `[C, K]`. way: how it is computed. threads: under which it may be asked for."""
 
     name: str
+    way: str
     x: Tensor
     threads: tuple[int, ...]
     multiply: Callable[[Tensor], Tensor]

@@ -1,0 +1,69 @@
+"""The compiled products: found, checked against their sources, loaded; or why there are none."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+
+from attrs import frozen
+
+FOLDER = Path(__file__).parent
+SOURCES = ("pool.h", "tiles.h", "products.c")
+FILE = "librekindle.so"
+SWITCH = "REKINDLE_NATIVE"
+_SWITCHED = {"on": True, "off": False}
+
+
+@frozen(eq=False)
+class Library:
+    """level: the best instructions that this processor has: 2 AVX-512, 1 AVX2 with FMA, 0 neither. The same bits."""
+
+    code: ctypes.CDLL
+    level: int
+
+
+def wanted() -> bool:
+    """What the environment says. Raises ValueError."""
+    said = os.environ.get(SWITCH, "on")
+    if said not in _SWITCHED:
+        raise ValueError(f"{SWITCH}={said[:80]}: accepted: {', '.join(_SWITCHED)}")
+    return _SWITCHED[said]
+
+
+def library() -> Library | None:
+    """What serves: the compiled products, unless there are none or the environment turns them off."""
+    return loaded()[0] if wanted() else None
+
+
+def missing() -> str:
+    """Why no compiled products serve; empty if they do."""
+    return loaded()[1] if wanted() else f"turned off by {SWITCH}"
+
+
+@cache
+def loaded() -> tuple[Library | None, str]:
+    return opened(FOLDER)
+
+
+def opened(folder: Path) -> tuple[Library | None, str]:
+    """The library of a folder, which must have been made of the sources there; or why not."""
+    try:
+        sources = b"\0".join((folder / name).read_bytes() for name in SOURCES)
+        code = ctypes.CDLL(str(folder / FILE))
+        code.rekindle_sources.restype = ctypes.c_char_p
+        made_of = code.rekindle_sources().decode("ascii", "replace")
+    except (OSError, AttributeError):
+        return None, "no compiled products in this installation: it had no C compiler, or they are not for this system"
+    if made_of != hashlib.blake2b(sources, digest_size=8).hexdigest():
+        return None, "the compiled products are not of this version's sources: install again"
+    number, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
+    code.rekindle_pack.argtypes = [pointer, pointer, size, size, number, number]
+    code.rekindle_pack.restype = None
+    code.rekindle_product.argtypes = [
+        *(pointer, number, size, size, pointer, pointer, number, size, size),
+        *(pointer, number, number, number),
+    ]
+    return Library(code, code.rekindle_level()), ""

@@ -1,0 +1,261 @@
+// Matrix products whose bits are fixed by what they are, not by how they are computed: see tiles.h and docs/DETERMINISM.md.
+// Compiled at installation (hatch_build.py), loaded by library.py, which checks all arguments; nothing here does.
+#define _GNU_SOURCE
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "pool.h"
+
+#define ROWS 256  // at once, so that a panel's sums stay near
+#define TERMS 384 // of a chain before it is set down, in wide products: a panel's weights stay near as well
+#define NARROW 12 // rows: so few take a chain in one go
+#define AHEAD 1024 // bytes of a panel that are fetched before they are multiplied
+#define PANELS 4   // that go together at most: of 32 outputs each
+
+enum { FLOATS, BRAINS }; // how weights are stored: float32, bfloat16
+
+static inline float float_of(uint32_t bits) {
+    float one;
+    memcpy(&one, &bits, sizeof one);
+    return one;
+}
+
+static inline uint32_t bits_of(float one) {
+    uint32_t bits;
+    memcpy(&bits, &one, sizeof bits);
+    return bits;
+}
+
+static inline __attribute__((always_inline)) float widened(uint16_t brain) { return float_of((uint32_t)brain << 16); }
+
+static inline __attribute__((always_inline)) uint16_t rounded(float one) { // to the nearest, or the even one of two
+    const uint32_t bits = bits_of(one);
+    const uint32_t found = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : found);
+}
+
+// Within two units in the last place. Only operations that every processor rounds alike.
+static inline __attribute__((always_inline)) float exponential(float x) {
+    x = x > 104.0f ? 104.0f : x; // what is no number stays none
+    x = x < -104.0f ? -104.0f : x;
+    const float shifted = __builtin_fmaf(x, 1.44269504088896341f, 12582912.0f);
+    const float whole = shifted - 12582912.0f;
+    const uint32_t power = bits_of(shifted) - bits_of(12582912.0f);
+    float r = __builtin_fmaf(whole, -0.693359375f, x);
+    r = __builtin_fmaf(whole, 2.12194440e-4f, r);
+    float found = 1.9875691500e-4f;
+    found = __builtin_fmaf(found, r, 1.3981999507e-3f);
+    found = __builtin_fmaf(found, r, 8.3334519073e-3f);
+    found = __builtin_fmaf(found, r, 4.1665795894e-2f);
+    found = __builtin_fmaf(found, r, 1.6666665459e-1f);
+    found = __builtin_fmaf(found, r, 5.0000001201e-1f);
+    found = __builtin_fmaf(found * r, r, r) + 1.0f;
+    const uint32_t half = (power + 256) / 2 - 128; // in two steps, since 2^power may be no float
+    return found * float_of((half + 127) << 23) * float_of((power - half + 127) << 23);
+}
+
+static inline __attribute__((always_inline)) float swish(float x) { return x / (1.0f + exponential(-x)); }
+
+typedef struct { // one instruction set's
+    void (*multiply)(long, int, int, const float *, long, const char *, long, long, float *, long, int);
+    void (*widen)(const uint16_t *, float *, long);
+    void (*gate)(float *, const float *, long);
+    void (*round)(const float *, uint16_t *, long);
+} isa_t;
+
+typedef struct {
+    float of[16];
+} plain_t;
+
+static inline plain_t plain_load(const float *from) {
+    plain_t found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+static inline plain_t plain_spread(float one) {
+    plain_t found;
+    for (int i = 0; i < 16; i++) found.of[i] = one;
+    return found;
+}
+
+static inline plain_t plain_fma(plain_t a, plain_t b, plain_t c) {
+    for (int i = 0; i < 16; i++) c.of[i] = fmaf(a.of[i], b.of[i], c.of[i]);
+    return c;
+}
+
+static inline plain_t plain_half(const char *from, int odd) {
+    plain_t found;
+    for (int i = 0; i < 16; i++) found.of[i] = widened(((const uint16_t *)from)[2 * i + odd]);
+    return found;
+}
+
+#define ON(name) name##_plain
+#define FOR
+#define V plain_t
+#define LANES 16
+#define ZERO() plain_spread(0.0f)
+#define LOAD plain_load
+#define STORE(to, from) memcpy(to, &(from), sizeof(plain_t))
+#define SPREAD plain_spread
+#define FMA plain_fma
+#define HALVES(at, low, high)                                                                                          \
+    low = plain_half(at, 0);                                                                                           \
+    high = plain_half(at, 1)
+#define TILES ON_TILE(1, 1)
+#include "tiles.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define ON(name) name##_avx2
+#define FOR __attribute__((target("avx2,fma")))
+#define V __m256
+#define LANES 8
+#define ZERO _mm256_setzero_ps
+#define LOAD _mm256_loadu_ps
+#define STORE _mm256_storeu_ps
+#define SPREAD _mm256_set1_ps
+#define FMA _mm256_fmadd_ps
+#define HALVES(at, low, high)                                                                                          \
+    const __m256i both = _mm256_loadu_si256((const __m256i *)(at));                                                    \
+    low = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));                                                            \
+    high = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)))
+#define TILES ON_TILE(6, 1) ON_TILE(4, 1) ON_TILE(2, 2) ON_TILE(1, 4)
+#include "tiles.h"
+
+#define ON(name) name##_avx512
+#define FOR __attribute__((target("avx512f,avx2,fma,prefer-vector-width=512")))
+#define V __m512
+#define LANES 16
+#define ZERO _mm512_setzero_ps
+#define LOAD _mm512_loadu_ps
+#define STORE _mm512_storeu_ps
+#define SPREAD _mm512_set1_ps
+#define FMA _mm512_fmadd_ps
+#define HALVES(at, low, high)                                                                                          \
+    const __m512i both = _mm512_loadu_si512(at);                                                                       \
+    low = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));                                                            \
+    high = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)))
+#define TILES ON_TILE(12, 1) ON_TILE(8, 1) ON_TILE(4, 2) ON_TILE(2, 4) ON_TILE(1, 4)
+#include "tiles.h"
+#endif
+
+static const isa_t *isa_of(int level) {
+#if defined(__x86_64__)
+    if (level == 2) return &isa_avx512;
+    if (level == 1) return &isa_avx2;
+#endif
+    return &isa_plain;
+}
+
+// The highest level that this processor has: 2 AVX-512, 1 AVX2 with FMA, 0 whatever the compiler made of it.
+int rekindle_level(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return __builtin_cpu_supports("avx512f") ? 2 : 1;
+#endif
+    return 0;
+}
+
+const char *rekindle_sources(void) { return SOURCES; }
+
+typedef struct {
+    const void *weight;
+    void *packed;
+    long outputs, terms;
+    int form;
+} packing_t;
+
+static void pack_panel(void *of, long panel) {
+    const packing_t *const job = of;
+    for (long start = 0; start < job->terms; start += 64) // a few cache lines of each output, then of the next
+        for (long at = 0; at < 32; at++) { // outputs i and i + 16 side by side in bfloat16: one load gives both
+            const long output = panel * 32 + (job->form == BRAINS ? at / 2 + at % 2 * 16 : at);
+            const int there = output < job->outputs;
+            const long from = output * job->terms, to = panel * 32 * job->terms + at;
+            for (long k = start; k < job->terms && k < start + 64; k++)
+                if (job->form == BRAINS)
+                    ((uint16_t *)job->packed)[to + k * 32] = there ? ((const uint16_t *)job->weight)[from + k] : 0;
+                else
+                    ((float *)job->packed)[to + k * 32] = there ? ((const float *)job->weight)[from + k] : 0.0f;
+        }
+}
+
+// weight: [outputs, terms] -> panels of 32 outputs, [panels, terms, 32], zeros for outputs that are not there.
+void rekindle_pack(const void *weight, void *packed, long outputs, long terms, int form, int threads) {
+    packing_t job = {weight, packed, outputs, terms, form};
+    share(threads, (outputs + 31) / 32, pack_panel, &job);
+}
+
+typedef struct {
+    const isa_t *isa;
+    const float *x;
+    long rows, stride;
+    const char *weights[2]; // the second one gates with the first, or is not there
+    int form, together;
+    long outputs, terms;
+    char *out;
+    int brain;
+} product_t;
+
+static void multiply_group(void *of, long group) {
+    static _Thread_local float sums[2][ROWS * PANELS * 32];
+    const product_t *const job = of;
+    const long apart = job->terms * 32 * (job->form == BRAINS ? 2 : 4), first = group * job->together;
+    const long all = (job->outputs + 31) / 32, left = all - first, width = job->together * 32;
+    const int panels = (int)(left < job->together ? left : job->together);
+    const long parts = job->rows <= NARROW ? 1 : (job->terms + TERMS - 1) / TERMS, step = (job->terms + parts - 1) / parts;
+    for (int i = 0; i < 2 && job->weights[i]; i++)
+        for (long k = 0; k < job->terms; k += step) {
+            const char *const w = job->weights[i] + first * apart + k * (apart / job->terms);
+            const long terms = job->terms - k < step ? job->terms - k : step;
+            job->isa->multiply(
+                job->rows, panels, job->form, job->x + k, job->stride, w, apart, terms, sums[i], width, k > 0
+            );
+        }
+    const long start = first * 32, count = job->outputs - start < width ? job->outputs - start : width;
+    for (long row = 0; row < job->rows; row++) {
+        float *const found = sums[0] + row * width;
+        const long to = row * job->outputs + start;
+        if (job->weights[1]) job->isa->gate(found, sums[1] + row * width, count);
+        if (job->brain) job->isa->round(found, (uint16_t *)job->out + to, count);
+        else memcpy((float *)job->out + to, found, (size_t)count * sizeof(float));
+    }
+}
+
+// out[rows, outputs] = x[rows, terms] @ weight.T, or silu(x @ gate.T) * (x @ up.T); x and out are bfloat16 (brain) or
+// float32, rows of x `stride` numbers apart. Returns 0, or -1 where there is no memory.
+int rekindle_product(
+    const void *x, int x_brain, long rows, long stride, const void *weight, const void *up, int form, long outputs,
+    long terms, void *out, int out_brain, int threads, int level
+) {
+    static _Thread_local float *wide;
+    static _Thread_local long there;
+    const isa_t *const isa = isa_of(level);
+    const long apart = (terms + 15) / 16 * 16 + 16; // rows never a multiple of a page apart: they would share cache sets
+    const long once = rows < ROWS ? rows : ROWS, panels = (outputs + 31) / 32;
+    if (there < once * apart) {
+        free(wide);
+        wide = aligned_alloc(64, (size_t)(once * apart) * sizeof(float));
+        there = wide ? once * apart : 0;
+        if (!wide) return -1;
+    }
+    int together = PANELS;
+    while (together > 1 && threads > 1 && panels < 4L * threads * together) together /= 2;
+    for (long row = 0; row < rows; row += ROWS) {
+        const long count = rows - row < ROWS ? rows - row : ROWS;
+        for (long i = 0; i < count; i++) {
+            const long from = (row + i) * stride;
+            if (x_brain) isa->widen((const uint16_t *)x + from, wide + i * apart, terms);
+            else memcpy(wide + i * apart, (const float *)x + from, (size_t)terms * sizeof(float));
+        }
+        product_t job = {isa, wide, count, apart, {weight, up}, form, together, outputs, terms, NULL, out_brain};
+        job.out = (char *)out + row * outputs * (out_brain ? 2 : 4);
+        share(threads, (panels + together - 1) / together, multiply_group, &job);
+    }
+    return 0;
+}
