@@ -45,7 +45,7 @@ class Spans:
 
 
 @define
-class Collector:
+class Timeline:
     """Told of every event, in order. first: the one that the page begins with."""
 
     first: int = 0

@@ -17,7 +17,7 @@ from engine.progress import progress
 from engine.refusal import Refusal
 from engine.replay import Diverged, Replay
 from engine.runner import Envelope
-from engine.timeline.collect import Collector
+from engine.timeline.collect import Timeline
 from engine.timeline.columns import MOST_TEXT, compressed
 from engine.trace import BadTrace, Header, read
 
@@ -41,7 +41,7 @@ class Viewed:
     """What could be read of a trace. trouble: why it is not all of it, for people; status: of the command."""
 
     header: Header
-    collector: Collector
+    timeline: Timeline
     trouble: str = ""
     status: int = 0
 
@@ -52,13 +52,13 @@ def written(path: Path, output: Path | None = None, first: int = 0, until: int |
     if target.exists() and path.exists() and target.samefile(path):
         raise Refusal(f"{target}: is the trace itself; accepted: another name for the page (-o)")
     viewed = collected(path, first, until)
-    collector = viewed.collector
-    if not collector.times:
+    timeline = viewed.timeline
+    if not timeline.times:
         what = viewed.trouble.splitlines()[0] if viewed.trouble else f"no event from {first} on"
         raise Refusal(f"{path}: nothing to show: {what.removeprefix(f'{path}: ')}")
     text = page(viewed, path.name)
     target.write_text(text, encoding="utf-8")
-    shown = f"{counted(len(collector.requests), 'request')}, {counted(len(collector.times), 'event')}"
+    shown = f"{counted(len(timeline.requests), 'request')}, {counted(len(timeline.times), 'event')}"
     return Written(f"{target}: {shown}, {size(len(text))}", viewed.trouble, viewed.status)
 
 
@@ -67,7 +67,7 @@ def collected(path: Path, first: int = 0, until: int | None = None) -> Viewed:
     another version, or none.
     """
     header, records = read(path)
-    viewed, run = Viewed(header, Collector(first)), Replay.of(header)
+    viewed, run = Viewed(header, Timeline(first)), Replay.of(header)
     try:
         with progress("lines of the trace") as step:
             for number, record in records:
@@ -76,7 +76,7 @@ def collected(path: Path, first: int = 0, until: int | None = None) -> Viewed:
                         return viewed
                     before = run.world
                     outs = run.feed(number, record)
-                    viewed.collector.observe(record, outs, before, run.world)
+                    viewed.timeline.observe(record, outs, before, run.world)
                 else:
                     run.feed(number, record)
                 step()
@@ -93,7 +93,7 @@ def page(viewed: Viewed, name: str) -> str:
     page's own script and style through, told by what they are, and nothing else.
     """
     style, script, frame = part("page.css"), "\n".join(map(part, SCRIPTS)), part("page.html")
-    data = compressed({"about": about(viewed, name), **viewed.collector.packed()})
+    data = compressed({"about": about(viewed, name), **viewed.timeline.packed()})
     if len(data) > MOST_BYTES:
         raise Refusal(f"a page of {size(len(data))}; accepted: up to {size(MOST_BYTES)}; --from, --until show a part")
     parts = {"style": style, "script": script, "data": data, "title": html.escape(name)}
@@ -111,9 +111,9 @@ def hashed(text: str) -> str:
 
 
 def about(viewed: Viewed, name: str) -> dict[str, Any]:
-    header, collector = viewed.header, viewed.collector
-    last = collector.seqs[1]
-    left_out = f"{collector.left_out:,} events after event {last} found no room: --from {last + 1} shows them"
+    header, timeline = viewed.header, viewed.timeline
+    last = timeline.seqs[1]
+    left_out = f"{timeline.left_out:,} events after event {last} found no room: --from {last + 1} shows them"
     return {
         "name": name[:MOST_TEXT],
         "engine": header.engine[:MOST_TEXT],
@@ -121,5 +121,5 @@ def about(viewed: Viewed, name: str) -> dict[str, Any]:
         "model": str(header.config.get("model", ""))[:MOST_TEXT],
         "redacted": header.redacted,
         "settings": {key: getattr(header.settings, key) for key in SETTINGS},
-        "trouble": [said for said in (viewed.trouble[:2000], left_out if collector.left_out else "") if said],
+        "trouble": [said for said in (viewed.trouble[:2000], left_out if timeline.left_out else "") if said],
     }

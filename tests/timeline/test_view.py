@@ -26,7 +26,7 @@ from engine.meter import STAGES, Meter
 from engine.replay import Replay
 from engine.runner import Envelope
 from engine.timeline import collect, view
-from engine.timeline.collect import Collector
+from engine.timeline.collect import Timeline
 from engine.timeline.view import Viewed, page, written
 from engine.trace import VERSION, read
 from states.events import ForRequest, Submitted
@@ -210,7 +210,7 @@ def test_nothing_in_a_trace_becomes_markup_or_script(tmp_path: Path) -> None:
 
 
 def test_the_page_lets_nothing_through_but_itself(tmp_path: Path) -> None:
-    html = page(Viewed(header(Settings()), Collector()), "x")
+    html = page(Viewed(header(Settings()), Timeline()), "x")
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -239,20 +239,20 @@ def test_no_token_is_on_the_page(tmp_path: Path) -> None:
 def test_ten_thousand_requests_are_a_small_page() -> None:
     """Driven by hand: each is answered at once, with its first token."""
     world = begin(Settings(slots=4, max_context=256, chunk=32, block_size=16))
-    collector, seq = Collector(), 0
+    timeline, seq = Timeline(), 0
 
     def happen(request: RequestId, event: Any) -> None:
         nonlocal world, seq
         before, envelope = world, Envelope(seq, seq * 1_234_567, ForRequest(request, event))
         world, outs = advance(before, envelope.happened)
-        collector.observe(envelope, outs, before, world)
+        timeline.observe(envelope, outs, before, world)
         seq += 1
 
     for number in range(10_000):
         request = RequestId(number)
         happen(request, Submitted(Job((number,), 1)))
         happen(request, Decoded((number,), ns=2000 + number % 77))
-    html = page(Viewed(header(Settings()), collector), "many")
+    html = page(Viewed(header(Settings()), timeline), "many")
     data = data_of(html)
     assert data["requests"] == list(range(10_000))
     assert len(data["times"]) == 20_000
@@ -330,13 +330,13 @@ def test_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_times_that_cannot_be_are_shown_in_order() -> None:
-    world, collector = begin(Settings()), Collector()
+    world, timeline = begin(Settings()), Timeline()
     for seq, at_ns in enumerate((10**9, 5, 10**40, 7)):
         event = ForRequest(RequestId(seq), Submitted(Job((1, 2), 1)))
         after, outs = advance(world, event)
-        collector.observe(Envelope(seq, at_ns, event), outs, world, after)
+        timeline.observe(Envelope(seq, at_ns, event), outs, world, after)
         world = after
-    assert collector.times == [0, 0, collect.MOST_US, collect.MOST_US]
+    assert timeline.times == [0, 0, collect.MOST_US, collect.MOST_US]
 
 
 def test_prefill_of_a_neighbour_is_in_the_launch_that_it_was_in(tmp_path: Path) -> None:
