@@ -51,6 +51,11 @@ class Metrics:
         """From now on it is exposed what is remembered of answers, and what came of that."""
         self.registry.register(TurnFigures(figures))
 
+    def watch_listeners(self, listeners: Callable[[], int]) -> None:
+        """From now on it is exposed how many pages follow the server's status."""
+        gauge = Gauge("rekindle_status_listeners", "Pages that follow the server's status", registry=self.registry)
+        gauge.set_function(listeners)
+
     def stage(self, stage: Stage, seconds: float) -> None:
         """A request has left a stage."""
         self._stages.labels(stage).observe(seconds)

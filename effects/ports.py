@@ -108,6 +108,70 @@ class SlotStatus:
 
 
 @frozen
+class RequestStatus:
+    """One request that the engine is at. Its stream may be closed: what follows behind it is told, too."""
+
+    id: RequestId
+    stage: Stage
+    stages_ms: Mapping[Stage, float]  # in each so far, in the order of their beginnings
+    prompt_tokens: int
+    done: int  # of these: they are in place
+    restored_tokens: int  # of these: they were not computed
+    tier: Tier  # where most of the restored ones came from
+    completion_tokens: int = 0
+    decode_steps: int = 0
+
+
+@frozen
+class PastRequest:
+    """One request whose stream has closed, with what its report says and nothing of what was said."""
+
+    id: RequestId
+    finish: Finish
+    at: float  # when, Unix time
+    stages_ms: Mapping[Stage, float]  # what follows behind the stream included, as far as it has gone
+    prompt_tokens: int
+    restored_tokens: int
+    tier: str
+    miss: str
+    completion_tokens: int
+    decode_steps: int
+    proposed: int
+    accepted: int
+    speculation: str  # why nothing (more) was proposed
+    kept: int  # rows of it that are kept beyond the device
+    kept_reason: str
+
+
+@frozen
+class Totals:
+    """Since the start, over all requests whose stream has closed; tokens of answers also of those that go on."""
+
+    finished: Mapping[str, int]  # requests, by how they ended
+    hits: Mapping[str, int]  # those with restored tokens, by tier
+    misses: Mapping[str, int]  # those that missed some, by why
+    restored: Mapping[str, int]  # tokens, by tier
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    decode_steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+
+MOST_RUNNING = 64  # requests that are named, those with a slot first: 300 bytes each
+MOST_RECENT = 32  # that have ended: 400 bytes each
+
+
+@frozen
+class Activity:
+    """What goes on behind a door, and what went on: for people who watch."""
+
+    running: tuple[RequestStatus, ...]  # MOST_RUNNING at most
+    recent: tuple[PastRequest, ...]  # the last ones that have ended, the newest first; MOST_RECENT at most
+    totals: Totals
+
+
+@frozen
 class Status:
     """What every door tells."""
 
@@ -129,4 +193,8 @@ class Door(Protocol):
 
     def status(self) -> Status:
         """A snapshot for /props, /slots and /health."""
+        ...
+
+    def activity(self) -> Activity:
+        """A snapshot for /props and the page."""
         ...

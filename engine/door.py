@@ -12,15 +12,14 @@ from attrs import asdict, define, field
 
 from effects.ids import RequestId
 from effects.job import Job, Report
-from effects.ports import CancelReason, Closed, Divergence, Message, SlotStatus, Status
+from effects.ports import Activity, CancelReason, Closed, Divergence, Message, Status
 from effects.scope import parse
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.meter import STAGES, Meter
 from engine.runner import Runner
+from engine.showing import Past, running, slot_status
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
-from states.slots import Slot
-from states.world import World
 
 log = logging.getLogger("rekindle")
 
@@ -75,6 +74,7 @@ class EngineDoor:
     live: Callable[[], Mapping[str, Any]]  # what does: memory, the cache
     closed: Callable[[Closed], None]
     missed: Callable[[RequestId, Report], Divergence | None]  # where a prompt left what is kept; asked once, at its end
+    past: Past = field(factory=Past)
     _tickets: dict[RequestId, EngineTicket] = field(factory=dict[RequestId, EngineTicket])
     _last: int = 0
     _shut: bool = False
@@ -100,10 +100,11 @@ class EngineDoor:
 
     def close_stream(self, request: RequestId, effect: CloseStream) -> None:
         diverged = self.missed(request, effect.report)
-        closed = Closed(effect.finish, effect.report, effect.detail, self.meter.stages_ms(request), diverged)
+        closed = Closed(effect.finish, effect.report, effect.detail, self.meter.closed(request), diverged)
         if effect.report.cache.scope:
             log.info("request %d: %s", request, described(effect.report, self.live()), extra={"request": request})
         self._tickets.pop(request).put(closed)
+        self.past.closed(request, closed)
         self.closed(closed)
 
     def status(self) -> Status:
@@ -113,7 +114,7 @@ class EngineDoor:
         busy = sum(slot.holder is not None for slot in slots)
         return Status(
             state="draining" if self._shut else "ready",
-            slots=tuple(shown(number, slot, world) for number, slot in enumerate(slots)),
+            slots=tuple(slot_status(number, slot, world) for number, slot in enumerate(slots)),
             slots_busy=busy,
             queue=waiting,
             queue_full=waiting >= world.settings.max_queue and busy == len(slots),
@@ -126,6 +127,11 @@ class EngineDoor:
                 "requests": dict(Counter(STAGES[type(state)] for state in world.requests.values())),
             },
         )
+
+    def activity(self) -> Activity:
+        world, now_ns = self.runner.world, self.runner.clock_ns()
+        recent = self.past.recent(self.meter, now_ns)
+        return Activity(running(world, self.meter, now_ns), recent, self.past.totals(world))
 
     async def drain(self, grace_s: float) -> bool:
         """Shut: refuse newcomers, give the others `grace_s` to end, then cancel them. True if nobody was cut short."""
@@ -141,12 +147,6 @@ class EngineDoor:
     async def empty(self) -> None:
         while self.runner.world.requests or self._tickets:  # noqa: ASYNC110 - at the very end; an event would cost all
             await anyio.sleep(0.01)
-
-
-def shown(number: int, slot: Slot, world: World) -> SlotStatus:
-    state = None if slot.holder is None else STAGES[type(world.requests[slot.holder])]
-    busy = slot.holder is not None
-    return SlotStatus(id=number, is_processing=busy, request=slot.holder, state=state, kept_tokens=len(slot.tokens))
 
 
 def held(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:

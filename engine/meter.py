@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from attrs import define, field
 
 from effects.all import Ask, Launch
 from effects.ids import RequestId
-from effects.ports import Stage
+from effects.ports import MOST_RECENT, Stage
 from engine.runner import Envelope
 from states import life
 from states.events import ForRequest
@@ -38,7 +39,7 @@ class Meter:
     stage: Callable[[Stage, float], None] | None = None  # hears (stage, seconds)
     _since: dict[RequestId, tuple[Stage, int]] = field(factory=dict[RequestId, tuple[Stage, int]])
     _spent: dict[RequestId, dict[Stage, int]] = field(factory=dict[RequestId, dict[Stage, int]])
-    _told: set[RequestId] = field(factory=set[RequestId])
+    _told: deque[RequestId] = field(factory=deque[RequestId])  # whose stream has closed; the last of them
     _now_ns: int = 0
 
     def observe(self, envelope: Envelope, outs: tuple[Out, ...], _: World, after: World) -> None:
@@ -52,9 +53,10 @@ class Meter:
         was, since = self._since.get(request, (None, self._now_ns))
         if was == stage:
             return
-        if was is not None:
-            if request not in self._told:
-                spent = self._spent.setdefault(request, {})
+        if was is None:
+            self._spent[request] = {}
+        else:
+            if (spent := self._spent.get(request)) is not None:
                 spent[was] = spent.get(was, 0) + self._now_ns - since
             if self.stage is not None:
                 self.stage(was, (self._now_ns - since) / 1e9)
@@ -62,16 +64,25 @@ class Meter:
             self._since[request] = (stage, self._now_ns)
         else:
             self._since.pop(request, None)
-            self._told.discard(request)
 
-    def stages_ms(self, request: RequestId) -> Mapping[Stage, float]:
-        """Milliseconds in each stage so far. Asked once, when the stream closes; what follows is not kept."""
-        spent = self._spent.pop(request, {})
+    def closed(self, request: RequestId) -> Mapping[Stage, float]:
+        """Its stream closes now: milliseconds in each stage so far. What follows behind it is measured all the same."""
+        self._told.append(request)
+        if len(self._told) > MOST_RECENT:
+            self._spent.pop(self._told.popleft(), None)
+        # what follows has only just begun
+        return {stage: spent for stage, spent in self.stages_ms(request).items() if spent}
+
+    def stages_ms(self, request: RequestId, now_ns: int | None = None) -> Mapping[Stage, float]:
+        """Milliseconds in each stage so far: of everybody whose stream is open, and of the last whose has closed.
+
+        now_ns: by the clock that stamps events; None: when the last one happened.
+        """
+        spent = dict(self._spent.get(request, {}))
         if request in self._since:
             stage, since = self._since[request]
-            if self._now_ns > since:  # what follows behind the stream has only just begun
-                spent[stage] = spent.get(stage, 0) + self._now_ns - since
-            self._told.add(request)
+            now = self._now_ns if now_ns is None else now_ns
+            spent[stage] = spent.get(stage, 0) + now - since
         return {stage: round(ns / 1e6, 3) for stage, ns in spent.items()}
 
 

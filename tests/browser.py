@@ -119,9 +119,20 @@ class Browser:
 
     @asynccontextmanager
     async def page(
-        self, url: str, *, width: int = 1280, height: int = 900, scale: float = 1, mobile: bool = False, **media: str
+        self,
+        url: str,
+        *,
+        width: int = 1280,
+        height: int = 900,
+        scale: float = 1,
+        mobile: bool = False,
+        script: str = "",
+        **media: str,
     ) -> AsyncIterator[Page]:
-        """A tab that has loaded. media: what the person prefers, e.g. `color_scheme="dark"`."""
+        """A tab that has loaded. script: runs before those of any document.
+
+        media: what the person prefers, e.g. `color_scheme="dark"`.
+        """
         context = (await self.call("Target.createBrowserContext"))["browserContextId"]
         target = (await self.call("Target.createTarget", url="about:blank", browserContextId=context))["targetId"]
         session = (await self.call("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
@@ -132,6 +143,7 @@ class Browser:
         await page.call("Emulation.setDeviceMetricsOverride", **shape)
         wanted = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in media.items()]
         await page.call("Emulation.setEmulatedMedia", features=wanted)
+        await page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
         try:
             await page.open(url)
             yield page

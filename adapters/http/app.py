@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from html import escape
 from typing import Any
 
 import anyio
@@ -16,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from adapters.http import chat, controls, models
@@ -42,6 +41,8 @@ from adapters.http.intake import ROOM, Intake
 from adapters.http.kept_responses import KeptResponses
 from adapters.http.misses import MissLog
 from adapters.http.options import EdgeOptions
+from adapters.http.page import files
+from adapters.http.page.events import Listener, Watch
 from adapters.http.prompts import COUNTED, rendered
 from adapters.http.reply import Reply
 from adapters.http.retry import Turnover
@@ -74,6 +75,7 @@ def build_app(
     archive, memory = Archive() if archive is None else archive, TurnMemory() if memory is None else memory
     edge = Edge(door, text, options, metrics, archive, memory)
     metrics.watch_turns(memory.figures)
+    metrics.watch_listeners(lambda: edge.watch.listeners)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -81,8 +83,9 @@ def build_app(
         await text.aclose()
 
     routes = edge.routes()
-    paths = frozenset(route.path for route in routes)
     shown = sorted(f"{' or '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}" for route in routes)
+    routes += files.routes()
+    paths = frozenset(route.path for route in routes)
 
     async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
         """Unknown paths and wrong methods."""
@@ -116,9 +119,11 @@ class Edge:
     missed: MissLog = field(factory=MissLog)
     intake: Intake = field(init=False)
     kept: KeptResponses = field(init=False)
+    watch: Watch = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.kept = KeptResponses(self.archive, self.options)
+        self.watch = Watch(self._told, self.options)
         self.intake = Intake(ROOM * self.options.max_body, self.options.retry_after_s)
 
     def routes(self) -> list[Route]:
@@ -135,6 +140,7 @@ class Edge:
             Route("/health", self.health, methods=get),
             Route("/props", self.props, methods=get),
             Route("/slots", self.slots, methods=get),
+            Route("/events", self.events, methods=get),
             Route("/debug/misses", self.misses, methods=get),
             Route("/metrics", self.render_metrics, methods=get),
             Route("/", self.root, methods=get),
@@ -263,23 +269,29 @@ class Edge:
         return JSONResponse({"status": status.state, "error": described}, 503, retry)
 
     async def props(self, _: Request) -> JSONResponse:
+        return JSONResponse(self._told())
+
+    def _told(self) -> dict[str, Any]:
         options, status = self.options, self.door.status()
         template = self.text.template
-        return JSONResponse(
-            {
-                "default_generation_settings": default_settings(options),
-                "model_alias": options.model_id,
-                "chat_template": template.source if template is not None else None,
-                "tool_parser": self.text.calls,
-                "reasoning_parser": self.text.reasoning,
-                "eos_tokens": list(self.text.tokenizer.end_tokens),
-                "build_info": f"rekindle {options.version}",
-                "numerics": dict(options.numerics),
-                "total_slots": len(status.slots),
-                **status.props,
-                **asdict(status, filter=exclude("props")),
-            }
-        )
+        return {
+            "default_generation_settings": default_settings(options),
+            "model_alias": options.model_id,
+            "chat_template": template.source if template is not None else None,
+            "tool_parser": self.text.calls,
+            "reasoning_parser": self.text.reasoning,
+            "eos_tokens": list(self.text.tokenizer.end_tokens),
+            "build_info": f"rekindle {options.version}",
+            "numerics": dict(options.numerics),
+            "total_slots": len(status.slots),
+            **status.props,
+            **asdict(status, filter=exclude("props")),
+            **asdict(self.door.activity()),
+        }
+
+    async def events(self, _: Request) -> Listener:
+        """What /props shows, as it changes."""
+        return self.watch.join()
 
     async def slots(self, request: Request) -> JSONResponse:
         status = self.door.status()
@@ -295,16 +307,12 @@ class Edge:
         body, kind = self.metrics.render()
         return Response(body, headers={"content-type": kind})
 
-    async def root(self, request: Request) -> Response:
+    async def root(self, _: Request) -> JSONResponse:
+        """For programs: a browser gets the page."""
         state = self.door.status().state
         about: dict[str, Any] = {"status": "ok" if state == "ready" else state, "model": self.options.model_id}
         about |= {"version": self.options.version, "endpoints": sorted(route.path for route in self.routes())}
-        lines = about | {"endpoints": ", ".join(about["endpoints"])}
-        if "text/html" not in request.headers.get("accept", ""):
-            return JSONResponse(about)
-        rows = "".join(f"<dt>{escape(name)}<dd>{escape(str(value))}" for name, value in lines.items())
-        policy = {"content-security-policy": "default-src 'none'"}
-        return HTMLResponse(f"<!doctype html><title>Rekindle</title><h1>Rekindle</h1><dl>{rows}</dl>", headers=policy)
+        return JSONResponse(about, headers={"vary": "Accept"})
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:

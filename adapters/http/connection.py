@@ -14,11 +14,13 @@ import json
 from asyncio import TimerHandle, Transport
 from typing import Any, cast
 
+import anyio
 import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 ABORT = "rekindle.abort"  # in a scope, where the server can: drops the connection without waiting for its client
+STOPPING = "rekindle.stopping"  # in a scope: an event that is set when the server stops, for answers without an end
 DRAIN_BYTES = 64 << 20  # thrown away of one body: twice what --max-body is by default
 CLOSE_S = 60.0  # that a client may take for the last of its answer
 
@@ -26,6 +28,7 @@ CLOSE_S = 60.0  # that a client may take for the last of its answer
 class Protocol(H11Protocol):
     header_timeout_s: float = 10
     drain_s: float = 10
+    stopping: anyio.Event
     timer: TimerHandle | None = None  # for a head, for the end of a body, or for the end of the connection
     heads: bool = False  # it is a head that the timer is for
     drained: int | None = None  # bytes of a body that nobody wants; None: somebody does
@@ -38,7 +41,7 @@ class Protocol(H11Protocol):
         inner: Any = self.app
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[ABORT] = self.wire.abort
+            scope[ABORT], scope[STOPPING] = self.wire.abort, self.stopping
             await inner(scope, receive, send)
 
         self.app = app

@@ -23,12 +23,13 @@ from adapters.http.access_log import ABOUT, ARRIVED, NOTE, refused
 from adapters.http.apis import error_response
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
+from adapters.http.page import files
 from adapters.http.paths import canonical
 from adapters.metrics import Metrics
 
 log = logging.getLogger("rekindle.http")
 MAX_HEAD_BYTES = 1 << 16
-PUBLIC = ("/health",)
+PUBLIC = frozenset({"/health", *files.files()})  # the page, not what it shows
 CALLER = "rekindle.caller"  # in a scope: a name for who sent the right key, which tells nothing of the key
 EXPOSED = "x-request-id, request-id, retry-after"
 PREFLIGHT = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": "600"}
@@ -45,8 +46,9 @@ class Guard:
             await self.app(scope, receive, send)
             return
         start, status, asked = time.monotonic(), 0, scope["path"]
-        scope = {**scope, "path": canonical(asked, self.paths), ARRIVED: start}
-        headers = Headers(scope=scope)
+        headers, path = Headers(scope=scope), canonical(asked, self.paths)
+        path = files.PAGE if path == "/" and files.wanted(scope, headers) else path
+        scope = {**scope, "path": path, ARRIVED: start}
         origin = headers.get("origin")
 
         async def watched(message: Message) -> None:
@@ -55,7 +57,9 @@ class Guard:
                 status = message["status"]
                 if origin is not None and self.is_allowed(origin):
                     shared = {"access-control-allow-origin": origin, "access-control-expose-headers": EXPOSED}
-                    MutableHeaders(scope=message).update({**shared, "vary": "Origin"})
+                    answered = MutableHeaders(scope=message)
+                    answered.update(shared)
+                    answered.add_vary_header("Origin")
             await send(message)
 
         try:

@@ -27,6 +27,7 @@ class Serving:
     host: str
     port: int
     _server: uvicorn.Server
+    _stopping: anyio.Event
     ended: anyio.Event = field(factory=anyio.Event)
 
     @property
@@ -35,6 +36,7 @@ class Serving:
 
     def stop(self, *, now: bool = False) -> None:
         """Accept no more; end when the open requests have, or at once. May be called again, to hurry."""
+        self._stopping.set()
         self._server.should_exit = True
         self._server.force_exit = self._server.force_exit or now
 
@@ -58,10 +60,12 @@ async def serve(
     Raises OSError if the address cannot be had. Being cancelled drops every connection.
     """
     listener = bind(host, port)
+    stopping = anyio.Event()
+    limits = {"header_timeout_s": header_timeout_s, "drain_s": drain_s, "stopping": stopping}
     config = uvicorn.Config(
         app,
         loop="none",
-        http=type("LimitedProtocol", (Protocol,), {"header_timeout_s": header_timeout_s, "drain_s": drain_s}),
+        http=type("LimitedProtocol", (Protocol,), limits),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -76,7 +80,7 @@ async def serve(
     server = Server(config)
     server.listener, server.max_connections = listener, max_connections
     bound_host, bound_port = listener.getsockname()[:2]
-    serving = Serving(bound_host, bound_port, server)
+    serving = Serving(bound_host, bound_port, server, stopping)
     server.tell = lambda: on_listening(serving)
     try:
         await server.serve()

@@ -21,7 +21,7 @@ from attrs import define, evolve, field
 from effects.decode import Logprob
 from effects.ids import RequestId, Tier, Tokens
 from effects.job import Job, Report
-from effects.ports import CancelReason, Closed, Divergence, Message, SlotStatus, Stage, Status
+from effects.ports import Activity, CancelReason, Closed, Divergence, Message, SlotStatus, Stage, Status, Totals
 from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
 from engine.misses import diverged
@@ -170,6 +170,10 @@ class FakeDoor:
             troubles=self.troubles,
             props={"model": "fake"},
         )
+
+    def activity(self) -> Activity:
+        """Nothing: tests of the page run a real engine."""
+        return Activity((), (), Totals({}, {}, {}, {}))
 
     def _slot(self, number: int) -> SlotStatus:
         busy = number < self.busy

@@ -1,0 +1,143 @@
+"""What is told of requests while they run and after: stages with their times, tokens, totals; all of it bounded."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from attrs import evolve
+from cattrs import Converter
+
+from effects.all import Launch
+from effects.decode import RunDecode
+from effects.job import Job
+from effects.ports import MOST_RECENT, MOST_RUNNING, Activity
+from engine.door import EngineDoor
+from engine.showing import running as named
+from states.life import Waiting
+from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, collect, engine
+
+PROMPT = tuple(range(10, 110))
+
+
+class Halting:
+    """Lets decode steps pass only while `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = anyio.Event()
+        self.steps = 0
+
+    async def __call__(self, launch: Launch) -> None:
+        if isinstance(launch.asks[0].effect, RunDecode):
+            self.steps += 1
+            if self.steps > 3:
+                await self.go.wait()
+
+
+async def until_halted(device: Halting) -> None:
+    with anyio.fail_after(20):
+        while device.steps < 4:  # noqa: ASYNC110 - a scripted device tells nobody
+            await anyio.sleep(0.001)
+
+
+def plain(activity: Activity) -> Activity:
+    """As it comes out of JSON: everything in it can be told."""
+    converter = Converter(forbid_extra_keys=True)
+    assert converter.structure(converter.unstructure(activity), Activity) == activity
+    return activity
+
+
+async def test_a_request_is_told_of_while_it_runs_and_when_it_has_ended() -> None:
+    halting = Halting()
+    async with engine(SETTINGS, ScriptedDevice(before=halting)) as playing:
+        assert plain(playing.door.activity()) == playing.door.activity()
+        assert (playing.door.activity().running, playing.door.activity().recent) == ((), ())
+        ticket = playing.door.submit(Job(prompt=PROMPT, max_tokens=5))
+        await until_halted(halting)
+        (one,) = plain(playing.door.activity()).running
+        assert (one.id, one.stage) == (ticket.request, "Speculating")
+        assert list(one.stages_ms) == ["Prefilling", "Speculating"]
+        assert min(one.stages_ms.values()) > 0
+        assert (one.prompt_tokens, one.done, one.restored_tokens, one.tier) == (100, 100, 0, "none")
+        assert (one.completion_tokens, one.decode_steps) == (3, 3)
+        assert playing.door.activity().totals.completion_tokens == 3
+        halting.go.set()
+        _, closed = await collect(ticket)
+        await until_empty(playing)
+        told = plain(playing.door.activity())
+        assert told.running == ()
+        (past,) = told.recent
+        assert (past.id, past.finish, past.miss) == (ticket.request, "length", "nothing_shared_on_device")
+        assert past.stages_ms.items() >= {"Prefilling": closed.stages_ms["Prefilling"]}.items()
+        assert (past.completion_tokens, past.decode_steps, past.at > 0) == (5, 5, True)
+        assert told.totals.finished == {"length": 1}
+        assert told.totals.misses == {"nothing_shared_on_device": 1}
+        assert (told.totals.prompt_tokens, told.totals.completion_tokens, told.totals.decode_steps) == (100, 5, 5)
+
+
+async def until_empty(playing: PlayedEngine) -> None:
+    with anyio.fail_after(20):
+        await playing.door.empty()
+
+
+async def test_a_hit_is_counted_by_tier_and_a_prefill_tells_how_far_it_is() -> None:
+    async with engine() as playing:
+        await collect(playing.door.submit(Job(prompt=PROMPT, max_tokens=2)))
+        _, closed = await collect(playing.door.submit(Job(prompt=PROMPT, max_tokens=2)))
+        await until_empty(playing)
+        totals = playing.door.activity().totals
+        assert totals.hits == {"device": 1}
+        assert totals.restored == {"device": closed.report.restored_tokens}
+        assert closed.report.restored_tokens > 0
+
+
+async def test_who_waits_is_told_last_and_so_many_are_told_and_no_more() -> None:
+    halting = Halting()
+    settings = evolve(SETTINGS, slots=2, max_queue=50)
+    async with engine(settings, ScriptedDevice(before=halting)) as playing:
+        tickets = [playing.door.submit(Job(prompt=(*PROMPT, n), max_tokens=4)) for n in range(40)]
+        await until_halted(halting)
+        told = playing.door.activity().running
+        assert [one.stage == "Waiting" for one in told[:2]] == [False, False]
+        assert all(one.stage == "Waiting" and one.done == 0 for one in told[2:])
+        assert len(told) == 40
+        world = playing.runner.world
+        waiting = next(state for state in world.requests.values() if isinstance(state, Waiting))
+        crowd = evolve(world, requests={**{1000 + n: waiting for n in range(90)}, **world.requests})
+        crowded = named(crowd, playing.door.meter, 0)
+        assert len(crowded) == MOST_RUNNING
+        assert [one.id for one in crowded[:2]] == [one.id for one in told[:2]]
+        halting.go.set()
+        for ticket in tickets:
+            await collect(ticket)
+        await until_empty(playing)
+        recent = playing.door.activity().recent
+        assert [one.id for one in recent] == [ticket.request for ticket in reversed(tickets)][:MOST_RECENT]
+        assert playing.door.activity().totals.finished == {"length": 40}
+
+
+@pytest.mark.parametrize("reason", ["client_gone", "deadline"])
+async def test_a_request_that_drains_is_told_of_until_it_has(reason: str) -> None:
+    halting = Halting()
+    async with engine(SETTINGS, ScriptedDevice(before=halting)) as playing:
+        ticket = playing.door.submit(Job(prompt=PROMPT, max_tokens=50))
+        await until_halted(halting)
+        ticket.cancel(reason)  # type: ignore[arg-type]
+        await collect(ticket)
+        told = playing.door.activity()
+        assert [one.stage for one in told.running] == ["Draining"]
+        assert [one.id for one in told.recent] == [ticket.request]
+        assert told.recent[0].stages_ms["Draining"] > 0  # as far as it has gone
+        halting.go.set()
+        await until_empty(playing)
+        assert playing.door.activity().running == ()
+        ended = playing.door.activity().recent[0].stages_ms
+        assert ended["Draining"] > told.recent[0].stages_ms["Draining"]
+        assert playing.door.activity().recent[0].stages_ms == ended  # nothing goes on
+
+
+async def test_what_was_turned_away_is_counted_and_spent_no_time() -> None:
+    async with engine() as playing:
+        door: EngineDoor = playing.door
+        await door.drain(0)
+        await collect(door.submit(Job(prompt=PROMPT, max_tokens=1)))
+        assert door.activity().recent == ()  # it never came in
