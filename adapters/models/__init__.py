@@ -10,6 +10,9 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_moe": "adapters.models.qwen3_moe",
     "qwen3_5": "adapters.models.qwen3_5",
     "qwen3_5_text": "adapters.models.qwen3_5",
+    "qwen3_5_moe": "adapters.models.qwen3_5_moe",
+    "qwen3_5_moe_text": "adapters.models.qwen3_5_moe",
+    "qwen3_next": "adapters.models.qwen3_next",
 }
 
 # `general.architecture` of a GGUF file -> the `model_type` that it is served as.

@@ -28,12 +28,14 @@ class DenseConfig:
 
     qk_norm: heads of queries and keys are normed. qkv_bias: their projections, and that of values, have a bias.
     output_gate: what is attended is gated. zero_centred: norms multiply with 1 + weight.
+    by_key_head: of recurrent layers, as `RecurrentShape` says.
     """
 
     qk_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
     output_gate: ClassVar[bool] = False
     zero_centred: ClassVar[bool] = False
+    by_key_head: ClassVar[bool] = False
 
     vocab_size: int
     hidden_size: int
@@ -144,10 +146,13 @@ class DenseConfig:
 ConfigT = TypeVar("ConfigT", bound=DenseConfig)
 
 
-def parse_dense(raw: Mapping[str, Any], kind: type[ConfigT], *, head_dim: int | None = None, **own: Any) -> ConfigT:
+def parse_dense(
+    raw: Mapping[str, Any], kind: type[ConfigT], *, head_dim: int | None = None, inner: int | None = None, **own: Any
+) -> ConfigT:
     """Hugging Face's config.json, legacy or transformers-5 style. Raises CheckpointError.
 
-    head_dim: where none is told; by default the hidden size shared among the heads. own: the family's own fields; one
+    head_dim: where none is told; by default the hidden size shared among the heads. inner: the intermediate size where
+    none is told, for models without a dense layer. own: the family's own fields; one
     whose layers are of several kinds has read `layer_types` itself.
     """
     if raw.get("hidden_act", "silu") != "silu":
@@ -171,7 +176,7 @@ def parse_dense(raw: Mapping[str, Any], kind: type[ConfigT], *, head_dim: int | 
     return kind(
         vocab_size=read_size(raw, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=read_size(raw, "intermediate_size"),
+        intermediate_size=read_size(raw, "intermediate_size", inner),
         num_layers=read_size(raw, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -26,6 +26,11 @@ class RecurrentShape(LayerShape, Protocol):
         """Of the layers that are recurrent."""
         ...
 
+    @property
+    def by_key_head(self) -> bool:
+        """What is projected is published as two tensors, whose rows are those of one key head after the other."""
+        ...
+
 
 def delta_of(shape: RecurrentShape) -> DeltaShape:
     assert shape.delta is not None, "no layer is recurrent"
@@ -53,11 +58,11 @@ def delta_layer_tensors(shape: RecurrentShape, prefix: str) -> Shapes:
     """Published names, which begin with `prefix`, and shapes."""
     hidden, delta = shape.hidden_size, delta_of(shape)
     heads = delta.value_heads
+    parts = {"qkv": delta.channels, "z": delta.values, "b": heads, "a": heads}
+    if shape.by_key_head:
+        parts = {"qkvz": delta.channels + delta.values, "ba": 2 * heads}
     shapes = frame_tensors(shape) | {
-        "linear_attn.in_proj_qkv.weight": (delta.channels, hidden),
-        "linear_attn.in_proj_z.weight": (delta.values, hidden),
-        "linear_attn.in_proj_b.weight": (heads, hidden),
-        "linear_attn.in_proj_a.weight": (heads, hidden),
+        **{f"linear_attn.in_proj_{part}.weight": (rows, hidden) for part, rows in parts.items()},
         "linear_attn.conv1d.weight": (delta.channels, 1, TAPS),
         "linear_attn.A_log": (heads,),
         "linear_attn.dt_bias": (heads,),
@@ -72,9 +77,22 @@ def delta_layer_products(shape: RecurrentShape) -> tuple[Weight, ...]:
     return frame_products(shape, delta.channels + delta.values + 2 * delta.value_heads, delta.values)
 
 
+def key_heads_apart(rows: Tensor, delta: DeltaShape) -> list[Tensor]:
+    """Rows laid out `q | k | v | z`, or `b | a`, of each key head and the value heads that share it: q of all, ..."""
+    group = delta.value_heads // delta.key_heads
+    values = group * delta.value_size
+    sizes = [delta.key_size] * 2 + [values] * 2 if len(rows) > 2 * delta.value_heads else [group] * 2
+    parts = torch.split(rows.view(delta.key_heads, -1, rows.shape[1]), sizes, 1)
+    return [part.flatten(0, 1) for part in parts]
+
+
 def load_delta_layer(read: WeightReader, kernels: Kernels, shape: RecurrentShape, prefix: str) -> DeltaLayer:
     own = prefix + "linear_attn."
-    projection = read(*(f"{own}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
+    if shape.by_key_head:
+        parts = (read(f"{own}in_proj_{part}.weight") for part in ("qkvz", "ba"))
+        projection = torch.cat([rows for part in parts for rows in key_heads_apart(part, delta_of(shape))])
+    else:
+        projection = read(*(f"{own}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
     return DeltaLayer(
         frame=load_frame(read, kernels, shape, prefix, projection=projection, out="linear_attn.out_proj.weight"),
         weights=DeltaWeights(

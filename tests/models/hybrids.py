@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.delta import DeltaShape
 from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
 from adapters.models.shard import Segment, Step
-from tests.models.checkpoints import same_bits, same_rows, tokens_of
+from tests.models.checkpoints import EXPERTS, same_bits, same_rows, save_model, tokens_of
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 
@@ -43,6 +46,39 @@ HYBRIDS: dict[str, dict[str, object]] = {
         (5, 1, 32), (2, 6, 32, 48), 2, layer_types=[LINEAR, FULL], hidden_size=80
     ),
 }
+
+
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 24}
+# The same with experts: model_type, and what transformers is told.
+SPARSE: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**SHARED, **HYBRIDS["every key head its own"]}),
+    "qwen3_next": (
+        "qwen3_next",
+        {**SHARED, **HYBRIDS["three of four, key heads shared, tied"], "norm_topk_prob": False, "mlp_only_layers": [1]},
+    ),
+}
+
+
+def save_with_head(folder: Path, **more: object) -> tuple[object, object]:
+    """A Qwen3-Next and its prediction head in one checkpoint; returns the oracles of both.
+
+    The head's is a model of one layer, whose final norm is the head's.
+    """
+    own = {**SHARED, **HYBRIDS["three of four, key heads shared, tied"], "vocab_size": 512, **more}
+    target = save_model(folder, "qwen3_next", **own)
+    with TemporaryDirectory() as beside:
+        head = save_model(Path(beside), "qwen3_next", seed=1, **own | {"num_hidden_layers": 1, "layer_types": [FULL]})
+        found = load_file(Path(beside) / "model.safetensors")
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
+    for name, tensor in found.items():
+        if name.startswith(("model.layers.0.", "model.norm.")):
+            tensors[name.replace("model.", "mtp.", 1)] = tensor
+    hidden = found["model.norm.weight"].shape[0]
+    tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.15
+    for part in ("embedding", "hidden"):
+        tensors[f"mtp.pre_fc_norm_{part}.weight"] = torch.randn(hidden, generator=generator) * 0.2
+    save_file(tensors, folder / "model.safetensors")
+    return target, head
 
 
 def advance(shard: DenseShard, tokens: Tensor, counts: Sequence[int], *, slot: int = 0, start: int = 0) -> Tensor:
@@ -82,9 +118,15 @@ in_pieces = pytest.mark.parametrize(
 Whole = tuple[DenseShard, Tensor, Tensor]  # its slot 0 holds these tokens; the last layer's output of each
 
 
-def config(delta: tuple[int, int, int, int], *own: object, kinds: str = "llf", **more: object) -> Qwen35Config:
+def config(
+    delta: tuple[int, int, int, int],
+    *own: object,
+    kinds: str = "llf",
+    family: type[Qwen35Config] = Qwen35Config,
+    **more: object,
+) -> Qwen35Config:
     layer_types = tuple(LINEAR if kind == "l" else FULL for kind in kinds)
-    return Qwen35Config(*own, linear=DeltaShape(*delta), layer_types=layer_types, **more)
+    return family(*own, linear=DeltaShape(*delta), layer_types=layer_types, **more)
 
 
 def whole_of(shard: DenseShard) -> Whole:

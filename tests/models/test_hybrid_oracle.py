@@ -11,15 +11,19 @@ from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.shard import Segment, Step
 from tests.models.checkpoints import save_model, shard_of, tokens_of
-from tests.models.hybrids import HYBRIDS, advance
+from tests.models.hybrids import HYBRIDS, SPARSE, advance
 
 KERNELS = {"reference": lambda _: ReferenceKernels(), "cpu": CpuKernels}
 
 
-@pytest.fixture(scope="module", params=[*HYBRIDS])
+MODELS = {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()} | SPARSE
+
+
+@pytest.fixture(scope="module", params=[*MODELS])
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    return folder, save_model(folder, "qwen3_5_text", **HYBRIDS[request.param])
+    model_type, told = MODELS[request.param]
+    return folder, save_model(folder, model_type, **told)
 
 
 @pytest.fixture(params=[*KERNELS])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from adapters.models.mtp.weights import head_products
 from adapters.models.pipeline import Pipeline
 from adapters.models.shard import BUCKETS, Segment, Step
 from tests.models.checkpoints import kernels_for, same_bits
+from tests.models.hybrids import save_with_head
 from training.export import load_hybrid
 
 FOLDER = demo.FOLDERS["demo-hybrid"]
@@ -31,10 +34,10 @@ SLOTS = 4
 
 
 class TargetWithHead:
-    """The hybrid demo and its head, on proven kernels; slots are filled by hand."""
+    """The hybrid demo and its head, or another one, on proven kernels; slots are filled by hand."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        checkpoint, capacity = Checkpoint.open(FOLDER), 512
+    def __init__(self, dtype: torch.dtype, folder: Path = FOLDER) -> None:
+        checkpoint, capacity = Checkpoint.open(folder), 512
         config = checkpoint.config
         listed = config.products(BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
         kernels = kernels_for(listed, dtype, capacity)
@@ -73,9 +76,18 @@ class TargetWithHead:
         return [torch.stack(rows) for rows in logits], tokens
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> tuple[Path, object, object]:
+    """A model whose head has experts, too, and the oracles of both."""
+    folder = tmp_path_factory.mktemp("sparse")
+    return folder, *save_with_head(folder)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "experts"])
 def pair(request):
-    return TargetWithHead(request.param)
+    if request.param == "experts":
+        return TargetWithHead(torch.bfloat16, request.getfixturevalue("sparse")[0])
+    return TargetWithHead(getattr(torch, request.param))
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +192,30 @@ def test_what_cannot_be_proposed_to_is_refused(pair, tokens):
     ):
         with pytest.raises(ValueError, match=words):
             pair.said(request)
+
+
+def test_a_head_of_experts_says_what_transformers_says_of_such_a_layer(sparse, tokens):
+    folder, target, head = sparse
+    pair, position = TargetWithHead(torch.float32, folder), 150
+    pair.fill(0, tokens[:position], [100])
+    [logits], _ = pair.said(ask(tokens, position, count=1))
+    own = HeadCheckpoint.open(Checkpoint.open(folder))
+    assert own.tensors["mtp.layers.0.mlp.experts.8.down_proj.weight"].shape == (64, 40)
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        norm = copy.deepcopy(head.model.norm)
+        norm.weight.copy_(own.read(f"mtp.pre_fc_norm_{name}.weight"))
+        return norm(x)
+
+    with torch.no_grad():
+        before = target.model(tokens[None, :position]).last_hidden_state
+        before = torch.nn.functional.pad(before, (0, 0, 1, 0))
+        before[:, ::64] = 0
+        embedded = target.model.embed_tokens(tokens[None, : position + 1])
+        joined = torch.cat((normed(embedded, "embedding"), normed(before, "hidden")), -1)
+        out = head.model(inputs_embeds=joined @ own.read("mtp.fc.weight").T).last_hidden_state
+        expected = target.lm_head(out[0, -1])
+    torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=5e-4)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ positions of a token are the same, so multimodal rotary embedding is the plain o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from attrs import field, frozen
 
@@ -54,12 +54,15 @@ class Qwen35Config(DenseConfig):
     def recurrent(self, layer: int) -> bool:
         return self.layer_types[layer] == LINEAR
 
+    def shape_of(self, layer: int) -> Qwen35Config:  # noqa: ARG002 - as in `DenseConfig`
+        return self
+
     def layer_tensors(self, layer: int) -> Shapes:
-        own = delta_layer_tensors(self, f"model.layers.{layer}.")
+        own = delta_layer_tensors(self.shape_of(layer), f"model.layers.{layer}.")
         return own if self.recurrent(layer) else super().layer_tensors(layer)
 
     def layer_products(self, layer: int) -> tuple[Weight, ...]:
-        return delta_layer_products(self) if self.recurrent(layer) else super().layer_products(layer)
+        return delta_layer_products(self.shape_of(layer)) if self.recurrent(layer) else super().layer_products(layer)
 
     def probed(self) -> Sequence[tuple[DenseConfig, range]]:
         """One layer of each kind that there is, as the first of two."""
@@ -67,19 +70,27 @@ class Qwen35Config(DenseConfig):
         return tuple((self._small(layer_types=(kind, FULL)), range(1)) for kind in kinds)
 
 
+HybridT = TypeVar("HybridT", bound=Qwen35Config)
+
+
 def parse(raw: Mapping[str, Any]) -> Qwen35Config:
-    """rope_theta must be told, as with qwen3. What is told at either level holds; the text's own level comes first."""
-    text = _text(raw)
+    """Raises CheckpointError."""
+    text = text_of(raw, "qwen3_5_text")
+    for name in ("num_experts", "num_local_experts"):
+        accept(text, name, (0,))
+    return parse_hybrid(raw, text, Qwen35Config)
+
+
+def parse_hybrid(raw: Mapping[str, Any], text: Mapping[str, Any], kind: type[HybridT], **own: Any) -> HybridT:
+    """rope_theta must be told, as with qwen3. text: as `text_of` found it in raw. own: the family's own fields."""
     for level in (raw, text):
         if level.get("quantization_config") is not None:
             raise CheckpointError("config.json: quantization_config is not supported; accepted: unquantised weights")
     refuse_flag(text, "attention_bias")
-    _accept(text, "attn_output_gate", (True,))
-    _accept(text, "output_gate_type", ("swish", "silu"))
-    _accept(text, "mamba_ssm_dtype", ("float32",))
-    _accept(text, "linear_conv_kernel_dim", (TAPS,))
-    for name in ("num_experts", "num_local_experts"):
-        _accept(text, name, (0,))
+    accept(text, "attn_output_gate", (True,))
+    accept(text, "output_gate_type", ("swish", "silu"))
+    accept(text, "mamba_ssm_dtype", ("float32",))
+    accept(text, "linear_conv_kernel_dim", (TAPS,))
     rope = read_rope(text, ROPES, partial=PARTIAL)
     head = read_size(text, "head_dim", HEAD_DIM)
     rotated = int(head * rope["partial_rotary_factor"])
@@ -98,30 +109,31 @@ def parse(raw: Mapping[str, Any]) -> Qwen35Config:
         )
     return parse_dense(
         text,
-        Qwen35Config,
+        kind,
         head_dim=HEAD_DIM,
         rope_theta=rope["rope_theta"],
         linear=linear,
         layer_types=_layer_types(text),
         rotated=rotated,
+        **own,
     )
 
 
-def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model's settings, whichever level they are at."""
+def text_of(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """The text model's settings, whichever level they are at. What is told at either holds, the text's own first."""
     inner = raw.get("text_config")
     if inner is None:
         return dict(raw)
     if not isinstance(inner, Mapping):
         raise CheckpointError("config.json: text_config is not an object")
-    if inner.get("model_type", "qwen3_5_text") != "qwen3_5_text":
+    if inner.get("model_type", model_type) != model_type:
         kind = shown(inner["model_type"])
-        raise CheckpointError(f"config.json: text_config.model_type {kind} is not supported; accepted: 'qwen3_5_text'")
+        raise CheckpointError(f"config.json: text_config.model_type {kind} is not supported; accepted: {model_type!r}")
     both = {name: raw[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if raw.get(name) is not None}
     return {**both, **inner}
 
 
-def _accept(text: Mapping[str, Any], name: str, values: Sequence[object]) -> None:
+def accept(text: Mapping[str, Any], name: str, values: Sequence[object]) -> None:
     """Raises CheckpointError for a field that is told and is none of these."""
     told = text.get(name)
     if told is not None and not any(told == value and type(told) is type(value) for value in values):
