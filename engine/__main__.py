@@ -19,7 +19,7 @@ from engine.bench.wanted import Load
 from engine.cache.commands import cache
 from engine.chat.wanted import ChatOptions
 from engine.configuration import configuration
-from engine.options import Options
+from engine.options import FitOptions, Options
 from engine.refusal import Refusal, told
 from engine.simulation.wanted import Wanted
 from engine.timeline.commands import trace
@@ -102,6 +102,33 @@ def chat(
     from engine.chat.run import run  # noqa: PLC0415
 
     return run(model, options)
+
+
+@app.command(sort_key=3)
+def models(
+    *,
+    options: Annotated[FitOptions, Parameter(name="*")] = FitOptions(),  # noqa: B008 - a frozen value
+    json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+) -> int:
+    """List the models that are here: what they are, whether they fit, with how much context in how many slots.
+
+    They are looked for in ~/models and in the Hugging Face cache. What is told is what `rekindle serve` would do with
+    the same options, reckoned from the models' headers: nothing is loaded.
+
+    `rekindle models`
+
+    `rekindle models --device cuda:1 --max-ctx 65536`
+
+    `rekindle models --json`
+
+    Parameters
+    ----------
+    json_
+        Print JSON, and nothing else, on standard output.
+    """
+    from engine.inventory import run  # noqa: PLC0415
+
+    return run(options.serving, as_json=json_)
 
 
 @app.command(sort_key=3)

@@ -50,8 +50,8 @@ class ModelOption:
     """The one option that needs no flag."""
 
     model: Annotated[str, flag(MODEL)] = "demo"
-    """Folder of a Hugging Face checkpoint (Qwen3.5, Qwen3, Qwen2, Llama), a GGUF file (the first of several), or `demo`
-    or `demo-hybrid` (a Qwen3.5), small models that come with it."""
+    """Folder of a Hugging Face checkpoint, a GGUF file (the first of several), the name of either in ~/models or in the
+    Hugging Face cache (`rekindle models` lists them), or `demo` or `demo-hybrid`, small models that come with it."""
 
 
 @frozen(kw_only=True)
@@ -244,6 +244,30 @@ class Options(ModelOption):
         raw["model"] = Path(self.model).name
         raw["draft"] = Path(self.draft).name
         return raw
+
+
+@frozen(kw_only=True)
+class FitOptions:
+    """Those of `rekindle serve` that decide whether a model fits."""
+
+    device: Annotated[Device, Parameter(validator=known_device)] = "auto"
+    """auto (CUDA where there is one), cpu, cuda or cuda:N."""
+
+    target_devices: Annotated[str, Parameter(validator=known_devices)] = ""
+    """In the place of --device: layers over several, such as cuda:0,cpu:0."""
+
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter()] = "auto"
+    """What weights and KV are kept in."""
+
+    max_ctx: Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
+    """Tokens of prompt and answer together; 0: what fits."""
+
+    slots: Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=64))] = 0
+    """Sequences at once; 0: four, or what fits."""
+
+    @property
+    def serving(self) -> Options:
+        return Options(**attrs.asdict(self))
 
 
 def checked(values: Mapping[str, Any]) -> Options:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from adapters.checkpoint.gguf.metadata import read_metadata
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.store.folder import LOCK, Folder, FolderUnusable, check_private
 from effects.scope import parse
+from engine.catalog import located
 from engine.options import Options
 from engine.refusal import Refusal
 
@@ -27,7 +27,6 @@ log = logging.getLogger("rekindle")
 CHECKPOINT = (
     "accepted: a folder with a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors), or a GGUF file"
 )
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 DRAFTS = ("auto", "mtp", "none")
 MOST_KEYS = 1 << 20  # bytes of --api-key-file
 
@@ -35,6 +34,7 @@ MOST_KEYS = 1 << 20  # bytes of --api-key-file
 def prepared(options: Options) -> Options:
     """The options, with the keys that a file holds. Raises Refusal."""
     if options.model not in demo.FOLDERS:
+        options = evolve(options, model=located(options.model, os.environ))
         check_model(options.model)
     if options.draft not in DRAFTS and not Path(options.draft).is_dir():
         raise Refusal(
@@ -52,10 +52,6 @@ def prepared(options: Options) -> Options:
 def check_model(name: str) -> None:
     path = Path(name)
     if not path.exists():
-        if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
-            folder = name.partition("/")[2]
-            get = f"`hf download {name} --local-dir {folder}` (of the package huggingface_hub)"
-            raise Refusal(f"{name}: no such folder, and nothing is downloaded: get it with {get}, then serve {folder}")
         raise Refusal(f"{name}: no such {'file' if path.suffix == '.gguf' else 'folder'}; {CHECKPOINT}")
     if not path.is_dir():
         if not is_gguf(path):

@@ -12,7 +12,6 @@ import torch
 from attrs import asdict, define, evolve
 
 from adapters import demo
-from adapters.checkpoint.gguf.metadata import model_name
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor, row_counts
 from adapters.device.lane import DeviceLane
@@ -33,6 +32,7 @@ from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope, parse
 from effects.snapshot import SaveSnapshot
 from engine import startup
+from engine.catalog import served_name
 from engine.draft import FoundDraft, draft_kernels, find_draft, load_draft, provable, short_of_memory
 from engine.folders import cache_folder, user_folder
 from engine.kept import Kept
@@ -217,7 +217,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
         numerics=numerics,
         settings=settings,
         identity=named,
-        model_id=options.model if options.model in demo.FOLDERS else model_name(folder.resolve()),
+        model_id=options.model if options.model in demo.FOLDERS else served_name(folder),
         mode=options.numerics,
         scope=options.scope,
         kept=kept,

@@ -1,0 +1,197 @@
+"""`rekindle models`: what is on this machine, whether it fits, with how much context, and what would help if not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from attrs import evolve, frozen
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from adapters import demo
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.gguf.tensors import GgufTensor
+from adapters.checkpoint.weights import StoredTensor
+from adapters.models.checkpoint import Checkpoint, resolve_dtype
+from engine.cache.look import wide
+from engine.catalog import LocalModel, hub_folder, local_models, own_folder
+from engine.draft import find_draft
+from engine.fit import DeviceNeed, Fit, fitted
+from engine.human import size
+from engine.machine import planned
+from engine.needs import needs
+from engine.options import Options
+from engine.progress import progress
+from engine.refusal import Refusal
+
+
+@frozen(kw_only=True)
+class Listed:
+    """One model. why: it is not served; empty if it is. devices: bytes taken and there, by name."""
+
+    name: str
+    path: str
+    why: str = ""
+    family: str = ""
+    parameters: int = 0
+    bytes: int = 0
+    stored: str = ""
+    dtype: str = ""
+    limit: int = 0
+    slots: int = 0
+    context: int = 0
+    fits: bool = False
+    devices: dict[str, tuple[int, int]] = attrs.field(factory=dict)
+    advice: tuple[str, ...] = ()
+
+
+def run(options: Options, *, as_json: bool) -> int:
+    """options: what would be served with, but for the model. Raises Refusal."""
+    shipped = [LocalModel(name, path) for name, path in demo.FOLDERS.items()]
+    models, found = [*shipped, *local_models(os.environ)], list[Listed]()
+    with progress("models read", len(models)) as step:
+        for model in models:
+            found.append(listed(model, options))
+            step()
+    if as_json:
+        print(json.dumps([attrs.asdict(one) for one in found], indent=2))
+    else:
+        show(wide(Console()), found)
+    return 0
+
+
+def listed(model: LocalModel, options: Options) -> Listed:
+    """Its headers are read, and nothing else."""
+    options = evolve(options, model=model.name if model.name in demo.FOLDERS else str(model.path))
+    named: dict[str, Any] = {"name": model.name, "path": str(model.path)}
+    try:
+        checkpoint = Checkpoint.open(model.path)
+        draft = find_draft(options, checkpoint)
+    except (CheckpointError, Refusal) as error:
+        return Listed(**named, why=str(error).removeprefix(f"{model.path}: "))
+    config, dtype = checkpoint.config, resolve_dtype(options.dtype, checkpoint)
+
+    def tried(**changes: Any) -> tuple[list[DeviceNeed], Fit]:
+        """As it would be with other options."""
+        other = evolve(options, **changes)
+        kind = resolve_dtype(other.dtype, checkpoint)
+        asked = needs(other, config, kind, planned(other, config), draft)
+        return asked, fitted(asked, config.max_positions, other.slots, other.max_ctx)
+
+    asked, fit = tried()
+    return Listed(
+        **named,
+        family=checkpoint.family.model_type,
+        parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
+        bytes=sum(file.stat().st_size for file in {entry.file for entry in checkpoint.tensors.values()}),
+        stored=stored_as(checkpoint),
+        dtype=short(dtype),
+        limit=config.max_positions,
+        **attrs.asdict(fit),
+        devices={need.name: (need.taken(fit.slots, fit.context), need.there) for need in asked},
+        advice=tuple(
+            f"--{name.replace('_', '-')} {CHANGES[name]}"
+            for name in open_to(options, dtype)
+            if better(tried(**{name: CHANGES[name]})[1], fit, config.max_positions)
+        ),
+    )
+
+
+# What may help: an option of those that decide, and a value that takes less.
+CHANGES: dict[str, Any] = {"slots": 1, "max_ctx": 8192, "dtype": "bfloat16", "device": "cpu"}
+
+
+def open_to(options: Options, dtype: torch.dtype) -> Iterator[str]:
+    """Which of them go against nothing that was asked for, and change something."""
+    if not options.slots:
+        yield "slots"
+    if not options.max_ctx:
+        yield "max_ctx"
+    if options.dtype == "auto" and dtype == torch.float32:
+        yield "dtype"
+    if options.device == "auto" and not options.target_devices and torch.cuda.is_available():
+        yield "device"
+
+
+def better(other: Fit, fit: Fit, limit: int) -> bool:
+    """It fits, where it did not, or with a longer context."""
+    if not fit.fits:
+        return other.fits
+    return fit.context < limit and other.fits and other.context > fit.context
+
+
+def stored_as(checkpoint: Checkpoint) -> str:
+    """The type that most bytes of it have."""
+    counts = Counter[str]()
+    for entry in checkpoint.tensors.values():
+        counts[kind(entry)] += math.prod(entry.shape)
+    return counts.most_common(1)[0][0]
+
+
+def kind(entry: StoredTensor) -> str:
+    return entry.stored.packing.name if isinstance(entry, GgufTensor) else short(entry.dtype)
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def show(console: Console, found: list[Listed]) -> None:
+    table = Table("model", "family", "size", "stored", "served in", "fits", "memory", box=None, pad_edge=False)
+    for one in found:
+        if one.why:
+            continue
+        memory = "\n".join(f"{size(taken)} of {size(there)}, {name}" for name, (taken, there) in one.devices.items())
+        table.add_row(
+            escape(one.name),
+            one.family,
+            f"{count(one.parameters)}, {size(one.bytes)}",
+            one.stored,
+            one.dtype,
+            verdict(one),
+            memory,
+        )
+    console.print(table)
+    for line in notes(found):
+        console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
+
+
+def verdict(one: Listed) -> str:
+    if not one.fits:
+        return "[red]no[/red]"
+    many = f"{one.slots} x {one.context:,} tokens"
+    return many if one.context >= one.limit else f"{many}\nof {one.limit:,}"
+
+
+def notes(found: list[Listed]) -> Iterator[str]:
+    for one in found:
+        if one.why:
+            yield f"{one.name}: not served: {one.why}"
+        elif not one.fits:
+            more = " or ".join(one.advice) or "a smaller model, or more devices (--target-devices cuda:0,cpu:0)"
+            yield f"{one.name}: does not fit; what would help: {more}"
+        elif one.advice:
+            yield f"{one.name}: a longer context: {' or '.join(one.advice)}"
+    where = f"{shown(own_folder())} and {shown(hub_folder(os.environ))}"
+    yield f"Looked for in {where}. Serve one by its name: rekindle serve NAME"
+
+
+def shown(path: Path) -> str:
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def count(parameters: int) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if parameters >= scale:
+            return f"{parameters / scale:.3g}{unit}"
+    return f"{parameters / 1e3:.0f}K"

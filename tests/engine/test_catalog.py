@@ -1,0 +1,185 @@
+"""Models that are here already: where they are looked for, how they are called, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.__main__ import main
+from engine.catalog import find, hub_folder, local_models, located, served_name
+from engine.options import Options
+from engine.preflight import prepared
+from engine.refusal import Refusal
+from tests.models.checkpoints import save_qwen3
+
+COMMIT, OLDER = "c0ffee" * 6 + "c0ff", "0ld" * 13 + "0"
+
+
+def touched(path: Path, text: str = "{}") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With models in it."""
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hub = tmp_path / ".cache" / "huggingface" / "hub"
+    repository = hub / "models--Qwen--Qwen3-4B"
+    touched(repository / "refs" / "main", COMMIT)
+    for commit in (COMMIT, OLDER):
+        touched(repository / "blobs" / commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").symlink_to(f"../../blobs/{commit}")
+    files = hub / "models--some--Llama-GGUF" / "snapshots" / OLDER
+    for name in ("Llama-Q4_K_M.gguf", "Llama-Q8_0-00001-of-00002.gguf", "Llama-Q8_0-00002-of-00002.gguf"):
+        touched(hub / "models--some--Llama-GGUF" / "blobs" / name)
+        files.mkdir(parents=True, exist_ok=True)
+        (files / name).symlink_to(f"../../blobs/{name}")
+    touched(files / "mmproj-Llama-f16.gguf")
+    touched(hub / "datasets--some--data" / "snapshots" / COMMIT / "config.json")
+    touched(hub / "models--not--there" / "refs" / "main", COMMIT)
+    mine = tmp_path / "models"
+    touched(mine / "mine" / "config.json")
+    touched(mine / "gguf" / "small.Q4_0.gguf")
+    touched(mine / "deep" / "Qwen3-4B" / "config.json")
+    touched(mine / ".git" / "config.json")
+    touched(mine / "notes.txt")
+    return tmp_path
+
+
+def test_models_are_found_where_people_have_them(home: Path) -> None:
+    hub = home / ".cache" / "huggingface" / "hub"
+    files = hub / "models--some--Llama-GGUF" / "snapshots" / OLDER
+    assert {one.name: one.path for one in local_models({})} == {
+        "Qwen/Qwen3-4B": hub / "models--Qwen--Qwen3-4B" / "snapshots" / COMMIT,
+        "some/Llama-GGUF/Llama-Q4_K_M.gguf": files / "Llama-Q4_K_M.gguf",
+        "some/Llama-GGUF/Llama-Q8_0-00001-of-00002.gguf": files / "Llama-Q8_0-00001-of-00002.gguf",
+        "mine": home / "models" / "mine",
+        "deep/Qwen3-4B": home / "models" / "deep" / "Qwen3-4B",
+        "gguf/small.Q4_0.gguf": home / "models" / "gguf" / "small.Q4_0.gguf",
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
+        ({"HF_HOME": "/b", "XDG_CACHE_HOME": "/c"}, "/b/hub"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
+    ],
+)
+def test_the_hubs_folder_is_where_its_own_library_has_it(environment: dict[str, str], folder: str) -> None:
+    assert hub_folder(environment) == Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("Qwen/Qwen3-4B", COMMIT),
+        ("qwen/qwen3-4b", COMMIT),
+        ("deep/Qwen3-4B", "deep/Qwen3-4B"),
+        ("Mine", "models/mine"),
+        ("Llama-Q4_K_M.gguf", "Llama-Q4_K_M.gguf"),
+        ("llama-q4_k_m", "Llama-Q4_K_M.gguf"),
+        ("Llama-Q8_0", "Llama-Q8_0-00001-of-00002.gguf"),
+        ("small.Q4_0", "small.Q4_0.gguf"),
+    ],
+)
+def test_a_model_is_served_by_its_name(name: str, end: str, home: Path) -> None:
+    assert located(name, {}).endswith(end)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./here", "../there", "~someone/else"])
+def test_a_path_stays_a_path(name: str, home: Path) -> None:
+    assert located(name, {}) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Qwen3-4B", ["could be any of Qwen/Qwen3-4B, deep/Qwen3-4B", "name one in full"]),
+        ("Qwen3-8B", ["similar: ", "Qwen/Qwen3-4B", "`rekindle models`", "`hf download ORG/NAME`"]),
+        ("Qwen/Qwen3-8B", ["no such folder", "`hf download Qwen/Qwen3-8B`", "similar: Qwen/Qwen3-4B"]),
+        ("demos", ["similar: demo"]),
+        ("xyzzy", ["no model of that name in ~/models or the Hugging Face cache;"]),
+    ],
+)
+def test_a_model_that_is_not_here_is_told_with_what_is(name: str, told: list[str], home: Path) -> None:
+    with pytest.raises(Refusal) as refused:
+        prepared(Options(model=name))
+    assert all(part in str(refused.value) for part in told), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_served_from_the_hub_is_called_by_its_repository(home: Path) -> None:
+    models = local_models({})
+    assert {served_name(one.path) for one in models} == {
+        "Qwen/Qwen3-4B",
+        "Llama-Q4_K_M",
+        "Llama-Q8_0",
+        "mine",
+        "Qwen3-4B",
+        "small.Q4_0",
+    }
+    assert find("nothing", models) is None
+
+
+def test_a_home_without_any_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_models({}) == []
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What `rekindle models` tells in a home with one model that is served, and one that is not."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    save_qwen3(tmp_path / "models" / "mine", max_position_embeddings=16384)
+    touched(tmp_path / "models" / "other" / "config.json", '{"model_type": "gpt2"}')
+
+    def run(*words: str) -> Any:
+        assert main(["models", "--device", "cpu", *words]) == 0
+        out = capsys.readouterr().out
+        return {one["name"]: one for one in json.loads(out)} if "--json" in words else out
+
+    return run
+
+
+def test_models_are_listed_with_what_they_would_be_served_with(told: Callable[..., Any]) -> None:
+    found = told("--json")
+    assert list(found) == ["demo", "demo-hybrid", "mine", "other"]
+    mine, other, demo = found["mine"], found["other"], found["demo"]
+    assert (mine["family"], mine["stored"], mine["dtype"], mine["limit"]) == ("qwen3", "float32", "float32", 16384)
+    assert (mine["slots"], mine["context"], mine["fits"], mine["advice"]) == (4, 16384, True, [])
+    assert mine["bytes"] > 4 * mine["parameters"]
+    assert mine["devices"]["cpu"][0] < mine["devices"]["cpu"][1]
+    assert "model_type 'gpt2' is not supported" in other["why"]
+    assert (demo["slots"], demo["context"], demo["stored"]) == (4, 8192, "bfloat16")
+    text = told()
+    assert "4 x 16,384 tokens" in text
+    assert "other: not served: config.json: model_type 'gpt2'" in text
+    assert "Looked for in ~/models and ~/hub." in text
+
+
+def test_what_does_not_fit_is_told_with_what_would_help(
+    told: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (taken, _) = told("--json", "--max-ctx", "8192", "--slots", "2")["mine"]["devices"]["cpu"]
+    monkeypatch.setattr("engine.needs.there", lambda _: taken * 5 // 4)
+    mine = told("--json", "--slots", "4")["mine"]
+    assert (mine["fits"], mine["context"]) == (True, 4096)
+    mine = told("--json", "--max-ctx", "16384", "--slots", "4")["mine"]
+    assert (mine["fits"], mine["advice"]) == (False, [])
+    mine = told("--json", "--max-ctx", "16384")["mine"]
+    assert mine["fits"], "in one slot"
+    monkeypatch.setattr("engine.needs.there", lambda _: 1)
+    text = told()
+    assert "mine: does not fit; what would help: a smaller model" in text
