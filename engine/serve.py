@@ -288,6 +288,8 @@ def announce(options: Options, target: Target, serving: Serving, seconds: float)
         log.warning("--allow-origin * without --api-key-file: any web page that a browser here shows can use it")
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
     facts += f"  layers={target.shard.placement}"
+    if forms := target.checkpoint.forms[:3]:
+        facts += f"  weights={'; '.join(forms)} ({target.checkpoint.bits:.1f} bits)"
     drafted = "none" if target.draft is None else f"{target.settings.block} a decode step"
     print(
         f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s",

@@ -78,8 +78,13 @@ class Target:
     @property
     def model_info(self) -> Mapping[str, Any]:
         config = self.checkpoint.config
-        dtype = str(self.shard.dtype).removeprefix("torch.")
-        return {"n_ctx_train": config.max_positions, "dtype": dtype, "size": self.shard.memory()["weights"]}
+        return {
+            "n_ctx_train": config.max_positions,
+            "dtype": str(self.shard.dtype).removeprefix("torch."),
+            "size": self.shard.memory()["weights"],
+            "packed": list(self.checkpoint.forms),
+            "bits_per_weight": round(self.checkpoint.bits, 2),
+        }
 
     @property
     def facts(self) -> Mapping[str, Any]:

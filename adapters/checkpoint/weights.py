@@ -20,7 +20,10 @@ from adapters import bounded_json
 from adapters.checkpoint.config import open_regular, read_json
 from adapters.checkpoint.errors import CheckpointError, shown
 
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# What packed matrices are made of besides; nobody but their packing knows what these numbers stand for.
+PACKED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+ALL = {**FLOATS, **PACKED}
 _MAX_HEADER = 16 << 20  # eight times what 10,000 tensors need; the format itself allows 100 MB
 _MAX_PARTS = 1 << 18  # lists and objects in it: three for each tensor
 _MAX_RANK = 8
@@ -40,19 +43,30 @@ class WeightSource(Protocol):
 
 
 class StoredTensor(Protocol):
-    """One tensor of a checkpoint, in whatever format. header: the first bytes of its file, before all tensors."""
+    """One tensor of a checkpoint, in whatever format, of which nobody else has to know."""
 
     @property
-    def file(self) -> Path: ...
+    def files(self) -> Mapping[Path, int]:
+        """Those that it lies in, and of each how many bytes come first, before all tensors."""
+        ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def form(self) -> str:
+        """How it is packed; empty where it is not. Other numbers from the same bytes are another form."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in its form."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is read."""
+        ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def header(self) -> int: ...
 
     def read(self, name: str) -> Tensor:
         """The tensor, on the host; it is called `name` if that fails. Raises CheckpointError."""
@@ -74,11 +88,24 @@ class TensorEntry:
     stop: int
     header: int
 
+    @property
+    def files(self) -> Mapping[Path, int]:
+        return {self.file: self.header}
+
+    @property
+    def form(self) -> str:
+        return ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
     def read(self, name: str) -> Tensor:
         """The tensor, as stored, on the host; it is called `name` if that fails."""
         data = read_bytes(self.file, self.start, self.stop, name)
         tensor = torch.frombuffer(data, dtype=self.dtype).view(self.shape) if data else torch.empty(self.shape)
-        check_finite(tensor, self.file, name)
+        if self.dtype in FLOATS.values():
+            check_finite(tensor, self.file, name)
         return tensor
 
     def rows(self, first: int, count: int) -> TensorEntry:
@@ -89,6 +116,11 @@ class TensorEntry:
 
     def rounded(self, dtype: torch.dtype) -> TensorEntry:  # noqa: ARG002 - it is read as stored
         return self
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """As files call it."""
+    return next(kind for kind, one in ALL.items() if one == dtype)
 
 
 def read_bytes(path: Path, start: int, stop: int, name: str) -> bytearray:
@@ -116,15 +148,17 @@ def finite(tensor: Tensor) -> bool:
 
 
 def digest_of(tensors: Mapping[str, StoredTensor]) -> str:
-    """Identifies weights: 32 hex digits of blake2b over every file's header, size and content.
+    """Identifies weights: 32 hex digits of blake2b over every file's header, size and content, and how that is read.
 
     Up to 256 MiB in all the whole content is hashed. Above, 64 pieces of 1 MiB a file, evenly spread with both ends
     included, stand for it: that tells apart models and training steps, not a forgery.
     """
-    headers = {entry.file: entry.header for entry in tensors.values()}
+    headers = {file: header for entry in tensors.values() for file, header in entry.files.items()}
     sizes = {file: file.stat().st_size for file in headers}
     whole = sum(sizes.values()) <= _WHOLE
     digest = hashlib.blake2b(digest_size=16, person=b"rekindle-weights")
+    for form in sorted({entry.form for entry in tensors.values()} - {""}):
+        digest.update(f"{form};".encode())
     for file, header in sorted(headers.items()):
         size = sizes[file]
         digest.update(f"{size}:".encode())
@@ -142,12 +176,12 @@ def _spread(size: int) -> list[int]:
     return sorted({last * piece // (_PIECES - 1) for piece in range(_PIECES)})
 
 
-def scan_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder, by its name with the `model.` prefix."""
+def scan_tensors(folder: Path, kinds: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
+    """Every tensor of the folder, by its name with the `model.` prefix. kinds: the types that are accepted."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if single.is_file():
-        return read_header(single)
+        return read_header(single, kinds)
     if not index.is_file():
         raise CheckpointError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
     names = read_json(index).get("weight_map")
@@ -157,7 +191,7 @@ def scan_tensors(folder: Path) -> dict[str, TensorEntry]:
     for name in sorted(set(names.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index}: {shown(name)} is not the name of a .safetensors file in the folder")
-        found.update(read_header(folder / name))
+        found.update(read_header(folder / name, kinds))
     for name in names:
         if _canonical(name) not in found:
             raise CheckpointError(f"{index}: tensor {name[:200]} is not in {names[name]}")
@@ -181,7 +215,7 @@ def _header_length(path: Path, file: BinaryIO) -> int:
     return length
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path, kinds: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
     """Every tensor of one safetensors file, by its name with the `model.` prefix; nothing but the header is read."""
     try:
         with open_regular(path) as file:
@@ -199,7 +233,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{path}: the safetensors header is not an object")
     header.pop("__metadata__", None)
     size = path.stat().st_size
-    entries = {name: _entry(path, name, value, 8 + length, size) for name, value in header.items()}
+    entries = {name: _entry(path, name, value, (8 + length, size), kinds) for name, value in header.items()}
     last, end = "", 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start < end:
@@ -208,7 +242,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return {_canonical(name): entry for name, entry in entries.items()}
 
 
-def _entry(path: Path, name: str, value: object, base: int, size: int) -> TensorEntry:
+def _entry(
+    path: Path, name: str, value: object, ends: tuple[int, int], kinds: Mapping[str, torch.dtype]
+) -> TensorEntry:
+    """ends: of the file's header, and of the file."""
+    base, size = ends
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if len(
             shape
@@ -216,13 +254,13 @@ def _entry(path: Path, name: str, value: object, base: int, size: int) -> Tensor
             name = name[:200]
         case _:
             raise CheckpointError(f"{path}: the safetensors header of {name[:200]} is malformed")
-    if dtype not in _STORED:
-        raise CheckpointError(f"{path}: {name} has dtype {dtype[:40]}; accepted: {', '.join(_STORED)}")
+    if dtype not in kinds:
+        raise CheckpointError(f"{path}: {name} has dtype {dtype[:40]}; accepted: {', '.join(kinds)}")
     if not 0 <= start <= stop or base + stop > size:
         raise CheckpointError(f"{path}: truncated: {name} ends past the end of the file")
-    if stop - start != math.prod(shape) * _STORED[dtype].itemsize:
+    if stop - start != math.prod(shape) * kinds[dtype].itemsize:
         raise CheckpointError(f"{path}: {name} has {stop - start} bytes, which its shape and dtype do not need")
-    return TensorEntry(path, _STORED[dtype], tuple(shape), base + start, base + stop, base)
+    return TensorEntry(path, kinds[dtype], tuple(shape), base + start, base + stop, base)
 
 
 def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], expected: Shapes, what: str) -> None:

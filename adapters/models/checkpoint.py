@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from torch import Tensor
 from adapters.checkpoint.config import DTYPES, read_json
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.gguf.header import is_gguf
-from adapters.checkpoint.weights import Shapes, StoredTensor, TensorEntry, check_tensors, digest_of, scan_tensors
+from adapters.checkpoint.quantised.fold import folded
+from adapters.checkpoint.quantised.settings import find_quantisation
+from adapters.checkpoint.weights import ALL, Shapes, StoredTensor, check_tensors, digest_of, scan_tensors
 from adapters.models.family import Family, ModelConfig, family_of
 from adapters.models.feed_forward import cut_up
 
@@ -46,14 +50,17 @@ class Checkpoint:
         try:
             family = family_of(raw)
             config = family.parse(raw)
+            quantised = find_quantisation(raw)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         if not (path / "tokenizer.json").is_file():
             raise CheckpointError(f"{path}: tokenizer.json is missing")
+        scanned = scan_tensors(path) if quantised is None else folded(path, scan_tensors(path, ALL), quantised)
         expected = config.tensors()
-        tensors, others = _named(path, family, scan_tensors(path), expected)
+        tensors, others = _named(path, family, scanned, expected)
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
         spare = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
+        spare |= {name for name in tensors.keys() - expected.keys() if _adds_nothing(name, tensors)}
         used = {name: entry for name, entry in tensors.items() if name in expected or name not in spare}
         check_tensors(path, used, expected, f"a {config.num_layers}-layer {family.model_type}")
         return cls(path, family, config, tensors, others)
@@ -65,6 +72,20 @@ class Checkpoint:
     def digest(self) -> str:
         return digest_of(self.tensors)
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """How weights are packed, what most of them are in first; none where they are not."""
+        sizes = Counter[str]()
+        for entry in self.tensors.values():
+            sizes[entry.form] += math.prod(entry.shape)
+        return tuple(form for form, _ in sizes.most_common() if form)
+
+    @property
+    def bits(self) -> float:
+        """Of one weight, as they are stored."""
+        count = sum(math.prod(entry.shape) for entry in self.tensors.values())
+        return 8 * sum(entry.nbytes for entry in self.tensors.values()) / count
+
     def rounded(self, dtype: torch.dtype) -> Checkpoint:
         """The same, with packed weights to be read in `dtype`: what they are computed in."""
         tensors, others = (
@@ -73,11 +94,18 @@ class Checkpoint:
         return evolve(self, tensors=tensors, others=others)
 
 
+def _adds_nothing(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """A bias of zeros beside a packed matrix: tools for GPTQ write one where the model has none."""
+    matrix = tensors.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
+    bias = tensors[name]
+    return matrix is not None and matrix.form != "" and bias.shape == matrix.shape[:1] and not bias.read(name).any()
+
+
 def _named(
-    path: Path, family: Family, scanned: Mapping[str, TensorEntry], expected: Shapes
-) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    path: Path, family: Family, scanned: Mapping[str, StoredTensor], expected: Shapes
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """The tensors as the family calls them, and those that it is served without; of experts, those of each."""
-    tensors, others = dict[str, TensorEntry](), dict[str, TensorEntry]()
+    tensors, others = dict[str, StoredTensor](), dict[str, StoredTensor]()
     for published, entry in scanned.items():
         name = family.named(published)
         found = tensors if name else others

@@ -157,8 +157,6 @@ def parse_dense(
     """
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported; accepted: 'silu'")
-    if raw.get("quantization_config") is not None:
-        raise CheckpointError("config.json: quantization_config is not supported; accepted: unquantised weights")
     kinds = raw.get("layer_types") or []
     sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
     if read_flag(raw, "use_sliding_window") or (sliding and "layer_types" not in own):

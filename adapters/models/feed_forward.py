@@ -7,13 +7,13 @@ stack those of all experts are cut up where they are opened.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from adapters.checkpoint.config import LIMITS
-from adapters.checkpoint.weights import TensorEntry
+from adapters.checkpoint.weights import StoredTensor, TensorEntry
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, gated_feed
 from adapters.models.kernels.interface import Kernels
@@ -99,13 +99,18 @@ def fed(kernels: Kernels, feed: GatedWeights | Experts, x: Tensor, batch: Batch)
     return kernels.experts(x, feed, batch) if isinstance(feed, Experts) else gated_feed(kernels, x, feed)
 
 
-def cut_up(name: str, entry: TensorEntry, wanted: Container[str]) -> dict[str, TensorEntry]:
+def cut_up(name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[str, StoredTensor]:
     """A tensor of all experts as those that each has: of `[E, 2 I, D]`, rows laid out `gate | up`, or `[E, D, I]`.
 
     Any other is left as it is, as is one whose parts nobody wants; a prediction head's are looked at where it is read.
     """
     stack, shape = _STACKED.fullmatch(name), entry.shape
-    if stack is None or len(shape) != 3 or not 1 <= shape[0] <= LIMITS["num_experts"]:
+    if (
+        not isinstance(entry, TensorEntry)
+        or stack is None
+        or len(shape) != 3
+        or not 1 <= shape[0] <= LIMITS["num_experts"]
+    ):
         return {name: entry}
     parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else ("down_proj",)
     known = stack[1].startswith("mtp.layers.0.") or f"{stack[1]}0.{parts[0]}.weight" in wanted

@@ -124,7 +124,7 @@ def test_a_part_of_each_head_is_rotated(flat):
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype 'bfloat16' is not supported; accepted: 'float32'"),
         ({"attn_output_gate": False}, "attn_output_gate False is not supported; accepted: True"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported; accepted: 'swish', 'silu'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported; accepted: unquantised weights"),
+        ({"quantization_config": {"bits": 4}}, "quant_method None is not supported; accepted: 'fp8', 'awq', 'gptq'"),
         ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3 is not supported; accepted: 4"),
         ({"num_experts": 8}, "num_experts 8 is not supported; accepted: 0"),
         ({"attention_bias": True}, "attention_bias true is not supported; accepted: false"),
@@ -165,7 +165,7 @@ def test_what_is_not_served_is_refused_by_name(flat, changes, said):
 def test_a_quantised_whole_is_refused_too(flat):
     wrapped(flat)
     (flat / "config.json").write_text(json.dumps(settings(flat) | {"quantization_config": {"bits": 8}}))
-    with pytest.raises(CheckpointError, match="quantization_config is not supported"):
+    with pytest.raises(CheckpointError, match="quant_method None is not supported"):
         Checkpoint.open(flat)
 
 

@@ -61,7 +61,7 @@ def test_a_model_of_several_media_with_experts_in_one_tensor_is_read_as_its_text
         ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0 is not an int"),
         ("qwen3_next", {"num_experts": None}, "num_experts is missing"),
         ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not a multiple of linear_num"),
-        ("qwen3_next", {"quantization_config": {"bits": 4}}, "quantization_config is not supported; accepted"),
+        ("qwen3_next", {"quantization_config": {"bits": 4}}, "quant_method None is not supported; accepted"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path, name, changes, said):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -31,8 +31,16 @@ class GgufTensor:
         return self.stored.file
 
     @property
-    def header(self) -> int:
-        return self.stored.header
+    def files(self) -> Mapping[Path, int]:
+        return {self.stored.file: self.stored.header}
+
+    @property
+    def form(self) -> str:
+        return "" if self.stored.packing.name in FLOATS else self.stored.packing.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.stop - self.stored.start
 
     def read(self, name: str) -> Tensor:
         """The tensor on the host; it is called `name` if that fails."""

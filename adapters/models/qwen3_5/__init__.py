@@ -78,14 +78,11 @@ def parse(raw: Mapping[str, Any]) -> Qwen35Config:
     text = text_of(raw, "qwen3_5_text")
     for name in ("num_experts", "num_local_experts"):
         accept(text, name, (0,))
-    return parse_hybrid(raw, text, Qwen35Config)
+    return parse_hybrid(text, Qwen35Config)
 
 
-def parse_hybrid(raw: Mapping[str, Any], text: Mapping[str, Any], kind: type[HybridT], **own: Any) -> HybridT:
-    """rope_theta must be told, as with qwen3. text: as `text_of` found it in raw. own: the family's own fields."""
-    for level in (raw, text):
-        if level.get("quantization_config") is not None:
-            raise CheckpointError("config.json: quantization_config is not supported; accepted: unquantised weights")
+def parse_hybrid(text: Mapping[str, Any], kind: type[HybridT], **own: Any) -> HybridT:
+    """rope_theta must be told, as with qwen3. text: as `text_of` found it. own: the family's own fields."""
     refuse_flag(text, "attention_bias")
     accept(text, "attn_output_gate", (True,))
     accept(text, "output_gate_type", ("swish", "silu"))

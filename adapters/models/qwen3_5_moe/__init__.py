@@ -43,7 +43,7 @@ def parse(raw: Mapping[str, Any]) -> Qwen35MoeConfig:
     accept(text, "decoder_sparse_step", (1,))
     accept(text, "mlp_only_layers", ([],))
     experts = read_experts(text, normed=True, shared=True)
-    return parse_hybrid(raw, text, Qwen35MoeConfig, experts=experts, inner=experts.inner)
+    return parse_hybrid(text, Qwen35MoeConfig, experts=experts, inner=experts.inner)
 
 
 FAMILY = Family("qwen3_5_moe", parse, DenseShard, named, head_shape)

@@ -1,0 +1,68 @@
+"""A packed matrix of a checkpoint, which lies in several tensors of its files: unpacked as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.quantised.settings import Packing, Scaled
+from adapters.checkpoint.quantised.unpack import grid
+from adapters.checkpoint.weights import TensorEntry, check_finite
+
+_PIECE = 1 << 18  # numbers unpacked at once: what is in between stays in a core's cache
+
+
+@frozen
+class PackedTensor:
+    """parts: by the last part of their names. dtype: what is read."""
+
+    packing: Packing
+    parts: Mapping[str, TensorEntry]
+    shape: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def files(self) -> Mapping[Path, int]:
+        return {file: header for part in self.parts.values() for file, header in part.files.items()}
+
+    @property
+    def form(self) -> str:
+        return str(self.packing)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    def read(self, name: str) -> Tensor:
+        """The matrix on the host; it is called `name` if that fails. What is packed is read whole, and unpacked in
+        pieces: nobody needs the room of all of it in float32.
+        """
+        module, file = name.removesuffix(".weight"), next(iter(self.parts.values())).file
+        parts = {part: entry.read(f"{module}.{part}") for part, entry in self.parts.items()}
+        if isinstance(self.packing, Scaled) and self.packing.floating:
+            check_numbers(parts["weight"], file, name)
+        try:
+            found = grid(self.packing, parts, self.shape)
+        except ValueError as error:
+            raise CheckpointError(f"{file}: {module}: {error}") from None
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        step = max(8, _PIECE // self.shape[1] // 8 * 8)
+        for start in range(0, self.shape[0], step):
+            stop = min(start + step, self.shape[0])
+            tensor[start:stop].copy_(found.rows(start, stop))
+        check_finite(tensor, file, name)
+        return tensor
+
+    def rounded(self, dtype: torch.dtype) -> PackedTensor:
+        return evolve(self, dtype=dtype)
+
+
+def check_numbers(weight: Tensor, file: Path, name: str) -> None:
+    """E4M3 has no infinity, and one NaN of each sign."""
+    if int((weight.view(torch.uint8) & 127).max()) == 127:
+        raise CheckpointError(f"{file}: {name} has values that are no numbers")
