@@ -92,7 +92,7 @@ def listed(model: LocalModel, options: Options) -> Listed:
         **named,
         family=checkpoint.family.model_type,
         parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
-        bytes=sum(file.stat().st_size for file in {entry.file for entry in checkpoint.tensors.values()}),
+        bytes=sum(file.stat().st_size for file in {file for one in checkpoint.tensors.values() for file in one.files}),
         stored=stored_as(checkpoint),
         dtype=short(dtype),
         limit=config.max_positions,
@@ -138,7 +138,7 @@ def stored_as(checkpoint: Checkpoint) -> str:
 
 
 def kind(entry: StoredTensor) -> str:
-    return entry.stored.packing.name if isinstance(entry, GgufTensor) else short(entry.dtype)
+    return entry.stored.packing.name if isinstance(entry, GgufTensor) else entry.form or short(entry.dtype)
 
 
 def short(dtype: torch.dtype) -> str:
