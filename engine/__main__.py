@@ -14,12 +14,12 @@ import engine
 from adapters import heap
 from engine import completion as shells
 from engine import logs
-from engine.accepted import Shell
+from engine.accepted import Shell, known_device
 from engine.bench.wanted import Load
 from engine.cache.commands import cache
 from engine.chat.wanted import ChatOptions
 from engine.configuration import configuration
-from engine.options import FitOptions, Options
+from engine.options import Device, FitOptions, Options
 from engine.refusal import Refusal, told
 from engine.simulation.wanted import Wanted
 from engine.timeline.commands import trace
@@ -231,6 +231,35 @@ def bench_serve(load: Annotated[Load, Parameter(name="*")] = Load()) -> int:  # 
     from engine.bench.serve import run  # noqa: PLC0415
 
     return run(load)
+
+
+@app.command(sort_key=7)
+def doctor(
+    *,
+    device: Annotated[Device, Parameter(validator=known_device)] = "auto",
+    kv_cache_dir: Path | None = None,
+    json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+) -> int:
+    """Examine this machine: device, numerics and what is proven, cache folder and its speed, limits, common faults.
+
+    Each fault comes with its remedy. Exit status 1 if there is one; a warning is none.
+
+    `rekindle doctor`
+
+    `rekindle doctor --kv-cache-dir /mnt/fast/kv --json`
+
+    Parameters
+    ----------
+    device
+        auto (CUDA where there is one), cpu, cuda or cuda:N.
+    kv_cache_dir
+        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+    json_
+        Print JSON, and nothing else, on standard output.
+    """
+    from engine.doctor.run import run  # noqa: PLC0415
+
+    return run(Options(device=device, kv_cache_dir=kv_cache_dir), as_json=json_)
 
 
 @app.command(sort_key=9)

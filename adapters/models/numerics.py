@@ -22,7 +22,7 @@ BLOCK_SIZE = 64
 _VERSION = 4
 _INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
 # What a user may set that changes which kernels the libraries choose.
-_SWITCHES = (
+SWITCHES = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "DNNL_CPU_ISA_HINTS"),
     *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY", "MKL_CBWR"),
     "MKL_ENABLE_INSTRUCTIONS",
@@ -173,7 +173,7 @@ def machine(kernels: Kernels, device: torch.device) -> str:
         return f"cuda sm_{properties.major}{properties.minor} {properties.name}, {build}, {kernels.name}"
     found = torch.cpu.get_capabilities()
     sets = [name for name in _INSTRUCTION_SETS if found.get(name)]
-    sets += [f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ]
+    sets += [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
     name = found.get("cpu_name") or platform.processor() or platform.machine()
     isa = torch.backends.cpu.get_cpu_capability()
     return f"cpu {platform.machine()} {name} {isa} ({' '.join(sets)}), {build}, {kernels.name}"
