@@ -14,7 +14,7 @@ import engine
 from adapters import heap
 from engine import completion as shells
 from engine import logs
-from engine.accepted import Shell, known_device
+from engine.accepted import Quiet, Shell, known_device
 from engine.bench.wanted import Load
 from engine.cache.commands import cache
 from engine.chat.wanted import ChatOptions
@@ -138,6 +138,7 @@ def replay(
     until: int | None = None,
     execute: Annotated[bool, Parameter(negative="")] = False,
     model: str | None = None,
+    quiet: Quiet = False,
 ) -> int:
     """Feed a recorded trace through the engine again and compare every decision. Exit status 0 only if identical.
 
@@ -157,17 +158,21 @@ def replay(
         Also carry everything out on the real model, and compare the tokens.
     model
         Checkpoint for --execute, if it is no longer where it was.
+    quiet
+        Do not tell how far it has got.
     """
+    from engine.progress import quietly  # noqa: PLC0415
     from engine.replay import Diverged, replay_file, world_json  # noqa: PLC0415
     from engine.trace import BadTrace  # noqa: PLC0415
 
     try:
-        if execute:
-            from engine.execute import execute_file  # noqa: PLC0415
+        with quietly(quiet):
+            if execute:
+                from engine.execute import execute_file  # noqa: PLC0415
 
-            done, tokens = execute_file(file, model, until)
-        else:
-            done, tokens = replay_file(file, until), None
+                done, tokens = execute_file(file, model, until)
+            else:
+                done, tokens = replay_file(file, until), None
     except BadTrace as error:
         raise Refusal(str(error)) from error
     except Diverged as error:
@@ -186,6 +191,7 @@ def simulate(
     /,
     *,
     wanted: Annotated[Wanted, Parameter(name="*")] = Wanted(),  # noqa: B008 - a frozen value
+    quiet: Quiet = False,
 ) -> int:
     """Try cache policies on requests that were logged: the real engine and index on a virtual clock, no model.
 
@@ -196,10 +202,17 @@ def simulate(
     `rekindle simulate today.jsonl.zst --scope full,auto,auto:8`
 
     `rekindle simulate logs/*.json --budget-tokens 1000000 --interleave 8 --restart-every 100 --plot hits.svg`
+
+    Parameters
+    ----------
+    quiet
+        Do not tell how far it has got.
     """
+    from engine.progress import quietly  # noqa: PLC0415
     from engine.simulate import run  # noqa: PLC0415
 
-    return run(logs, wanted)
+    with quietly(quiet):
+        return run(logs, wanted)
 
 
 app.command(trace)

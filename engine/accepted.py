@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Parameter, Token
 
@@ -13,6 +13,7 @@ from engine.plan import read_devices, read_weights
 
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Shell: TypeAlias = Literal["bash", "zsh", "fish"]
+Quiet: TypeAlias = Annotated[bool, Parameter(name=("--quiet", "-q"), negative="", show_default=False)]
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[^\s/?#@\[\]:]+)(:\d{1,5})?")
 
 

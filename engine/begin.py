@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import anyio.to_thread
@@ -58,17 +57,17 @@ class GivenUp(Exception):
     """Nobody waits for the target any more."""
 
 
-def begin(options: Options, step: Callable[[str], None] = startup.silent, only: str | None = None) -> Beginning:
+def begin(options: Options, step: startup.StepHeard = startup.silent, only: str | None = None) -> Beginning:
     """Load it, on its lane. only: Mismatched is raised before memory is allocated where the identity is another one."""
     *others, last = choose_devices(options)
     beginning = Beginning(DeviceLane(last, others))
 
-    def next_step(name: str) -> None:
-        if name in startup.TIMED:
+    def next_step(step_: str, done: int = 0, total: int = 0) -> None:
+        if step_ in startup.TIMED and not total:
             beginning.alone.wait()
         if beginning.given_up.is_set():
             raise GivenUp
-        step(name)
+        step(step_, done, total)
 
     def load() -> None:
         beginning.done.set_result(load_on_lane(options, beginning.lane, next_step, only))
@@ -77,8 +76,6 @@ def begin(options: Options, step: Callable[[str], None] = startup.silent, only: 
     return beginning
 
 
-async def load_target(
-    options: Options, step: Callable[[str], None] = startup.silent, only: str | None = None
-) -> Target:
+async def load_target(options: Options, step: startup.StepHeard = startup.silent, only: str | None = None) -> Target:
     """As `begin`, by somebody who has nothing else to do."""
     return await begin(options, step, only).target()

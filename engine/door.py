@@ -16,6 +16,7 @@ from effects.ports import Activity, CancelReason, Closed, Divergence, Message, S
 from effects.scope import parse
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.meter import STAGES, Meter
+from engine.prefill_log import PrefillLog
 from engine.runner import Runner
 from engine.showing import Past, running, slot_status
 from states import residency
@@ -75,6 +76,7 @@ class EngineDoor:
     closed: Callable[[Closed], None]
     missed: Callable[[RequestId, Report], Divergence | None]  # where a prompt left what is kept; asked once, at its end
     past: Past = field(factory=Past)
+    prefill: PrefillLog = field(factory=PrefillLog)
     _tickets: dict[RequestId, EngineTicket] = field(factory=dict[RequestId, EngineTicket])
     _last: int = 0
     _shut: bool = False
@@ -96,9 +98,12 @@ class EngineDoor:
             self.runner.post(ForRequest(request, Cancelled(reason)))
 
     def emit(self, request: RequestId, effect: EmitTokens | ReportProgress) -> None:
+        if isinstance(effect, ReportProgress):
+            self.prefill.told(request, effect)
         self._tickets[request].put(effect)
 
     def close_stream(self, request: RequestId, effect: CloseStream) -> None:
+        self.prefill.ended(request)
         diverged = self.missed(request, effect.report)
         closed = Closed(effect.finish, effect.report, effect.detail, self.meter.closed(request), diverged)
         if effect.report.cache.scope:

@@ -6,19 +6,35 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 FIRST_S, EVERY_S, REFRESH_S = 1.0, 5.0, 0.1  # until anything is shown, between lines, and of a bar
 
+QUIET = ContextVar("QUIET", default=False)  # nobody wants to know
+
 # Call with how many steps were done, and with what is being done if that has changed.
 Advance = Callable[..., None]
 
 
 @contextmanager
+def quietly(quiet: bool) -> Iterator[None]:
+    """Inside, nothing is told of how far anything has got, if that is wanted."""
+    before = QUIET.set(quiet)
+    try:
+        yield
+    finally:
+        QUIET.reset(before)
+
+
+@contextmanager
 def progress(what: str, total: int | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
     """total: steps in all, where that is known. What is done within a second is silent."""
+    if QUIET.get():
+        yield lambda *_, **__: None
+        return
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from attrs import define, field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from adapters.watched import Watched
+from engine.progress import EVERY_S
 
 log = logging.getLogger("rekindle")
 IMPORT = "importing torch"
@@ -25,6 +29,12 @@ CACHE = "opening the cache"
 TOKENIZER = "reading the tokenizer"
 STEPS = (IMPORT, TOKENIZER, PROBE, WEIGHTS, DRAFT, WARM_UP, MEASURE, CACHE)
 TIMED = {PROBE, MEASURE}  # nothing else goes on meanwhile
+
+
+class StepHeard(Protocol):
+    """Told of a step as it begins, and of how much of it is done."""
+
+    def __call__(self, step: str, done: int = 0, total: int = 0, /) -> None: ...
 
 
 @contextmanager
@@ -43,40 +53,70 @@ def importing() -> Iterator[None]:
 
 @define
 class Steps:
-    """Call it with each step as it begins, from any thread; leave the block when all is done, or nothing will be.
+    """Call it with each step as it begins, from any thread, and again with how much of it is done, if that is known;
+    leave the block when all is done, or nothing will be.
 
-    lines: a line for each on a terminal, too.
+    lines: a line for each on a terminal, too. every_s: between lines that say that a step still goes on.
     """
 
     lines: bool = False
+    every_s: float = EVERY_S
     began: float = field(factory=time.monotonic)
     _bar: Progress | None = None
     _task: Any = None
+    _now: str = ""  # the step, and how far it has got
+    _over: threading.Event = field(factory=threading.Event)
 
     def __enter__(self) -> Steps:
         console = Console(stderr=True)
+        if not log.isEnabledFor(logging.INFO):
+            return self
         if console.is_terminal and not self.lines:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task("starting", total=len(STEPS))
             self._bar.start()
             console.show_cursor()  # a signal may end us before the bar could show it again
+        else:
+            Watched("starting", self._still).start()
         return self
 
-    def __call__(self, step: str) -> None:
+    def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
+        """done: of so many parts of it in all."""
+        self._now = f"{step}, {done:,} of {total:,}" if total else step
         if self._bar is not None:
-            self._bar.update(self._task, description=step, completed=STEPS.index(step))
-        else:
+            part = done / total if total else 0
+            self._bar.update(self._task, description=self._now, completed=STEPS.index(step) + part)
+        elif not total:
             log.info("starting: %s (%.1f s)", step, time.monotonic() - self.began)
+
+    def _still(self) -> None:
+        while not self._over.wait(self.every_s):
+            if self._now:
+                log.info("starting: still %s (%.1f s)", self._now, time.monotonic() - self.began)
 
     def __exit__(self, *_: object) -> None:
         self.done()
 
     def done(self) -> None:
+        self._over.set()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
-def silent(_: str) -> None:
+def parts(step: StepHeard, name: str, total: int) -> Callable[[], None]:
+    """To be called after each part of a step; every hundredth of all is told."""
+    done = 0
+
+    def one_more() -> None:
+        nonlocal done
+        done += 1
+        if 100 * done // total > 100 * (done - 1) // total and done <= total:
+            step(name, done, total)
+
+    return one_more
+
+
+def silent(_: str, __: int = 0, ___: int = 0) -> None:
     """Of whoever loads a model without telling anybody."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ class Mismatched(Exception):
     """The model is there, and its identity, the argument, is not the one that is wanted."""
 
 
-def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None], only: str | None = None) -> Target:
+def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, only: str | None = None) -> Target:
     if options.threads and any(device.type == "cpu" for device in lane.devices):
         torch.set_num_threads(options.threads)
     folder = model_folder(options)
@@ -178,7 +178,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: Callable[[str], None]
     found = provable(opened, numerics)
     step(startup.WEIGHTS)
     shard = shards(
-        checkpoint,
+        checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors))),
         dtype,
         plan,
         kernels,

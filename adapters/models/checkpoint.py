@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.config import DTYPES, read_json
@@ -26,7 +26,7 @@ class Checkpoint:
     """An opened, validated folder or GGUF file. `open` reads headers only; `read` reads one tensor.
 
     folder: or the file. others: tensors that the model is served without, by their published names: those of a draft
-    may be among them.
+    may be among them. heard: called after each tensor that is read.
     """
 
     folder: Path
@@ -34,6 +34,7 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
     others: Mapping[str, StoredTensor] = {}
+    heard: Callable[[], object] = field(default=lambda: None, eq=False, repr=False)
 
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:
@@ -67,7 +68,13 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """One tensor, as stored, on the host."""
-        return self.tensors[name].read(name)
+        tensor = self.tensors[name].read(name)
+        self.heard()
+        return tensor
+
+    def followed(self, heard: Callable[[], object]) -> Checkpoint:
+        """The same, with somebody who wants to know how far reading has got."""
+        return evolve(self, heard=heard)
 
     def digest(self) -> str:
         return digest_of(self.tensors)

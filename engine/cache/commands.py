@@ -8,6 +8,8 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from engine.accepted import Quiet
+
 CACHE = """Look at a folder of kept prompts, check it, and make it smaller.
 
 `rekindle cache ls --text`
@@ -57,6 +59,7 @@ def verify(
     /,
     *,
     json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Read everything, compare every checksum and key, change nothing. Exit status 1 if a file is damaged.
 
@@ -70,11 +73,15 @@ def verify(
         A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
     json_
         Print JSON, and nothing else, on standard output.
+    quiet
+        Do not tell how far it has got.
     """
     from engine.cache.verify import verify as check  # noqa: PLC0415
     from engine.folders import cache_folder  # noqa: PLC0415
+    from engine.progress import quietly  # noqa: PLC0415
 
-    return check(folder or cache_folder(), as_json=json_)
+    with quietly(quiet):
+        return check(folder or cache_folder(), as_json=json_)
 
 
 @cache.command(sort_key=3)

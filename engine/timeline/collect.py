@@ -15,7 +15,7 @@ from engine.timeline.columns import Kinds, steps
 from states.events import ForRequest, Submitted
 from states.world import Out, World
 
-# Events of one page. A million with what they led to are some 8 MiB of it, compressed, and some 200 MiB of a browser's
+# Events of one page. A million with what they led to are some 16 MiB of it, compressed, and some 200 MiB of a browser's
 # memory: a tab may have several times that.
 MOST_EVENTS = 1 << 20
 MOST_US = 1 << 50  # after the first event: 35 years, and an exact number in a browser

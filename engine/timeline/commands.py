@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from engine.accepted import Quiet
 from engine.refusal import Refusal
 
 TRACE = """Look at what `rekindle serve --trace` recorded.
@@ -27,6 +28,7 @@ def view(
     output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
     from_: Annotated[int, Parameter(name="--from", validator=Number(gte=0, lte=1 << 62))] = 0,
     until: Seq = None,
+    quiet: Quiet = False,
 ) -> int:
     """Write a timeline of a trace, one HTML page that any browser shows: requests, their states, launches, hits.
 
@@ -47,12 +49,16 @@ def view(
         Begin with this event.
     until
         End with this event.
+    quiet
+        Do not tell how far it has got.
     """
+    from engine.progress import quietly  # noqa: PLC0415
     from engine.timeline.view import written  # noqa: PLC0415
     from engine.trace import BadTrace  # noqa: PLC0415
 
     try:
-        done = written(file, output, from_, until)
+        with quietly(quiet):
+            done = written(file, output, from_, until)
     except BadTrace as error:
         raise Refusal(str(error)) from error
     print(done.line)

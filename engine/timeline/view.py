@@ -21,7 +21,7 @@ from engine.timeline.collect import Timeline
 from engine.timeline.columns import MOST_TEXT, compressed
 from engine.trace import BadTrace, Header, read
 
-# Of a page. What a trace of a million events needs is a tenth; one that was made to compress badly is refused.
+# Of a page. What a trace of a million events needs is an eighth; one that was made to compress badly is refused.
 MOST_BYTES = 128 << 20
 SCRIPTS = ("data.js", "paint.js", "draw.js", "tell.js", "hands.js")  # one module, in this order
 SETTINGS = ("slots", "chunk", "block_size", "max_context", "max_queue", "batch_rows", "store", "block", "stateful")

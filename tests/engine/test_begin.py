@@ -28,7 +28,7 @@ class Told:
     def __init__(self) -> None:
         self.steps, self.changed = list[str](), threading.Condition()
 
-    def __call__(self, step: str) -> None:
+    def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
         with self.changed:
             self.steps.append(step)
             self.changed.notify_all()

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import pytest
 
-from engine.progress import progress
+from effects.ids import RequestId
+from effects.stream import ReportProgress
+from engine.__main__ import main
+from engine.prefill_log import PrefillLog
+from engine.progress import progress, quietly
+from tests.cache_command.test_cache import FIRST, fill
+from tests.engine.stories import GOLDEN
 
 
 def test_lines_come_seconds_apart_and_short_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +42,67 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "things" in shown
     assert "\x1b[" in shown
     assert "5/?" in shown
+
+
+def test_who_wants_no_news_gets_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    now = [0.0]
+    with quietly(True), progress("things", 10, clock=lambda: now[0]) as step:
+        now[0] = 100
+        step(5, name="more")
+    assert capsys.readouterr().err == ""
+    with quietly(False), progress("things", 10, clock=lambda: now[0]) as step:
+        now[0] = 200
+        step(5)
+    assert "things" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["replay", "TRACE"],
+        ["simulate", "TRACE", "--scope", "full", "--json"],
+        ["trace", "view", "TRACE", "-o", "OUT"],
+        ["cache", "verify", "FOLDER"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("quiet", [[], ["-q"], ["--quiet"]], ids=str)
+def test_commands_tell_how_far_they_are_unless_they_are_to_be_quiet(
+    words: list[str],
+    quiet: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Everything is told at once."""
+    kept = tmp_path / "kept"
+    fill(kept, FIRST)
+    monkeypatch.setattr("engine.progress.FIRST_S", -1.0)
+    named = {"TRACE": str(GOLDEN / "a_full_house.jsonl"), "OUT": str(tmp_path / "out.html"), "FOLDER": str(kept)}
+    assert main([*(named.get(word, word) for word in words), *quiet]) == 0
+    shown = capsys.readouterr()
+    assert bool(shown.err) is not bool(quiet)
+    assert shown.out
+
+
+def test_a_prompt_that_takes_long_is_told_of_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    now, long, short = [0.0], RequestId(1), RequestId(2)
+    log = PrefillLog(clock=lambda: now[0])
+    with caplog.at_level(logging.INFO, "rekindle"):
+        for done in range(0, 10_000, 100):
+            log.told(long, ReportProgress(1000 + done, 11_000, 1000))
+            if done < 500:
+                log.told(short, ReportProgress(done, 500, 0))
+            now[0] += 1 / 8
+        log.told(long, ReportProgress(10_999, 11_000, 1000))
+        log.ended(long)
+        log.ended(short)
+        log.ended(RequestId(3))
+    assert [record.getMessage() for record in caplog.records] == [
+        "request 1: 1,800 of 11,000 prompt tokens (1,000 of them restored) after 1.0 s",
+        "request 1: 5,800 of 11,000 prompt tokens (1,000 of them restored) after 6.0 s",
+        "request 1: 9,800 of 11,000 prompt tokens (1,000 of them restored) after 11.0 s",
+    ]
+    assert {record.__dict__["request"] for record in caplog.records} == {1}
+    assert not log._known  # noqa: SLF001

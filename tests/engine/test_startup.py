@@ -5,10 +5,52 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import time
+from collections.abc import Callable
 
 import pytest
 
-from engine.startup import STEPS, Steps
+from engine.startup import STEPS, WEIGHTS, Steps, parts
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_step_that_goes_on_says_so_and_how_far_it_has_got(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rekindle"), Steps(every_s=0.01) as steps:
+        steps(WEIGHTS)
+        wait_for(lambda: any("still reading weights (" in line for line in lines(caplog)))
+        told = parts(steps, WEIGHTS, 1000)
+        for _ in range(1200):  # more than were expected are no more than all
+            told()
+        wait_for(lambda: any("still reading weights, 1,000 of 1,000 (" in line for line in lines(caplog)))
+    first = lines(caplog)[0]
+    assert first.startswith("starting: reading weights (")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():  # the test's own limit is the bound
+        time.sleep(0.005)
+
+
+def test_who_wants_no_news_gets_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with caplog.at_level(logging.WARNING, "rekindle"), Steps(every_s=0.01) as steps:
+        steps(WEIGHTS)
+        steps(WEIGHTS, 1, 2)
+    assert sys.stderr.getvalue() == ""
+    assert not caplog.records
+
+
+def test_a_part_is_told_once_for_each_hundredth_of_all() -> None:
+    told = list[tuple[str, int, int]]()
+    one_more = parts(lambda step, done=0, total=0: told.append((step, done, total)), WEIGHTS, 18_000)
+    for _ in range(18_000):
+        one_more()
+    assert len(told) == 100
+    assert told[-1] == (WEIGHTS, 18_000, 18_000)
 
 
 def test_each_step_is_a_line_where_stderr_is_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,7 +73,7 @@ def test_on_a_terminal_it_is_a_bar_and_gone_at_the_end(
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with Steps() as steps:
+    with caplog.at_level(logging.INFO, "rekindle"), Steps() as steps:
         steps(STEPS[2])
         steps.done()
         shown = sys.stderr.getvalue()
