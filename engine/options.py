@@ -83,6 +83,10 @@ class Options(ModelOption):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
     """What weights and KV are kept and computed in; auto is the checkpoint's own, of GGUF files bfloat16 or float32."""
 
+    quantize: Annotated[Literal["none", "int8", "int4"], flag(MODEL)] = "none"
+    """int8 or int4: round the matrices of a checkpoint that is not packed, in groups of 128, while it is loaded. For
+    trying what a packed one would answer: they take the room of --dtype. The start line tells the error."""
+
     max_ctx: Annotated[int, flag(MODEL, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
     """Tokens of prompt and answer together; 0: the model's own limit, or what there is memory for."""
 

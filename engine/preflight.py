@@ -16,6 +16,7 @@ from adapters.checkpoint.config import read_json
 from adapters.checkpoint.errors import CheckpointError, shown
 from adapters.checkpoint.gguf.header import is_gguf
 from adapters.checkpoint.gguf.metadata import read_metadata
+from adapters.checkpoint.quantised.settings import find_quantisation
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.store.folder import LOCK, Folder, FolderUnusable, check_private
 from effects.scope import parse
@@ -58,7 +59,12 @@ def check_model(name: str) -> None:
             raise Refusal(f"{name}: is a file; {CHECKPOINT}")
         check_gguf(path)
         return
-    kind = read_config(path).get("model_type")
+    raw = read_config(path)
+    try:
+        find_quantisation(raw)
+    except CheckpointError as error:
+        raise Refusal(f"{path}: {error}") from error
+    kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         accepted = ", ".join(map(repr, FAMILIES))
         raise Refusal(f"{path}: config.json: model_type {repr(kind)[:80]} is not supported; accepted: {accepted}")

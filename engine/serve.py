@@ -289,7 +289,8 @@ def announce(options: Options, target: Target, serving: Serving, seconds: float)
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
     facts += f"  layers={target.shard.placement}"
     if forms := target.checkpoint.forms[:3]:
-        facts += f"  weights={'; '.join(forms)} ({target.checkpoint.bits:.1f} bits)"
+        error = "" if target.checkpoint.error is None else f", error {target.checkpoint.error:.2%}"
+        facts += f"  weights={'; '.join(forms)} ({target.checkpoint.bits:.1f} bits{error})"
     drafted = "none" if target.draft is None else f"{target.settings.block} a decode step"
     print(
         f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s",

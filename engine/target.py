@@ -84,6 +84,7 @@ class Target:
             "size": self.shard.memory()["weights"],
             "packed": list(self.checkpoint.forms),
             "bits_per_weight": round(self.checkpoint.bits, 2),
+            "quantize_error": self.checkpoint.error,
         }
 
     @property
@@ -167,6 +168,8 @@ def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, on
     folder = model_folder(options)
     checkpoint = Checkpoint.open(folder)
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
+    if options.quantize != "none":
+        checkpoint = checkpoint.quantised(int(options.quantize.removeprefix("int")))
     checkpoint = checkpoint.rounded(dtype)
     plan, opened = planned(options, checkpoint.config), find_draft(options, checkpoint)
     fit = chosen(options, checkpoint.config, dtype, plan, opened)

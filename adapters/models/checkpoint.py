@@ -15,10 +15,14 @@ from adapters.checkpoint.config import DTYPES, read_json
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.gguf.header import is_gguf
 from adapters.checkpoint.quantised.fold import folded
+from adapters.checkpoint.quantised.rounding import GROUP, error_of, rounded_all
 from adapters.checkpoint.quantised.settings import find_quantisation
 from adapters.checkpoint.weights import ALL, Shapes, StoredTensor, check_tensors, digest_of, scan_tensors
 from adapters.models.family import Family, ModelConfig, family_of
 from adapters.models.feed_forward import cut_up
+
+DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
+"""What chooses experts, and how a recurrent layer forgets: a small part of a model's numbers."""
 
 
 @frozen
@@ -93,12 +97,31 @@ class Checkpoint:
         count = sum(math.prod(entry.shape) for entry in self.tensors.values())
         return 8 * sum(entry.nbytes for entry in self.tensors.values()) / count
 
+    @property
+    def error(self) -> float | None:
+        """Of weights that `quantised` rounds, once they have been read: relative, by root mean square."""
+        return error_of(self.tensors)
+
+    def quantised(self, bits: int) -> Checkpoint:
+        """The same, with its matrices to be rounded to so many bits as they are read. Raises CheckpointError."""
+        if self.forms:
+            what = f"weights are packed already ({'; '.join(self.forms[:3])})"
+            raise CheckpointError(f"{self.folder}: --quantize int{bits}: its {what}; accepted: none")
+        chosen = {name for name, entry in self.tensors.items() if _worth_rounding(name, entry.shape)}
+        return evolve(self, tensors=rounded_all(self.tensors, bits, chosen))
+
     def rounded(self, dtype: torch.dtype) -> Checkpoint:
         """The same, with packed weights to be read in `dtype`: what they are computed in."""
         tensors, others = (
             {name: entry.rounded(dtype) for name, entry in entries.items()} for entries in (self.tensors, self.others)
         )
         return evolve(self, tensors=tensors, others=others)
+
+
+def _worth_rounding(name: str, shape: tuple[int, ...]) -> bool:
+    """Matrices of layers, but for those that are small and decide much: packed checkpoints leave them alone, too."""
+    inner = name.startswith("model.layers.") and len(shape) == 2 and shape[1] >= GROUP
+    return inner and name.split(".")[-2] not in DECIDING
 
 
 def _adds_nothing(name: str, tensors: Mapping[str, StoredTensor]) -> bool:

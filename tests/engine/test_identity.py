@@ -18,8 +18,12 @@ FOUND = Numerics("buckets", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5
 TOKENS = tuple(range(1, 41))
 
 
-def named(numerics: Numerics = FOUND, dtype: torch.dtype = torch.bfloat16, mode: str = "exact") -> str:
-    return identity(Checkpoint.open(demo.FOLDER), dtype, numerics, mode)
+def named(
+    numerics: Numerics = FOUND, dtype: torch.dtype = torch.bfloat16, mode: str = "exact", bits: int | None = None
+) -> str:
+    """bits: that weights are rounded to."""
+    checkpoint = Checkpoint.open(demo.FOLDER)
+    return identity(checkpoint if bits is None else checkpoint.quantised(bits), dtype, numerics, mode)
 
 
 OTHERS = {
@@ -29,6 +33,8 @@ OTHERS = {
     "numerics class": lambda: named(evolve(FOUND, numerics_class="class two")),
     "dtype": lambda: named(dtype=torch.float32),
     "mode": lambda: named(mode="fast"),
+    "weights in 8 bits": lambda: named(bits=8),
+    "weights in 4 bits": lambda: named(bits=4),
 }
 
 
@@ -47,6 +53,11 @@ def test_what_is_computed_otherwise_shares_nothing(tmp_path: Path, other) -> Non
         assert kept(second, TOKENS) == 0
         assert second.joins(TOKENS, 5) == 0
         assert second.close()
+
+
+def test_weights_of_one_number_of_bits_are_not_those_of_another() -> None:
+    assert named(bits=8) != named(bits=4)
+    assert named(bits=4) == named(bits=4)
 
 
 def test_how_the_probe_went_changes_nothing() -> None:

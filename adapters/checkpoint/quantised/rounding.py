@@ -1,0 +1,112 @@
+"""Weights that are rounded as they are read, to integers of 8 or 4 bits: where nobody has made a packed folder.
+
+Every 128 numbers of a row have a scale in bfloat16, and with 4 bits a zero point, too. Of 8 bits, the scale takes the
+greatest of them to 127. Of 4, the range from the least to the greatest is tried whole and narrowed, as `WIDTHS` say,
+and what has the least squared error is taken: cutting off an extreme costs less than a coarser step for all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+from pathlib import Path
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+from torch.nn.functional import pad
+
+from adapters.checkpoint.weights import StoredTensor
+
+GROUP = 128
+WIDTHS = (1.0, 0.9, 0.8)
+_PIECE = 1 << 18  # numbers rounded at once: some ten tensors of them stay in a cache
+_LEAST = 1e-30  # in the place of a scale of zeros
+
+
+@frozen
+class RoundedTensor:
+    """losses: by name, the sum of squares of what rounding changed, and of what was there. dtype: what is read."""
+
+    entry: StoredTensor
+    bits: int
+    losses: dict[str, tuple[float, float]] = field(eq=False, repr=False)
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def files(self) -> Mapping[Path, int]:
+        return self.entry.files
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    @property
+    def form(self) -> str:
+        return f"int{self.bits} made at load, groups of {GROUP}"
+
+    @property
+    def nbytes(self) -> int:
+        groups = self.shape[0] * -(-self.shape[1] // GROUP)
+        return math.prod(self.shape) * self.bits // 8 + groups * 2 + (groups // 2 if self.bits == 4 else 0)
+
+    def read(self, name: str) -> Tensor:
+        weight = self.entry.read(name)
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        changed = there = 0.0
+        step = max(1, _PIECE // self.shape[1])
+        for start in range(0, self.shape[0], step):
+            piece = weight[start : start + step].float()
+            found = nearest(piece, self.bits)
+            tensor[start : start + step].copy_(found)
+            changed += float((found - piece).square_().sum())
+            there += float(piece.square().sum())
+        self.losses[name] = changed, there
+        return tensor
+
+    def rounded(self, dtype: torch.dtype) -> RoundedTensor:
+        return evolve(self, dtype=dtype)
+
+
+def rounded_all(tensors: Mapping[str, StoredTensor], bits: int, chosen: Container[str]) -> dict[str, StoredTensor]:
+    """chosen: matrices that are to be rounded."""
+    losses = dict[str, tuple[float, float]]()
+    return {name: RoundedTensor(entry, bits, losses) if name in chosen else entry for name, entry in tensors.items()}
+
+
+def error_of(tensors: Mapping[str, StoredTensor]) -> float | None:
+    """Of all that have been read: the root of the mean square of what changed, relative to that of the weights."""
+    losses = next((entry.losses for entry in tensors.values() if isinstance(entry, RoundedTensor)), {})
+    there = sum(there for _, there in losses.values())
+    return math.sqrt(sum(changed for changed, _ in losses.values()) / there) if there else None
+
+
+def nearest(rows: Tensor, bits: int) -> Tensor:
+    """What the numbers of float32 rows become."""
+    padded = pad(rows, (0, -rows.shape[1] % GROUP))  # zeros are a step in every range
+    groups = padded.view(-1, GROUP)
+    found = symmetric(groups) if bits == 8 else affine(groups)
+    return found.view(padded.shape)[:, : rows.shape[1]]
+
+
+def symmetric(groups: Tensor) -> Tensor:
+    scale = as_stored(groups.abs().amax(1, keepdim=True) / 127)
+    return (groups / scale).round_().clamp_(-127, 127).mul_(scale)
+
+
+def affine(groups: Tensor) -> Tensor:
+    low, high = groups.amin(1, keepdim=True).clamp_(max=0), groups.amax(1, keepdim=True).clamp_(min=0)
+    best, least = torch.empty_like(groups), torch.full_like(low, torch.inf)
+    for width in WIDTHS:
+        scale = as_stored((high - low) * (width / 15))
+        zero = (low * -width / scale).round_().clamp_(0, 15)
+        found = (groups / scale).add_(zero).round_().clamp_(0, 15).sub_(zero).mul_(scale)
+        error = (found - groups).square_().sum(1, keepdim=True)
+        better = error < least
+        best, least = torch.where(better, found, best), torch.where(better, error, least)
+    return best
+
+
+def as_stored(scale: Tensor) -> Tensor:
+    """Steps are counted in the scale as it is stored, so rounding it is part of what is measured."""
+    return scale.clamp_(min=_LEAST).bfloat16().float()
