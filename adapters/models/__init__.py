@@ -20,5 +20,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
 }

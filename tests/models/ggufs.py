@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,12 +21,21 @@ from torch import Tensor
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.rope import Llama3, Yarn
 
-NAMES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_5": "qwen35"}
+NAMES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
+}
+EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight")
+ROUTERS = ("mlp.gate.weight", "shared_expert_gate.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
 
 def packed(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
-    """Norms and what else has one dimension stay in float32, as the converter has them."""
-    if data.ndim == 1 or "conv1d" in name:
+    """Norms and what else has one dimension stay in float32, as the converter has them, and so do routers."""
+    if data.ndim == 1 or "conv1d" in name or name.endswith(ROUTERS):
         return data, Kind.F32
     return gguf.quantize(data, kind), kind
 
@@ -76,9 +86,10 @@ def write_gguf(
     for published in checkpoint.tensors | checkpoint.others if weights else ():
         if published == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        entry = checkpoint.tensors.get(published) or checkpoint.others[published]
+        tensor = stacked(checkpoint, published, config, name)
+        if tensor is None:
+            continue
         there = called(published, names, config.num_layers)
-        tensor = converted(published, entry.read(published).float(), config, name)
         data, stored = pack(there, np.ascontiguousarray(tensor.numpy()), kind)
         writer.add_tensor(there, data, raw_dtype=stored)
     scaling = getattr(config, "rope_scaling", None)
@@ -90,6 +101,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def stacked(checkpoint: Checkpoint, name: str, config: Any, architecture: str) -> Tensor | None:
+    """As the converter writes it: of experts all in one tensor, in the place of the first one's."""
+
+    def one(published: str) -> Tensor:
+        entry = checkpoint.tensors.get(published) or checkpoint.others[published]
+        return converted(published, entry.read(published).float(), config, architecture)
+
+    expert = EXPERT.search(name)
+    if expert is None:
+        return one(name).squeeze(0) if name.endswith("shared_expert_gate.weight") else one(name)
+    if expert[1] != "0":
+        return None
+    return torch.stack([one(name.replace(".experts.0.", f".experts.{at}.")) for at in range(config.experts.count)])
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -121,7 +147,15 @@ def settings(config: Any, name: str) -> dict[str, Any]:
         "ARCH.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "ARCH.rope.freq_base": float(config.rope_theta),
     }
-    if name == "qwen35":
+    if getattr(config, "experts", None) is not None:
+        found |= {
+            "ARCH.expert_count": config.experts.count,
+            "ARCH.expert_used_count": config.experts.active,
+            "ARCH.expert_feed_forward_length": config.experts.inner,
+        }
+        if config.experts.shared:
+            found["ARCH.expert_shared_feed_forward_length"] = config.experts.shared
+    if name.startswith("qwen35"):
         found |= {
             "ARCH.rope.dimension_count": config.rotated,
             "ARCH.rope.dimension_sections": [11, 11, 10, 0],
@@ -158,7 +192,7 @@ def called(published: str, names: gguf.TensorNameMap, layers: int) -> str:
         published = published.replace("mtp.layers.0", f"model.layers.{layers}")
     elif published.startswith("mtp."):
         return gguf.TENSOR_NAMES[parts[published.split(".")[1]]].format(bid=layers) + ".weight"
-    published = published.replace(".dt_bias", ".dt_proj.bias")
+    published = EXPERT.sub(r".experts.\2.weight", published.replace(".dt_bias", ".dt_proj.bias"))
     there = names.get_name(published, try_suffixes=(".weight", ".bias"))
     assert there is not None, published
     return there
@@ -168,7 +202,7 @@ def converted(name: str, tensor: Tensor, config: Any, architecture: str) -> Tens
     if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_heads if "q_proj" in name else config.num_kv_heads
         return tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
-    if architecture != "qwen35":
+    if not architecture.startswith("qwen35"):
         return tensor
     delta = config.linear
 

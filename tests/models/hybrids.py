@@ -59,15 +59,15 @@ SPARSE: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def save_with_head(folder: Path, **more: object) -> tuple[object, object]:
-    """A Qwen3-Next and its prediction head in one checkpoint; returns the oracles of both.
+def save_with_head(folder: Path, family: str = "qwen3_next", **more: object) -> tuple[object, object]:
+    """A model with experts and its prediction head in one checkpoint; returns the oracles of both.
 
     The head's is a model of one layer, whose final norm is the head's.
     """
     own = {**SHARED, **HYBRIDS["three of four, key heads shared, tied"], "vocab_size": 512, **more}
-    target = save_model(folder, "qwen3_next", **own)
+    target = save_model(folder, family, **own)
     with TemporaryDirectory() as beside:
-        head = save_model(Path(beside), "qwen3_next", seed=1, **own | {"num_hidden_layers": 1, "layer_types": [FULL]})
+        head = save_model(Path(beside), family, seed=1, **own | {"num_hidden_layers": 1, "layer_types": [FULL]})
         found = load_file(Path(beside) / "model.safetensors")
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
     for name, tensor in found.items():

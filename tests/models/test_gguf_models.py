@@ -25,13 +25,14 @@ from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.mtp.checkpoint import HeadCheckpoint
 from adapters.models.rope import Divided
 from adapters.models.shard import Segment, Step
-from tests.models.checkpoints import LLAMA3, VARIANTS, rope, save_model, shard_of, tokens_of
-from tests.models.ggufs import NAMES, packed, random_blocks, write_gguf
-from tests.models.hybrids import HYBRIDS, sizes
+from tests.models.checkpoints import EXPERTS, LLAMA3, VARIANTS, rope, save_model, shard_of, tokens_of
+from tests.models.ggufs import packed, random_blocks, write_gguf
+from tests.models.hybrids import HYBRIDS, SPARSE, sizes
 from tests.models.test_gguf_reader import listed, made, tensor, text
 
-ALL = {name: model for name, model in VARIANTS.items() if model[0] in NAMES}
+ALL = {name: how for name, how in VARIANTS.items() if "moe" not in name}  # what files have of experts is less
 ALL |= {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()}
+ALL |= {"qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}), "qwen3_5_moe": SPARSE["qwen3_5_moe"]}
 # Rows of whole blocks of 256, and value heads of whole blocks of 32, since those change places among columns
 WIDE = {
     "hidden_size": 256,
@@ -45,7 +46,15 @@ WIDE_FAMILIES: dict[str, dict[str, object]] = {
     "llama": {**WIDE, **rope("llama3", **LLAMA3), "tie_word_embeddings": True},
     "qwen2": WIDE,
     "qwen3": WIDE,
+    "qwen3_moe": {**WIDE, **EXPERTS, "norm_topk_prob": True, "moe_intermediate_size": 64},
     "qwen3_5_text": {**WIDE, **sizes((4, 2, 64), (2, 4, 32, 64), 4)},
+    "qwen3_5_moe_text": {
+        **WIDE,
+        **sizes((4, 2, 64), (2, 4, 32, 64), 4),
+        **EXPERTS,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 32,
+    },
 }
 
 
@@ -86,7 +95,7 @@ def test_unpacked_files_hold_what_the_folder_does(variant: str, tmp_path: Path) 
         assert ours.shape == entry.shape == published.shape
         if name.endswith("A_log"):
             torch.testing.assert_close(ours.exp(), published.exp(), rtol=3e-7, atol=0)
-        elif "norm" in name and model_type == "qwen3_5_text" and "linear_attn" not in name:
+        elif "norm" in name and model_type.startswith("qwen3_5") and "linear_attn" not in name:
             assert torch.equal(ours + 1, published + 1), name
         else:
             assert torch.equal(ours, published), name
@@ -251,7 +260,7 @@ def test_wrong_metadata_are_told_with_their_names(case: str, small: Path, tmp_pa
 def test_other_architectures_are_refused_by_name(small: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", small)
     path.write_bytes(path.read_bytes().replace(struct.pack("<Q", 5) + b"llama", struct.pack("<Q", 5) + b"gemma", 1))
-    expected = "general.architecture 'gemma' is not supported; accepted: 'llama', 'qwen2', 'qwen3', 'qwen35'"
+    expected = f"general.architecture 'gemma' is not supported; accepted: {', '.join(map(repr, ARCHITECTURES))}"
     assert expected in refusal(path)
 
 
@@ -302,6 +311,7 @@ NAMES = [
     *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scale_linear", "expert_count"),
+    *("expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_gating_func"),
     *("ssm.conv_kernel", "ssm.group_count", "ssm.state_size", "ssm.time_step_rank", "ssm.inner_size"),
 ]
 SPLIT = ["split.count", "split.no", "general.alignment", "tokenizer.ggml.model"]
@@ -309,7 +319,7 @@ SPLIT = ["split.count", "split.no", "general.alignment", "tokenizer.ggml.model"]
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from([*ARCHITECTURES, "qwen35moe"]),
+    st.sampled_from([*ARCHITECTURES, "qwen3next"]),
     st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, ANYTHING)),
     st.fixed_dictionaries({}, optional=dict.fromkeys(SPLIT, ANYTHING)),
     st.lists(st.tuples(st.integers(0, 100), ANYTHING), max_size=2),

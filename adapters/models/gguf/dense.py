@@ -1,4 +1,4 @@
-"""`llama`, `qwen2` and `qwen3`: names alone, but for the rows of queries and keys of `llama`.
+"""`llama`, `qwen2`, `qwen3` and `qwen3moe`: names alone, but for the rows of queries and keys of `llama`.
 
 There, llama.cpp rotates neighbours, where all else rotates the two halves of a head: its converter interleaves them.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from adapters.checkpoint.gguf.metadata import Metadata
 from adapters.checkpoint.gguf.tensors import entry
 from adapters.models.dense_config import DenseConfig
-from adapters.models.gguf.form import ATTENTION, FRAME, Architecture, Undo, shared_settings
+from adapters.models.gguf.form import ATTENTION, EXPERTS, FRAME, Architecture, Undo, shared_settings
 from adapters.models.llama import THETA, LlamaConfig
 from adapters.models.rope import Divided
 
@@ -85,3 +85,4 @@ def form(own: Callable[[Metadata], dict[str, Any]] = settings, **more: Any) -> A
 
 LLAMA = form(partial(settings, theta=THETA), undo=halves, adjusted=divided, spare=frozenset({FREQUENCIES}))
 QWEN = form()
+QWEN_MOE = Architecture(settings, {**FRAME, **ATTENTION, **EXPERTS}, nothing_to_undo)

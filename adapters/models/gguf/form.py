@@ -32,6 +32,17 @@ ATTENTION = {
 }
 
 
+# Of all experts in one tensor; `*` stands for the number of each.
+EXPERTS = {
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    **{f"mlp.experts.*.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")},
+}
+SHARED = {
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+    **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
+}
+
+
 @frozen
 class Architecture:
     """settings: as config.json has them. layer: a layer's tensors, as they are published and as llama.cpp calls them.
@@ -48,8 +59,9 @@ class Architecture:
 
 
 def shared_settings(found: Metadata) -> dict[str, Any]:
-    """What all architectures have alike. Raises CheckpointError."""
-    for name in ("expert_count", "attention.sliding_window"):
+    """What all architectures have alike, with experts where they have any. Raises CheckpointError."""
+    sparse = found.architecture.endswith("moe")
+    for name in ("attention.sliding_window",) if sparse else ("expert_count", "attention.sliding_window"):
         found.refuse(name, 0)
     found.refuse("attention.causal", True)
     heads, hidden = found.count("attention.head_count"), found.count("embedding_length")
@@ -61,7 +73,10 @@ def shared_settings(found: Metadata) -> dict[str, Any]:
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": found.count("feed_forward_length"),
+        "intermediate_size": found.count(
+            "feed_forward_length", found.count("expert_feed_forward_length") if sparse else None
+        ),
+        **(experts(found) if sparse else {}),
         "num_hidden_layers": found.count("block_count") - heads_of_its_own(found),
         "num_attention_heads": heads,
         "num_key_value_heads": found.count("attention.head_count_kv", heads),
@@ -71,6 +86,20 @@ def shared_settings(found: Metadata) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in found.tensors,
         # these families are published in bfloat16: in float16 their hidden states may overflow, whatever a file stores
         "dtype": "float32" if embedding.packing.name == "F32" else "bfloat16",
+    }
+
+
+def experts(found: Metadata) -> dict[str, Any]:
+    """llama.cpp has the weights of those that are chosen add up to one, whatever was published."""
+    found.refuse("expert_weights_norm", True)
+    found.refuse("expert_weights_scale", 1.0, 0.0)
+    found.refuse("expert_gating_func", 1)
+    found.refuse("expert_group_count", 0, 1)
+    return {
+        "num_experts": found.count("expert_count"),
+        "num_experts_per_tok": found.count("expert_used_count"),
+        "moe_intermediate_size": found.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
     }
 
 

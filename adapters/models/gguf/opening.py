@@ -5,20 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve, frozen
 
 from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.gguf.header import Stored
 from adapters.checkpoint.gguf.metadata import Metadata, read_metadata
 from adapters.checkpoint.gguf.tensors import GgufTensor, entry
 from adapters.models import ARCHITECTURES
 from adapters.models.family import Family, ModelConfig, family_of
-from adapters.models.gguf.dense import LLAMA, QWEN
+from adapters.models.gguf.dense import LLAMA, QWEN, QWEN_MOE
 from adapters.models.gguf.form import OUTSIDE, Architecture, heads_of_its_own
-from adapters.models.gguf.qwen35 import QWEN35
+from adapters.models.gguf.qwen35 import QWEN35, QWEN35_MOE
 
-FORMS: Mapping[str, Architecture] = {"llama": LLAMA, "qwen2": QWEN, "qwen3": QWEN, "qwen35": QWEN35}
+FORMS: Mapping[str, Architecture] = {
+    "llama": LLAMA,
+    "qwen2": QWEN,
+    "qwen3": QWEN,
+    "qwen3moe": QWEN_MOE,
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35_MOE,
+}
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @frozen
@@ -58,7 +68,11 @@ def open_gguf(path: Path) -> Opened:
 
 
 def called(form: Architecture, config: ModelConfig, name: str) -> str:
-    """What a published tensor is called in the file. The prediction head is the layer behind the last one."""
+    """What a published tensor is called in the file, or the one that it is a part of.
+
+    The prediction head is the layer behind the last one.
+    """
+    name = EXPERT.sub(".experts.*.", name)
     if name in OUTSIDE:
         return OUTSIDE[name]
     if name in form.head:
@@ -76,10 +90,22 @@ def published(
     stored = found.tensors.get(there)
     if stored is None:
         raise found.wrong(f"tensor {there} is missing")
+    if (number := EXPERT.search(name)) is not None:
+        stored = of_expert(found, config, stored, int(number[1]), there)
     flat = (shape[0], *shape[2:]) if len(shape) == 3 else shape  # taps are stored without the channel that is one
     if bare(stored.shape) != bare(flat):
         raise found.wrong(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(flat)}")
     return entry(evolve(stored, shape=flat), form.undo(config, name), shape)
+
+
+def of_expert(found: Metadata, config: Any, stored: Stored, number: int, there: str) -> Stored:
+    """The part of a tensor of all experts that is one's."""
+    count = config.experts.count
+    if len(stored.shape) != 3 or stored.shape[0] != count:
+        raise found.wrong(f"tensor {there} has shape {list(stored.shape)}; accepted here: {count} matrices")
+    size = (stored.stop - stored.start) // count
+    start = stored.start + number * size
+    return evolve(stored, shape=stored.shape[1:], start=start, stop=start + size)
 
 
 def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -91,7 +117,16 @@ def head(found: Metadata, form: Architecture, config: ModelConfig) -> dict[str, 
     """Of the prediction head, which is checked where it is asked for."""
     tensors = {}
     for name in form.head if heads_of_its_own(found) else ():
-        stored = found.tensors.get(called(form, config, name))
-        if stored is not None:
-            tensors[name] = entry(stored, form.undo(config, name))
+        there = called(form, config, name)
+        stored, experts = found.tensors.get(there), getattr(config, "experts", None)
+        if stored is None:
+            continue
+        if "*" in name:
+            for number in range(experts.count if experts else 0):
+                part = of_expert(found, config, stored, number, there)
+                tensors[name.replace("*", str(number))] = entry(part, form.undo(config, name))
+            continue
+        if name.endswith("shared_expert_gate.weight"):
+            stored = evolve(stored, shape=(1, *bare(stored.shape)))
+        tensors[name] = entry(stored, form.undo(config, name))
     return tensors

@@ -1,4 +1,4 @@
-"""`qwen35`: what llama.cpp's converter does to Qwen3.5, undone.
+"""`qwen35` and `qwen35moe`: what llama.cpp's converter does to Qwen3.5, undone.
 
 Norms are stored with their 1, decays as they multiply, and value heads in turns (the first of every key head, then the
 second of each ...), where published tensors have those of one key head together. The prediction head is one layer more.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adapters.checkpoint.config import LIMITS
 from adapters.checkpoint.gguf.metadata import Metadata
-from adapters.models.gguf.form import ATTENTION, FRAME, Architecture, Undo, shared_settings
+from adapters.models.gguf.form import ATTENTION, EXPERTS, FRAME, SHARED, Architecture, Undo, shared_settings
 from adapters.models.kernels.delta import DeltaShape
 from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
 
@@ -31,13 +31,18 @@ RECURRENT = {
     "linear_attn.out_proj.weight": "ssm_out.weight",
 }
 LAYER = FRAME | ATTENTION | RECURRENT | {"post_attention_layernorm.weight": "post_attention_norm.weight"}
+SPARSE = LAYER | EXPERTS | SHARED
 HEAD = {
     "mtp.fc.weight": "nextn.eh_proj.weight",
     "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
     "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
     "mtp.norm.weight": "nextn.shared_head_norm.weight",
-    **{f"mtp.layers.0.{published}": name for published, name in LAYER.items() if published not in RECURRENT},
+    **{f"mtp.layers.0.{published}": name for published, name in SPARSE.items() if published not in RECURRENT},
 }
+
+
+def sparse_settings(found: Metadata) -> dict[str, Any]:
+    return {**settings(found), "shared_expert_intermediate_size": found.count("expert_shared_feed_forward_length")}
 
 
 def settings(found: Metadata) -> dict[str, Any]:
@@ -117,3 +122,4 @@ RESTORED = {
     "A_log": logarithm,
 }
 QWEN35 = Architecture(settings, LAYER, undo, head=HEAD)
+QWEN35_MOE = Architecture(sparse_settings, SPARSE, undo, head=HEAD)
