@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from engine.human import counted
 from engine.picture import check
 from engine.progress import progress
 from engine.refusal import Refusal
+from engine.simulation.beside import beside, cores
 from engine.simulation.costs import Costs, figures, read_costs
 from engine.simulation.logs.read import Logs, read_logs
 from engine.simulation.plot import draw
 from engine.simulation.report import show
-from engine.simulation.run import NO_CACHE, Setup, Simulation, fitted
+from engine.simulation.run import Setup, Simulation, fitted
+from engine.simulation.tally import Ran
 from engine.simulation.wanted import Wanted
 from states.settings import Settings
 
 MIB = 1 << 20
+LONG = 1 << 23  # tokens of all runs: some seconds, which a process is worth
 
 
 def run(paths: Sequence[Path], wanted: Wanted) -> int:
@@ -43,8 +47,8 @@ def run(paths: Sequence[Path], wanted: Wanted) -> int:
     return 0
 
 
-def headline(logs: Logs, run: Simulation) -> str:
-    figures_ = run.figures()
+def headline(logs: Logs, run: Ran) -> str:
+    figures_ = run.figures
     tokens = f"{figures_.prompt_tokens / 1e6:,.1f} million prompt tokens"
     return f"{counted(figures_.requests, 'request')} of {counted(len(logs.sessions), 'session')}, {tokens}"
 
@@ -92,20 +96,24 @@ def stateful(settings: Settings, costs: Costs, wanted: Wanted) -> Settings:
     return evolve(settings, stateful=True, state_tokens=costs.state_tokens, state_places=places)
 
 
-def simulate(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Simulation]:
-    """A run for each scope, and before them one without any cache."""
+def simulate(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Ran]:
+    """A run for each scope, and before them one without any cache; side by side where they take long."""
+    scopes: list[Scope | None] = [None, *wanted]
+
+    def run(scope: Scope | None, step: Callable[[], None]) -> Ran:
+        one = Simulation(setup, logs.sessions, scope, step)
+        one.run()
+        return one.told()
+
     requests = sum(session.count for session in logs.sessions)
-    runs = list[Simulation]()
-    with progress("simulated requests", requests * (1 + len(wanted))) as step:
-        for scope in (None, *wanted):
-            name = NO_CACHE if scope is None else str(scope)
-            one = Simulation(setup, logs.sessions, scope, lambda name=name: step(name=f"{name}: requests"))  # type: ignore[misc]
-            one.run()
-            runs.append(one)
-    return runs
+    every = (request for session in logs.sessions for agent in session.agents for request in agent.requests)
+    tokens = sum(request.length + len(request.answer) for request in every)
+    with progress("simulated requests", requests * len(scopes)) as step:
+        most = cores() if len(scopes) * tokens >= LONG else 1
+        return beside([partial(run, scope) for scope in scopes], step, most)
 
 
-def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Simulation]) -> dict[str, Any]:
+def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Ran]) -> dict[str, Any]:
     """What --json prints."""
     return {
         "logs": {
@@ -126,5 +134,5 @@ def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Simulatio
             "restart_every": setup.restart_every,
             "interleave": setup.interleave,
         },
-        "scopes": [attrs.asdict(one.figures()) for one in runs],
+        "scopes": [attrs.asdict(one.figures) for one in runs],
     }

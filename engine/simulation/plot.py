@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.picture import COLORS, GREY, INK, LEFT, STYLE, entitle, save
-from engine.simulation.run import NO_CACHE, Simulation
-from engine.simulation.tally import Count
+from engine.simulation.run import NO_CACHE
+from engine.simulation.tally import Count, Ran
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ TICKS = (
 )  # of seconds
 
 
-def draw(path: Path, runs: Sequence[Simulation], title: str) -> None:
+def draw(path: Path, runs: Sequence[Ran], title: str) -> None:
     """Raises OSError."""
     from matplotlib import rc_context  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -32,13 +32,13 @@ def draw(path: Path, runs: Sequence[Simulation], title: str) -> None:
         grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1))
         hits, written, first = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
         colors = dict(zip((run.name for run in runs if run.scope is not None), COLORS * len(runs), strict=False))
-        order = {id(count.request): place for place, count in enumerate(runs[-1].tally.counts.values())}
+        order = {count.place: number for number, count in enumerate(runs[-1].counts)}
         for run in runs:
             look: dict[str, Any] = {"color": colors.get(run.name, GREY), "label": run.name, "linewidth": 1.8}
-            counts = list(run.tally.counts.values())
+            counts = run.counts
             draw_first(first, counts, look)
             if run.scope is not None:
-                same = sorted(counts, key=lambda count: order[id(count.request)])
+                same = sorted(counts, key=lambda count: order[count.place])
                 hits.plot(*steps([count.found for count in same], 1e6), **look)
                 written.plot(range(len(counts) + 1), written_by(run, counts), **look)
         finish_hits(hits, runs[-1])
@@ -65,10 +65,10 @@ def steps(values: Sequence[int], unit: float) -> tuple[Sequence[int], list[float
     return range(len(values) + 1), [value / unit for value in accumulate(values, initial=0)]
 
 
-def written_by(run: Simulation, counts: Sequence[Count]) -> list[float]:
+def written_by(run: Ran, counts: Sequence[Count]) -> list[float]:
     """GiB that were written before each request was sent, and in all."""
-    times = [now for now, _ in run.tally.written]
-    sizes = [0, *(size for _, size in run.tally.written)]
+    times = [now for now, _ in run.written]
+    sizes = [0, *(size for _, size in run.written)]
     return [*(sizes[bisect_right(times, count.sent)] / 2**30 for count in counts), sizes[-1] / 2**30]
 
 
@@ -78,8 +78,8 @@ def draw_first(axes: Axes, counts: Sequence[Count], look: dict[str, Any]) -> Non
     axes.step(waits, [100 * (number + 1) / len(waits) for number in range(len(waits))], where="post", **look)
 
 
-def finish_hits(axes: Axes, run: Simulation) -> None:
-    counts = list(run.tally.counts.values())
+def finish_hits(axes: Axes, run: Ran) -> None:
+    counts = run.counts
     axes.plot(
         *steps([count.infinite for count in counts], 1e6),
         color=INK,
@@ -89,7 +89,7 @@ def finish_hits(axes: Axes, run: Simulation) -> None:
     )
     axes.plot(*steps([count.prompt for count in counts], 1e6), color=GREY, linewidth=1, label="prompt tokens")
     sent = [count.sent for count in counts]
-    for number, restart in enumerate(run.tally.restarts):
+    for number, restart in enumerate(run.restarts):
         at = bisect_right(sent, restart - 1)
         axes.axvline(at, color=GREY, linewidth=0.8, linestyle=":")
         if not number:
@@ -107,8 +107,8 @@ def finish_hits(axes: Axes, run: Simulation) -> None:
     axes.set_ylim(bottom=0)
 
 
-def finish_written(axes: Axes, run: Simulation) -> None:
-    unique = run.figures().unique_bytes / 2**30
+def finish_written(axes: Axes, run: Ran) -> None:
+    unique = run.figures.unique_bytes / 2**30
     axes.axhline(unique, color=INK, linestyle=(0, (4, 3)), linewidth=1.2)
     axes.annotate("unique KV rows", (0, unique), xytext=(4, 4), textcoords="offset points", fontsize=8, color=INK)
     axes.set(title="Written to disk", ylabel="GiB, sum", xlabel="requests sent")

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from engine.human import WIDTH, counted, duration, percent, size
 from engine.simulation.logs.read import Logs
-from engine.simulation.run import Setup, Simulation
-from engine.simulation.tally import Figures
+from engine.simulation.run import Setup
+from engine.simulation.tally import Figures, Ran
 
 ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("hit tokens", lambda one: f"{one.hit_tokens:,}"),
@@ -31,10 +31,10 @@ ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
 )
 
 
-def show(console: Console, logs: Logs, setup: Setup, runs: Sequence[Simulation]) -> None:
+def show(console: Console, logs: Logs, setup: Setup, runs: Sequence[Ran]) -> None:
     if not console.is_terminal:
         console = Console(width=max(WIDTH, 24 + 14 * len(runs)))
-    every = [one.figures() for one in runs]
+    every = [one.figures for one in runs]
     total = every[0]
     console.print(
         f"{counted(total.requests, 'request')} of {counted(len(logs.sessions), 'session')}, "

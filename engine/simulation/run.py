@@ -17,7 +17,7 @@ from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping, SimulatedDisk, layout
 from engine.simulation.logs.requests import Request, Session
 from engine.simulation.process import Live, Process
-from engine.simulation.tally import Count, Figures, Infinite, Tally, quantile, ratio
+from engine.simulation.tally import Count, Figures, Infinite, Ran, Tally, quantile, ratio
 from states.life import whole_blocks
 from states.settings import Settings
 
@@ -50,10 +50,13 @@ class Simulation:
     process: Process = field(init=False)
     _held: deque[tuple[Request, Callable[[], None]]] = field(factory=deque)  # sent while the process stops
     _since: int = 0  # requests since the process started
+    _places: dict[int, int] = field(init=False)  # of each request among all
     _evicted: int = 0  # from the host tiers of earlier processes
 
     def __attrs_post_init__(self) -> None:
         settings, costs = self.setup.settings, self.setup.costs
+        every = (request for session in self.sessions for agent in session.agents for request in agent.requests)
+        self._places = {id(request): place for place, request in enumerate(every)}
         self.tally = Tally(Infinite(settings.block_size))
         kept = index(layout(costs, settings.block_size), self.setup.disk_budget)
         self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
@@ -103,7 +106,9 @@ class Simulation:
         self._since += 1
         number = RequestId(len(self.tally.counts))
         prompt = request.prompt
-        count = Count(request, len(prompt), self.clock.now, self.tally.infinite.ask(prompt, request.answer))
+        count = Count(
+            self._places[id(request)], len(prompt), self.clock.now, self.tally.infinite.ask(prompt, request.answer)
+        )
         self.tally.counts[number] = count
         if self.scope is None:
             prompt = (-1 - number, *prompt[1:])
@@ -116,6 +121,11 @@ class Simulation:
         self.process.submit(number, job, Live(count, request.answer, closed))
 
     # --- the outcome ---
+
+    def told(self) -> Ran:
+        tally = self.tally
+        counts = tuple(tally.counts.values())
+        return Ran(self.name, self.scope, self.figures(), counts, tuple(tally.written), tuple(tally.restarts))
 
     def figures(self) -> Figures:
         counts, block_size = list(self.tally.counts.values()), self.setup.settings.block_size

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from attrs import define, field, frozen
 
 from effects.ids import RequestId, Tokens
-from engine.simulation.logs.requests import Request
+from effects.scope import Scope
 
 
 @define
 class Count:
     """One request. Tokens, and nanoseconds of the virtual clock."""
 
-    request: Request
+    place: int  # of the request among all that the logs have
     prompt: int
     sent: int
     infinite: int  # tokens of the prompt that an earlier prompt and its answer begin with, in whole blocks
@@ -76,6 +76,20 @@ class Tally:
         before = self.written[-1][1] if self.written else 0
         self.checkpoints += size * checkpoint
         self.written.append((now, before + size))
+
+
+@frozen
+class Ran:
+    """What is told of a run that has ended. scope None: nothing was kept. counts: in the order in which they were sent.
+    written, restarts: as in `Tally`.
+    """
+
+    name: str
+    scope: Scope | None
+    figures: Figures
+    counts: Sequence[Count]
+    written: Sequence[tuple[int, int]]
+    restarts: Sequence[int]
 
 
 @frozen

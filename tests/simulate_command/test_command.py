@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -10,6 +13,7 @@ import pytest
 
 from engine import picture
 from engine.__main__ import main
+from engine.simulation.beside import beside
 from tests.simulate_command.test_logs import GOLDEN, counts, session, write
 
 
@@ -74,6 +78,37 @@ def test_the_plot_is_a_picture(log: str, tmp_path: Path) -> None:
         assert said in text
     assert main([*words, str(tmp_path / "p.png")]) == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # newer Pythons say so where pytest has threads
+def test_processes_of_their_own_tell_the_same(
+    log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", log, "--scope", "off,full,auto:8,300", "--restart-every", "2", "--min-tokens", "64", "--json"]
+    assert main([*words, "--plot", str(tmp_path / "one.svg")]) == 0
+    alone = capsys.readouterr()
+    monkeypatch.setattr("engine.simulate.LONG", 0)
+    monkeypatch.setattr("engine.simulate.cores", lambda: 3)
+    assert main([*words, "--plot", str(tmp_path / "three.svg")]) == 0
+    assert capsys.readouterr() == alone
+    assert (tmp_path / "three.svg").read_text() == (tmp_path / "one.svg").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_results_come_in_order_steps_are_told_and_a_process_that_dies_is_not_waited_for() -> None:
+    steps = list[int]()
+
+    def work(number: int, step: Callable[[], None]) -> tuple[int, int]:
+        for _ in range(number):
+            step()
+        return number, os.getpid()
+
+    found = beside([partial(work, number) for number in (3, 0, 2, 1)], lambda: steps.append(1), 2)
+    assert [number for number, _ in found] == [3, 0, 2, 1]
+    assert len(steps) == 6
+    assert len({process for _, process in found} | {os.getpid()}) == 5
+    with pytest.raises(RuntimeError, match="has died"):
+        beside([partial(work, 1), lambda _: os._exit(3)], lambda: None, 2)
 
 
 @pytest.mark.parametrize(
