@@ -77,7 +77,7 @@ def serve(
 
 @app.command(sort_key=2)
 def chat(
-    model: Annotated[str, Parameter(show_default=False)] = "",
+    model: Annotated[str, Parameter(show_default=False, completer=shells.model_names)] = "",
     /,
     *,
     options: Annotated[ChatOptions, Parameter(name="*")] = ChatOptions(),  # noqa: B008 - a frozen value

@@ -20,6 +20,7 @@ DEEP, MOST = (
     4,
     20_000,
 )  # folders below ~/models, and entries that are looked at there: somebody's whole disk may hang there
+SHIPPED = tuple(demo.FOLDERS)
 NOT_A_MODEL = "mmproj"  # how llama.cpp's files for images begin
 
 
@@ -63,15 +64,16 @@ def in_hub(folder: Path) -> Iterator[LocalModel]:
         name, snapshot = repository(match), current(kept)
         if snapshot is None:
             continue
-        if (snapshot / "config.json").exists():
+        there = entries(snapshot)
+        if snapshot / "config.json" in there:
             yield LocalModel(name, snapshot)
-        for file in gguf_files(entries(snapshot)):
+        for file in gguf_files(there):
             yield LocalModel(f"{name}/{file.name}", file)
 
 
 def current(kept: Path) -> Path | None:
     """The snapshot that the branch `main` stands at, or else the newest one."""
-    snapshots = {path.name: path for path in entries(kept / "snapshots") if path.is_dir()}
+    snapshots = {path.name: path for path in entries(kept / "snapshots") if is_folder(path)}
     try:
         return snapshots[(kept / "refs" / "main").read_text(encoding="ascii").strip()]
     except (OSError, UnicodeDecodeError, KeyError):
@@ -87,12 +89,12 @@ def below(root: Path) -> Iterator[LocalModel]:
         seen += len(there)
         if seen > MOST:
             return
-        if folder != root and (folder / "config.json").is_file():
+        if folder != root and folder / "config.json" in there:
             yield LocalModel(str(folder.relative_to(root)), folder)
         for file in gguf_files(there):
             yield LocalModel(str(file.relative_to(root)), file)
         if len(folder.relative_to(root).parts) < DEEP:
-            waiting += [path for path in there if not path.name.startswith(".") and path.is_dir()]
+            waiting += [path for path in there if not path.name.startswith(".") and is_folder(path)]
 
 
 def gguf_files(there: Sequence[Path]) -> Iterator[Path]:
@@ -101,6 +103,13 @@ def gguf_files(there: Sequence[Path]) -> Iterator[Path]:
         part = PART.fullmatch(path.name)
         if path.suffix == ".gguf" and not path.name.startswith(NOT_A_MODEL) and (part is None or int(part[2]) == 1):
             yield path
+
+
+def is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # of somebody else
+        return False
 
 
 def entries(folder: Path) -> list[Path]:
@@ -126,7 +135,7 @@ def find(name: str, models: Sequence[LocalModel]) -> Path | None:
 def similar(name: str, models: Sequence[LocalModel]) -> list[str]:
     """What else may have been meant, likest first."""
     named = {each.lower(): one.name for one in reversed(models) for each in one.names}
-    named |= {each: each for each in demo.FOLDERS}
+    named |= {each: each for each in SHIPPED}
     close = difflib.get_close_matches(name.lower(), named, 6, 0.6)
     return list(dict.fromkeys(named[each] for each in close))[:3]
 
@@ -158,6 +167,8 @@ def missing(name: str, models: Sequence[LocalModel]) -> str:
 
 def located(name: str, environment: Mapping[str, str]) -> str:
     """Where a model is that is called by its name; what is a path stays one. Raises Refusal."""
+    if name.startswith("~/"):  # no shell has read it
+        return str(Path(name).expanduser())
     if name.startswith(("/", ".", "~")) or Path(name).exists():
         return name
     models = local_models(environment)
@@ -165,3 +176,11 @@ def located(name: str, environment: Mapping[str, str]) -> str:
     if path is None:
         raise Refusal(missing(name, models))
     return str(path)
+
+
+def paths(begun: str) -> Iterator[str]:
+    """What there is in the folder of a path that somebody has begun to type, as it would go on."""
+    folder = begun[: begun.rindex("/") + 1]
+    for path in entries(Path(folder).expanduser()):
+        if not path.name.startswith("."):
+            yield f"{folder}{path.name}{'/' if is_folder(path) else ''}"

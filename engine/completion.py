@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 from cyclopts import App
+from cyclopts.completion import CompletionContext
 from cyclopts.completion.detect import ShellDetectionError, detect_shell
 
 from engine.accepted import Shell
 from engine.refusal import Refusal
 
 SHELLS: tuple[Shell, ...] = ("bash", "zsh", "fish")
+
+
+def model_names(context: CompletionContext) -> list[str]:
+    """What may follow `serve`: models that are known by name, and what the path leads to that has been begun."""
+    from engine.catalog import SHIPPED, local_models, paths  # noqa: PLC0415 - only who completes a name needs it
+
+    word = context.incomplete
+    return [*SHIPPED, *(one.name for one in local_models(os.environ)), *(paths(word) if "/" in word else ())]
 
 
 def complete(app: App, shell: Shell | None, *, show: bool) -> int:

@@ -28,6 +28,7 @@ from engine.accepted import (
     residency,
     whole,
 )
+from engine.completion import model_names
 from engine.logs import LogFormat, LogLevel
 from engine.plan import read_devices, read_weights
 from engine.refusal import Refusal
@@ -49,7 +50,7 @@ ReasoningParser: TypeAlias = Literal["auto", "think", "none"]
 class ModelOption:
     """The one option that needs no flag."""
 
-    model: Annotated[str, flag(MODEL)] = "demo"
+    model: Annotated[str, flag(MODEL, completer=model_names)] = "demo"
     """Folder of a Hugging Face checkpoint, a GGUF file (the first of several), the name of either in ~/models or in the
     Hugging Face cache (`rekindle models` lists them), or `demo` or `demo-hybrid`, small models that come with it."""
 

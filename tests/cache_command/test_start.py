@@ -20,7 +20,15 @@ print("imported:", *({"torch", "numpy", "tokenizers", "transformers"} & set(sys.
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["serve", "--help"], ["--version"], ["cache", "ls"], ["cache", "verify"]]
+    "words",
+    [
+        ["--help"],
+        ["serve", "--help"],
+        ["--version"],
+        ["completion", "bash", "--show"],
+        ["cache", "ls"],
+        ["cache", "verify"],
+    ],
 )
 def test_what_needs_no_model_imports_no_library_for_one(words: list[str], tmp_path: Path) -> None:
     if words[0] == "cache":

@@ -273,7 +273,7 @@ class Screen:
         """Shown after what was last waited for."""
         while text not in self.shown[self.seen :]:
             try:
-                piece = await anyio.to_thread.run_sync(os.read, self._ours, 1 << 16)
+                piece = await anyio.to_thread.run_sync(os.read, self._ours, 1 << 16, abandon_on_cancel=True)
             except OSError:  # how the end is told here
                 piece = b""
             assert piece, (text, self.shown)

@@ -100,6 +100,7 @@ def test_a_model_is_served_by_its_name(name: str, end: str, home: Path) -> None:
 @pytest.mark.parametrize("name", ["/nowhere/model", "./here", "../there", "~someone/else"])
 def test_a_path_stays_a_path(name: str, home: Path) -> None:
     assert located(name, {}) == name
+    assert located("~/models/x", {}) == str(home / "models" / "x")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,17 @@ def test_what_is_served_from_the_hub_is_called_by_its_repository(home: Path) -> 
         "small.Q4_0",
     }
     assert find("nothing", models) is None
+
+
+def test_a_shell_completes_the_names_of_models(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "chat"):
+        assert main(["__complete", command, ""]) == 0
+        told = capsys.readouterr().out.split()
+        assert {"demo", "demo-hybrid", "mine", "Qwen/Qwen3-4B", "gguf/small.Q4_0.gguf"} <= set(told)
+        assert main(["__complete", command, "~/models/g"]) == 0
+        told = capsys.readouterr().out.split()
+        assert "~/models/gguf/" in told
+        assert "~/models/notes.txt" in told
 
 
 def test_a_home_without_any_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
