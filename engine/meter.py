@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 
 from attrs import define, field
 
-from effects.all import Ask, Launch
 from effects.ids import RequestId
 from effects.ports import MOST_RECENT, Stage
 from engine.runner import Envelope
 from states import life
-from states.events import ForRequest
 from states.world import Out, World
 
 STAGES: Mapping[type[life.State], Stage] = {
@@ -42,12 +40,15 @@ class Meter:
     _told: deque[RequestId] = field(factory=deque[RequestId])  # whose stream has closed; the last of them
     _now_ns: int = 0
 
-    def observe(self, envelope: Envelope, outs: tuple[Out, ...], _: World, after: World) -> None:
+    def observe(self, envelope: Envelope, _: tuple[Out, ...], before: World, after: World) -> None:
+        """One event moves others, too: who is admitted by another's leaving, who was only waiting for a model."""
         self._now_ns = envelope.at_ns
-        own = (envelope.happened.request,) if isinstance(envelope.happened, ForRequest) else ()
-        for request in dict.fromkeys((*own, *touched(outs))):
-            state = after.requests.get(request)
-            self.enter(request, None if state is None else STAGES[type(state)])
+        for request, state in after.requests.items():
+            if before.requests.get(request) is not state:
+                self.enter(request, STAGES[type(state)])
+        for request in before.requests:
+            if request not in after.requests:
+                self.enter(request, None)
 
     def enter(self, request: RequestId, stage: Stage | None) -> None:
         was, since = self._since.get(request, (None, self._now_ns))
@@ -84,11 +85,3 @@ class Meter:
             now = self._now_ns if now_ns is None else now_ns
             spent[stage] = spent.get(stage, 0) + now - since
         return {stage: round(ns / 1e6, 3) for stage, ns in spent.items()}
-
-
-def touched(outs: tuple[Out, ...]) -> list[RequestId]:
-    """Whoever else moved: a request that is admitted by another's leaving opens its slot."""
-    asks: list[Ask] = []
-    for out in outs:
-        asks += out.asks if isinstance(out, Launch) else (out,)
-    return [ask.request for ask in asks]

@@ -18,6 +18,7 @@ import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 from attrs import define
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapters.checkpoint.errors import CheckpointError
@@ -27,6 +28,7 @@ from adapters.http.archive import Archive
 from adapters.http.cabinet import Cabinet
 from adapters.http.errors import unavailable
 from adapters.http.options import EdgeOptions
+from adapters.http.page import files
 from adapters.http.server import Serving, serve
 from adapters.http.turn_memory import TurnMemory
 from adapters.models.checkpoint import Checkpoint
@@ -85,7 +87,7 @@ def leave(status: int) -> NoReturn:
 
 @define
 class Gate:
-    """Answers 503 while the model loads; then the real application takes over."""
+    """Answers 503 while the model loads, the page apart, which says so; then the real application takes over."""
 
     app: ASGIApp | None = None
 
@@ -96,8 +98,10 @@ class Gate:
                 await send({"type": f"lifespan.{phase}.complete"})
         elif self.app is not None:
             await self.app(scope, receive, send)
+        elif (file := files.files().get(files.meant(scope, scope["path"]))) and scope["method"] in {"GET", "HEAD"}:
+            await files.answered(file, Headers(scope=scope))(scope, receive, send)
         else:
-            await error_response(scope, unavailable("Beginning model", 1))(scope, receive, send)
+            await error_response(scope, unavailable("Loading model", 1))(scope, receive, send)
 
 
 async def serve_until_signal(options: Options, steps: Steps, beginning: Beginning) -> int:

@@ -46,9 +46,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         start, status, asked = time.monotonic(), 0, scope["path"]
-        headers, path = Headers(scope=scope), canonical(asked, self.paths)
-        path = files.PAGE if path == "/" and files.wanted(scope, headers) else path
-        scope = {**scope, "path": path, ARRIVED: start}
+        scope = {**scope, "path": files.meant(scope, canonical(asked, self.paths)), ARRIVED: start}
+        headers = Headers(scope=scope)
         origin = headers.get("origin")
 
         async def watched(message: Message) -> None:

@@ -9,11 +9,18 @@ from cattrs import Converter
 
 from effects.all import Launch
 from effects.decode import RunDecode
+from effects.ids import RequestId
 from effects.job import Job
 from effects.ports import MOST_RECENT, MOST_RUNNING, Activity
+from effects.residency import ModelLoaded
 from engine.door import EngineDoor
+from engine.meter import STAGES, Meter
+from engine.runner import Envelope
 from engine.showing import running as named
+from states.events import ForRequest, Submitted
 from states.life import Waiting
+from states.residency import Resolved
+from states.world import advance, begin
 from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, collect, engine
 
 PROMPT = tuple(range(10, 110))
@@ -141,3 +148,20 @@ async def test_what_was_turned_away_is_counted_and_spent_no_time() -> None:
         await door.drain(0)
         await collect(door.submit(Job(prompt=PROMPT, max_tokens=1)))
         assert door.activity().recent == ()  # it never came in
+
+
+def test_time_is_spent_where_a_request_is_also_when_anothers_event_took_it_there() -> None:
+    """Two wait for one model: the event that it is there names one of them, and both go on to prefill."""
+    world, meter = begin(evolve(SETTINGS, block=4, residency=Resolved("request-scoped", "park"))), Meter()
+    one, other = RequestId(1), RequestId(2)
+    job = Job(prompt=PROMPT, max_tokens=5)
+    stages = []
+    happened = [ForRequest(one, Submitted(job)), ForRequest(other, Submitted(job)), ForRequest(one, ModelLoaded())]
+    for seq, event in enumerate(happened):
+        before = world
+        world, outs = advance(before, event)
+        meter.observe(Envelope(seq, 1_000_000 * seq, event), outs, before, world)
+        stages.append([STAGES[type(state)] for state in world.requests.values()])
+    assert stages == [["Unparking"], ["Unparking", "Unparking"], ["Prefilling", "Prefilling"]]
+    assert meter.stages_ms(one, 9_000_000) == {"Unparking": 2, "Prefilling": 7}
+    assert meter.stages_ms(other, 9_000_000) == {"Unparking": 1, "Prefilling": 7}

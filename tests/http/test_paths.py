@@ -92,7 +92,7 @@ async def test_anthropics_clients_are_known_by_their_header_and_get_errors_of_th
     ("path", "status"), [("/v1/messages", 529), ("/messages/", 529), ("/v1/messages/x", 529), ("/v1/responses", 503)]
 )
 def test_a_server_that_loads_says_so_in_the_dialect_of_the_path(path: str, status: int) -> None:
-    response = error_response({"type": "http", "path": path, "headers": []}, unavailable("Beginning model", 1))
+    response = error_response({"type": "http", "path": path, "headers": []}, unavailable("Loading model", 1))
     assert (response.status_code, response.headers["retry-after"]) == (status, "1")
     assert (json.loads(bytes(response.body)).get("type") == "error") == (status == 529)
 

@@ -60,15 +60,20 @@ def routes() -> list[Route]:
     return [Route(path, answer, methods=["GET"]) for path in files()]
 
 
-def wanted(scope: Scope, headers: Headers) -> bool:
-    """Is it a browser that opens `/`?"""
-    return scope["method"] in {"GET", "HEAD"} and "text/html" in headers.get("accept", "")
+def meant(scope: Scope, path: str) -> str:
+    """The page's own path, where a browser opens `/`."""
+    opens = path == "/" and scope["method"] in {"GET", "HEAD"}
+    return PAGE if opens and "text/html" in Headers(scope=scope).get("accept", "") else path
 
 
 async def answer(request: Request) -> Response:
-    file = files()[request.scope["path"]]
+    """Of a path that is one of its files."""
+    return answered(files()[request.scope["path"]], request.headers)
+
+
+def answered(file: PageFile, asked: Headers) -> Response:
     headers = {**HEADERS, "etag": file.etag}
-    known = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
+    known = [one.strip().removeprefix("W/") for one in asked.get("if-none-match", "").split(",")]
     if file.etag in known or "*" in known:
         return Response(status_code=304, headers=headers)
     return Response(file.body, headers={**headers, "content-type": file.type})

@@ -46,8 +46,11 @@ function why(miss) {
   return said;
 }
 
+export const ALIKE = 16; // tokens that a prompt and a kept one begin with, or they have nothing to do with each other
+
 /** Elements that say why no more of a prompt was there, with both texts where it goes on differently. */
 export function explained(miss) {
+  if (miss.diverged_at < ALIKE) return [el("p", { text: "It begins differently from everything that is kept." })];
   const made = [el("p", { text: missed(miss.reason) })];
   if (miss.sent === undefined || miss.kept === undefined) return made;
   const where = miss.message === null ? "before the first message (tools, mostly)" : `in message ${miss.message}${miss.role ? ` (${miss.role})` : ""}`;

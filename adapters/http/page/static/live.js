@@ -2,7 +2,7 @@
 
 import { call } from "./api.js";
 import { $, bytes, duration, el, keyed, number, percent, rate, set, spark, stacked } from "./dom.js";
-import { explained } from "./figures.js";
+import { ALIKE, explained } from "./figures.js";
 import { ASIDE, FINISHES, STAGES, TIERS, missed, unproposed } from "./words.js";
 
 const MOST_ROWS = 14; // of requests; the status has more
@@ -166,7 +166,7 @@ function misses() {
 function drawMisses(last) {
   const reasons = Object.entries(status.totals.misses).sort((one, other) => other[1] - one[1]);
   const counts = el("ul", { class: "reasons" }, reasons.map(([reason, count]) => el("li", {}, el("b", { text: number(count) }), el("span", { text: missed(reason) }))));
-  const told = last.filter((one) => one.sent !== undefined).slice(0, MOST_MISSES);
+  const told = last.filter((one) => one.diverged_at >= ALIKE).slice(0, MOST_MISSES);
   const texts = told.map((one) =>
     el("li", {}, el("p", { class: "which" }, el("time", { datetime: new Date(1000 * one.at).toISOString(), text: new Date(1000 * one.at).toLocaleTimeString() }), el("span", { text: `${number(one.restored_tokens)} of ${number(one.prompt_tokens)} tokens were there` })), ...explained(one)),
   );

@@ -1,0 +1,27 @@
+"""What is answered while the model loads."""
+
+from __future__ import annotations
+
+import httpx
+
+from adapters.http.page import files
+from engine.serve import Gate
+
+
+async def test_the_page_is_there_before_the_model_and_nothing_else_is() -> None:
+    transport = httpx.ASGITransport(Gate())
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        page = await client.get("/", headers={"accept": "text/html"})
+        assert (page.status_code, page.content) == (200, files.files()[files.PAGE].body)
+        assert page.headers["content-security-policy"] == files.POLICY
+        assert (await client.get("/page/app.js")).status_code == 200
+        for method, path in (
+            ("GET", "/"),
+            ("GET", "/events"),
+            ("GET", "/health"),
+            ("POST", "/page"),
+            ("GET", "/page/x"),
+        ):
+            refused = await client.request(method, path)
+            assert (refused.status_code, refused.json()["error"]["message"]) == (503, "Loading model")
+            assert refused.headers["retry-after"] == "1"
