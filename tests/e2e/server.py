@@ -102,9 +102,9 @@ def serving(*words: str, cwd: Path | None = None, trusting: bool = False) -> Ite
 
 
 def refused(*words: str) -> str:
-    """What the command says before it exits with 2, in one line, besides the steps that it began."""
+    """What the command says before it exits with 2, in one line, besides what its log tells of the start."""
     done = subprocess.run(command(*words), capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 2, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line and " INFO rekindle: starting: " not in line]
+    (line,) = [line for line in done.stderr.splitlines() if line and " INFO rekindle: " not in line]
     assert line.startswith("rekindle: ")
     return line
