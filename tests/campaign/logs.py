@@ -18,6 +18,7 @@ from engine.simulate import build_setup, simulate
 from engine.simulation.logs.read import Logs, read_logs
 from engine.simulation.run import Setup
 from engine.simulation.wanted import Wanted
+from engine.timeline.view import written
 from engine.trace import BadTrace
 from tests.campaign.case import Case
 from tests.campaign.damage import BYTES
@@ -74,6 +75,20 @@ def replayed(path: Path) -> None:
     assert len(said) < 3000
 
 
+def viewed(path: Path) -> None:
+    """A page of what can be read, whose trouble is the one that a replay tells; or none, in one line."""
+    page = path.with_suffix(".html")
+    page.unlink(missing_ok=True)
+    try:
+        trouble = written(path, page).trouble
+    except (BadTrace, Refusal) as error:
+        assert not page.exists()
+        assert "\n" not in str(error)
+    else:
+        assert len(trouble) < 3000
+        assert page.read_text().count("<script") == 2
+
+
 @contextmanager
 def trace_lines(folder: Path) -> Iterator[Case]:
     path = folder / "t.jsonl"
@@ -85,6 +100,7 @@ def trace_lines(folder: Path) -> Iterator[Case]:
             lines[at] = text_of(spoilt(json.loads(lines[at]), random))
         path.write_text("\n".join(lines) + "\n")
         replayed(path)
+        viewed(path)
         simulated(path)
 
     yield check
@@ -101,6 +117,7 @@ def trace_bytes(folder: Path) -> Iterator[Case]:
         harm = random.choice(("spoil", *BYTES))
         path.write_bytes(spoilt_bytes(raw, random) if harm == "spoil" else damaged(raw, b"{}\n", harm, random))
         replayed(path)
+        viewed(path)
         simulated(path)
 
     yield check
