@@ -1,6 +1,7 @@
 // What is seen of the trace, drawn when it changes: all of it, lanes and store, and the rows that are in sight.
 
 const ROW = 18, GUTTER = 96, LANE = 30, AREA = 40, CARDS = 200, CLOSEST_US = 20;
+const CLOCK = [1, 2, 5, 10, 15, 30, 60, 120, 360, 720, 1440].map((minutes) => minutes * 6e7);
 const LOUD = new Set(["PrefixFound", "PrefixMissed", "BlocksRestored", "StoreFailed", "DeviceFailed", "Cancelled", "SlotsLost"]);
 
 // --- what is seen ---
@@ -121,7 +122,8 @@ function drawTracks() {
 }
 function drawAxis(context, width, height, named) {
   const span = view.to - view.from, rough = span / Math.max(2, wide(width) / 110), ten = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((by) => by * ten).find((by) => by >= rough), x = scaleX(width);
+  const x = scaleX(width), steps = rough > 3e7 ? CLOCK : [1, 2, 5, 10].map((by) => by * ten);
+  const step = steps.find((by) => by >= rough) || ten * 10;
   context.strokeStyle = theme.line;
   context.fillStyle = theme.dim;
   for (let at = Math.ceil(view.from / step) * step; at <= view.to; at += step) {
@@ -205,10 +207,10 @@ function rowEvents(row, from, to) { // those that touch it, in a span of time: [
   return [search((time) => time >= from), search((time) => time > to)];
 }
 function drawMarks(context, row, top, inner, x) {
-  const [one, other] = rowEvents(row, view.from, view.to), near = (other - one) * 5 < inner;
-  const [, after] = rowEvents(row, -1, end), long = times[touching.events[after - 1]] - times[touching.events[touching.first[row]]];
-  const loud = other - one < 5000 && x(view.from + long) - GUTTER > 48; // a row that is smaller is all marks
-  for (let at = one; at < other && (near || loud); at++) {
+  const all = touching.events.subarray(touching.first[row], touching.first[row + 1]);
+  const [one, other] = rowEvents(row, view.from, view.to), close = x(times[all[all.length - 1]]) - x(times[all[0]]) > 48;
+  const near = (other - one) * 5 < inner;
+  for (let at = one; at < other && close && other - one < 5000; at++) { // what is smaller would be all marks
     const event = touching.events[at], left = x(times[event]), own = data.eventRows[event] === row, name = events.name(event);
     if (own && LOUD.has(name)) mark(context, name, event, left, top);
     else if (near) { context.fillStyle = theme.ink; context.fillRect(left - .5, top + ROW - 4, 1, 3); }

@@ -16,7 +16,7 @@ function clock(us, precise) {
   if (precise) return us < 1e6 ? `${(us / 1e3).toFixed(3)} ms` : `${(us / 1e6).toFixed(6)} s`;
   if (us < 1e3) return `${+us.toPrecision(3)} µs`;
   if (us < 1e6) return `${+(us / 1e3).toPrecision(4)} ms`;
-  return us < 12e7 ? `${+(us / 1e6).toPrecision(5)} s` : us < 72e8 ? `${(us / 6e7).toFixed(1)} min` : `${(us / 36e8).toFixed(1)} h`;
+  return us < 12e7 ? `${+(us / 1e6).toPrecision(5)} s` : us < 72e8 ? `${+(us / 6e7).toFixed(1)} min` : `${(us / 36e8).toFixed(1)} h`;
 }
 function made(tag, text, ...children) {
   const element = document.createElement(tag);
