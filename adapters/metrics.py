@@ -56,6 +56,10 @@ class Metrics:
         gauge = Gauge("rekindle_status_listeners", "Pages that follow the server's status", registry=self.registry)
         gauge.set_function(listeners)
 
+    def watch_shards(self, figures: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """From now on it is exposed what shards in other processes cost, by their layers."""
+        self.registry.register(ShardFigures(figures))
+
     def stage(self, stage: Stage, seconds: float) -> None:
         """A request has left a stage."""
         self._stages.labels(stage).observe(seconds)
@@ -176,6 +180,30 @@ class TurnFigures(Collector):
             ("tokens", "Tokens of prompts that were the generated ones"),
         ):
             yield CounterMetricFamily(f"rekindle_remembered_{name}", meaning, value=figures[name])
+
+
+@frozen(eq=False)
+class ShardFigures(Collector):
+    """Of forwards in other processes."""
+
+    figures: Callable[[], Mapping[str, Mapping[str, float]]]
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: else registering would ask for the figures."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self.figures()
+        for name, meaning in (
+            ("hop", "Time of forwards in other processes that was not computing there"),
+            ("compute", "Time of forwards in other processes that was computing there"),
+        ):
+            seconds = SummaryMetricFamily(f"rekindle_shard_{name}_seconds", meaning, labels=["layers"])
+            for layers, one in figures.items():
+                seconds.add_metric([layers], count_value=int(one["hops"]), sum_value=one[f"{name}_seconds"])
+            yield seconds
+        restarts = {layers: one["restarts"] for layers, one in figures.items()}
+        yield labelled("rekindle_shard_restarts", "Times that a lost shard was had anew", "layers", restarts)
 
 
 def labelled(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:

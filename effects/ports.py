@@ -43,7 +43,10 @@ Notify: TypeAlias = Callable[[RequestId, Any], None]
 
 
 class RowsLost(Exception):
-    """Raised by an executor: the rows of these slots are gone, not only what it was asked to do."""
+    """Raised by an executor: the rows of these slots are gone, not only what it was asked to do.
+
+    slots: none, where those whose they were have been told already.
+    """
 
     def __init__(self, slots: Iterable[SlotId], why: str) -> None:
         super().__init__(why)

@@ -19,6 +19,7 @@ from engine.bench.wanted import Load
 from engine.cache.commands import cache
 from engine.chat.wanted import ChatOptions
 from engine.configuration import configuration
+from engine.launch import shard
 from engine.options import Device, FitOptions, Options
 from engine.refusal import Refusal, told
 from engine.simulation.wanted import Wanted
@@ -315,6 +316,9 @@ def completion(
         Print what it needs, and change no file.
     """
     return shells.complete(app, shell, show=show)
+
+
+app.command(shard, sort_key=10)
 
 
 def main(argv: list[str] | None = None) -> int:

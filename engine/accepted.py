@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from cyclopts import Parameter, Token
 
 from effects.scope import ACCEPTED, parse
-from engine.plan import read_devices, read_weights
+from engine.plan import read_devices, read_listen, read_weights
 
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Shell: TypeAlias = Literal["bash", "zsh", "fish"]
@@ -48,6 +48,10 @@ def known_device(_: Any, value: str) -> None:
 def known_devices(_: Any, value: str) -> None:
     if value:
         read_devices(value)
+
+
+def known_listen(_: Any, value: str) -> None:
+    read_listen(value)
 
 
 def known_weights(_: Any, value: str) -> None:

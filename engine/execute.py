@@ -261,9 +261,12 @@ def options_of(header: Header, model: str | None) -> Options:
     wanted |= {"slots": header.settings.slots, "max_ctx": header.settings.max_context}
     wanted |= {"disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}
     try:
-        return checked(wanted)
+        options = checked(wanted)
     except CycloptsError as error:
         raise Refusal(f"the trace's header: {error}") from error
+    if any(one.address for one in options.devices):
+        raise Refusal("the trace's header: shards at tcp:// are not reached for a trace's sake")
+    return options
 
 
 def execute_file(path: Path, model: str | None, until: int | None = None) -> tuple[Replay, int]:

@@ -21,6 +21,7 @@ from adapters.store.store import Store
 from adapters.transfer.rehearsal import Load, Rehearsal
 from engine.kept import Kept, alike
 from engine.measure import quickest, run_chunk
+from engine.remote import placement
 from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
 
 log = logging.getLogger("rekindle")
@@ -71,7 +72,15 @@ def key(store: Store[Disk], shard: Pipeline, chunk: int) -> str:
     """Under which it may be kept: 32 hex digits over what it depends on, the model's numerics and the disk included."""
     disk = None if store.disk is None else (store.disk.folder.path, store.disk.folder.path.stat().st_dev)
     codec = None if store.disk is None else store.disk.chooser.codec
-    parts = (VERSION, store.layout, store.run_bytes, shard.placement, torch.get_num_threads(), os.cpu_count(), chunk)
+    parts = (
+        VERSION,
+        store.layout,
+        store.run_bytes,
+        placement(shard.parts),
+        torch.get_num_threads(),
+        os.cpu_count(),
+        chunk,
+    )
     return blake2b(repr((*parts, disk, codec)).encode(), digest_size=16).hexdigest()
 
 

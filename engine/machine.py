@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
+from adapters.layout import dtype_name
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.draft import DraftShape
+from adapters.models.ends import HostEnds
 from adapters.models.family import ModelConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import ProductPlan
@@ -21,6 +23,10 @@ from adapters.models.numerics import Numerics, joined
 from adapters.models.pipeline import Pipeline, current
 from adapters.models.probe import probe, probe_key
 from adapters.models.shard import Shard
+from adapters.remote.loading import loading
+from adapters.remote.messages import Facts, Offer, Prove
+from adapters.remote.peer import Peer
+from adapters.remote.shard import RemoteShard
 from engine.fit import Fit
 from engine.kept import Kept
 from engine.options import Options
@@ -29,23 +35,54 @@ from engine.refusal import Refusal
 
 log = logging.getLogger("rekindle")
 
+MOST_OFFERS = 15  # what `Prove` holds, less one
 GRAPH_CHUNK = 1024  # C on a CUDA device: within 1 % of 2048, and a cancelled prefill stops sooner
 CPU_CHUNK = 256
 
 
 @frozen
 class Placement:
-    """A run of the target's layers, and the device of the shard that has them."""
+    """A run of the target's layers, and the device of the shard that has them: of this process, where what a shard in
+    another one leaves comes to. peer: the daemon of such a shard.
+    """
 
     layers: range
     device: torch.device
+    peer: Peer | None = None
+
+    @property
+    def local(self) -> bool:
+        return self.peer is None
+
+    @property
+    def computes(self) -> torch.device:
+        """As it is called in the process that has the layers."""
+        return self.device if self.peer is None else torch.device(known_facts(self.peer).device)
+
+    @property
+    def memory(self) -> tuple[str, str]:
+        """Whose memory has its rows: those that say the same share it."""
+        return boot_id() if self.peer is None else known_facts(self.peer).boot, str(self.computes)
+
+    @property
+    def on_host(self) -> bool:
+        """Is it this machine's own?"""
+        return self.memory == (boot_id(), "cpu")
+
+
+def known_facts(peer: Peer) -> Facts:
+    if peer.facts is None:
+        raise LookupError(f"{peer.dial.name} was never connected")
+    return peer.facts
 
 
 def choose_devices(options: Options) -> tuple[torch.device, ...]:
-    """Of the target's shards, in the order of their layers. Raises Refusal."""
+    """Of this process, for the target's shards in the order of their layers. Raises Refusal."""
     if not options.target_devices:
         return (choose_device(options.device, "--device"),)
-    found = [choose_device(name, "--target-devices") for name in options.devices]
+    found = [
+        torch.device("cpu") if one.remote else choose_device(one.device, "--target-devices") for one in options.devices
+    ]
     return tuple(torch.device("cuda", one.index or 0) if one.type == "cuda" else torch.device("cpu") for one in found)
 
 
@@ -60,16 +97,32 @@ def choose_device(name: str, flag: str) -> torch.device:
     return device
 
 
-def planned(options: Options, config: ModelConfig) -> tuple[Placement, ...]:
-    """Which layers go where: as the weights say, or else the free memory of each device. Raises Refusal."""
+def planned(options: Options, config: ModelConfig, peers: Sequence[Peer | None] | None = None) -> tuple[Placement, ...]:
+    """Which layers go where: as the weights say, or else the free memory of each device. Raises Refusal.
+
+    peers: of each shard, the daemon that has it, or None for one that is here; all are, if nothing is said.
+    """
     devices = choose_devices(options)
-    free = {device: free_memory(device) for device in devices}
-    weights = options.layer_weights or [free[device] / devices.count(device) for device in devices]
+    peers = peers or [None] * len(devices)
+    places = [Placement(range(0), device, peer).memory for device, peer in zip(devices, peers, strict=True)]
+    free = {
+        place: free_memory(device) if peer is None else known_facts(peer).free
+        for place, device, peer in zip(places, devices, peers, strict=True)
+    }
+    weights = options.layer_weights or [free[place] / places.count(place) for place in places]
     try:
         ranges = layer_ranges(config.num_layers, weights)
     except ValueError as error:
         raise Refusal(f"--target-devices {options.target_devices[:80]}: {error}") from error
-    return tuple(Placement(layers, device) for layers, device in zip(ranges, devices, strict=True))
+    return tuple(Placement(*one) for one in zip(ranges, devices, peers, strict=True))
+
+
+def boot_id() -> str:
+    """Of the machine, since it was started; empty where nothing says so, and then it is like no other."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def free_memory(device: torch.device) -> int:
@@ -97,7 +150,7 @@ def host_rows(
     config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, plan: Sequence[Placement]
 ) -> SlotMemory:
     """Of the layers that host memory keeps them for, with the draft's context, which is where the last layers are."""
-    here = [one.layers for one in plan if one.device.type == "cpu"]
+    here = [one.layers for one in plan if one.on_host]
     token = sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
     if draft is not None and plan[-1].device.type == "cpu":
         token += draft.kv_bytes_per_token(dtype)
@@ -125,7 +178,7 @@ def host_memory() -> int:
 
 def chunk_of(options: Options, plan: Sequence[Placement]) -> int:
     """Rows of a prefill chunk."""
-    return options.chunk or (GRAPH_CHUNK if {one.device.type for one in plan} == {"cuda"} else CPU_CHUNK)
+    return options.chunk or (GRAPH_CHUNK if {one.computes.type for one in plan} == {"cuda"} else CPU_CHUNK)
 
 
 def prove(
@@ -136,31 +189,72 @@ def prove(
     context: int,
     *,
     kept: Kept,
-) -> tuple[Numerics, tuple[Kernels, ...]]:
-    """What the probe finds or found on each device, for the whole model, and kernels for each shard that keep to it."""
+) -> tuple[Numerics, tuple[Kernels | None, ...]]:
+    """What the probe finds or found on each device, for the whole model, and kernels for each shard that keep to it;
+    those in other processes say themselves what holds there, and have their own.
+    """
     chunk = chunk_of(options, plan)
-    found = dict[torch.device, tuple[Numerics, Kernels]]()
-    for device in dict.fromkeys(one.device for one in plan):
+    found, offers = dict[torch.device, tuple[Numerics, Kernels]](), list[Offer]()
+    # Beside the last layers is a draft, with a copy of the head: in this process, wherever they are.
+    for device in dict.fromkeys(one.device for one in plan if one.local or one is plan[-1]):
         with current(device):
-            kernels, how = build_kernels(device, dtype), {"device": device, "dtype": dtype, "chunk": chunk}
-            numerics = probed(checkpoint, kernels, kept, capacity=context, memory=host_memory() // 2, **how)
+            kernels, how = build_kernels(device, dtype), probing(device, dtype, chunk, context)
+            numerics = probed(checkpoint, kernels, kept, **how)
+            offers.append(Offer(probe_key(checkpoint.family, checkpoint.config, kernels, **how), numerics.to_json()))
         found[device] = numerics, kernels
-    own = tuple(found[one.device][1].using(served(found[one.device][0], options)) for one in plan)
-    return joined([(one.layers, found[one.device][0]) for one in plan]), own
+    proven = list[Numerics]()
+    for one in plan:
+        if one.peer is None:
+            proven.append(found[one.device][0])
+        else:
+            asked = Prove(dtype_name(dtype), chunk, context, boot_id(), options.bits, tuple(offers[:MOST_OFFERS]))  # type: ignore[arg-type]
+            proven.append(one.peer.prove(asked))
+    own = tuple(
+        found[one.device][1].using(plan_served(found[one.device][0], fast=options.numerics == "fast"))
+        if one.device in found
+        else None
+        for one in plan
+    )
+    whole = joined([(one.layers, numerics) for one, numerics in zip(plan, proven, strict=True)])
+    return evolve(whole, plan=found[plan[-1].device][0].plan), own
 
 
-def served(numerics: Numerics, options: Options) -> ProductPlan | None:
+def probing(device: torch.device, dtype: torch.dtype, chunk: int, context: int) -> dict[str, Any]:
+    """What a probe depends on, besides the model and the machine."""
+    return {
+        "device": device,
+        "dtype": dtype,
+        "chunk": chunk,
+        "capacity": context,
+        "memory": host_memory() // 2,
+    }
+
+
+def plan_served(numerics: Numerics, *, fast: bool) -> ProductPlan | None:
     """What kernels keep to: only where bits are promised."""
     plan = numerics.plan
-    return evolve(plan, steps=()) if options.numerics == "fast" and plan is not None else plan
+    return evolve(plan, steps=()) if fast and plan is not None else plan
 
 
 def shards(
-    checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement], kernels: Sequence[Kernels], **how: Any
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    kernels: Sequence[Kernels | None],
+    *,
+    fast: bool,
+    **how: Any,
 ) -> Pipeline:
     """Each on its device, with the tensors of its own layers and no other. how: as `Build` has it."""
     parts = list[Shard]()
     for place, own in zip(plan, kernels, strict=True):
+        if place.peer is not None:
+            ends = HostEnds(checkpoint.config, checkpoint, own, dtype)
+            asked = loading(checkpoint.config, dtype, place.layers, fast=fast, **how)
+            shape = checkpoint.config.hidden_size, checkpoint.config.num_layers
+            parts.append(RemoteShard(place.peer, asked, ends, *shape))
+            continue
+        assert own is not None
         with current(place.device):
             where: dict[str, Any] = {"device": place.device, "dtype": dtype, "layers": place.layers}
             parts.append(checkpoint.family.build(checkpoint.config, checkpoint, own, **where, **how))

@@ -46,19 +46,21 @@ def needs(
 ) -> list[DeviceNeed]:
     """Of each device once. What a draft takes is where the last layers are."""
     found = list[DeviceNeed]()
-    for device in dict.fromkeys(one.device for one in plan):
-        here = [one.layers for one in plan if one.device == device]
+    for memory in dict.fromkeys(one.memory for one in plan):
+        places = [one for one in plan if one.memory == memory]
+        here, device = [one.layers for one in places], places[0].computes
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
         fixed = sum(weights(config, dtype, device, layers) for layers in here)
         fixed += options.state_checkpoints * sum(place for _, place in states)
         row = sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
-        if device == plan[-1].device:
+        if plan[-1] in places:
             fixed += buffers(options, config, dtype, plan) * (1 if draft is None else 2)
             if draft is not None:
                 fixed += draft.weights * multiplied_in(config, dtype, device)
                 row += draft.shape.kv_bytes_per_token(dtype)
         state = sum(held for held, _ in states)
-        found.append(DeviceNeed(str(device), there(device), fixed, row, state, once=len(here) * rope(config)))
+        name, free = str(device), there(device) if places[0].peer is None or places[0].on_host else far(places[0])
+        found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * rope(config)))
     return found
 
 
@@ -68,6 +70,12 @@ def there(device: torch.device) -> int:
         return host_memory() * 3 // 4
     total = torch.cuda.get_device_properties(device).total_memory
     return max(0, free_memory(device) - max(SPARE, total // 10))
+
+
+def far(place: Placement) -> int:
+    """Of a device that another process has, as it said at its start."""
+    free = 0 if place.peer is None or place.peer.facts is None else place.peer.facts.free
+    return free * 3 // 4 if place.computes.type == "cpu" else max(0, free - SPARE)
 
 
 def multiplied_in(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:

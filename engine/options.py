@@ -30,7 +30,7 @@ from engine.accepted import (
 )
 from engine.completion import model_names
 from engine.logs import LogFormat, LogLevel
-from engine.plan import read_devices, read_weights
+from engine.plan import Where, read_devices, read_weights
 from engine.refusal import Refusal
 
 MODEL = "Model"
@@ -76,10 +76,17 @@ class Options(ModelOption):
 
     target_devices: Annotated[str, flag(MODEL, validator=known_devices)] = ""
     """In the place of --device: split the model's layers over several, such as cuda:0,cuda:1,cpu:0. The same one may
-    come several times."""
+    come several times. ipc+cpu:0, ipc+cuda:N: in a process of its own; tcp://HOST:PORT: where `rekindle shard` runs."""
 
     target_layer_split: Annotated[str, flag(MODEL, validator=known_weights)] = ""
     """How much of the layers each of these devices gets, such as 0.4,0.4,0.2; as its free memory says by default."""
+
+    target_shard_ipc_python: Annotated[Path | None, flag(MODEL)] = None
+    """Python interpreter of those processes, in which this version of Rekindle is installed, beside another build of
+    torch; this one by default. hip:N is such a process, where that build is ROCm's."""
+
+    shard_secret_file: Annotated[Path | None, flag(MODEL)] = None
+    """File with the secret that shards at tcp:// know, too; or REKINDLE_SHARD_SECRET in the environment."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
     """What weights and KV are kept and computed in; auto is the checkpoint's own, of GGUF files bfloat16 or float32."""
@@ -211,6 +218,7 @@ class Options(ModelOption):
         if self.layer_weights and len(self.layer_weights) != len(self.devices):
             counts = f"{len(self.layer_weights)} weights for {len(self.devices)} devices"
             raise Refusal(f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one for each")
+        self._check_shards()
         if self.lazy_draft and self.draft_residency == "persistent":
             raise Refusal(
                 "--lazy-draft is --draft-residency request-scoped, and persistent is asked for: leave one out"
@@ -218,15 +226,35 @@ class Options(ModelOption):
         if self.kv_cache_dir is not None and parse(self.disk_prefix_cache).kind == "off":
             raise Refusal("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
 
+    def _check_shards(self) -> None:
+        launched = [one for one in self.devices if one.launched]
+        if self.target_shard_ipc_python is not None and not launched:
+            raise Refusal(
+                "--target-shard-ipc-python runs shards of --target-devices that are in a process of their own, and "
+                "there are none: name some, as in ipc+cpu:0"
+            )
+        if self.target_shard_ipc_python is None and any(one.name.startswith("hip") for one in launched):
+            raise Refusal(
+                "--target-devices hip:N is in a process with ROCm's build of torch: name its interpreter with "
+                "--target-shard-ipc-python"
+            )
+        if self.shard_secret_file is not None and all(one.address is None for one in self.devices):
+            raise Refusal("--shard-secret-file is for shards at tcp://HOST:PORT in --target-devices: there are none")
+
     @property
-    def devices(self) -> tuple[str, ...]:
+    def devices(self) -> tuple[Where, ...]:
         """Of the target's shards, in the order of their layers."""
-        return read_devices(self.target_devices) if self.target_devices else (self.device,)
+        return read_devices(self.target_devices) if self.target_devices else (Where(self.device, self.device),)
 
     @property
     def layer_weights(self) -> tuple[float, ...]:
         """Of the same; none where free memory decides."""
         return read_weights(self.target_layer_split) if self.target_layer_split else ()
+
+    @property
+    def bits(self) -> Literal[0, 4, 8]:
+        """That matrices are rounded to; 0: they stay as they are."""
+        return {"none": 0, "int4": 4, "int8": 8}[self.quantize]  # type: ignore[return-value] # of exactly these
 
     @property
     def residency(self) -> Residency:
@@ -246,6 +274,8 @@ class Options(ModelOption):
         raw["api_key_file"] = None if self.api_key_file is None else self.api_key_file.name
         raw["kv_cache_dir"] = None if self.kv_cache_dir is None else self.kv_cache_dir.name
         raw["trace"] = None if self.trace is None else self.trace.name
+        raw["target_shard_ipc_python"] = None  # an interpreter of this machine
+        raw["shard_secret_file"] = None if self.shard_secret_file is None else self.shard_secret_file.name
         raw["model"] = Path(self.model).name
         raw["draft"] = Path(self.draft).name
         return raw

@@ -8,21 +8,60 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-DEVICE = re.compile(r"(auto|cpu|cuda)(?::(\d{1,4}))?")
+from attrs import frozen
+
+DEVICE = re.compile(r"(ipc\+|)(auto|cpu|cuda|hip)(?::(\d{1,4}))?")
+RUNNING = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})")
+LISTEN = "tcp://127.0.0.1:7461"
+ACCEPTED = (
+    "cpu:0, cuda:N or auto:N; ipc+cpu:0 or ipc+cuda:N in a process of its own (hip:N in one of another interpreter); "
+    "tcp://HOST:PORT of `rekindle shard`; with commas between them"
+)
 
 
-def read_devices(text: str) -> tuple[str, ...]:
+@frozen
+class Where:
+    """An entry of `--target-devices`. device: torch's name of it, in the process that has it; empty where that is known
+    there. launched: in a child of this process. address: of a daemon that runs already.
+    """
+
+    name: str
+    device: str = ""
+    launched: bool = False
+    address: tuple[str, int] | None = None
+
+    @property
+    def remote(self) -> bool:
+        return self.launched or self.address is not None
+
+
+def read_where(name: str) -> Where:
+    """ValueError for what is none."""
+    if (running := RUNNING.fullmatch(name)) is not None and 0 < int(running[2]) < 1 << 16:
+        return Where(name, address=(running[1].strip("[]"), int(running[2])))
+    match = DEVICE.fullmatch(name)
+    if match is None or (match[1] and match[2] in {"auto", "hip"}):
+        raise ValueError(f"{name[:40]!r} is no device here. Accepted: {ACCEPTED}.")
+    apart, kind, index = match.groups()
+    if kind == "cpu" and int(index or 0):
+        raise ValueError(f"{name!r}: all processors are one device. Accepted: {apart}cpu:0, several times if you like.")
+    if kind == "hip":  # what a ROCm build of torch calls cuda
+        return Where(name, f"cuda:{int(index or 0)}", launched=True)
+    device = "cpu" if kind == "cpu" else name.removeprefix("ipc+")
+    return Where(name, device, launched=bool(apart))
+
+
+def read_listen(text: str) -> tuple[str, int]:
+    """Of `tcp://HOST:PORT`. ValueError for what is none; port 0 is one."""
+    match = RUNNING.fullmatch(text)
+    if match is None or int(match[2]) >= 1 << 16:
+        raise ValueError(f"Must be tcp://HOST:PORT, such as {LISTEN}.")
+    return match[1].strip("[]"), int(match[2])
+
+
+def read_devices(text: str) -> tuple[Where, ...]:
     """`cpu:0,cuda:1`: one for each shard, in the order of the layers. ValueError for what is no such list."""
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        match = DEVICE.fullmatch(name)
-        if match is None:
-            raise ValueError(
-                f"{name[:40]!r} is no device here. Accepted: cpu:0, cuda:N or auto:N, with commas between them."
-            )
-        if match[1] == "cpu" and int(match[2] or 0):
-            raise ValueError(f"{name!r}: all processors are one device. Accepted: cpu:0, several times if you like.")
-    return names
+    return tuple(read_where(name.strip()) for name in text.split(","))
 
 
 def read_weights(text: str) -> tuple[float, ...]:

@@ -116,7 +116,7 @@ class Runner:
 
     def launched(self, launch: Launch, outcomes: tuple[Outcome, ...] | BaseException) -> None:
         if isinstance(outcomes, BaseException):
-            log.error("a launch failed", exc_info=outcomes)
+            log.error("a launch failed: %s", outcomes, exc_info=None if isinstance(outcomes, RowsLost) else outcomes)
             outcomes = (DeviceFailed(*self.failed(outcomes)),) * len(launch.asks)
         for ask, outcome in zip(launch.asks, outcomes, strict=True):
             self.settle(ask, outcome)
@@ -131,7 +131,7 @@ class Runner:
 
     def failed(self, error: BaseException) -> tuple[FailureKind, str]:
         """What an exception is in the core. If rows are gone with it, everybody whose they are hears that first."""
-        if isinstance(error, RowsLost):
+        if isinstance(error, RowsLost) and error.slots:
             self.tell(ForEngine(SlotsLost(error.slots)))
         return failure_kind(error), describe(error)
 

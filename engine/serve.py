@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterable, Sequence
+from functools import partial
 from typing import NoReturn
 
 import anyio
@@ -41,8 +42,10 @@ from engine.assemble import engine
 from engine.begin import Beginning
 from engine.options import Options
 from engine.refusal import Refusal, innermost, told
+from engine.remote import hops, placement
 from engine.startup import TOKENIZER, Steps
-from engine.target import Target, disk_folder, model_folder
+from engine.storing import disk_folder
+from engine.target import Target, model_folder
 from engine.tidy import tidied
 from engine.trace import VERSION, Header, Recorder
 
@@ -167,6 +170,7 @@ async def serve_model(
             recorder=recorder,
             paranoid=options.paranoid,
         ) as running:
+            running.metrics.watch_shards(partial(hops, target.shard.parts))
             about = edge_options(options, target, text.sampling)
             gate.app = build_app(running.door, text, about, running.metrics, archive, memory=memory)
             steps.done()
@@ -291,7 +295,7 @@ def announce(options: Options, target: Target, serving: Serving, seconds: float)
     if "*" in options.allow_origin and not options.api_key:
         log.warning("--allow-origin * without --api-key-file: any web page that a browser here shows can use it")
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
-    facts += f"  layers={target.shard.placement}"
+    facts += f"  layers={placement(target.shard.parts)}"
     if forms := target.checkpoint.forms[:3]:
         error = "" if target.checkpoint.error is None else f", error {target.checkpoint.error:.2%}"
         facts += f"  weights={'; '.join(forms)} ({target.checkpoint.bits:.1f} bits{error})"

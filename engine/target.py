@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,26 @@ import torch
 from attrs import asdict, define, evolve
 
 from adapters import demo
+from adapters.device.buckets import row_counts
 from adapters.device.drafting import Drafting
-from adapters.device.executor import DeviceExecutor, row_counts
+from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.draft import CachedDraft
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics
 from adapters.models.pipeline import Pipeline
-from adapters.store.disk import Disk
-from adapters.store.folder import FolderUnusable
-from adapters.store.format import Draft, Layout
-from adapters.store.opening import open_store
-from adapters.store.store import Store
-from adapters.transfer.transfer import Transfer, transfer
+from adapters.remote.peer import Peer
+from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.ids import RequestId
+from effects.ports import RowsLost
 from effects.residency import LoadModel, UnloadModel
-from effects.scope import Scope, parse
-from effects.snapshot import SaveSnapshot
+from effects.scope import Scope
 from engine import startup
 from engine.catalog import served_name
 from engine.draft import FoundDraft, draft_kernels, find_draft, load_draft, provable, short_of_memory
-from engine.folders import cache_folder, user_folder
+from engine.folders import user_folder
 from engine.kept import Kept
 from engine.loading import with_loading
 from engine.machine import identity, planned, prove, shards
@@ -42,6 +39,8 @@ from engine.measure import kept_or_measured, key
 from engine.needs import chosen
 from engine.options import Options
 from engine.refusal import Refusal
+from engine.remote import closed, connected, place_of, placement, shown
+from engine.storing import keeping, layout
 from engine.warm_up import warm_up
 from states.residency import resolved, unload
 from states.settings import Settings
@@ -93,7 +92,7 @@ class Target:
             "model": {
                 "id": self.model_id,
                 "identity": self.identity,
-                "device": ", ".join(map(str, self.shard.devices)),
+                "device": ", ".join(dict.fromkeys(map(place_of, self.shard.parts))),
                 **self.model_info,
             },
             "settings": asdict(
@@ -126,10 +125,7 @@ class Target:
         """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
         target = self.shard.memory()
         draft = {} if self.draft is None else self.draft.memory()
-        parts = [
-            {"layers": [part.layers.start, part.layers.stop], "device": str(part.device), "bytes": part.memory()}
-            for part in self.shard.parts
-        ]
+        parts = [shown(part) for part in self.shard.parts]
         models = {"target": {"device": target["weights"], "host": 0}}
         if draft:
             models["draft"] = {"device": draft["weights"], "host": draft["host"]}
@@ -167,11 +163,34 @@ def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, on
         torch.set_num_threads(options.threads)
     folder = model_folder(options)
     checkpoint = Checkpoint.open(folder)
+    peers = connected(options, folder, checkpoint)
+    try:
+        target = load_over(peers, checkpoint, options, lane, step=step, only=only)
+    except RowsLost as error:
+        closed(peers)
+        raise Refusal(f"--target-devices: {error}") from error
+    except BaseException:
+        closed(peers)
+        raise
+    for peer in peers:
+        if peer is not None:
+            peer.lost_to(target.executor.lose)
+    return target
+
+
+def load_over(
+    peers: Sequence[Peer | None],
+    checkpoint: Checkpoint,
+    options: Options,
+    lane: DeviceLane,
+    *,
+    step: startup.StepHeard,
+    only: str | None,
+) -> Target:
+    """peers: of each shard, the daemon that has it, or None for one that is here."""
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
-    if options.quantize != "none":
-        checkpoint = checkpoint.quantised(int(options.quantize.removeprefix("int")))
-    checkpoint = checkpoint.rounded(dtype)
-    plan, opened = planned(options, checkpoint.config), find_draft(options, checkpoint)
+    checkpoint = (checkpoint.quantised(options.bits) if options.bits else checkpoint).rounded(dtype)
+    plan, opened = planned(options, checkpoint.config, peers), find_draft(options, checkpoint)
     fit = chosen(options, checkpoint.config, dtype, plan, opened)
     kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
     numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
@@ -190,12 +209,13 @@ def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, on
         buckets=row_counts(numerics.buckets, fast=fast),
         state_places=options.state_checkpoints,
         aux_layers=() if found is None else found.shape.aux_layers,
+        fast=fast,
     )
     executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast)
     drafting = None
     if found is not None:
         step(startup.DRAFT)
-        shared = checkpoint.config, shard, kernels[-1]
+        shared = checkpoint.config, shard, beside_last(kernels)
         beside = draft_kernels(found, *shared, numerics=numerics, kept=kept, fast=fast)
         drafting = add_draft(found, shard, executor, beside, options.ddtree_budget)
     draft = None if drafting is None else drafting.draft
@@ -204,20 +224,15 @@ def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, on
     step(startup.MEASURE)
     settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, context=fit.context)
     step(startup.CACHE)
-    pin = any(device.type == "cuda" for device in shard.devices)
-    store = build_store(options, layout(shard, draft, named, numerics.block_size), pin=pin)
-    moving: Transfer | None = None
-    if store is not None:
-        follow = (lambda _: None) if drafting is None else drafting.catch_up
-        moving = transfer(store, shard.parts, lane, executor.serving, draft=draft, catch_up=follow)
-        executor.handle(SaveSnapshot, moving.saver.save)
-        executor.checkpointed_by(moving.saver.checkpoint)
-        rates = with_loading(settings.rates, store, shard, chunk=numerics.chunk, kept=kept)
+    kind = layout(shard, draft, named, numerics.block_size)
+    moving = keeping(options, kind, shard, executor, lane, drafting=drafting)
+    if moving is not None:
+        rates = with_loading(settings.rates, moving.store, shard, chunk=numerics.chunk, kept=kept)
         settings = evolve(settings, store=True, rates=rates)
     if drafting is not None and settings.residency.draft != "keep":
         drafting.park(RequestId(0), unload(settings.residency, "draft"))
     return Target(
-        folder=folder,
+        folder=model_folder(options),
         checkpoint=checkpoint,
         shard=shard,
         lane=lane,
@@ -225,13 +240,20 @@ def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, on
         numerics=numerics,
         settings=settings,
         identity=named,
-        model_id=options.model if options.model in demo.FOLDERS else served_name(folder),
+        model_id=options.model if options.model in demo.FOLDERS else served_name(model_folder(options)),
         mode=options.numerics,
         scope=options.scope,
         kept=kept,
         draft=draft,
         transfer=moving,
     )
+
+
+def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
+    """Those of the last layers: in this process, wherever the layers are."""
+    last = kernels[-1]
+    assert last is not None
+    return last
 
 
 def add_draft(
@@ -271,7 +293,7 @@ def decide(
         log.warning(message)
     block = proposals(draft, shard)
     shape: dict[str, Any] = {"chunk": numerics.chunk, "context": context, "widths": widths(block, tree)}
-    times = key(named, None if draft is None else draft.identity, shard.placement, shape)
+    times = key(named, None if draft is None else draft.identity, placement(shard.parts), shape)
     return Settings(
         slots=shard.slots,
         max_context=context,
@@ -315,33 +337,3 @@ def proposals(draft: CachedDraft[Any] | None, shard: Pipeline) -> int:
 def widths(block: int, tree: int) -> list[int]:
     """Proposals of the decode steps that are worth measuring. block: of a chain, at most; tree: of a tree."""
     return sorted({0, block, max(block, tree), *(width for width in WIDTHS if width < block)})
-
-
-def layout(shard: Pipeline, draft: CachedDraft[Any] | None, named: str, block_size: int) -> Layout:
-    kept = None if draft is None else Draft(draft.identity, draft.row_spec)
-    return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
-
-
-def disk_folder(options: Options) -> Path | None:
-    """Where things are kept on disk, if anything is to be."""
-    if parse(options.disk_prefix_cache).kind == "off" or not options.kv_cache_budget:
-        return None
-    return options.kv_cache_dir or cache_folder()
-
-
-def build_store(options: Options, layout: Layout, *, pin: bool) -> Store[Disk] | None:
-    """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
-    folder = disk_folder(options)
-    limits: dict[str, Any] = {
-        "host_bytes": options.host_cache_budget << 20,
-        "disk_bytes": options.kv_cache_budget << 20,
-        "codec": options.kv_cache_codec,
-        "pin": pin,
-    }
-    try:
-        return open_store(layout, folder, **limits)
-    except FolderUnusable as error:
-        if options.kv_cache_dir is not None:
-            raise Refusal(f"--kv-cache-dir {error}") from error
-        log.warning("prompts are not kept on disk: %s", error)
-        return open_store(layout, None, **limits)

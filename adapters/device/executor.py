@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -21,14 +22,15 @@ import anyio
 import torch
 
 from adapters.device.agreement import Agreed, Member, agree, decoded
+from adapters.device.buckets import bucket_of, row_counts
 from adapters.device.checkpoints import Checkpoints, KeepState
 from adapters.device.constraint import Match, no_grammars
-from adapters.device.lane import DeviceLane
+from adapters.device.lane import DeviceLane, waker
 from adapters.device.memory import out_of_memory, ran_out_of_memory
-from adapters.device.prompt_logprobs import bucket_of, told
+from adapters.device.prompt_logprobs import told
 from adapters.device.proposer import Proposer, proposed
 from adapters.device.sampling import Sampler, picker
-from adapters.device.slots import SlotState, begun, check, clipped, unfit, unopened
+from adapters.device.slots import SlotState, abandoned, begun, check, clipped, lost_with, unfit, unopened
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Launch, Outcome
 from effects.decode import RunDecode
@@ -40,15 +42,8 @@ from effects.snapshot import SaveSnapshot
 
 log = logging.getLogger("rekindle.device")
 
-REAL_ROWS = 16  # up to here `fast` runs real row counts: padding costs most there, and every count keeps its buffers
-
 # Carries out one effect on the lane; raises torch.OutOfMemoryError where that is what happened.
 Handler: TypeAlias = Callable[[RequestId, Any], Outcome]
-
-
-def row_counts(buckets: Sequence[int], *, fast: bool) -> tuple[int, ...]:
-    """The row counts that an executor of these buckets runs forwards with: a shard must accept them all."""
-    return tuple(sorted({*buckets, *(range(1, REAL_ROWS + 1) if fast else ())}))
 
 
 class DeviceExecutor:
@@ -76,6 +71,7 @@ class DeviceExecutor:
         self._checkpoints = Checkpoints(shard)
         self._match: Match = no_grammars
         self._lost: Callable[[tuple[SlotId, ...]], object] = lambda _: None
+        self._wake: Callable[..., object] = lambda *_: None
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
         self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._flying: set[RequestId] = set()
@@ -101,13 +97,18 @@ class DeviceExecutor:
 
     def lost_to(self, lost: Callable[[tuple[SlotId, ...]], object]) -> None:
         """From now on, this hears of slots that do not have the rows they were opened with; before the first launch."""
-        self._lost = lost
+        self._lost, self._wake = lost, waker()
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why; and
         where its rows are not there, those who count on them hear that first.
         """
-        self._lane.submit(partial(self._open, request, effect), lambda _, error: error and self._lost((effect.slot,)))
+
+        def opened(_: None, error: BaseException | None) -> None:
+            if gone := lost_with(error, effect.slot):
+                self._lost(gone)
+
+        self._lane.submit(partial(self._open, request, effect), opened)
 
     def submit(self, launch: Launch, done: Settle) -> None:
         """`done` hears one outcome per ask, in order; or the exception that is a bug: an effect without a handler, a
@@ -154,6 +155,15 @@ class DeviceExecutor:
     def abandoned(self, request: RequestId) -> bool:
         """For handlers that take long: should this one stop?"""
         return request in self._abandoned
+
+    def lose(self, why: str) -> None:
+        """All rows and states are gone, those of idle slots, too. What is carried out from now on finds them so, and
+        those whose they were hear it before any outcome of that.
+        """
+        lost = tuple(map(SlotId, range(self._shard.slots)))
+        self._slots |= {slot: DeviceFailed("lost", why) for slot in lost}
+        with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
+            self._wake(self._lost, lost)
 
     def rehearse(self, opening: OpenSlot, following: Callable[[Sequence[Outcome]], Ask | None]) -> list[Outcome]:
         """While nobody is served: open a slot, and carry out what follows from what came of it, one by one."""
@@ -338,7 +348,3 @@ class DeviceExecutor:
             if not ran_out_of_memory(error):
                 raise
             log.warning("the draft does not follow: %s", error)
-
-
-def abandoned(request: RequestId) -> DeviceFailed:
-    return DeviceFailed("abandoned", f"request {request} was abandoned before this started")

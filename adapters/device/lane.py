@@ -68,6 +68,11 @@ class _Posted:
         self.failed(error)
 
 
+def waker() -> Callable[..., object]:
+    """On an event loop: what any thread calls its first argument with there, with the rest of them."""
+    return cast("asyncio.AbstractEventLoop", current_token().native_token).call_soon_threadsafe
+
+
 class DeviceLane:
     """Work enters from the event loop's thread, in order, and is never cancelled once it is in.
 
@@ -85,8 +90,7 @@ class DeviceLane:
 
     def submit(self, work: Callable[[], T], done: Callable[[T | None, BaseException | None], object]) -> None:
         """Do it in its turn; `done` hears on the event loop what it returned or raised. One wake-up, no task."""
-        loop = cast("asyncio.AbstractEventLoop", current_token().native_token)
-        self._put(_Submitted(work, loop.call_soon_threadsafe, done))
+        self._put(_Submitted(work, waker(), done))
 
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises, on the lane's thread. A cancelled caller waits for it all the same."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from adapters.device.buckets import bucket_of
 from adapters.device.sampling import logprobs_of
 from adapters.device.slots import SlotState
 from adapters.models.shard import Segment, Shard, Step
@@ -14,14 +15,6 @@ from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 
 LOGIT_ROWS = 64  # of a prompt at a time: of a vocabulary of 152,000 they are 39 MB
-
-
-def bucket_of(buckets: Sequence[int], rows: int) -> int:
-    """The smallest that has room. buckets: ascending."""
-    for bucket in buckets:
-        if bucket >= rows:
-            return bucket
-    raise ValueError(f"{rows} rows are more than the largest bucket, {buckets[-1]}")
 
 
 def told(shard: Shard, buckets: Sequence[int], state: SlotState, effect: RunPrefill) -> PrefillAdvanced | DeviceFailed:

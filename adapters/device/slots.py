@@ -9,8 +9,9 @@ from attrs import define
 from adapters.device.sampling import Sampler
 from adapters.models.shard import Shard
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, RequestId, Span, Tokens
+from effects.ids import DeviceFailed, RequestId, SlotId, Span, Tokens
 from effects.job import Sampling
+from effects.ports import RowsLost
 from effects.prefill import OpenSlot
 
 
@@ -92,6 +93,17 @@ def begun(request: RequestId, opening: OpenSlot, sampler: Callable[[Sampling, To
 
 def unopened(opening: OpenSlot, error: BaseException) -> DeviceFailed:
     return DeviceFailed("broken", f"slot {opening.slot} could not be opened: {error}")
+
+
+def abandoned(request: RequestId) -> DeviceFailed:
+    return DeviceFailed("abandoned", f"request {request} was abandoned before this started")
+
+
+def lost_with(error: BaseException | None, slot: SlotId) -> tuple[SlotId, ...]:
+    """The slots whose rows are not there where opening one of them raised this."""
+    if error is None:
+        return ()
+    return error.slots if isinstance(error, RowsLost) else (slot,)
 
 
 def check(opening: OpenSlot, shard: Shard) -> None:

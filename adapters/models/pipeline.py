@@ -71,11 +71,6 @@ class Pipeline:
         return tuple(dict.fromkeys(part.device for part in self._parts))
 
     @property
-    def placement(self) -> str:
-        """Which layers are where, in a word."""
-        return ",".join(f"{part.layers.start}-{part.layers.stop - 1}@{part.device}" for part in self._parts)
-
-    @property
     def dtype(self) -> torch.dtype:
         return self._parts[0].dtype
 

@@ -30,6 +30,7 @@ from adapters.store.store import AHEAD, Store
 from adapters.transfer.copy import Mover, StateMover
 from adapters.transfer.fence import Fence, Fences
 from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed
+from effects.ports import RowsLost
 from effects.prefill import OpenSlot
 from effects.restore import BlocksRestored, RestoreBlocks
 
@@ -61,7 +62,7 @@ class Move:
         try:
             mover.put(slot, self.span, buffer.data, self.part.entry.start)
             self.left.remove(mover)
-        except (ValueError, RuntimeError) as error:  # a device that finds no memory is a RuntimeError
+        except (ValueError, RuntimeError, RowsLost) as error:  # a device that finds no memory is a RuntimeError
             self.failure = StoreFailed("broken", str(error))
 
 
@@ -223,7 +224,7 @@ class Restorer:
             return StoreFailed("broken", f"slot {slot} has {rows} rows; a state goes with those from {start} on")
         try:
             self.state.put(slot, move.buffer.data)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, RowsLost) as error:
             state.valid, state.ahead = 0, rows  # a part of it may be there: nothing goes on from what was
             return StoreFailed("lost", str(error))
         return None

@@ -7,7 +7,8 @@ import random
 import torch
 from attrs import define, evolve, field
 
-from adapters.device.executor import DeviceExecutor, row_counts
+from adapters.device.buckets import row_counts
+from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.device.sampling import Draw, Pick, Sampler, pick
 from adapters.models.dense import DenseShard

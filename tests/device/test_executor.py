@@ -8,7 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.device.executor import row_counts
+from adapters.device.buckets import row_counts
 from adapters.models.shard import Segment, Step
 from effects.all import Ask
 from effects.ids import DeviceFailed, RequestId, SlotId

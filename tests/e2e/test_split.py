@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +86,28 @@ async def told(target: Target, listening: Listening, jobs: Sequence[Job]) -> Rou
     return Rounds(words(heard), listening.taken(), watched.seen, tiers)
 
 
-async def compare(model: str, folder: Path, count: int, length: int, starts: Sequence[str]) -> set[tuple[str, str]]:
+async def compare(
+    model: str,
+    folder: Path,
+    count: int,
+    length: int,
+    starts: Sequence[str],
+    *,
+    plans: Mapping[str, dict[str, str]] = PLANS,
+) -> set[tuple[str, str]]:
     """Every plan answers `count` prompts of its own cold, and restores those of all before it. Which pairs did."""
     text = Text.load(model_folder(Options(model=model)))
-    made = [prompt[-300:] for prompt in (await prompts(text, 8 + count * len(PLANS)))[8:]]
+    made = [prompt[-300:] for prompt in (await prompts(text, 8 + count * len(plans)))[8:]]
     await text.aclose()
     every = [Job(prompt, length, sampling=SAMPLINGS[n % 4], speculate=n % 4 != 3) for n, prompt in enumerate(made)]
-    own = {plan: every[number * count :][:count] for number, plan in enumerate(PLANS)}
+    own = {plan: every[number * count :][:count] for number, plan in enumerate(plans)}
     plain, cold = dict[str, Rounds](), dict[str, Rounds]()
     pairs = set[tuple[str, str]]()
     for plan in starts:
         shape = {"max_ctx": 1024, "kv_cache_dir": folder, "kv_cache_min_tokens": 64, "host_cache_budget": 0}
-        target = await load_target(Options(model=model, **PLANS[plan], **shape))
-        assert len(target.shard.parts) == list(PLANS).index(plan) + 1
+        options = Options(model=model, **plans[plan], **shape)
+        target = await load_target(options)
+        assert len(target.shard.parts) == len(options.devices)
         listening = Listening(target)
         for name in own if not plain else ():
             alone = [evolve(job, speculate=False, scope=Scope("off")) for job in own[name]]

@@ -58,7 +58,15 @@ def test_flags_win_over_environment_and_that_over_the_file(
         (["--chunk", "100"], ["--chunk", "power of two"]),
         (["--device", "tpu"], ["--device", "auto, cpu, cuda"]),
         (["--target-devices", "cpu:0,,cpu:0"], ["--target-devices", "'' is no device", "cpu:0, cuda:N"]),
-        (["--target-devices", "cpu:0,hip:0"], ["--target-devices", "'hip:0' is no device", "cuda:N"]),
+        (["--target-devices", "cpu:0,xpu:0"], ["--target-devices", "'xpu:0' is no device", "cuda:N", "ipc+cpu:0"]),
+        (["--target-devices", "ipc+auto"], ["--target-devices", "'ipc+auto' is no device"]),
+        (["--target-devices", "ipc+hip:0"], ["--target-devices", "'ipc+hip:0' is no device"]),
+        (["--target-devices", "ipc+cpu:1"], ["--target-devices", "'ipc+cpu:1': all processors are one device"]),
+        (["--target-devices", "tcp://host"], ["--target-devices", "'tcp://host' is no device", "tcp://HOST:PORT"]),
+        (["--target-devices", "tcp://host:70000"], ["--target-devices", "'tcp://host:70000' is no device"]),
+        (["--target-devices", "tcp://host:0"], ["--target-devices", "'tcp://host:0' is no device"]),
+        (["--target-devices", "hip:0"], ["--target-devices hip:N", "--target-shard-ipc-python"]),
+        (["--shard-secret-file", "x"], ["--shard-secret-file", "tcp://HOST:PORT", "there are none"]),
         (["--target-devices", "cuda:-1"], ["--target-devices", "'cuda:-1' is no device"]),
         (["--target-devices", "cuda:1x"], ["--target-devices", "'cuda:1x' is no device"]),
         (["--target-devices", "cpu:1"], ["--target-devices", "'cpu:1': all processors are one device"]),
@@ -180,8 +188,8 @@ def test_a_mistake_in_the_file_is_told(
 
 
 def test_keys_are_never_shown() -> None:
-    shown = Options(api_key=("secret",)).shown()
-    assert "secret" not in repr(shown)
+    shown = Options(api_key=("kept-quiet",)).shown()
+    assert "kept-quiet" not in repr(shown)
     assert shown.keys() == {field.name for field in attrs.fields(Options)}
 
 

@@ -18,9 +18,10 @@ from adapters.models.numerics import Numerics, joined
 from engine.begin import load_target
 from engine.machine import Placement, free_memory, host_rows, planned
 from engine.options import Options
-from engine.plan import layer_ranges, read_devices, read_weights
+from engine.plan import Where, layer_ranges, read_devices, read_weights
 from engine.refusal import Refusal
-from engine.target import Target, disk_folder, model_folder
+from engine.storing import disk_folder
+from engine.target import Target, model_folder
 from states.rates import Rates
 
 CONFIG = Checkpoint.open(demo.FOLDER).config  # ten layers
@@ -61,13 +62,22 @@ def test_every_layer_is_somewhere_and_nobody_goes_without(layers: int) -> None:
 
 
 def test_devices_and_weights_are_lists() -> None:
-    assert read_devices("cpu") == ("cpu",)
-    assert read_devices("cpu:0, cuda:1,cuda,auto:2") == ("cpu:0", "cuda:1", "cuda", "auto:2")
+    assert read_devices("cpu") == (Where("cpu", "cpu"),)
+    local = ("cpu:0", "cpu"), ("cuda:1", "cuda:1"), ("cuda", "cuda"), ("auto:2", "auto:2")
+    assert read_devices("cpu:0, cuda:1,cuda,auto:2") == tuple(Where(*one) for one in local)
+    launched = ("ipc+cpu:0", "cpu"), ("ipc+cuda:3", "cuda:3"), ("hip:1", "cuda:1"), ("hip", "cuda:0")
+    assert read_devices("ipc+cpu:0,ipc+cuda:3,hip:1,hip") == tuple(Where(*one, launched=True) for one in launched)
+    running = {
+        "tcp://127.0.0.1:7461": ("127.0.0.1", 7461),
+        "tcp://[::1]:1": ("::1", 1),
+        "tcp://a.b:9": ("a.b", 9),
+    }
+    assert read_devices(",".join(running)) == tuple(Where(name, address=one) for name, one in running.items())
     assert read_weights("0.08,.5, 1e2") == (0.08, 0.5, 100.0)
-    assert Options().devices == ("auto",)
-    assert Options(device="cuda:1").devices == ("cuda:1",)
+    assert Options().devices == (Where("auto", "auto"),)
+    assert Options(device="cuda:1").devices == (Where("cuda:1", "cuda:1"),)
     both = Options(target_devices="cpu:0,cpu:0", target_layer_split="1,3")
-    assert (both.devices, both.layer_weights) == (("cpu:0", "cpu:0"), (1.0, 3.0))
+    assert (both.devices, both.layer_weights) == ((Where("cpu:0", "cpu"),) * 2, (1.0, 3.0))
 
 
 def test_a_plan_is_of_layers_and_devices() -> None:
@@ -105,6 +115,14 @@ CONTRADICTIONS = {
     "too few weights": (
         {"target_devices": "cpu,cpu,cpu", "target_layer_split": "1,2"},
         "--target-layer-split 1,2: 2 weights for 3 devices; accepted: one for each",
+    ),
+    "an interpreter for nobody": (
+        {"target_devices": "cpu,tcp://a:1", "target_shard_ipc_python": Path("python")},
+        "--target-shard-ipc-python runs shards of --target-devices that are in a process of their own",
+    ),
+    "ROCm without its interpreter": (
+        {"target_devices": "cpu,hip:0"},
+        "name its interpreter with --target-shard-ipc-python",
     ),
     "too many weights": ({"target_devices": "cpu", "target_layer_split": "1,2"}, "2 weights for 1 devices"),
 }
@@ -202,6 +220,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "kv_cache_cold_max": 128,
         "kv_cache_interval": 128,
         "state_checkpoints": 3,
+        "quantize": "int8",
     },
 }
 
@@ -259,6 +278,6 @@ async def test_split_and_single_honour_every_field_of_the_options(tmp_path: Path
         default = Options()
         assert all(value != getattr(default, name) for name, value in given.items() if name not in ("model", "draft"))
     changed = {name for given in CHANGED.values() for name in given}
-    placed = {"device", "target_devices", "target_layer_split"}
+    placed = {"device", "target_devices", "target_layer_split", "target_shard_ipc_python", "shard_secret_file"}
     assert changed | EDGE | placed | {"kv_cache_dir"} == fields, "a new option is said to be the edge's, or tried here"
     assert read["single"] & fields == read["split"] & fields == fields - EDGE, "none is read by one of them alone"

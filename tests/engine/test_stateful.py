@@ -39,7 +39,8 @@ from effects.snapshot import SaveSnapshot
 from engine.assemble import Engine, engine
 from engine.kept import Kept
 from engine.options import Options
-from engine.target import decide, layout
+from engine.storing import layout
+from engine.target import decide
 from states.settings import Settings
 from tests.models.drafts import FULL, config_of, head_of, proven_draft, random_tensors
 from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentShard

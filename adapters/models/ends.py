@@ -1,0 +1,52 @@
+"""Embedding and head of a target whose layers are elsewhere, for a draft beside it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from adapters.checkpoint.weights import WeightSource
+from adapters.models.decoder import WeightReader
+from adapters.models.kernels.interface import Kernels
+from adapters.models.parking import size_of
+from adapters.models.shard import OutputHead
+
+
+@define(eq=False, slots=False)
+class HostEnds:
+    """In host memory, read when somebody first asks for them: without a draft nobody does.
+
+    config: of a dense decoder. kernels: pack the head; None where there is no draft beside these layers.
+    """
+
+    config: Any
+    weights: WeightSource
+    kernels: Kernels | None
+    dtype: torch.dtype
+
+    @property
+    def _read(self) -> WeightReader:
+        return WeightReader(self.weights, torch.device("cpu"), self.dtype)
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        return self._read("model.embed_tokens.weight")
+
+    @cached_property
+    def output(self) -> OutputHead:
+        if self.kernels is None:
+            raise ValueError("the head is not beside these layers")
+        name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+        norm = self._read.norm("model.norm.weight", zero_centred=self.config.zero_centred)
+        return OutputHead(self.kernels.pack(self._read(name)), norm)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what was read so far."""
+        own = self.__dict__
+        output = own.get("output")
+        return size_of((own.get("embedding"), None if output is None else (output.packed, output.norm)))

@@ -1,0 +1,48 @@
+"""What a daemon is asked to load, and how much may cross to it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from adapters.models.family import ModelConfig
+from adapters.remote.frames import MOST_PAYLOAD
+from adapters.remote.messages import LoadLayers
+from adapters.remote.tensors import ALIGN
+
+SPARE_ROWS = 1024  # capacity is rounded up to whole tiles of keys
+SHARED = 1 << 26  # bytes of shared memory each way, at most: of a chunk's hidden states 27B take 10 MiB, of a run 4
+
+
+def loading(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layers: range,
+    *,
+    slots: int,
+    capacity: int,
+    buckets: Sequence[int],
+    aux_layers: Sequence[int],
+    state_places: int,
+    fast: bool,
+) -> LoadLayers:
+    """What a daemon is asked to load, and how much may cross at once: a step with all its logits, or a whole slot."""
+    chunk, wide = max(buckets), (2 + len(aux_layers)) * config.hidden_size * dtype.itemsize
+    kept = (capacity + SPARE_ROWS) * config.kv_bytes_per_token(dtype, layers) + max(
+        config.state_bytes(dtype, layers=layers)
+    )
+    limit = max(kept, chunk * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD
+    limit += ALIGN * (2 * len(layers) + len(aux_layers) + 8)  # between tensors
+    room = min(SHARED, max(chunk * wide, 64 * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD)
+    return LoadLayers(
+        layers=(layers.start, layers.stop),
+        slots=slots,
+        capacity=capacity,
+        buckets=tuple(buckets),
+        aux_layers=tuple(aux_layers),
+        state_places=state_places,
+        fast=fast,
+        limit=limit,
+        shared=(room, room),
+    )

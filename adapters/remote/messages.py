@@ -1,0 +1,295 @@
+"""What is asked of a shard's daemon and what it answers: JSON in which every field has one type and a bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from attrs import frozen
+from msgspec import Meta, Struct
+
+from adapters.layout import SIZES, RowSpec, TensorSpec
+from adapters.models.dense_config import HEAD_ROWS
+from adapters.models.shard import Segment, Step
+from adapters.remote.frames import LARGEST
+
+T = TypeVar("T", bound="WireMessage")
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Big: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 62))]
+Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Outcome: TypeAlias = Annotated[str, Meta(max_length=1 << 19)]  # of a numerics probe
+Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Element: TypeAlias = Literal["F32", "BF16", "F16", "I64", "I32", "U8"]
+Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=4)]
+Bytes: TypeAlias = tuple[Number, Number, Number]  # weights, rows and states, buffers
+Layers: TypeAlias = tuple[Count, Count]
+FailureKind: TypeAlias = Literal["refused", "out_of_memory", "failed"]
+
+
+class Op(IntEnum):
+    HELLO = 1
+    PROOF = 2
+    PROVE = 3
+    LOAD = 4
+    FORWARD = 16
+    LOGITS = 17
+    COMMIT = 18
+    SETTLE = 19
+    SETTLED = 20
+    COPY_ROWS = 32
+    COPY_STATE = 33
+    EXPORT_ROWS = 34
+    IMPORT_ROWS = 35
+    EXPORT_STATE = 36
+    IMPORT_STATE = 37
+    KEEP_STATE = 38
+    LOAD_STATE = 39
+
+
+class WireMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """JSON's own types only, no field that is not ours."""
+
+
+class Described(WireMessage, frozen=True, array_like=True):
+    """A tensor of the payload."""
+
+    name: Annotated[str, Meta(max_length=200)]
+    dtype: Element
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * SIZES[self.dtype]
+
+
+Tensors: TypeAlias = Annotated[tuple[Described, ...], Meta(max_length=8192)]  # keys and values of 4,096 layers
+
+
+class Hello(WireMessage, frozen=True):
+    """The first word is the server's. rekindle: its version, which must be the daemon's own."""
+
+    rekindle: Text
+    nonce: Hex
+
+
+class Challenge(WireMessage, frozen=True):
+    nonce: Hex
+
+
+class SecretProof(WireMessage, frozen=True):
+    """Of the secret, for both nonces."""
+
+    proof: Hex
+
+
+class Facts(WireMessage, frozen=True):
+    """Who a daemon is. weights, config: of its model. boot: of the machine's start. free: bytes of memory."""
+
+    weights: Text
+    config: Text
+    layers: Count
+    device: Text
+    boot: Text
+    pid: Number
+    free: Number
+
+
+class Welcome(WireMessage, frozen=True):
+    proof: Hex
+    facts: Facts
+
+
+class Offer(WireMessage, frozen=True, array_like=True):
+    """What a probe found, and under which key it may be believed."""
+
+    key: Text
+    outcome: Outcome
+
+
+class Prove(WireMessage, frozen=True):
+    """bits: that matrices are rounded to as they are read; 0: they are not. offers: what the server found itself, on a
+    machine that was started as `boot`.
+    """
+
+    dtype: Element
+    chunk: Count
+    capacity: Count
+    boot: Text
+    bits: Literal[0, 4, 8] = 0
+    offers: Annotated[tuple[Offer, ...], Meta(max_length=16)] = ()
+
+
+class LoadLayers(WireMessage, frozen=True):
+    """limit: bytes of a payload from now on. shared: of memory that both have, to the daemon and from it; 0: none."""
+
+    layers: Layers
+    slots: Annotated[int, Meta(ge=1, le=4096)]
+    capacity: Count
+    buckets: Annotated[tuple[Count, ...], Meta(max_length=256)]
+    aux_layers: Annotated[tuple[Count, ...], Meta(max_length=4096)]
+    state_places: Annotated[int, Meta(ge=0, le=4096)]
+    fast: bool
+    limit: Big
+    shared: tuple[Big, Big] = (0, 0)
+
+
+class HeldRows(WireMessage, frozen=True):
+    names: Annotated[tuple[Text, ...], Meta(max_length=8192)]
+    heads: Count
+    width: Count
+    dtype: Element
+
+
+class Loaded(WireMessage, frozen=True):
+    capacity: Count
+    vocab: Count
+    dtype: Element
+    rows: HeldRows
+    states: Tensors
+    state_block: Count
+    state_places: Count
+    memory: Bytes
+    shared: bool
+
+
+class Stepped(WireMessage, frozen=True):
+    """`Step`, with the segments as triples."""
+
+    segments: Annotated[tuple[tuple[Count, Count, Count], ...], Meta(min_length=1, max_length=4096)]
+    bucket: Annotated[int, Meta(ge=1, le=1 << 20)]
+    rows_only: bool
+
+
+class RunStep(WireMessage, frozen=True):
+    step: Stepped
+    tensors: Tensors
+
+
+class Forwarded(WireMessage, frozen=True):
+    """ns: that it took there. memory: where it has changed."""
+
+    ns: Number
+    tensors: Tensors = ()
+    memory: Bytes | None = None
+
+
+class Commit(WireMessage, frozen=True):
+    step: Stepped
+    kept: Annotated[tuple[Count | tuple[Count, ...], ...], Meta(max_length=4096)]
+
+
+class Settle(WireMessage, frozen=True):
+    step: Stepped
+
+
+class StepSettled(WireMessage, frozen=True):
+    raised: bool
+
+
+class CopyRows(WireMessage, frozen=True):
+    source: Count
+    target: Count
+    count: Count
+
+
+class CopyState(WireMessage, frozen=True):
+    source: Count
+    target: Count
+
+
+class RowSpan(WireMessage, frozen=True):
+    slot: Count
+    start: Count
+    stop: Count
+
+
+class ImportRows(WireMessage, frozen=True):
+    slot: Count
+    start: Count
+    tensors: Tensors
+
+
+class OneSlot(WireMessage, frozen=True):
+    slot: Count
+
+
+class ImportState(WireMessage, frozen=True):
+    slot: Count
+    tensors: Tensors
+
+
+class SlotPlace(WireMessage, frozen=True):
+    slot: Count
+    place: Count
+
+
+class Exported(WireMessage, frozen=True):
+    tensors: Tensors
+
+
+class Nothing(WireMessage, frozen=True):
+    pass
+
+
+class Failure(WireMessage, frozen=True):
+    """refused: what was asked for cannot be, and nothing has changed. failed: an exception."""
+
+    kind: FailureKind
+    why: Text
+
+
+class Unacceptable(ValueError):
+    """Arguments that are not what the op has, or tensors that the payload does not hold."""
+
+
+def encoded(message: WireMessage) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def decoded(data: bytes, kind: type[T]) -> T:
+    """Raises Refused."""
+    try:
+        return _decoder(kind)(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Unacceptable(f"arguments that are no {kind.__name__}: {str(error)[:200]}") from None
+
+
+_decoders: dict[type[Any], Callable[[bytes], Any]] = {}
+
+
+def _decoder(kind: type[T]) -> Callable[[bytes], T]:
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.json.Decoder(kind).decode
+    return _decoders[kind]
+
+
+def with_logits(step: Step) -> bool:
+    """Do the last layers answer a step with its logits, too? Of more rows nobody asks for them at once."""
+    return not step.rows_only and step.bucket <= HEAD_ROWS
+
+
+def told(step: Step) -> Stepped:
+    return Stepped(tuple((one.slot, one.start, one.count) for one in step.segments), step.bucket, step.rows_only)
+
+
+def step_of(told: Stepped) -> Step:
+    return Step(tuple(Segment(*one) for one in told.segments), told.bucket, told.rows_only)
+
+
+@frozen
+class Having:
+    """What a loaded shard says of itself, in our own words."""
+
+    rows: RowSpec
+    states: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> Having:
+        rows = loaded.rows
+        states = tuple(TensorSpec(one.name, one.dtype, one.shape) for one in loaded.states)
+        return cls(RowSpec(rows.names, rows.heads, rows.width, rows.dtype), states)

@@ -1,0 +1,311 @@
+"""A shard's daemon as the server sees it: asked over a connection that is made anew, with all that is set up on it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.models.numerics import Numerics
+from adapters.remote.channel import Channel, ConnectionBroken, WireFrame, failed
+from adapters.remote.dial import Dial
+from adapters.remote.hello import greet
+from adapters.remote.messages import (
+    Facts,
+    Failure,
+    Loaded,
+    LoadLayers,
+    Offer,
+    Op,
+    Prove,
+    Unacceptable,
+    WireMessage,
+    decoded,
+    encoded,
+)
+from effects.ids import SlotId
+from effects.ports import RowsLost
+
+T = TypeVar("T", bound=WireMessage)
+log = logging.getLogger("rekindle.shard")
+PAUSE_S = 5.0
+
+
+@frozen
+class Deadlines:
+    """Seconds that an answer may take. One that has died is noticed at once; these are for those that hang.
+
+    hello: an interpreter that imports torch on a busy machine. prove: the probe of a model that was never served here.
+    load: 100 GB from a slow disk. step: a chunk of a large model on few cores.
+    """
+
+    hello: float = 120
+    prove: float = 1800
+    load: float = 1800
+    step: float = 300
+
+
+@frozen
+class ExpectedModel:
+    """What a daemon has to have: the digest of the weights and of the configuration."""
+
+    weights: str
+    config: str
+
+
+@define(eq=False)
+class Peer:
+    """Everything is asked by one thread at a time. pause_s: after it could not be had again, everybody is told at once
+    for so long. error: the last one. restarts: times that it was had anew.
+
+    hops, hop_ns: of forwards, the time that was not computing there.
+    """
+
+    dial: Dial
+    secret: bytes
+    version: str
+    model: ExpectedModel
+    deadlines: Deadlines = field(factory=Deadlines)
+    pause_s: float = PAUSE_S
+    error: str = ""
+    restarts: int = 0
+    hops: int = 0
+    hop_ns: int = 0
+    computed_ns: int = 0
+    facts: Facts | None = None
+    slots: int = 0
+    _channel: Channel | None = None
+    _request: int = 2  # after those of the hello
+    _posted: deque[tuple[Op, int]] = field(factory=deque["tuple[Op, int]"])
+    _lock: threading.RLock = field(factory=threading.RLock)
+    _told: Callable[[str], object] | None = None
+    _proof: tuple[Prove, Offer] | None = None
+    _load: tuple[LoadLayers, Loaded] | None = None
+    _refused_until: float = 0.0
+    _closed: bool = False
+
+    # --- to begin with ---
+
+    def connect(self) -> Facts:
+        """Have it, and be sure who it is. Raises RowsLost."""
+        with self._lock:
+            try:
+                self._channel = self._opened()
+            except (ConnectionBroken, OSError) as error:
+                raise self.lose(error) from error
+            assert self.facts is not None
+            return self.facts
+
+    def prove(self, asked: Prove) -> Numerics:
+        """What holds for layers that it computes. Raises RowsLost, or what it failed with."""
+        found = self.ask(Op.PROVE, asked, Offer, seconds=self.deadlines.prove)[0]
+        self._proof = asked, found
+        return Numerics.from_json(found.outcome)
+
+    def load(self, asked: LoadLayers) -> Loaded:
+        """Raises RowsLost, or what it failed with."""
+        with self._lock:
+            try:
+                loaded = self._loaded(self._living(), asked)
+            except ConnectionBroken as error:
+                raise self.lose(error) from error
+            self.slots, self._load = asked.slots, (asked, loaded)
+            return loaded
+
+    def lost_to(self, told: Callable[[str], object]) -> None:
+        """From now on this hears, before anybody else does, that all rows are gone, and why; and it is had anew."""
+        self._told = told
+
+    # --- asking ---
+
+    def ask(
+        self, op: Op, message: WireMessage, answer: type[T], tensors: Sequence[Tensor] = (), *, seconds: float = 0
+    ) -> tuple[T, WireFrame]:
+        """What it says; the frame is to be read before anything else is asked.
+
+        Raises RowsLost where it is gone or makes no sense. Else what it failed with: ValueError where it refused,
+        torch.OutOfMemoryError, RuntimeError.
+        """
+        with self._lock:
+            channel = self._living()
+            try:
+                return self._asked(channel, op, message, answer, tensors, seconds=seconds or self.deadlines.step)
+            except ConnectionBroken as error:
+                raise self.lose(error) from error
+
+    def post(self, op: Op, message: WireMessage) -> None:
+        """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss."""
+        with self._lock:
+            channel = self._living()
+            try:
+                self._posted.append((op, self._sent(channel, op, message, ())))
+            except ConnectionBroken as error:
+                raise self.lose(error) from error
+
+    def spent(self, waited_ns: int, computed_ns: int) -> None:
+        """On a forward."""
+        self.hops += 1
+        self.hop_ns += max(0, waited_ns - computed_ns)
+        self.computed_ns += computed_ns
+
+    def close(self) -> None:
+        """Any number of times, from any thread."""
+        self._closed = True
+        if self._channel is not None:
+            self._channel.close()
+        self.dial.end()
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by whoever asks and then reads the frame."""
+        return self._lock
+
+    @property
+    def process(self) -> str:
+        """Where it is, in words."""
+        return self.dial.name if self.facts is None else f"{self.dial.name}, process {self.facts.pid}"
+
+    def figures(self) -> Mapping[str, float]:
+        return {
+            "hops": self.hops,
+            "hop_seconds": self.hop_ns / 1e9,
+            "compute_seconds": self.computed_ns / 1e9,
+            "restarts": self.restarts,
+        }
+
+    # --- how ---
+
+    def _sent(self, channel: Channel, op: Op, message: WireMessage, tensors: Sequence[Tensor]) -> int:
+        self._request = request = (self._request + 1) % (1 << 32)
+        channel.send(op, request, encoded(message), tensors, seconds=self.deadlines.step)
+        return request
+
+    def _asked(
+        self,
+        channel: Channel,
+        op: Op,
+        message: WireMessage,
+        answer: type[T],
+        tensors: Sequence[Tensor] = (),
+        *,
+        seconds: float,
+    ) -> tuple[T, WireFrame]:
+        request = self._sent(channel, op, message, tensors)
+        while self._posted:
+            before, number = self._posted.popleft()
+            frame = channel.answer(before, number, seconds)
+            if failed(frame):
+                raise channel.broken(f"{before.name.lower()}: {_failure(channel, frame)}")
+        frame = channel.answer(op, request, seconds)
+        if failed(frame):
+            raise _failure(channel, frame)
+        try:
+            return decoded(frame.arguments, answer), frame
+        except Unacceptable as error:
+            raise channel.broken(str(error)) from error
+
+    def _living(self) -> Channel:
+        """The connection, or a new one to a daemon that has nothing of what the last one had. Raises RowsLost."""
+        if self._closed:
+            raise RowsLost((), f"{self.dial.name} is closed")
+        if self._channel is not None:
+            return self._channel
+        if time.monotonic() < self._refused_until or self._told is None:
+            raise RowsLost((), f"{self.dial.name}: {self.error}")
+        began = time.monotonic()
+        try:
+            channel = self._channel = self._opened()
+            self._again(channel)
+        except (ConnectionBroken, OSError, ValueError, RuntimeError) as error:
+            self._refused_until = time.monotonic() + self.pause_s
+            raise RowsLost((), self._gone(error)) from error  # what there was is lost already
+        self.restarts += 1
+        log.warning("shard %s is there again after %.1f s", self.dial.name, time.monotonic() - began)
+        return channel
+
+    def _opened(self) -> Channel:
+        channel = self.dial.open()
+        facts = greet(channel, self.secret, self.version, self.deadlines.hello)
+        for name, theirs, ours in (
+            ("weights", facts.weights, self.model.weights),
+            ("configuration", facts.config, self.model.config),
+        ):
+            if theirs != ours:
+                raise channel.broken(f"it has another model: its {name} are {theirs[:40]}, those here {ours[:40]}")
+        self.facts = facts
+        return channel
+
+    def _again(self, channel: Channel) -> None:
+        """A new one computes as the last one did, and has the same room."""
+        if self._proof is not None:
+            asked, found = self._proof
+            asked = Prove(asked.dtype, asked.chunk, asked.capacity, asked.boot, asked.bits, (*asked.offers[:15], found))
+            now, _ = self._asked(channel, Op.PROVE, asked, Offer, seconds=self.deadlines.prove)
+            before = Numerics.from_json(found.outcome)
+            if _bits(Numerics.from_json(now.outcome)) != _bits(before):
+                raise ValueError("it computes otherwise than before")
+        if self._load is not None:
+            asked_for, before_that = self._load
+            loaded = self._loaded(channel, asked_for)
+            if _shape(loaded) != _shape(before_that):
+                raise ValueError("it has other rows or states than before")
+
+    def _loaded(self, channel: Channel, asked: LoadLayers) -> Loaded:
+        """Both ends let payloads be as large as this model needs, in shared memory where there is some."""
+        shared = self.dial.share(asked.shared)
+        asked = asked if shared is not None else _unshared(asked)
+        loaded, _ = self._asked(channel, Op.LOAD, asked, Loaded, seconds=self.deadlines.load)
+        channel.limit = asked.limit
+        channel.shared = shared if loaded.shared else None
+        return loaded
+
+    def lose(self, error: Exception) -> RowsLost:
+        """It is gone, and its rows with it. Whoever is to hear that has heard it when this returns."""
+        why = self._gone(error)
+        if self._told is None:
+            return RowsLost(map(SlotId, range(self.slots)), why)
+        self._told(why)
+        return RowsLost((), why)
+
+    def _gone(self, error: Exception) -> str:
+        """Nothing is left of it. Why, in words."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close(str(error))
+        self._posted.clear()
+        became = self.dial.end()
+        self.error = f"{error}; {became}" if became else str(error)
+        if not self._closed:
+            log.warning("shard %s is lost: %s", self.dial.name, self.error)
+        return f"shard {self.dial.name}: {self.error}"
+
+
+def _failure(channel: Channel, frame: WireFrame) -> Exception:
+    """What the other end failed with, as it would be raised here."""
+    try:
+        failure = decoded(frame.arguments, Failure)
+    except Unacceptable as error:
+        return channel.broken(str(error))
+    if failure.kind == "refused":
+        return ValueError(failure.why)
+    return torch.OutOfMemoryError(failure.why) if failure.kind == "out_of_memory" else RuntimeError(failure.why)
+
+
+def _bits(numerics: Numerics) -> tuple[object, ...]:
+    return numerics.numerics_class, numerics.mode, numerics.buckets, numerics.block_size
+
+
+def _shape(loaded: Loaded) -> tuple[object, ...]:
+    return loaded.capacity, loaded.vocab, loaded.dtype, loaded.rows, loaded.states, loaded.state_block
+
+
+def _unshared(asked: LoadLayers) -> LoadLayers:
+    shape = asked.slots, asked.capacity, asked.buckets, asked.aux_layers, asked.state_places
+    return LoadLayers(asked.layers, *shape, asked.fast, asked.limit)

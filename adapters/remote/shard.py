@@ -1,0 +1,317 @@
+"""Layers in another process, as a shard: what is asked here is asked there, and names, numbers and rows are all that
+crosses.
+
+A decode step is one question. Logits come with the forward they are of, and what stays of the step is told without
+waiting for an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeAlias
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from adapters.layout import RowSpec, TensorSpec, torch_dtype
+from adapters.models.shard import Forward, Kept, NamedTensors, OutputHead, Step
+from adapters.remote import messages
+from adapters.remote.channel import ConnectionBroken
+from adapters.remote.messages import (
+    Commit,
+    CopyRows,
+    CopyState,
+    Exported,
+    Forwarded,
+    Having,
+    ImportRows,
+    ImportState,
+    Loaded,
+    LoadLayers,
+    Nothing,
+    OneSlot,
+    Op,
+    RowSpan,
+    Settle,
+    SlotPlace,
+    StepSettled,
+    Unacceptable,
+    WireMessage,
+    told,
+    with_logits,
+)
+from adapters.remote.peer import Peer
+from adapters.remote.tensors import described, unpacked
+from effects.ports import RowsLost
+
+
+class Ends(Protocol):
+    """Embedding and head of the whole model, in this process: for a draft, which shares them with its target."""
+
+    @property
+    def embedding(self) -> Tensor: ...
+
+    @property
+    def output(self) -> OutputHead: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of those that were asked for so far."""
+        ...
+
+
+Expected: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of an answer's tensors
+
+
+@define(eq=False)
+class StepBuffers:
+    """Of one bucket, in this process. fresh: the logits are those of the hidden states."""
+
+    hidden: Tensor
+    aux_hidden_states: dict[int, Tensor]
+    logits: Tensor | None = None
+    fresh: bool = False
+
+
+@define(eq=False)
+class RemoteShard:
+    """Layers `[first, last)`. What it leaves is in host memory, so `device` is the CPU of this process."""
+
+    peer: Peer
+    asked: LoadLayers
+    ends: Ends
+    hidden_size: int
+    num_layers: int
+    _loaded: Loaded = field(init=False)
+    _having: Having = field(init=False)
+    _memory: tuple[int, int, int] = field(init=False)
+    _buffers: dict[int, StepBuffers] = field(factory=dict[int, StepBuffers])
+
+    def __attrs_post_init__(self) -> None:
+        loaded = self.peer.load(self.asked)
+        self._loaded, self._having, self._memory = loaded, Having.of(loaded), loaded.memory
+
+    # --- what it is ---
+
+    @property
+    def layers(self) -> range:
+        return range(*self.asked.layers)
+
+    @property
+    def slots(self) -> int:
+        return self.asked.slots
+
+    @property
+    def capacity(self) -> int:
+        return self._loaded.capacity
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self.asked.buckets
+
+    @property
+    def vocab_size(self) -> int:
+        return self._loaded.vocab
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self._loaded.dtype)
+
+    @property
+    def embedding(self) -> Tensor:
+        self._check_end(first=True)
+        return self.ends.embedding
+
+    @property
+    def output(self) -> OutputHead:
+        self._check_end(first=False)
+        return self.ends.output
+
+    @property
+    def row_spec(self) -> RowSpec:
+        return self._having.rows
+
+    @property
+    def state_specs(self) -> tuple[TensorSpec, ...]:
+        return self._having.states
+
+    @property
+    def state_block(self) -> int:
+        return self._loaded.state_block
+
+    @property
+    def state_places(self) -> int:
+        return self._loaded.state_places
+
+    @property
+    def addressed(self) -> bool:
+        return False
+
+    @property
+    def _last(self) -> bool:
+        return self.layers.stop == self.num_layers
+
+    def _check_end(self, *, first: bool) -> None:
+        if not (self.layers.start == 0 if first else self._last):
+            what = "embedding" if first else "head"
+            raise ValueError(f"layers {self.layers.start}..{self.layers.stop - 1} lack the {what}")
+
+    # --- steps ---
+
+    def forward(self, step: Step, inputs: Tensor) -> Forward:
+        name = "hidden" if self.layers.start else "tokens"
+        buffers = self._at(step.bucket)
+        with self.peer.lock:
+            found = self._step(Op.FORWARD, step, {name: inputs[: step.rows]}, self._expected(step))
+            for layer, own in buffers.aux_hidden_states.items():
+                own[: step.rows].copy_(found[f"aux.{layer}"])
+            if "hidden" in found:
+                buffers.hidden[: step.rows].copy_(found["hidden"])
+            buffers.fresh = "logits" in found
+            if buffers.fresh:
+                self._logits(buffers, step)[: step.rows].copy_(found["logits"])
+        return Forward(buffers.hidden, buffers.aux_hidden_states)
+
+    def logits(self, step: Step, hidden: Tensor) -> Tensor:
+        self._check_end(first=False)
+        buffers = self._at(step.bucket)
+        own = self._logits(buffers, step)
+        if hidden is not buffers.hidden or not buffers.fresh:
+            with self.peer.lock:
+                shape: Expected = {"logits": ((step.rows, self.vocab_size), torch.float32)}
+                own[: step.rows].copy_(self._step(Op.LOGITS, step, {"hidden": hidden[: step.rows]}, shape)["logits"])
+            buffers.fresh = hidden is buffers.hidden
+        return own
+
+    @contextmanager
+    def settling(self, step: Step) -> Iterator[None]:
+        """Only where a forward settles something: told there, and that it has gone well, or has not."""
+        if not (step.rows_only and self.state_specs):
+            yield
+            return
+        self.peer.post(Op.SETTLE, Settle(told(step)))
+        try:
+            yield
+        except RowsLost:
+            raise  # nothing is believed any more, here or there
+        except BaseException:
+            self.peer.post(Op.SETTLED, StepSettled(True))
+            raise
+        self.peer.post(Op.SETTLED, StepSettled(False))
+
+    def commit(self, step: Step, kept: Sequence[Kept]) -> None:
+        """One that fails is told with whatever is asked next, as a loss of all rows."""
+        if len(kept) != len(step.parts):
+            raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
+        self.peer.post(Op.COMMIT, Commit(told(step), tuple(kept)))
+
+    def synchronize(self) -> None:
+        """Every answer has been waited for, but for those of commits."""
+
+    def _expected(self, step: Step) -> Expected:
+        wide, rows = (step.rows, self.hidden_size), step.rows
+        found: Expected = {f"aux.{layer}": (wide, self.dtype) for layer in self._at(step.bucket).aux_hidden_states}
+        if not (step.rows_only and self._last):
+            found["hidden"] = wide, self.dtype
+        if self._last and with_logits(step):
+            found["logits"] = (rows, self.vocab_size), torch.float32
+        return found
+
+    def _step(self, op: Op, step: Step, given: NamedTensors, expected: Expected) -> NamedTensors:
+        began = time.perf_counter_ns()
+        message = messages.RunStep(told(step), described(given))
+        done, found = self._asked(op, message, Forwarded, given, expected)
+        self.peer.spent(time.perf_counter_ns() - began, done.ns)
+        self._memory = done.memory or self._memory
+        return found
+
+    def _at(self, bucket: int) -> StepBuffers:
+        if bucket not in self._buffers:
+            shape = (bucket, self.hidden_size)
+            aux = [layer for layer in self.asked.aux_layers if layer in self.layers]
+            self._buffers[bucket] = StepBuffers(
+                torch.zeros(shape, dtype=self.dtype), {layer: torch.zeros(shape, dtype=self.dtype) for layer in aux}
+            )
+        return self._buffers[bucket]
+
+    def _logits(self, buffers: StepBuffers, step: Step) -> Tensor:
+        if buffers.logits is None:
+            buffers.logits = torch.zeros(step.bucket, self.vocab_size)
+        return buffers.logits
+
+    # --- rows and states ---
+
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        self.peer.ask(Op.COPY_ROWS, CopyRows(source, target, count), Nothing)
+
+    def copy_state(self, source: int, target: int) -> None:
+        self.peer.ask(Op.COPY_STATE, CopyState(source, target), Nothing)
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+        raise ValueError(f"rows {start}..{stop} of slot {slot}: they are in another process")
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
+        specs = self.row_spec.specs(max(0, stop - start))
+        return self._taken(Op.EXPORT_ROWS, RowSpan(slot, start, stop), specs)
+
+    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
+        self.peer.ask(Op.IMPORT_ROWS, ImportRows(slot, start, described(rows)), Nothing, list(rows.values()))
+
+    def export_state(self, slot: int) -> NamedTensors:
+        return self._taken(Op.EXPORT_STATE, OneSlot(slot), self.state_specs)
+
+    def import_state(self, slot: int, state: NamedTensors) -> None:
+        self.peer.ask(Op.IMPORT_STATE, ImportState(slot, described(state)), Nothing, list(state.values()))
+
+    def keep_state(self, slot: int, place: int) -> None:
+        self.peer.ask(Op.KEEP_STATE, SlotPlace(slot, place), Nothing)
+
+    def load_state(self, place: int, slot: int) -> None:
+        self.peer.ask(Op.LOAD_STATE, SlotPlace(slot, place), Nothing)
+
+    def _taken(self, op: Op, message: WireMessage, specs: Sequence[TensorSpec]) -> NamedTensors:
+        expected: Expected = {one.name: (one.shape, torch_dtype(one.dtype)) for one in specs}
+        with self.peer.lock:
+            _, found = self._asked(op, message, Exported, {}, expected)
+            return {name: tensor.clone() for name, tensor in found.items()}
+
+    def _asked(
+        self,
+        op: Op,
+        message: WireMessage,
+        kind: type[messages.T],
+        given: NamedTensors,
+        expected: Expected,
+    ) -> tuple[messages.T, NamedTensors]:
+        """The tensors are views of what came: to be read before anything else is asked. Anything but what is expected
+        is a violation, and the daemon is not believed any more.
+        """
+        done, frame = self.peer.ask(op, message, kind, list(given.values()))
+        try:
+            found = unpacked(done.tensors, frame.payload)  # type: ignore[attr-defined]
+        except Unacceptable as error:
+            raise self.peer.lose(ConnectionBroken(str(error))) from error
+        if {name: (tuple(one.shape), one.dtype) for name, one in found.items()} != expected:
+            raise self.peer.lose(ConnectionBroken("it answered with other tensors than were asked for"))
+        return done, found
+
+    # --- memory ---
+
+    def memory(self) -> Mapping[str, int]:
+        """As it was told last, and what is here of it. Asked from other threads, too."""
+        weights, kv, buffers = self._memory
+        for own in tuple(self._buffers.values()):
+            buffers += own.hidden.nbytes + sum(one.nbytes for one in own.aux_hidden_states.values())
+            buffers += 0 if own.logits is None else own.logits.nbytes
+        return {"weights": weights + self.ends.nbytes, "kv": kv, "buffers": buffers}
+
+    def close(self) -> None:
+        self.peer.close()
+        self._buffers.clear()

@@ -1,0 +1,79 @@
+"""What a hop to a shard in another process costs a decode step: question and answer, less the computing there.
+
+`python -m benchmarks.remote_hop [--model demo] [--steps 400]`; goal on two cores: at most 0.5 ms at the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import anyio
+import torch
+from attrs import define, field
+
+from adapters.models.shard import Segment, Step
+from adapters.remote.shard import RemoteShard
+from benchmarks.report import machine, median, raw, table
+from engine.begin import load_target
+from engine.options import Options
+from engine.target import Target
+
+PLANS = {"cpu:0": "cpu:0", "cpu:0,cpu:0": "cpu:0,cpu:0", "cpu:0,ipc+cpu:0": "cpu:0,ipc+cpu:0"}
+
+
+@define
+class Found:
+    """Microseconds of each step, and of what of it was the hop."""
+
+    steps: list[float] = field(factory=list[float])
+    hops: list[float] = field(factory=list[float])
+
+
+def measured(target: Target, steps: int) -> Found:
+    """On the lane. Rows behind a prompt of one chunk: fed, picked from, kept."""
+    found, shard = Found(), target.shard
+    peers = [part.peer for part in shard.parts if isinstance(part, RemoteShard)]
+    start = target.settings.chunk
+    shard.forward(Step((Segment(0, 0, start),), start, rows_only=True), torch.arange(start) % 1000)
+    for at in range(start, start + steps):
+        before, began = sum(peer.hop_ns for peer in peers), time.perf_counter_ns()
+        step = Step((Segment(0, at, 1),), shard.buckets[0])
+        left = shard.forward(step, torch.tensor([at % 1000]))
+        int(shard.logits(step, left.hidden)[0].argmax())
+        shard.commit(step, [1])
+        found.steps.append((time.perf_counter_ns() - began) / 1e3)
+        if peers:
+            found.hops.append((sum(peer.hop_ns for peer in peers) - before) / 1e3)
+    return found
+
+
+async def plan(model: str, devices: str, steps: int) -> Found:
+    how = {"max_ctx": 1024, "draft": "none", "disk_prefix_cache": "off", "host_cache_budget": 0}
+    target = await load_target(Options(model=model, target_devices=devices, **how))  # type: ignore[arg-type]
+    found = await target.lane.run(lambda: measured(target, steps))
+    await target.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--steps", type=int, default=400)
+    given = parser.parse_args()
+    found = {name: anyio.run(plan, given.model, devices, given.steps) for name, devices in PLANS.items()}
+    rows = [
+        {
+            "plan": name,
+            "step p50, us": median(one.steps),
+            "hop p50, us": median(one.hops) if one.hops else "",
+            "hop p90, us": sorted(one.hops)[len(one.hops) * 9 // 10] if one.hops else "",
+        }
+        for name, one in found.items()
+    ]
+    table(f"A decode step of one row, {given.model}", rows)
+    raw("remote_hop", {"machine": machine(), "rows": rows, "hops_us": found["cpu:0,ipc+cpu:0"].hops[:40]})
+
+
+if __name__ == "__main__":
+    main()

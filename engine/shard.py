@@ -1,0 +1,184 @@
+"""`rekindle shard`: layers of a model for a server in another process, which launched this one or connects to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from attrs import define
+
+import engine
+from adapters import demo
+from adapters.checkpoint.errors import CheckpointError
+from adapters.layout import torch_dtype
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.kernels.interface import Kernels
+from adapters.models.numerics import Numerics
+from adapters.models.pipeline import current
+from adapters.models.probe import probe_key
+from adapters.models.shard import Shard
+from adapters.remote import shared
+from adapters.remote.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
+from adapters.remote.daemon import Daemon
+from adapters.remote.dial import kept_alive
+from adapters.remote.hello import refuse
+from adapters.remote.messages import Facts, LoadLayers, Offer, Prove
+from engine.folders import user_folder
+from engine.kept import Kept
+from engine.machine import boot_id, build_kernels, choose_device, free_memory, plan_served, probed, probing
+from engine.refusal import Refusal
+
+log = logging.getLogger("rekindle.shard")
+HELLO_S = 10
+WAITING = 8  # connections that wait for the one that is served
+
+
+@define(eq=False)
+class ServedModel:
+    """One checkpoint on one device, as a daemon serves it."""
+
+    checkpoint: Checkpoint
+    device: torch.device
+    _proven: tuple[Checkpoint, torch.dtype, Kernels, Numerics] | None = None
+
+    @classmethod
+    def open(cls, model: str, device: str) -> ServedModel:
+        """Raises Refusal."""
+        try:
+            checkpoint = Checkpoint.open(folder_of(model))
+        except CheckpointError as error:
+            raise Refusal(str(error)) from error
+        found = choose_device(device, "--device")
+        return cls(checkpoint, torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu"))
+
+    @property
+    def layers(self) -> int:
+        return self.checkpoint.config.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.checkpoint.config.hidden_size
+
+    def facts(self) -> Facts:
+        return Facts(
+            *described(self.checkpoint), self.layers, str(self.device), boot_id(), os.getpid(), free_memory(self.device)
+        )
+
+    def prove(self, asked: Prove) -> Offer:
+        """What the server has found, if it is on the same machine, with the same libraries and threads; or else what
+        holds here.
+        """
+        dtype = torch_dtype(asked.dtype)
+        checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
+        checkpoint, how = checkpoint.rounded(dtype), probing(self.device, dtype, asked.chunk, asked.capacity)
+        with current(self.device):
+            kernels = build_kernels(self.device, dtype)
+            key = probe_key(checkpoint.family, checkpoint.config, kernels, **how)
+            offered = [one.outcome for one in asked.offers if one.key == key]
+            if offered and asked.boot and asked.boot == boot_id():
+                numerics = Numerics.from_json(offered[-1])
+            else:
+                numerics = probed(checkpoint, kernels, Kept(user_folder()), **how)
+        self._proven = checkpoint, dtype, kernels, numerics
+        return Offer(key, numerics.to_json())
+
+    def load(self, asked: LoadLayers) -> Shard:
+        if self._proven is None:
+            raise ValueError("nothing is proven, so nothing is loaded")
+        checkpoint, dtype, kernels, numerics = self._proven
+        with current(self.device):
+            return checkpoint.family.build(
+                checkpoint.config,
+                checkpoint,
+                kernels.using(plan_served(numerics, fast=asked.fast)),
+                device=self.device,
+                dtype=dtype,
+                layers=range(*asked.layers),
+                slots=asked.slots,
+                capacity=asked.capacity,
+                buckets=asked.buckets,
+                aux_layers=asked.aux_layers,
+                state_places=asked.state_places,
+            )
+
+
+def folder_of(model: str) -> Path:
+    return demo.FOLDERS.get(model) or Path(model)
+
+
+def described(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Weights and configuration, as both ends must have them."""
+    config = repr((checkpoint.family.model_type, checkpoint.config))
+    return checkpoint.digest(), blake2b(config.encode(), digest_size=16).hexdigest()
+
+
+def run_launched(model: str, device: str, descriptors: tuple[int, ...], secret: bytes) -> int:
+    """For the server that launched it, until that ends the connection, or itself."""
+    channel = Channel(socket.socket(fileno=descriptors[0]))
+    threading.Thread(target=leave_with, args=(channel.socket,), name="shard-watch", daemon=True).start()
+    join = joining(descriptors[1:])
+    return 0 if served(lambda: ServedModel.open(model, device), channel, secret, join) else 1
+
+
+def leave_with(connection: socket.socket) -> None:
+    """The server is gone: whatever is being computed is of no use to anybody."""
+    watched = select.poll()
+    watched.register(connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+    watched.poll()
+    os._exit(0)
+
+
+def joining(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared | None]:
+    """The memory that the server has made: from it, and to it."""
+
+    def join(sizes: tuple[int, int]) -> Shared | None:
+        try:
+            into, out = (shared.joined(one, size) for one, size in zip(memory, sizes, strict=True))
+        except (OSError, ValueError) as error:
+            log.warning("no memory is shared with the server: %s", error)
+            return None
+        return Shared(out, into)
+
+    return join
+
+
+def run_listening(model: str, device: str, address: tuple[str, int], secret: bytes) -> int:
+    """For one server after the other, until somebody stops it. What one has left the next one does not find."""
+    served_model = ServedModel.open(model, device)
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    try:
+        listening = socket.create_server(address, family=family, backlog=WAITING)
+    except OSError as error:
+        raise Refusal(f"--listen tcp://{address[0]}:{address[1]}: {error.strerror or error}") from error
+    with listening:
+        host, port = listening.getsockname()[:2]
+        print(f"ready  tcp://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        while True:
+            connection, _ = listening.accept()
+            served(lambda: served_model, Channel(kept_alive(connection)), secret, lambda _: None)
+
+
+def served(
+    model: Callable[[], ServedModel], channel: Channel, secret: bytes, join: Callable[[tuple[int, int]], Shared | None]
+) -> bool:
+    """One connection. False where it did not end well."""
+    try:
+        Daemon(channel, model(), secret, engine.__version__, join).run()
+    except ConnectionEnded:
+        return True
+    except ConnectionBroken as error:
+        log.warning("the connection to the server ended: %s", error)
+        return False
+    except Refusal as error:  # whoever says hello first is told
+        with suppress(ConnectionBroken):
+            refuse(channel, channel.receive(HELLO_S).head, str(error), HELLO_S)
+        raise
+    return True

@@ -1,0 +1,77 @@
+"""Where what slots keep is kept beyond the device, as the options ask for it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from adapters.device.drafting import Drafting
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.draft import CachedDraft
+from adapters.models.pipeline import Pipeline
+from adapters.store.disk import Disk
+from adapters.store.folder import FolderUnusable
+from adapters.store.format import Draft, Layout
+from adapters.store.opening import open_store
+from adapters.store.store import Store
+from adapters.transfer.transfer import Transfer, transfer
+from effects.scope import parse
+from effects.snapshot import SaveSnapshot
+from engine.folders import cache_folder
+from engine.options import Options
+from engine.refusal import Refusal
+
+log = logging.getLogger("rekindle")
+
+
+def layout(shard: Pipeline, draft: CachedDraft[Any] | None, named: str, block_size: int) -> Layout:
+    kept = None if draft is None else Draft(draft.identity, draft.row_spec)
+    return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
+
+
+def disk_folder(options: Options) -> Path | None:
+    """Where things are kept on disk, if anything is to be."""
+    if parse(options.disk_prefix_cache).kind == "off" or not options.kv_cache_budget:
+        return None
+    return options.kv_cache_dir or cache_folder()
+
+
+def build_store(options: Options, layout: Layout, *, pin: bool) -> Store[Disk] | None:
+    """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
+    folder = disk_folder(options)
+    limits: dict[str, Any] = {
+        "host_bytes": options.host_cache_budget << 20,
+        "disk_bytes": options.kv_cache_budget << 20,
+        "codec": options.kv_cache_codec,
+        "pin": pin,
+    }
+    try:
+        return open_store(layout, folder, **limits)
+    except FolderUnusable as error:
+        if options.kv_cache_dir is not None:
+            raise Refusal(f"--kv-cache-dir {error}") from error
+        log.warning("prompts are not kept on disk: %s", error)
+        return open_store(layout, None, **limits)
+
+
+def keeping(
+    options: Options,
+    kind: Layout,
+    shard: Pipeline,
+    executor: DeviceExecutor,
+    lane: DeviceLane,
+    *,
+    drafting: Drafting[CachedDraft[Any]] | None,
+) -> Transfer | None:
+    """What is kept of slots beyond the device, and how it comes there and back, if the options ask for it."""
+    store = build_store(options, kind, pin=any(device.type == "cuda" for device in shard.devices))
+    if store is None:
+        return None
+    follow = (lambda _: None) if drafting is None else drafting.catch_up
+    draft = None if drafting is None else drafting.draft
+    moving = transfer(store, shard.parts, lane, executor.serving, draft=draft, catch_up=follow)
+    executor.handle(SaveSnapshot, moving.saver.save)
+    executor.checkpointed_by(moving.saver.checkpoint)
+    return moving

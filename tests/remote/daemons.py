@@ -1,0 +1,221 @@
+"""A shard's daemon on a thread of the test, with a small random model: real sockets, real frames, no process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from attrs import define, evolve, field
+
+from adapters.models.dense import DenseShard
+from adapters.models.dense_config import DenseConfig
+from adapters.models.pipeline import Pipeline
+from adapters.models.shard import OutputHead, Shard
+from adapters.models.synthetic import RandomWeights
+from adapters.remote import shared
+from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
+from adapters.remote.daemon import Daemon
+from adapters.remote.messages import Facts, LoadLayers, Offer, Op, Prove
+from adapters.remote.peer import Deadlines, ExpectedModel, Peer
+from adapters.remote.shard import RemoteShard
+from tests.models.checkpoints import proven
+
+SECRET, VERSION = b"a secret of tests", "0.0.0"
+LIMIT = 1 << 24
+FACTS = Facts("weights", "config", 5, "cpu", "boot", 1, 1 << 30)
+QUICK = Deadlines(hello=20, prove=20, load=20, step=20)  # nothing here takes a second
+
+
+@define(eq=False)
+class RandomModel:
+    """The model side of a daemon: random weights, which are the same wherever they are made."""
+
+    config: DenseConfig
+    dtype: torch.dtype = torch.bfloat16
+    told: Facts = FACTS
+    introduced: int = 0
+    built: list[Shard] = field(factory=list[Shard])
+
+    @property
+    def layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    def facts(self) -> Facts:
+        self.introduced += 1
+        return self.told
+
+    def prove(self, asked: Prove) -> Offer:
+        return asked.offers[0]
+
+    def load(self, asked: LoadLayers) -> Shard:
+        first, last = asked.layers
+        how = {"slots": asked.slots, "capacity": asked.capacity, "buckets": asked.buckets}
+        how |= {"aux_layers": asked.aux_layers, "state_places": asked.state_places}
+        shard = part(self.config, range(first, last), self.dtype, **how)
+        self.built.append(shard)
+        return shard
+
+
+def part(config: DenseConfig, layers: range, dtype: torch.dtype, **how) -> DenseShard:
+    weights = RandomWeights(config, scale=config.hidden_size**-0.5)
+    return DenseShard(config, weights, proven(config, dtype, 512).fresh(), dtype=dtype, layers=layers, **how)
+
+
+@define(eq=False)
+class Threads:
+    """A dial: every opening is a daemon on a thread of its own. sharing: memory, too.
+
+    meddle: is given the daemon's end of the connection and may say what it serves instead.
+    """
+
+    served: RandomModel
+    sharing: bool = True
+    secret: bytes = SECRET
+    version: str = VERSION
+    name: str = "thread:0"
+    meddle: Callable[[Channel], Channel] = lambda channel: channel
+    opened: int = 0
+    ends: list[Channel] = field(factory=list[Channel])
+    threads: list[threading.Thread] = field(factory=list[threading.Thread])
+    _memory: tuple[int, ...] = ()
+
+    def begin(self) -> None:
+        pass
+
+    def open(self) -> Channel:
+        self.end()
+        self.opened += 1
+        ours, theirs = socket.socketpair()
+        if self.sharing:
+            self._memory = tuple(one for one in (shared.made(), shared.made()) if one is not None)
+        memory = self._memory
+
+        def join(sizes: tuple[int, int]) -> Shared | None:
+            if len(memory) != 2:
+                return None
+            into, out = (shared.joined(one, size) for one, size in zip(memory, sizes, strict=True))
+            return Shared(out, into)
+
+        end = self.meddle(Channel(theirs))
+        daemon = Daemon(end, self.served, self.secret, self.version, join)
+        self.ends.append(end)
+        self.threads.append(threading.Thread(target=quietly, args=(daemon,), daemon=True))
+        self.threads[-1].start()
+        return Channel(ours)
+
+    def share(self, sizes: tuple[int, int]) -> Shared | None:
+        if len(self._memory) != 2 or not all(sizes):
+            return None
+        out, into = (shared.grown(one, size) for one, size in zip(self._memory, sizes, strict=True))
+        return Shared(out, into)
+
+    def kill(self) -> None:
+        """As if its process had been: the connection ends at once, wherever it is."""
+        self.ends[-1].close("killed")
+
+    def end(self) -> str:
+        if self.ends:
+            self.ends[-1].close("killed")
+            self.threads[-1].join(20)
+            assert not self.threads[-1].is_alive()
+        return ""
+
+
+@define(eq=False)
+class Mortal(Channel):
+    """A daemon's end of its connection, which dies where it is told to."""
+
+    doom: Callable[[Op, str], bool] = lambda *_: False
+    at: Op = Op.HELLO
+
+    def receive(self, seconds: float, *, patient: bool = False) -> WireFrame:
+        frame = Channel.receive(self, seconds, patient=patient)
+        self.at = Op(frame.head.op)
+        if self.doom(self.at, "asked"):
+            raise self.broken("killed")
+        return frame
+
+    def send(self, op, request, arguments, tensors=(), *, flags=0, seconds=None) -> None:
+        if self.doom(self.at, "answering"):
+            raise self.broken("killed")
+        Channel.send(self, op, request, arguments, tensors, flags=flags, seconds=seconds)
+
+
+@define(eq=False)
+class Fates:
+    """When the next deaths are: each behind so many of an op, or of any, when asked or when it is to be answered."""
+
+    coming: list[tuple[Op | None, str, int]] = field(factory=list)
+    seen: Counter[Op] = field(factory=Counter)
+    died: list[Op] = field(factory=list)
+
+    def doom(self, op: Op, when: str) -> bool:
+        if when == "asked":
+            self.seen[op] += 1
+        wanted, then, left = self.coming[0] if self.coming else (op, "", 0)
+        if wanted not in {None, op} or then != when:
+            return False
+        if left:
+            self.coming[0] = wanted, when, left - 1
+            return False
+        self.died.append(op)
+        del self.coming[0]
+        return True
+
+
+def quietly(daemon: Daemon) -> None:
+    with suppress(ConnectionBroken):
+        daemon.run()
+
+
+@define(eq=False)
+class NoEnds:
+    """Embedding and head for a draft, of which there is none."""
+
+    nbytes: int = 0
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        raise AssertionError("there is no draft")
+
+    @property
+    def output(self) -> OutputHead:
+        raise AssertionError("there is no draft")
+
+
+def peer_of(dial, deadlines: Deadlines = QUICK, secret: bytes = SECRET, version: str = VERSION) -> Peer:
+    return Peer(dial, secret, version, ExpectedModel("weights", "config"), deadlines)
+
+
+def remote(dial: Threads, layers: range, peer: Peer | None = None, **how) -> RemoteShard:
+    config = dial.served.config
+    peer = peer or peer_of(dial)
+    peer.connect()
+    given = {"slots": 3, "capacity": 512, "buckets": (4, 8, 16, 32, 64, 128, 256), "aux_layers": (0, 2, 4)}
+    given |= {"state_places": 2, "fast": False, "limit": LIMIT, "shared": (1 << 20, 1 << 20)} | how
+    asked = LoadLayers(layers=(layers.start, layers.stop), **given)
+    return RemoteShard(peer, asked, NoEnds(), config.hidden_size, config.num_layers)
+
+
+def split(config: DenseConfig, cuts: Sequence[int], dial: Callable[[], Threads]) -> Pipeline:
+    """The first part is here, the others on threads."""
+    parts, begin = list[Shard](), 0
+    for number, end in enumerate(cuts):
+        how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_places": 2}
+        here = number == 0 and len(cuts) > 1
+        own = range(begin, end)
+        parts.append(part(config, own, torch.bfloat16, **how) if here else remote(dial(), own))
+        begin = end
+    return Pipeline(parts)
+
+
+def with_facts(served: RandomModel, **facts: object) -> RandomModel:
+    return evolve(served, told=Facts(**{name: getattr(served.told, name) for name in Facts.__struct_fields__} | facts))

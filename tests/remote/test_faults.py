@@ -1,0 +1,138 @@
+"""Shards that die, wherever that is: a clear error or the same answer, the next one right, nothing kept that is not."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+from attrs import define, evolve
+
+import engine
+import engine.remote
+from adapters.remote.channel import Channel
+from adapters.remote.messages import Op
+from adapters.remote.shard import RemoteShard
+from adapters.text.text import Text
+from benchmarks.exactness import prompts
+from effects.job import Job
+from effects.scope import Scope
+from engine.begin import load_target
+from engine.options import Options
+from engine.shard import ServedModel
+from engine.target import Target, model_folder
+from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, answers, words
+from tests.remote.daemons import Fates, Mortal, Threads
+
+MODELS = ("demo", "demo-hybrid")
+KILLS = 8  # of each model, in the default suite
+PLAN = {"target_devices": "cpu:0,ipc+cpu:0", "target_layer_split": "1,1"}
+SHAPE = {"max_ctx": 512, "kv_cache_min_tokens": 64, "host_cache_budget": 0, "draft": "none", "slots": 2}
+SHAPE |= {"kv_cache_interval": 64}
+ENDINGS = {"stop", "length"}
+
+
+@define(eq=False)
+class Split:
+    """A target of which half is on threads, and what one that is not answers."""
+
+    target: Target
+    fates: Fates
+    jobs: Sequence[Job]
+    plain: Sequence[tuple]
+
+    @property
+    def shard(self) -> RemoteShard:
+        shard = self.target.shard.parts[1]
+        assert isinstance(shard, RemoteShard)
+        return shard
+
+
+def on_threads(monkeypatch: pytest.MonkeyPatch, fates: Fates, dials: list[Threads]) -> None:
+    """What the server would launch, it finds on threads."""
+
+    def launched(where, options, folder, secret) -> Threads:
+        def meddle(channel: Channel) -> Channel:
+            return Mortal(channel.socket, doom=fates.doom)
+
+        served = ServedModel.open(str(folder), where.device)
+        dials.append(Threads(served, True, secret.encode(), engine.__version__, where.name, meddle))
+        return dials[-1]
+
+    monkeypatch.setattr(engine.remote, "launched", launched)
+
+
+async def made(model: str, count: int) -> list[Job]:
+    text = Text.load(model_folder(Options(model=model)))
+    found = [prompt[-150:] for prompt in (await prompts(text, 8 + count))[8:]]
+    await text.aclose()
+    return [Job(prompt, 8, sampling=SAMPLINGS[n % 4], speculate=False) for n, prompt in enumerate(found)]
+
+
+@pytest.fixture(params=MODELS)
+async def split(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Split]:
+    jobs = await made(request.param, 6)
+    whole = await load_target(Options(model=request.param, device="cpu", **SHAPE, disk_prefix_cache="off"))
+    plain = words(await answers(whole, [evolve(job, scope=Scope("off")) for job in jobs], rates=FLAT))
+    await whole.close()
+    fates, dials = Fates(), list[Threads]()
+    on_threads(monkeypatch, fates, dials)
+    target = await load_target(Options(model=request.param, **PLAN, **SHAPE, kv_cache_dir=tmp_path))
+    found = Split(target, fates, jobs, plain)
+    found.shard.peer.pause_s = 0
+    yield found
+    await target.close()
+    assert all(not thread.is_alive() for dial in dials for thread in dial.threads), "nothing is left running"
+
+
+def right(split: Split, numbers: Sequence[int], heard: Sequence[Heard]) -> int:
+    """How many were answered; those that were not say why."""
+    for number, one in zip(numbers, heard, strict=True):
+        assert one.closed is not None
+        if one.closed.finish in ENDINGS:
+            assert words([one]) == [split.plain[number]], number
+        else:
+            assert one.closed.finish == "failed"
+            assert "ipc+cpu:0" in one.closed.detail or "lost a second time" in one.closed.detail, one.closed.detail
+            assert one.tokens == split.plain[number][0][: len(one.tokens)]
+    return sum(one.closed.finish in ENDINGS for one in heard if one.closed is not None)
+
+
+async def killed(split: Split, seeds: range) -> Counter[Op]:
+    """One death or two for each seed, while two prompts are answered; then the same again, undisturbed."""
+    for seed in seeds:
+        draw = random.Random(seed)
+        numbers = draw.sample(range(len(split.jobs)), 2)
+        salts = draw.choice(("", str(seed))), ""  # of somebody new, nothing is kept yet
+        jobs = [evolve(split.jobs[number], salt=salt) for number, salt in zip(numbers, salts, strict=True)]
+        ops = [one for one in Op if split.fates.seen[one]]
+        split.fates.coming[:] = [
+            (draw.choice((None, *ops)), draw.choice(("asked", "answering")), draw.choice((0, 0, 1, 3)))
+            for _ in range(draw.choice((1, 1, 2)))
+        ]
+        at_once = draw.choice((1, 2))
+        heard = await answers(split.target, jobs, at_once=at_once, rates=FLAT)
+        right(split, numbers, heard)
+        split.fates.coming.clear()
+        again = await answers(split.target, jobs, rates=FLAT)
+        assert right(split, numbers, again) == 2, (seed, [one.closed for one in again])
+    return Counter(split.fates.died)
+
+
+@pytest.mark.timeout(180)
+async def test_a_shard_that_is_killed_changes_no_answer(split: Split) -> None:
+    assert right(split, range(6), await answers(split.target, split.jobs, rates=FLAT)) == 6
+    died = await killed(split, range(KILLS))
+    assert died, "some of what was to be killed has been asked for"
+    tiers = {one.closed.report.tier for one in await answers(split.target, split.jobs, rates=FLAT) if one.closed}
+    assert tiers <= {"device", "disk"}, "what was kept meanwhile is found, and was right"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+async def test_a_thousand_kills_change_no_answer(split: Split) -> None:
+    await answers(split.target, split.jobs, rates=FLAT)
+    died = await killed(split, range(100, 900))
+    assert sum(died.values()) > 500
