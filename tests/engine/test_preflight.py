@@ -59,6 +59,12 @@ MODELS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "no object": (lambda path: folder(path / "m", [1]), ["not a JSON object"]),
     "no type": (lambda path: folder(path / "m", {}), ["model_type None", "'qwen3'"]),
     "another type": (lambda path: folder(path / "m", {"model_type": "gpt2"}), ["'gpt2'", "'llama', 'qwen2', 'qwen3'"]),
+    "another quantisation": (
+        lambda path: folder(
+            path / "m", {"model_type": "qwen3", "quantization_config": {"quant_method": "bitsandbytes"}}
+        ),
+        ["quant_method 'bitsandbytes' is not supported; accepted: 'fp8', 'awq', 'gptq', 'compressed-tensors'"],
+    ),
     "an odd type": (lambda path: folder(path / "m", {"model_type": ["x"] * 999}), ["model_type", "'qwen3'"]),
 }
 

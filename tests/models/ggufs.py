@@ -1,6 +1,6 @@
 """Checkpoints as GGUF files, by the `gguf` package's writer: what llama.cpp's converter does is done again here.
 
-`python -m tests.models.ggufs FOLDER FILE [F16|Q8_0|...] [PRE-TOKENIZER]` writes one, of a demo as `smollm`.
+`python -m tests.models.ggufs FOLDER FILE [F16|Q8_0|...|MIX] [PRE-TOKENIZER]` writes one, of a demo as `smollm`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,16 @@ def packed(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
     if data.ndim == 1 or "conv1d" in name or name.endswith(ROUTERS):
         return data, Kind.F32
     return gguf.quantize(data, kind), kind
+
+
+def mixed(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
+    """As `Q4_K_M` is a mix: more bits for embedding and head, and for values and what leads down in every other layer.
+
+    The package makes no Q4_K and Q6_K, and rows that are no multiple of 256 have none: Q4_0 and Q8_0 in their place.
+    """
+    layer = name.split(".")[1] if name.startswith("blk.") else ""
+    more = not layer or (int(layer) % 2 == 0 and any(part in name for part in ("attn_v", "ffn_down")))
+    return packed(name, data, Kind.Q8_0 if more else Kind.Q4_0)
 
 
 def random_blocks(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
@@ -262,4 +272,5 @@ def text(folder: Path, pre: str) -> Mapping[str, Any]:
 
 if __name__ == "__main__":
     source, target, kind, pre = (*sys.argv[1:], *("Q8_0", "smollm")[len(sys.argv) - 3 :])
-    write_gguf(Path(target), Path(source), Kind[kind], tokenizer=pre)
+    how = {"pack": mixed} if kind == "MIX" else {"kind": Kind[kind]}
+    write_gguf(Path(target), Path(source), **how, tokenizer=pre)

@@ -1,12 +1,13 @@
 """Folders with packed weights, made by the formats' descriptions, number by number; what they stand for is known.
 
-Nothing here is quick, and nothing of it is shared with what is tested.
+Nothing of it is shared with what is tested. `python -m tests.models.quantised FOLDER NEW awq` writes one of `FORMATS`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,13 +112,17 @@ def gptq(
     }, found.values
 
 
-def words(weight: Tensor, *, bits: int, group: int = GROUP, symmetric: bool = True) -> tuple[Parts, Tensor]:
-    found = steps_of(weight, bits, in_turn(weight.shape[1], group or weight.shape[1]), symmetric=symmetric)
+def words(
+    weight: Tensor, *, bits: int, group: int = GROUP, symmetric: bool = True, act: bool = False
+) -> tuple[Parts, Tensor]:
+    order = shuffled(weight.shape[1]) if act else in_turn(weight.shape[1], group or weight.shape[1])
+    found = steps_of(weight, bits, order, symmetric=symmetric)
     zeros = {} if symmetric else {"weight_zero_point": in_words(found.zeros.T, bits).T.contiguous()}
     return {
         "weight_packed": in_words(found.steps, bits),
         "weight_scale": scales_of(found),
         "weight_shape": torch.tensor(weight.shape),
+        **({"weight_g_idx": torch.from_numpy(order.astype(np.int32))} if act else {}),
         **zeros,
     }, found.values
 
@@ -197,6 +202,11 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Packer]] = {
         ct("float-quantized", **FLOAT, strategy="block", block_structure=[128, 128]),
         lambda w: blocks(w, 128, 128, "weight_scale"),
     ),
+    "naive, a row": (
+        ct("naive-quantized", **FLOAT, strategy="channel") | {"quantization_status": "frozen"},
+        lambda w: blocks(w, 1, 0, "weight_scale"),
+    ),
+    "w4a16, by activation": (ct("pack-quantized", actorder="group"), lambda w: words(w, bits=4, act=True)),
     "int, a row": (ct("int-quantized", num_bits=8, strategy="channel", group_size=None), bytes_of),
 }
 
@@ -219,3 +229,7 @@ def quantise(source: Path, target: Path, name: str, called: Callable[[str], str]
     about = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**about, "quantization_config": config}))
     return values
+
+
+if __name__ == "__main__":
+    quantise(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -40,10 +40,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
     return found
 
 
+PACKED = ("fp8", "awq", "gptq", "gptq, by activation", "w4a16")
+
+
 @pytest.fixture(scope="module")
 def packed(models: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A llama in some of the formats, which tests copy."""
-    found = {name: tmp_path_factory.mktemp("packed") / "m" for name in ("fp8", "awq", "gptq", "w4a16")}
+    found = {name: tmp_path_factory.mktemp("packed") / "m" for name in PACKED}
     for name, folder in found.items():
         quantise(models["llama"][0], folder, name)
     return found
@@ -221,7 +224,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "names by number": ("fp8", {"modules_to_not_convert": [1]}, "null, or a list of up to 16384 names"),
     "another format": ("w4a16", {"format": "marlin-24"}, "format 'marlin-24' is not supported; accepted: 'pack-quan"),
     "nvfp4": ("w4a16", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
-    "frozen": ("w4a16", {"quantization_status": "frozen"}, "quantization_status 'frozen' is not supported"),
+    "an order that is not told": ("gptq", {"desc_act": 1}, "desc_act 1 is not supported; accepted: False, True"),
     "rows in 8 bits": ("w4a16", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme a JSON object is not supp"),
     "rotated": ("w4a16", {"transform_config": {"config_groups": {}}}, "transform_config a JSON object is not"),
     "sparse": ("w4a16", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format 'sparse-24' is not"),
@@ -252,6 +255,8 @@ def test_other_quantisations_are_refused_by_name(case: str, packed: dict[str, Pa
         ({"group_size": 128}, "weight_scale has shape [256, 10]; accepted here: [256, 3] (w4a16, groups of 128)"),
         ({"num_bits": 8}, "weight_scale has shape [256, 10]; accepted here: [256, 5] (w8a16, groups of 32)"),
         ({"symmetric": False}, "weight_zero_point is missing"),
+        ({"actorder": "group"}, "weight_g_idx is missing"),
+        ({"actorder": "other"}, "weights.actorder 'other' is not supported; accepted: null, False, True, 'weight'"),
     ],
 )
 def test_other_groups_are_refused_by_name(
@@ -316,6 +321,7 @@ TENSORS: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
         {"g_idx": torch.zeros(8, dtype=torch.int32)},
         "g_idx has shape [8]; accepted here: [256]",
     ),
+    "no index": ("gptq, by activation", {"g_idx": None}, "up_proj.g_idx is missing (gptq int4, groups of 32)"),
     "fp8 without scales": ("fp8", {"weight_scale_inv": None}, "weight_scale_inv is missing (fp8, scales of 128x128)"),
     "integers for fp8": (
         "fp8",

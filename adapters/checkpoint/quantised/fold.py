@@ -113,7 +113,7 @@ def needed(packing: Packing, main: tuple[int, int]) -> tuple[tuple[int, int], Ma
                 "weight_packed": Need((main,), ("I32",)),
                 "weight_scale": Need(scale_shapes(outputs, groups)),
                 **({"weight_zero_point": zeros} if packing.zeros else {}),
-                "weight_g_idx": Need(((inputs,),), ("I32",), optional=True),
+                "weight_g_idx": Need(((inputs,),), ("I32",), optional=not packing.ordered),
                 "weight_shape": Need(((2,),), ("I64", "I32"), optional=True),
             }
         case Awq():
@@ -131,7 +131,7 @@ def needed(packing: Packing, main: tuple[int, int]) -> tuple[tuple[int, int], Ma
                 "qweight": Need((main,), ("I32",)),
                 "qzeros": Need(((groups, count(outputs, 32 // packing.bits)),), ("I32",)),
                 "scales": Need(((groups, outputs),)),
-                "g_idx": Need(((inputs,),), ("I32",), optional=True),
+                "g_idx": Need(((inputs,),), ("I32",), optional=not packing.ordered),
             }
 
 

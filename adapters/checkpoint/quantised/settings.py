@@ -40,11 +40,14 @@ class Scaled:
 
 @frozen
 class Int32Words:
-    """Of compressed-tensors: words along a row. group: columns that share a scale. zeros: and a zero point."""
+    """Of compressed-tensors: words along a row. group: columns that share a scale. zeros: and a zero point. ordered: a
+    tensor says which group a column is in.
+    """
 
     bits: int
     group: int
     zeros: bool
+    ordered: bool = False
 
     def __str__(self) -> str:
         return f"w{self.bits}a16, groups of {self.group or 'a row'}{', zero points' if self.zeros else ''}"
@@ -63,11 +66,12 @@ class Awq:
 
 @frozen
 class Gptq:
-    """Words along the inputs. offset: what is added to a zero point that is read."""
+    """Words along the inputs. offset: what is added to a zero point that is read. ordered: as of the others."""
 
     bits: int
     group: int
     offset: int
+    ordered: bool = False
 
     def __str__(self) -> str:
         return f"{'gptq' if self.offset else 'gptq_v2'} int{self.bits}, groups of {self.group or 'a row'}"
@@ -189,16 +193,15 @@ def gptq(told: Section) -> Quantisation:
     form = told.one("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     told.one("is_marlin_format", (False,), False)
     told.one("pack_dtype", ("int32",), "int32")
-    for name in ("desc_act", "sym"):
-        told.one(name, (False, True), False)
-    packing = Gptq(bits, told.size("group_size"), 1 if form == "gptq" else 0)
+    told.one("sym", (False, True), False)
+    ordered = told.one("desc_act", (False, True), False)
+    packing = Gptq(bits, told.size("group_size"), 1 if form == "gptq" else 0, ordered)
     return Quantisation((packing,), told.plain("modules_to_not_convert"))
 
 
 def compressed(told: Section) -> Quantisation:
     formats = (*FORMATS, "mixed-precision")
     kind = told.one("format", formats, None)
-    told.one("quantization_status", ("compressed",), "compressed")
     for name in ("kv_cache_scheme", "transform_config"):
         if told.raw.get(name):
             raise told.wrong(name, "null")
@@ -214,7 +217,7 @@ def compressed(told: Section) -> Quantisation:
 def compressed_group(told: Section, kind: str) -> Packing:
     kind = kind if kind in FORMATS and told.raw.get("format") is None else told.one("format", FORMATS, None)
     weights = told.part("weights")
-    floating = weights.one("type", ("float",) if kind == "float-quantized" else ("int",), "int") == "float"
+    floating = weights.one("type", TYPES.get(kind, ("int",)), "int") == "float"
     bits = weights.one("num_bits", (4, 8) if kind == "pack-quantized" else (8,), 8)
     symmetric = weights.one("symmetric", (True, False) if kind == "pack-quantized" else (True,), True)
     weights.one("dynamic", (False,), False)
@@ -222,7 +225,9 @@ def compressed_group(told: Section, kind: str) -> Packing:
     strategy = weights.one("strategy", strategies, None)
     group = weights.size("group_size") if strategy == "group" else WHOLE
     if kind == "pack-quantized":
-        return Int32Words(bits, group, zeros=not symmetric)
+        orders = (None, False, True, "weight", "static", "group", "dynamic")
+        ordered = weights.one("actorder", orders, None) in {True, "group", "dynamic"}
+        return Int32Words(bits, group, zeros=not symmetric, ordered=ordered)
     rows, columns = WHOLE, WHOLE
     if strategy == "block":
         rows, columns = weights.block("block_structure")
@@ -231,6 +236,7 @@ def compressed_group(told: Section, kind: str) -> Packing:
     return Scaled(floating, rows, columns)
 
 
+TYPES = {"float-quantized": ("float",), "naive-quantized": ("int", "float")}
 FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 METHODS: Mapping[str, Callable[[Section], Quantisation]] = {
     "fp8": fp8,
