@@ -22,7 +22,7 @@ import httpx
 from benchmarks.report import machine, median, raw, table
 
 ROOT = Path(__file__).parents[1]
-STEP = re.compile(r"starting: (.*) \((.*) s\)")
+STEP = re.compile(r"starting: (?!still )(.*) \((.*) s\)")
 
 
 def once(home: Path) -> tuple[dict[str, Any], list[tuple[str, float]]]:

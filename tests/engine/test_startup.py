@@ -54,7 +54,7 @@ def test_a_part_is_told_once_for_each_hundredth_of_all() -> None:
 
 
 def test_each_step_is_a_line_where_stderr_is_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "rekindle"), Steps() as steps:
+    with caplog.at_level(logging.INFO, "rekindle"), Steps(every_s=3600) as steps:
         for step in STEPS:
             steps(step)
     lines = [record.getMessage() for record in caplog.records]
