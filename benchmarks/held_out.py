@@ -26,7 +26,7 @@ CHUNK = 256
 
 
 @frozen
-class Measured:
+class PackedLoss:
     """error: of weights that were rounded at load. loss: nats a token."""
 
     name: str
@@ -35,7 +35,7 @@ class Measured:
     loss: float
 
 
-def measured(name: str, runs: list[list[int]]) -> Measured:
+def measured(name: str, runs: list[list[int]]) -> PackedLoss:
     path, _, rounding = name.partition(":")
     checkpoint = Checkpoint.open(demo.FOLDERS.get(path, path))
     if rounding:
@@ -53,7 +53,7 @@ def measured(name: str, runs: list[list[int]]) -> Measured:
             shard.commit(step, [len(tokens)])
             wanted = torch.tensor(run[start + 1 : start + 1 + CHUNK])
             total += float(cross_entropy(logits[: len(wanted)].float(), wanted, reduction="sum"))
-    return Measured(name, weights.bits, weights.error, total / (len(runs) * (RUN - 1)))
+    return PackedLoss(name, weights.bits, weights.error, total / (len(runs) * (RUN - 1)))
 
 
 def main() -> None:
