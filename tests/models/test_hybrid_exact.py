@@ -10,13 +10,11 @@ import torch
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.cpu_delta import CpuDelta
 from adapters.models.kernels.delta import DeltaShape
-from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.products import Unproven
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.numerics import Numerics
 from adapters.models.probe import probe
 from adapters.models.qwen3_5 import FAMILY
-from adapters.models.qwen3_next import Qwen3NextConfig
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import proven, same_bits
@@ -38,13 +36,6 @@ CONFIGS = {
     "nothing a multiple of a vector": config((3, 3, 24, 20), 203, 100, 212, 3, 4, 2, 24, 2048, 1e4, rotated=6),
     "linear alone around attention": config(
         (1, 6, 64, 48), 300, 64, 130, 3, 2, 2, 32, 2048, 1e4, kinds="lfl", rotated=32
-    ),
-    "experts": config(
-        *((2, 4, 24, 20), 300, 64, 130, 2, 3, 1, 32, 2048, 1e4),
-        kinds="lf",
-        rotated=8,
-        family=Qwen3NextConfig,
-        experts=ExpertsShape(9, 3, 40, normed=True, shared=24),
     ),
 }
 SLOTS = 4

@@ -1,4 +1,4 @@
-"""Hybrids with experts: read as they are published, and what is not served is refused in one clear line."""
+"""Hybrids with experts: rows have the same bits in any pieces, published layouts are read, the rest is refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,55 @@ from safetensors.torch import load_file, save_file
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.models.checkpoint import Checkpoint
+from adapters.models.dense import DenseShard
+from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.probe import probe
 from adapters.models.qwen3_5 import FULL, LINEAR
-from adapters.models.qwen3_next import FAMILY
-from tests.models.checkpoints import same_bits, save_model, shard_of, tokens_of
-from tests.models.hybrids import SPARSE, advance
+from adapters.models.qwen3_next import FAMILY, Qwen3NextConfig
+from adapters.models.synthetic import RandomWeights
+from tests.models.checkpoints import proven, same_bits, save_model, shard_of, tokens_of
+from tests.models.hybrids import (
+    SPARSE,
+    advance,
+    config,
+    rows_in_pieces_are_rows_of_chunks,
+    slots_side_by_side_are_each_as_if_alone,
+    what_is_rolled_back_has_never_happened,
+    whole_of,
+)
 from tests.models.test_experts import stack
+
+OWN = config(
+    *((2, 4, 24, 20), 300, 64, 130, 2, 3, 1, 32, 2048, 1e4),
+    kinds="lf",
+    rotated=8,
+    family=Qwen3NextConfig,
+    experts=ExpertsShape(9, 3, 40, normed=True, shared=24),
+)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A shard whose slot 0 holds a sequence computed in chunks of C, with the last layer's output."""
+    dtype = torch.bfloat16
+    how = {"slots": 4, "capacity": 512, "aux_layers": (1,), "state_places": 2}
+    return whole_of(
+        DenseShard(OWN, RandomWeights(OWN, scale=0.125), proven(OWN, dtype, 512).fresh(), dtype=dtype, **how)
+    )
+
+
+@pytest.mark.parametrize("pieces", [[(16, 13), (8, 7)], [(128, 100), (32, 31), (0, 200)], [(0, 0), (4, 3)]], ids=str)
+def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
+    rows_in_pieces_are_rows_of_chunks(whole, pieces)
+
+
+def test_what_is_rolled_back_has_never_happened(whole):
+    what_is_rolled_back_has_never_happened(whole, 250, 5)
+
+
+def test_slots_side_by_side_are_each_as_if_alone(whole):
+    slots_side_by_side_are_each_as_if_alone(whole)
 
 
 def saved(folder, name):
@@ -80,12 +122,12 @@ def test_a_dense_model_with_experts_is_told_which_it_is_not(tmp_path):
 
 def test_every_kind_of_layer_is_probed(tmp_path):
     """One with a recurrent state and experts, one with the state alone, one of attention and experts."""
-    config = Checkpoint.open(saved(tmp_path, "qwen3_next")).config
-    kinds = [(small.layer_types[0], small.dense_layers) for small, _ in config.probed()]
+    own = Checkpoint.open(saved(tmp_path, "qwen3_next")).config
+    kinds = [(small.layer_types[0], small.dense_layers) for small, _ in own.probed()]
     assert kinds == [(LINEAR, ()), (LINEAR, (0,)), (FULL, ())]
-    assert all(small.experts.count == 6 for small, _ in config.probed())
+    assert all(small.experts.count == 6 for small, _ in own.probed())
     cpu, dtype = torch.device("cpu"), torch.bfloat16
-    found = probe(FAMILY, config, CpuKernels(dtype), device=cpu, dtype=dtype, chunk=128, capacity=256, sizes=(4, 16))
+    found = probe(FAMILY, own, CpuKernels(dtype), device=cpu, dtype=dtype, chunk=128, capacity=256, sizes=(4, 16))
     assert (found.mode, found.buckets) == ("buckets", (4, 16, 128))
 
 
@@ -117,8 +159,8 @@ def test_sizes_of_the_80b_are_those_that_are_published():
         "rope_theta": 10000000,
         "rope_scaling": None,
     }
-    config = FAMILY.parse(raw)
-    every = sum(torch.Size(shape).numel() for shape in config.tensors().values())
+    found = FAMILY.parse(raw)
+    every = sum(torch.Size(shape).numel() for shape in found.tensors().values())
     assert round(every / 1e9, 1) == 79.7
-    assert config.rotated == 64
-    assert config.layer_types.count(FULL) == 12
+    assert found.rotated == 64
+    assert found.layer_types.count(FULL) == 12
