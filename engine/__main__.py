@@ -15,7 +15,7 @@ from adapters import heap
 from engine import completion as shells
 from engine import logs
 from engine.accepted import Quiet, Shell, known_device
-from engine.bench.wanted import Load
+from engine.bench.commands import bench
 from engine.cache.commands import cache
 from engine.chat.wanted import ChatOptions
 from engine.configuration import configuration
@@ -218,33 +218,7 @@ def simulate(
 
 app.command(trace)
 app.command(cache)
-
-
-BENCH = """Measure a server over HTTP.
-
-`rekindle bench serve --concurrency 1,4,16`
-"""
-bench = App(name="bench", help=BENCH, sort_key=6)
 app.command(bench)
-
-
-@bench.command(name="serve")
-def bench_serve(load: Annotated[Load, Parameter(name="*")] = Load()) -> int:  # noqa: B008 - a frozen value
-    """Send requests to any OpenAI-compatible server and time what comes back. Ctrl-C shows what there is until then.
-
-    Prompts are new in every run, so that no cache answers for the model, unless they are told to share something.
-
-    `rekindle bench serve --concurrency 1,4,16`
-
-    `rekindle bench serve --url http://127.0.0.1:8080 --prompt-tokens 2048 --answer-tokens 64 --json > peer.json`
-
-    `rekindle bench serve --rate 0.5,1,2 --prompt-tokens 200-4000 --shared-prefix 150 --plot load.svg`
-
-    `rekindle bench serve --log today.jsonl.zst --concurrency 4 --requests 100`
-    """
-    from engine.bench.serve import run  # noqa: PLC0415
-
-    return run(load)
 
 
 @app.command(sort_key=7)

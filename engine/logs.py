@@ -39,7 +39,9 @@ class JsonLines(logging.Formatter):
 
 
 def configure(form: LogFormat, level: LogLevel) -> None:
+    """level: of what is ours; what libraries have to say only those who work on them want to know."""
     handler = Stderr()
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.basicConfig(level="INFO" if level == "debug" else level.upper(), handlers=[handler])
+    logging.getLogger("rekindle").setLevel(level.upper())

@@ -14,7 +14,7 @@ from engine.chat.wanted import ChatOptions
 from engine.human import counted
 from engine.streamed import Chunk, chunks
 
-CONNECT_S = 10.0  # for an answer there is no limit: Ctrl-C ends it
+CONNECT_S = 30.0  # for an answer there is no limit: Ctrl-C ends it
 
 
 @define(eq=False)

@@ -25,7 +25,7 @@ from engine.streamed import complaint, parsed, said
 OURS = "http://127.0.0.1:8000"
 READY = re.compile(r"ready  (http://\S+)  ")
 STARTING = re.compile(r"starting: (.+) \(")
-MEET_S, AGAIN_S = 10.0, 0.25  # for a server to say what it has; between two questions to one that is loading
+MEET_S, AGAIN_S = 30.0, 0.25  # for a server to say what it has; between two questions to one that is loading
 STOP_S = 15.0  # for one that was started here: its --grace, and some more
 TOLD = 40  # last lines of its log that are kept, to say why it does not start
 

@@ -16,12 +16,12 @@ from engine.startup import PROBE, Steps
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn")
-    handlers, levels = root.handlers[:], (root.level, uvicorn.level)
+    loggers = [logging.getLogger(name) for name in (None, "uvicorn", "rekindle")]
+    handlers, levels = loggers[0].handlers[:], [logger.level for logger in loggers]
     yield
-    root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    uvicorn.setLevel(levels[1])
+    loggers[0].handlers[:] = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def configure(form: logs.LogFormat, level: logs.LogLevel) -> None:
@@ -41,6 +41,7 @@ def test_lines_are_objects_for_what_collects_them(capsys: pytest.CaptureFixture[
     log = logging.getLogger("rekindle.http")
     before = datetime.now(UTC).replace(microsecond=0)
     log.warning('line one\nline "two"', extra={"request": 7})
+    logging.getLogger("somebody.else").debug("noise")
     log.debug("POST", extra={"answer": "chatcmpl-1", "requests": [7, 8]})
     try:
         int("lost")
