@@ -20,7 +20,8 @@ from tests.browser import Browser, Page, found
 from tests.e2e.server import Running, serving
 
 IDLE = "document.querySelector('#turns [aria-busy]') === null && !document.querySelector('#send').hidden"
-BUSY = "document.querySelectorAll('#requests .now').length > 3 && document.querySelector('#requests .s-speculate.now')"
+BUSY = """document.querySelectorAll("#requests .now").length > 3 && document.querySelector("#requests .s-speculate.now")
+    && parseFloat(document.querySelector("#tiles b").textContent) > 0"""
 TOLD = "document.querySelector('#raw-figures').innerText && document.querySelector('#raw-stop').hidden"
 QUESTIONS = ("What is Rekindle?", "Write a function that reverses a string.")
 RULES = [f"Rule {n}: read a file before you change it, and say in a line what step {n} did." for n in range(60)]
