@@ -22,7 +22,8 @@ from torch import Tensor
 Array = NDArray[Any]
 Parts = dict[str, Tensor]
 GROUP = 32
-SMALL = ("in_proj_a", "in_proj_b", "conv1d")  # of a recurrent layer, which nobody packs
+# Of recurrent layers, and what chooses experts: nobody packs these
+SMALL = ("in_proj_a", "in_proj_b", "conv1d", "mlp.gate", "shared_expert_gate")
 
 
 def in_words(numbers: Array, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
