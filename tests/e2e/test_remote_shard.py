@@ -64,7 +64,9 @@ async def test_processes_restore_what_others_have_kept_over_hundreds_of_prompts(
 def test_a_killed_process_is_started_again_and_none_outlives_the_server(tmp_path: Path) -> None:
     body: dict[str, Any] = {"prompt": CODE, "max_tokens": 12, "temperature": 0.8, "seed": 3, "logprobs": 2}
     words = ("--kv-cache-dir", str(tmp_path), "--kv-cache-min-tokens", "64", "--max-ctx", "1024", "--draft", "none")
-    with serving("demo", *words, "--target-devices", "cpu:0,ipc+cpu:0", "--target-layer-split", "3,7") as server:
+    with serving(
+        "demo", *words, "--target-devices", "cpu:0,ipc+cpu:0", "--target-layer-split", "3,7", trusting=True
+    ) as server:
         assert "  layers=0-2@cpu,3-9@ipc+cpu:0  " in server.lines[0]
 
         def shown() -> list[dict[str, Any]]:

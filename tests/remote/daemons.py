@@ -27,7 +27,7 @@ from tests.models.checkpoints import proven
 SECRET, VERSION = b"a secret of tests", "0.0.0"
 LIMIT = 1 << 24
 FACTS = Facts("weights", "config", 5, "cpu", "boot", 1, 1 << 30)
-QUICK = Deadlines(hello=20, prove=20, load=20, step=20)  # nothing here takes a second
+QUICK = Deadlines(hello=100, prove=100, load=100, step=100)  # nothing here takes a second where nothing else runs
 
 
 @define(eq=False)
@@ -124,7 +124,7 @@ class Threads:
     def end(self) -> str:
         if self.ends:
             self.ends[-1].close("killed")
-            self.threads[-1].join(20)
+            self.threads[-1].join(100)
             assert not self.threads[-1].is_alive()
         return ""
 

@@ -27,7 +27,7 @@ from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, answers, words
 from tests.remote.daemons import Fates, Mortal, Threads
 
 MODELS = ("demo", "demo-hybrid")
-KILLS = 8  # of each model, in the default suite
+KILLS = 5  # of each model, in the default suite
 PLAN = {"target_devices": "cpu:0,ipc+cpu:0", "target_layer_split": "1,1"}
 SHAPE = {"max_ctx": 512, "kv_cache_min_tokens": 64, "host_cache_budget": 0, "draft": "none", "slots": 2}
 SHAPE |= {"kv_cache_interval": 64}
@@ -112,6 +112,8 @@ async def killed(split: Split, seeds: range) -> Counter[Op]:
             (draw.choice((None, *ops)), draw.choice(("asked", "answering")), draw.choice((0, 0, 1, 3)))
             for _ in range(draw.choice((1, 1, 2)))
         ]
+        if not split.fates.died:  # whatever else is asked for, this is
+            split.fates.coming[0] = Op.FORWARD, "asked", 0
         at_once = draw.choice((1, 2))
         heard = await answers(split.target, jobs, at_once=at_once, rates=FLAT)
         right(split, numbers, heard)
@@ -125,9 +127,8 @@ async def killed(split: Split, seeds: range) -> Counter[Op]:
 async def test_a_shard_that_is_killed_changes_no_answer(split: Split) -> None:
     assert right(split, range(6), await answers(split.target, split.jobs, rates=FLAT)) == 6
     died = await killed(split, range(KILLS))
-    assert died, "some of what was to be killed has been asked for"
-    tiers = {one.closed.report.tier for one in await answers(split.target, split.jobs, rates=FLAT) if one.closed}
-    assert tiers <= {"device", "disk"}, "what was kept meanwhile is found, and was right"
+    assert died[Op.FORWARD]
+    assert right(split, range(6), await answers(split.target, split.jobs, rates=FLAT)) == 6, "what was kept was right"
 
 
 @pytest.mark.long

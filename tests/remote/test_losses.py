@@ -26,6 +26,7 @@ from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
 from tests.models.test_pipeline import CONFIGS, chunk, pipeline, step
 from tests.remote.daemons import (
+    QUICK,
     SECRET,
     VERSION,
     Fates,
@@ -38,7 +39,7 @@ from tests.remote.daemons import (
     with_facts,
 )
 
-HASTY = Deadlines(hello=20, prove=20, load=20, step=0.5)
+HASTY = Deadlines(step=0.05)  # where nothing comes at all
 DENSE, HYBRID = CONFIGS["dense"], CONFIGS["hybrid"]
 
 
@@ -245,13 +246,14 @@ LIES = {
 def test_an_answer_that_is_none_ends_the_connection(case: str) -> None:
     answer, said = LIES[case]
     dial = Threads(RandomModel(DENSE), meddle=lambda channel: Lying(channel.socket, answer=answer))
-    far = remote(dial, range(3), peer_of(dial, HASTY))
+    far = remote(dial, range(3))
     told = list[str]()
     far.peer.lost_to(told.append)
+    far.peer.deadlines = HASTY if said == "no answer in time" else QUICK
     with pytest.raises(RowsLost, match=said):
         chunk(far, 0, 0, 64)
     assert len(told) == 1
-    dial.meddle = lambda channel: channel
+    dial.meddle, far.peer.deadlines = (lambda channel: channel), QUICK
     (whole,) = pipeline("dense", (5,)).parts
     chunk(far, 0, 0, 64)  # had anew, and right
     chunk(whole, 0, 0, 64)
