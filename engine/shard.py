@@ -175,7 +175,7 @@ def served(
     except ConnectionEnded:
         return True
     except ConnectionBroken as error:
-        log.warning("the connection to the server ended: %s", error)
+        log.info("the connection to the server ended: %s", error)
         return False
     except Refusal as error:  # whoever says hello first is told
         with suppress(ConnectionBroken):
