@@ -251,17 +251,18 @@ def shown(lines: Iterable[Line]) -> Iterator[Line]:
 def options_of(header: Header, model: str | None) -> Options:
     """What the trace was served with, as far as it decides the numbers. Raises Refusal: traces are hostile input."""
     names = (
-        *("model", "device", "target_devices", "target_layer_split", "dtype", "numerics", "chunk"),
+        *("model", "device", "target_devices", "target_layer_split", "dtype", "max_ctx", "numerics", "slots", "chunk"),
         *("threads", "state_checkpoints", "quantize"),
     )
     wanted: dict[str, Any] = {name: header.config[name] for name in names if name in header.config}
     if model is not None:
         wanted["model"] = model
-    # What was left open was chosen then, by the memory that there was.
-    wanted |= {"slots": header.settings.slots, "max_ctx": header.settings.max_context}
     wanted |= {"disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}
+    # What was left open was chosen then, by the memory that there was.
+    chosen = {"slots": header.settings.slots, "max_ctx": header.settings.max_context}
     try:
-        options = checked(wanted)
+        checked(wanted)
+        options = checked(wanted | chosen)
     except CycloptsError as error:
         raise Refusal(f"the trace's header: {error}") from error
     if any(one.address for one in options.devices):

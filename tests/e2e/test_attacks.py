@@ -53,7 +53,8 @@ def test_a_configuration_that_is_a_folder_and_a_host_that_is_no_name_are_one_lin
 
 def test_a_context_that_no_memory_holds_is_one_line(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "endless", config={"max_position_embeddings": 1 << 24})
-    assert "--max-ctx" in refused("serve", "--port", "0", "--device", "cpu", "--slots", "64", str(folder))
+    words = ("--port", "0", "--device", "cpu", "--slots", "64", "--max-ctx", str(1 << 24))
+    assert "--max-ctx" in refused("serve", *words, str(folder))
 
 
 @pytest.fixture(scope="module")
