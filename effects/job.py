@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from attrs import field, frozen
 
+from effects.compression import Compressed, Compression
 from effects.decode import Logprob
 from effects.grammar import Grammar
 from effects.ids import Tokens
@@ -45,12 +46,12 @@ class Job:
     """One request as the engine sees it."""
 
     prompt: Tokens  # at least one token; the last one is always computed
-    max_tokens: int  # at least 1; prompt + max_tokens fit the context
+    max_tokens: int  # at least 1; prompt + max_tokens fit the context, or will once the prompt is compressed
     sampling: Sampling = Sampling()
     stop_tokens: Tokens = ()  # generation ends with any of these, which is counted but has no text
     scope: Scope = field(factory=Scope)  # of the prefix cache; `off` also asks neither host memory nor disk
     boundaries: Tokens = ()  # ascending: prompt positions just past the opening marker of a message
-    compress: bool = True  # may the prompt be compressed, where the gate says so
+    compression: Compression = field(factory=Compression)  # may the prompt be compressed, and how far
     speculate: bool = True  # may a draft propose
     # Alternatives beside each token of the prompt but the first, with whose logprobs the report comes; -1: none are
     # asked for. All of its rows are computed then, as what was kept of a prompt has none.
@@ -73,6 +74,26 @@ class Report:
     proposed: int = 0
     accepted: int = 0  # proposals that became tokens of the answer
     speculation: str = ""  # why nothing (more) was proposed, machine-readable; empty: it was to the end
-    compressed_from: int = 0  # length of the prompt before compression; 0: not compressed
+    compression: Compressed | None = None  # what was left out of the prompt, or why nothing was; None: not asked for
     cache: Selection = field(factory=Selection)  # what is kept of it for later
     prompt_logprobs: tuple[Logprob, ...] = ()  # of each token of the prompt but the first, when they were asked for
+
+
+def uncompressed(job: Job, drafter: int) -> str:
+    """Why its prompt is never compressed, machine-readable; empty: it may be. drafter: tokens that one can score, 0
+    without any.
+
+    What goes on from earlier answers is cheaper to continue, and its next turn would find nothing again. Descriptions
+    of tools, and prompts whose answer keeps to a form, are read to the letter.
+    """
+    asked = job.compression
+    reasons = {
+        "off": asked.mode == "off",
+        "no_drafter": drafter == 0,
+        "logprobs": job.prompt_logprobs >= 0,
+        "continues": asked.continues,
+        "tools": asked.tools,
+        "structured": job.sampling.grammar is not None,
+        "beyond_drafter": len(job.prompt) > drafter,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")

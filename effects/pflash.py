@@ -6,34 +6,37 @@ from typing import ClassVar
 
 from attrs import frozen
 
+from effects.compression import PromptPart
 from effects.ids import DeviceFailed, Side, Span, Tokens
 
 
 @frozen
 class PromptCompressed:
-    prompt: Tokens  # what will be served; shorter, or the outcome is a failure
+    prompt: Tokens  # what will be served; the prompt as it was, where nothing could be left out
     kept: tuple[Span, ...]  # spans of the original that survived
+    forced: tuple[Span, ...] = ()  # those of them that had to, whatever their scores
+    ns: int = 0  # what all of it took on the lane; 0: not measured
 
 
 @frozen
 class PromptScored:
-    """Of the prompt, tokens `[0, stop)`; more follow."""
+    """So much is done as if tokens `[0, stop)` had been scored, and the others had not; more follows."""
 
     stop: int
-    ns: int = 0  # what these took on the lane; 0: not measured
 
 
 @frozen
 class CompressPrompt:
-    """Score the next tokens of a prompt, one chunk, at most C of them; with its last ones, pick what is kept.
+    """Go on scoring a prompt: as much work as C tokens are; with the last of it, pick what is kept.
 
-    What was scored of a request's prompt before is remembered, from `start` 0 on, until the prompt that will be served
-    is told, or the work has failed or was abandoned.
+    The first ask, with start 0, says all there is to say. It is remembered with what was scored until the prompt that
+    will be served is told, or the work has failed or was abandoned.
     """
 
     outcomes: ClassVar = (PromptScored, PromptCompressed, DeviceFailed)
     side: ClassVar = Side.DEVICE
-    tokens: Tokens  # `[start, start + len(tokens))` of the prompt
-    start: int
-    total: int  # tokens of the prompt
-    keep_permille: int
+    start: int  # as the last outcome said
+    tokens: Tokens = ()  # the prompt
+    keep: int = 0  # of its tokens, so many
+    most: int = 0  # no more than these fit
+    parts: tuple[PromptPart, ...] = ()

@@ -17,7 +17,9 @@ Stage: TypeAlias = Literal[
     "Waiting",
     "LookingUp",
     "Restoring",
+    "Fetching",
     "Compressing",
+    "Releasing",
     "Unparking",
     "Prefilling",
     "Speculating",
@@ -30,7 +32,7 @@ Stage: TypeAlias = Literal[
 """What a request does, as clients are told: in answers, /slots, /props and metrics. Names that others build upon."""
 QUEUE_STAGES: tuple[Stage, ...] = ("Waiting",)
 PROMPT_STAGES: tuple[Stage, ...] = (
-    *("LookingUp", "Restoring", "Compressing", "Unparking", "Prefilling"),
+    *("LookingUp", "Restoring", "Fetching", "Compressing", "Releasing", "Unparking", "Prefilling"),
     *("Recovering", "Yielding"),
 )
 ANSWER_STAGES: tuple[Stage, ...] = ("Speculating",)

@@ -15,6 +15,7 @@ class ModelLoaded:
 
     bytes: int = 0  # that were moved
     ns: int = 0  # what that took; 0: not measured
+    name: ModelName = "draft"
 
 
 @frozen

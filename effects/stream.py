@@ -11,8 +11,20 @@ from effects.ids import Tokens
 from effects.job import Report
 
 # Why a stream ended. `stop`: a stop token, or a stop string (cancelled by the edge); `length`: max_tokens reached;
-# `dead_end`: the request's grammar let no token follow.
-Finish: TypeAlias = Literal["stop", "length", "cancelled", "deadline", "shutdown", "queue_full", "dead_end", "failed"]
+# `dead_end`: the request's grammar let no token follow; `too_long`: not enough of its prompt could be left out;
+# `uncompressed`: it would have to be, and the drafter failed.
+Finish: TypeAlias = Literal[
+    "stop",
+    "length",
+    "cancelled",
+    "deadline",
+    "shutdown",
+    "queue_full",
+    "dead_end",
+    "too_long",
+    "uncompressed",
+    "failed",
+]
 
 
 @frozen

@@ -54,6 +54,32 @@ def known_listen(_: Any, value: str) -> None:
     read_listen(value)
 
 
+def known_drafter_device(_: Any, value: str) -> None:
+    if value:
+        known_device(_, value)
+
+
+def known_curve(_: Any, value: str) -> None:
+    if value:
+        read_curve(value)
+
+
+def read_curve(text: str) -> tuple[tuple[int, int], ...]:
+    """Points of tokens and thousandths, ascending. Raises ValueError."""
+    points = list[tuple[int, int]]()
+    for point in text.split(","):
+        tokens, _, ratio = point.strip().partition(":")
+        number = re.fullmatch(r"0?\.\d{1,6}|1(\.0*)?|0\.\d+", ratio)
+        if not (tokens.isascii() and tokens.isdecimal() and len(tokens) < 8) or not number or float(ratio) < 0.001:
+            raise ValueError(
+                f"{point[:40]!r} is not TOKENS:RATIO; accepted: such as 10000:0.5, ratios from 0.001 to 1."
+            )
+        points.append((int(tokens), round(float(ratio) * 1000)))
+    if [tokens for tokens, _ in points] != sorted({tokens for tokens, _ in points}):
+        raise ValueError("Must name every number of tokens once, in ascending order.")
+    return tuple(points)
+
+
 def known_weights(_: Any, value: str) -> None:
     if value:
         read_weights(value)

@@ -14,13 +14,14 @@ from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
-from effects.ids import MAIN, RequestId
+from effects.ids import MAIN, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
-from effects.ports import Perform
+from effects.ports import Perform, Submit
 from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from engine.door import EngineDoor
+from engine.drafter import Drafter
 from engine.meter import Meter
 from engine.misses import Misses
 from engine.runner import Envelope, Executors, Runner
@@ -49,13 +50,14 @@ async def engine(
     facts: Mapping[str, Any],
     live: Callable[[], Mapping[str, Any]] = dict,
     threads: Sequence[Watched] = (),
+    drafter: Drafter | None = None,
     recorder: Recorder | None = None,
     paranoid: bool = False,
     grace_s: float = 10,
 ) -> AsyncIterator[Engine]:
     """Running inside the block. At its end: newcomers refused, the others drained, the (started) trace complete.
 
-    threads: those of the model and the store, whose troubles are told with the engine's own.
+    threads: whose troubles are told with the engine's own.  drafter: of compressions.
     """
     metrics = Metrics()
     metrics.watch_damage(lambda: live().get("damaged", {}))
@@ -69,12 +71,7 @@ async def engine(
         if paranoid:
             invariants.check(after)
 
-    def abandon(request: RequestId, _: Abandon) -> None:
-        executor.abandon(request)
-        if transfer is not None:
-            transfer.restorer.abandon(request)
-
-    notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: (abandon,)}
+    notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: giving_up(executor, drafter, transfer)}
     perform: dict[type, Perform] = {}
     if transfer is not None:
         metrics.watch_cache(transfer.store.figures)
@@ -82,7 +79,7 @@ async def engine(
         perform |= {FindPrefix: transfer.lookup.find, RestoreBlocks: transfer.restorer.restore}
     runner = Runner(
         begin(settings),
-        Executors({MAIN: executor.submit}, perform, notify),
+        Executors(lanes(settings, executor, drafter), perform, notify),
         time.monotonic_ns,
         settings.slots + settings.max_queue + SPARE,
         None if recorder is None else recorder.record,
@@ -109,3 +106,18 @@ async def engine(
         runner.close()
         if recorder is not None:
             recorder.close()
+
+
+def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None) -> dict[LaneId, Submit]:
+    """What carries out the launches of each."""
+    beside = None if drafter is None else drafter.beside
+    apart: dict[LaneId, Submit] = {} if beside is None else {settings.drafter_lane: beside.submit}
+    return {MAIN: executor.submit, **apart}
+
+
+def giving_up(
+    executor: DeviceExecutor, drafter: Drafter | None, transfer: Transfer | None
+) -> tuple[Callable[[RequestId, Abandon], None], ...]:
+    """Who hears that a request is given up."""
+    others = [one for one in (drafter, None if transfer is None else transfer.restorer) if one is not None]
+    return tuple(lambda request, _, one=one: one.abandon(request) for one in (executor, *others))

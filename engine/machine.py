@@ -261,6 +261,11 @@ def shards(
     return Pipeline(parts)
 
 
+def state_tokens(shard: Pipeline) -> int:
+    """A checkpoint takes as long to move as the rows of so many tokens."""
+    return -(-sum(spec.nbytes for spec in shard.state_specs) // shard.row_spec.token_bytes) if shard.state_specs else 0
+
+
 def probed(checkpoint: Checkpoint, kernels: Kernels, kept: Kept, **how: Any) -> Numerics:
     """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
     family, config = checkpoint.family, checkpoint.config

@@ -14,7 +14,7 @@ from effects.ids import RequestId, Tokens
 from effects.job import Report
 from effects.ports import DIVERGED, Divergence
 from effects.prefill import OpenSlot
-from states.life import alike, whole_blocks
+from states.sequences import alike, whole_blocks
 from states.slots import resident, whose
 from states.world import Out, World
 
@@ -36,7 +36,7 @@ class Misses:
     def told(self, request: RequestId, report: Report) -> Divergence | None:
         """At its end. What was found short of the rows that were restored in the end is no miss."""
         found = [self._slots.pop(request, None), self.stored.pop(request, None)]
-        if report.compressed_from:
+        if report.compression is not None and not report.compression.why_not:
             return None  # places are those of another prompt
         there = [one for one in found if one is not None and one.at >= report.restored_tokens]
         return max(there, key=lambda one: one.at, default=None)

@@ -17,14 +17,17 @@ from engine.accepted import (
     flag,
     known_aliases,
     known_chunk,
+    known_curve,
     known_device,
     known_devices,
+    known_drafter_device,
     known_host,
     known_key,
     known_names,
     known_origins,
     known_scope,
     known_weights,
+    read_curve,
     residency,
     whole,
 )
@@ -37,6 +40,7 @@ MODEL = "Model"
 SERVER = "Server"
 ENGINE = "Engine"
 DRAFT = "Speculation"
+COMPRESSION = "Compression"
 CACHE = "Cache"
 TRACE = "Trace"
 LOG = "Log"
@@ -128,6 +132,24 @@ class Options(ModelOption):
 
     lazy_draft: Annotated[bool, flag(DRAFT, negative="")] = False
     """Short for --draft-residency request-scoped."""
+
+    prefill_compression: Annotated[Literal["off", "auto", "always"], flag(COMPRESSION)] = "off"
+    """Leave out of prompts what a drafter attends least to; auto: of long ones, where that is quicker."""
+
+    prefill_drafter: Annotated[str, flag(COMPRESSION)] = ""
+    """Folder or GGUF file of the drafter: any family that is served, with the model's tokenizer; or a demo's name."""
+
+    prefill_drafter_device: Annotated[Device, flag(COMPRESSION, validator=known_drafter_device)] = ""
+    """Where it runs: cpu, cuda or cuda:N; the model's own device by default."""
+
+    prefill_threshold: Annotated[int, flag(COMPRESSION, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 32_000
+    """Tokens of a prompt, beyond what is cached of it, from which auto compresses."""
+
+    prefill_keep_ratio: Annotated[float, flag(COMPRESSION, validator=Number(gte=0.001, lte=1))] = 0.05
+    """How much of a prompt is kept."""
+
+    prefill_curve: Annotated[str, flag(COMPRESSION, validator=known_curve)] = ""
+    """In the place of a single ratio, ratios by tokens of the prompt, such as 10000:0.5,40000:0.2,100000:0.1."""
 
     stabilize: Annotated[Literal["off", "known"], flag(SERVER)] = "known"
     """known: what agents write anew into the head of every prompt (counters, dates) is left out, or goes to where it
@@ -223,6 +245,9 @@ class Options(ModelOption):
             raise Refusal(
                 "--lazy-draft is --draft-residency request-scoped, and persistent is asked for: leave one out"
             )
+        if not self.prefill_drafter and (self.prefill_compression != "off" or self.prefill_drafter_device):
+            asked = f"--prefill-compression {self.prefill_compression}, --prefill-drafter-device"
+            raise Refusal(f"{asked}: there is no model that could score prompts; name one with --prefill-drafter")
         if self.kv_cache_dir is not None and parse(self.disk_prefix_cache).kind == "off":
             raise Refusal("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
 
@@ -257,6 +282,11 @@ class Options(ModelOption):
         return {"none": 0, "int4": 4, "int8": 8}[self.quantize]  # type: ignore[return-value] # of exactly these
 
     @property
+    def curve(self) -> tuple[tuple[int, int], ...]:
+        """Tokens and thousandths, ascending."""
+        return read_curve(self.prefill_curve) if self.prefill_curve else ()
+
+    @property
     def residency(self) -> Residency:
         """The policy that both flags come to."""
         return "request-scoped" if self.lazy_draft else self.draft_residency
@@ -278,6 +308,7 @@ class Options(ModelOption):
         raw["shard_secret_file"] = None if self.shard_secret_file is None else self.shard_secret_file.name
         raw["model"] = Path(self.model).name
         raw["draft"] = Path(self.draft).name
+        raw["prefill_drafter"] = Path(self.prefill_drafter).name
         return raw
 
 

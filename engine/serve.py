@@ -27,6 +27,7 @@ from adapters.http.apis import error_response
 from adapters.http.app import build_app
 from adapters.http.archive import Archive
 from adapters.http.cabinet import Cabinet
+from adapters.http.compression import CompressionDefaults
 from adapters.http.errors import unavailable
 from adapters.http.options import EdgeOptions
 from adapters.http.page import files
@@ -167,6 +168,7 @@ async def serve_model(
             facts=target.facts,
             live=target.live,
             threads=target.threads,
+            drafter=target.drafter,
             recorder=recorder,
             paranoid=options.paranoid,
         ) as running:
@@ -277,6 +279,13 @@ def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOp
         sampling=sampling,
         scope=target.scope,
         disk=target.has_disk,
+        compression=CompressionDefaults(
+            options.prefill_compression,
+            options.prefill_threshold,
+            round(options.prefill_keep_ratio * 1000),
+            options.curve,
+            target.settings.drafter,
+        ),
         stabilize=options.stabilize,
         created=int(time.time()),
         version=__version__,

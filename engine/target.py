@@ -10,6 +10,7 @@ from typing import Any
 import anyio.to_thread
 import torch
 from attrs import asdict, define, evolve
+from attrs.filters import exclude
 
 from adapters import demo
 from adapters.device.buckets import row_counts
@@ -31,10 +32,11 @@ from effects.scope import Scope
 from engine import startup
 from engine.catalog import served_name
 from engine.draft import FoundDraft, draft_kernels, find_draft, load_draft, provable, short_of_memory
+from engine.drafter import Drafter, add_drafter, find_drafter, pflash
 from engine.folders import user_folder
 from engine.kept import Kept
 from engine.loading import with_loading
-from engine.machine import identity, planned, prove, shards
+from engine.machine import identity, planned, prove, shards, state_tokens
 from engine.measure import kept_or_measured, key
 from engine.needs import chosen
 from engine.options import Options
@@ -68,6 +70,8 @@ class Target:
     scope: Scope  # of requests that do not say
     kept: Kept
     draft: CachedDraft[Any] | None = None
+    drafter: Drafter | None = None
+    pflash: Mapping[str, Any] = {}
     transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
 
     @property
@@ -88,22 +92,18 @@ class Target:
 
     @property
     def facts(self) -> Mapping[str, Any]:
+        devices = ", ".join(dict.fromkeys(map(place_of, self.shard.parts)))
         return {
-            "model": {
-                "id": self.model_id,
-                "identity": self.identity,
-                "device": ", ".join(dict.fromkeys(map(place_of, self.shard.parts))),
-                **self.model_info,
-            },
-            "settings": asdict(
-                self.settings, filter=lambda field, _: field.name != "rates"
-            ),  # those change: `rates_ns`
+            "model": {"id": self.model_id, "identity": self.identity, "device": devices, **self.model_info},
+            "pflash": self.pflash,
+            "settings": asdict(self.settings, filter=exclude("rates")),  # those change: `rates_ns`
         }
 
     @property
     def threads(self) -> tuple[Watched, ...]:
         """Whose troubles /health tells."""
-        return (self.lane.thread, *(() if self.transfer is None else self.transfer.store.threads))
+        store = () if self.transfer is None else self.transfer.store.threads
+        return (self.lane.thread, *store, *(() if self.drafter is None else self.drafter.threads))
 
     @property
     def has_disk(self) -> bool:
@@ -126,14 +126,13 @@ class Target:
         target = self.shard.memory()
         draft = {} if self.draft is None else self.draft.memory()
         parts = [shown(part) for part in self.shard.parts]
-        models = {"target": {"device": target["weights"], "host": 0}}
-        if draft:
-            models["draft"] = {"device": draft["weights"], "host": draft["host"]}
+        others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
+        models = {name: {"device": one["weights"], "host": one["host"]} for name, one in others.items() if one}
         return {
-            "models": models,
+            "models": {"target": {"device": target["weights"], "host": 0}, **models},
             "shards": parts,
             "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
-            "buffers": {"target": target["buffers"], "draft": draft.get("buffers", 0)},
+            "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
             "blocks": {"host": blocks},
         }
 
@@ -145,6 +144,8 @@ class Target:
     async def close(self) -> None:
         """The lane first, then the files that it handed over."""
         await anyio.to_thread.run_sync(self.executor.close)
+        if self.drafter is not None:
+            await anyio.to_thread.run_sync(self.drafter.close)
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.close)
 
@@ -197,7 +198,7 @@ def load_over(
     named = identity(checkpoint, dtype, numerics, options.numerics)
     if only not in {None, named}:
         raise Mismatched(named)
-    found = provable(opened, numerics)
+    found, scores = provable(opened, numerics), find_drafter(options, checkpoint.folder, plan[-1].device, fit.context)
     step(startup.WEIGHTS)
     shard = shards(
         checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors))),
@@ -223,14 +224,12 @@ def load_over(
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
     settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, context=fit.context)
+    drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
     step(startup.CACHE)
     kind = layout(shard, draft, named, numerics.block_size)
     moving = keeping(options, kind, shard, executor, lane, drafting=drafting)
-    if moving is not None:
-        rates = with_loading(settings.rates, moving.store, shard, chunk=numerics.chunk, kept=kept)
-        settings = evolve(settings, store=True, rates=rates)
-    if drafting is not None and settings.residency.draft != "keep":
-        drafting.park(RequestId(0), unload(settings.residency, "draft"))
+    settings = settings if moving is None else stored(settings, moving, shard, chunk=numerics.chunk, kept=kept)
+    sent_away(drafting, settings)
     return Target(
         folder=model_folder(options),
         checkpoint=checkpoint,
@@ -245,8 +244,21 @@ def load_over(
         scope=options.scope,
         kept=kept,
         draft=draft,
+        drafter=drafter,
+        pflash=pflash(options, settings, drafter),
         transfer=moving,
     )
+
+
+def sent_away(drafting: Drafting[CachedDraft[Any]] | None, settings: Settings) -> None:
+    """Nobody needs the draft yet."""
+    if drafting is not None and settings.residency.draft != "keep":
+        drafting.park(RequestId(0), unload(settings.residency, "draft"))
+
+
+def stored(settings: Settings, moving: Transfer, shard: Pipeline, *, chunk: int, kept: Kept) -> Settings:
+    """Something is kept beyond the device, and what loading it takes is known."""
+    return evolve(settings, store=True, rates=with_loading(settings.rates, moving.store, shard, chunk=chunk, kept=kept))
 
 
 def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
@@ -287,8 +299,10 @@ def decide(
         why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
         log.warning("--ddtree: %s; chains are proposed", why or "a prediction head says one token after the other")
     tree = options.ddtree_budget if options.ddtree and branches else 0
-    low_memory = short_of_memory(shard.device)
-    residency, message = resolved(options.residency, has_draft=has_draft, has_drafter=False, low_memory=low_memory)
+    low_memory, has_drafter = short_of_memory(shard.device), bool(options.prefill_drafter)
+    residency, message = resolved(
+        options.residency, has_draft=has_draft, has_drafter=has_drafter, low_memory=low_memory
+    )
     if message:
         log.warning(message)
     block = proposals(draft, shard)
@@ -314,11 +328,6 @@ def decide(
         interval=options.kv_cache_interval,
         cold_max=options.kv_cache_cold_max,
     )
-
-
-def state_tokens(shard: Pipeline) -> int:
-    """A checkpoint takes as long to move as the rows of so many tokens."""
-    return -(-sum(spec.nbytes for spec in shard.state_specs) // shard.row_spec.token_bytes) if shard.state_specs else 0
 
 
 def proposals(draft: CachedDraft[Any] | None, shard: Pipeline) -> int:

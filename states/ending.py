@@ -13,7 +13,7 @@ from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced
 from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
-from effects.snapshot import SnapshotSaved
+from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream
 from states.events import Cancelled
 from states.life import (
@@ -21,6 +21,7 @@ from states.life import (
     Compressing,
     Done,
     Draining,
+    Fetching,
     LookingUp,
     Parking,
     Prefilling,
@@ -32,7 +33,19 @@ from states.life import (
     remains,
 )
 from states.machine import Then
-from states.onward import GiveBack, Leave, LeaveEarly, leave, leave_early, let_go, park, report, trusted, unloaded
+from states.onward import (
+    GiveBack,
+    Leave,
+    LeaveEarly,
+    leave,
+    leave_early,
+    leave_leased,
+    let_go,
+    park,
+    report,
+    trusted,
+    unloaded,
+)
 from states.settings import Known
 
 Settled: TypeAlias = Then[Draining] | Leave
@@ -40,7 +53,7 @@ SettledEarly: TypeAlias = Then[Draining] | LeaveEarly  # no draft yet
 
 
 def drain(
-    state: LookingUp | Compressing | Unparking | Prefilling | Speculating, event: Cancelled, known: Known
+    state: LookingUp | Fetching | Compressing | Unparking | Prefilling | Speculating, event: Cancelled, known: Known
 ) -> Then[Draining, CloseStream, Abandon]:
     closing = CloseStream(FINISH[event.reason], report(known, state), event.reason)
     return Then(Draining(remains(state), 1), closing, Abandon())
@@ -51,9 +64,16 @@ def drain_both(state: Restoring, event: Cancelled, known: Known) -> Then[Drainin
     return Then(Draining(remains(state), state.loading + state.computing), closing, Abandon())
 
 
-def settle(state: Draining, _: PrefixMissed | PromptScored | PromptCompressed, known: Known) -> LeaveEarly:
+def settle(state: Draining, _: PrefixMissed, known: Known) -> LeaveEarly:
     """It was all that was in flight, and nothing came of it that would be worth keeping."""
     return leave_early(known.settings, state.remains)
+
+
+def settle_scored(
+    state: Draining, _: PromptScored | PromptCompressed, known: Known
+) -> Then[Snapshotting, SaveSnapshot] | GiveBack:
+    """The same; the drafter is leased."""
+    return leave_leased(known.settings, state.remains)
 
 
 def settle_loss(state: Draining, event: StoreFailed, known: Known) -> SettledEarly:
@@ -72,9 +92,9 @@ def settle_found(state: Draining, event: PrefixFound, _: Known) -> Then[Done, Re
     return Then(Done(state.remains), ReleasePrefix(event.lease))
 
 
-def settle_draft(state: Draining, _: ModelLoaded, known: Known) -> GiveBack:
-    """The draft came after all: give it back."""
-    return Then(Parking(evolve(state.remains, leased=True)), park(known.settings))
+def settle_model(state: Draining, event: ModelLoaded, known: Known) -> GiveBack:
+    """The draft or the drafter came after all: give it back."""
+    return Then(Parking(evolve(state.remains, leased=event.name)), park(known.settings, event.name))
 
 
 def settle_rows(state: Draining, event: PrefillAdvanced, known: Known) -> Settled:

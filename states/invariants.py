@@ -49,12 +49,12 @@ def check(world: World) -> None:
     assert set(on_lanes) <= held.keys(), "a lane works for a request without a slot"
     for lane in world.lanes.values():
         assert bool(lane.running) or not lane.waiting, "a lane idles although something waits"
-    draft = world.models["draft"]
-    leases = draft.leases
-    assert len(set(leases)) == len(leases), "a request leases the draft twice"
-    assert not leases or draft.place == "loaded", "the draft is leased and not loaded"
-    leasing = {request for request, left in held.items() if left.leased}
-    assert set(leases) == leasing, "leases and states disagree"
+    for name, model in world.models.items():
+        leases = model.leases
+        assert len(set(leases)) == len(leases), f"a request leases the {name} twice"
+        assert not leases or model.place == "loaded", f"the {name} is leased and not loaded"
+        leasing = {request for request, left in held.items() if left.leased == name}
+        assert set(leases) == leasing, "leases and states disagree"
 
 
 def check_places(world: World) -> None:

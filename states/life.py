@@ -1,7 +1,7 @@
 """The states of a request, in the order of its life, and what they are made of.
 
-    New -> Waiting -> LookingUp -> Restoring -> Compressing -> Unparking -> Prefilling -> Speculating
-        -> Snapshotting -> Parking -> Done;     cancelled or failed with work in flight: Draining
+    New -> Waiting -> LookingUp -> Restoring -> Fetching -> Compressing -> Releasing -> Unparking -> Prefilling
+        -> Speculating -> Snapshotting -> Parking -> Done;     cancelled or failed with work in flight: Draining
     its slot's rows lost, once: Recovering -> Yielding -> Waiting
 
 A state has exactly the data that is valid in its phase.
@@ -13,11 +13,13 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
+from effects.compression import Compressed
 from effects.decode import Logprob
-from effects.ids import SlotId, Tier, Tokens
+from effects.ids import ModelName, SlotId, Tier, Tokens
 from effects.job import Job
 from effects.ports import CancelReason
 from effects.stream import Finish
+from states.sequences import continued, whole_blocks
 from states.settings import Settings
 from states.speculation_control import SpeculationControl
 
@@ -58,6 +60,7 @@ class Prompt:
     job: Job
     tokens: Tokens  # the job's prompt, or what compression made of it
     compressed: bool = False  # compression was tried, or remembered; once is enough
+    compression: Compressed | None = None  # what came of it, once it was tried here
     shared: int = 0  # tokens that the job's prompt begins with as the likest of the recent prompts does
     stored: int = 0  # rows that host memory or disk have, by what is known; 0 after one could not be restored
     miss: str = ""  # why no (more) rows were restored
@@ -104,12 +107,12 @@ class Generated:
 
 @frozen
 class Remains:
-    """What a request leaves behind once its stream is closed: the rows of a slot, and perhaps a lease of the draft."""
+    """What a request leaves behind once its stream is closed: the rows of a slot, and perhaps a lease of a model."""
 
     seat: Seat
     prompt: Prompt
     answer: Tokens = ()
-    leased: bool = False
+    leased: ModelName | None = None
 
     @property
     def rows(self) -> Tokens:
@@ -154,11 +157,27 @@ class Restoring:
 
 
 @frozen
-class Compressing:
-    """Chunk after chunk is scored; one is in flight."""
+class Fetching:
+    """The drafter is brought in."""
 
     seat: Seat
     prompt: Prompt
+
+
+@frozen
+class Compressing:
+    """Chunk after chunk is scored; one is in flight. The drafter is leased."""
+
+    seat: Seat
+    prompt: Prompt
+
+
+@frozen
+class Releasing:
+    """The drafter is given back."""
+
+    seat: Seat
+    prompt: Prompt  # that will be served
 
 
 @frozen
@@ -236,7 +255,9 @@ State: TypeAlias = (
     | Waiting
     | LookingUp
     | Restoring
+    | Fetching
     | Compressing
+    | Releasing
     | Unparking
     | Prefilling
     | Speculating
@@ -247,7 +268,9 @@ State: TypeAlias = (
     | Yielding
     | Done
 )
-Early: TypeAlias = LookingUp | Restoring | Compressing | Unparking  # nothing is generated, no draft is there
+Early: TypeAlias = (
+    LookingUp | Restoring | Fetching | Compressing | Releasing | Unparking
+)  # nothing is generated, no draft is there
 Open: TypeAlias = Early | Prefilling | Speculating  # the client waits, the slot is held
 Leaving: TypeAlias = Snapshotting | Parking | Draining | Recovering | Yielding  # the slot, if not the request
 Held: TypeAlias = Open | Leaving
@@ -260,22 +283,23 @@ FINISH: dict[CancelReason, Finish] = {
 }
 
 
-def whole_blocks(settings: Settings, tokens: int) -> int:
-    """The last cache position at or before `tokens`."""
-    return tokens // settings.block_size * settings.block_size
-
-
 def remains(state: Held) -> Remains:
     """If it ended now."""
     match state:
         case Speculating(seat, prompt, speculation, answer):
-            return Remains(seat, prompt, answer.tokens, isinstance(speculation, Drafted))
+            return Remains(seat, prompt, answer.tokens, leased(speculation))
         case Prefilling(seat, prompt, speculation):
-            return Remains(seat, prompt, leased=isinstance(speculation, Drafted))
-        case LookingUp() | Restoring() | Compressing() | Unparking():
+            return Remains(seat, prompt, leased=leased(speculation))
+        case Compressing(seat, prompt) | Releasing(seat, prompt):
+            return Remains(seat, prompt, leased="drafter")
+        case LookingUp() | Restoring() | Fetching() | Unparking():
             return Remains(state.seat, state.prompt)
         case _:
             return state.remains
+
+
+def leased(speculation: Speculation) -> ModelName | None:
+    return "draft" if isinstance(speculation, Drafted) else None
 
 
 def kept(settings: Settings, left: Remains) -> int:
@@ -315,30 +339,3 @@ def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tup
     return Seat(seat.slot, valid, min(seat.restored, valid), tier, rows - valid), evolve(
         prompt, tokens=tokens, compressed=True, stored=0
     )
-
-
-def continued(settings: Settings, rows: Tokens, prompt: Tokens) -> int:
-    """How many of a slot's rows, which stand for these tokens, a prompt can be continued from.
-
-    Whole blocks of what both begin with. The last prompt token is always computed.
-    """
-    return whole_blocks(settings, min(common(settings.block_size, rows, prompt), len(prompt) - 1))
-
-
-def common(block_size: int, one: Tokens, other: Tokens) -> int:
-    """Tokens that both begin with, in whole blocks."""
-    limit = min(len(one), len(other)) // block_size * block_size
-    for start in range(0, limit, block_size):
-        if one[start : start + block_size] != other[start : start + block_size]:
-            return start
-    return limit
-
-
-def alike(one: Tokens, other: Tokens) -> int:
-    """Tokens that both begin with, exactly."""
-    start = common(64, one, other)
-    for mine, its in zip(one[start : start + 64], other[start : start + 64], strict=False):
-        if mine != its:
-            break
-        start += 1
-    return start

@@ -1,4 +1,4 @@
-"""New, Waiting, LookingUp, Compressing: from a submitted job to the prompt that will be served."""
+"""New, Waiting, LookingUp: from a submitted job to what is there of the prompt that will be served."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, StoreFailed, Tokens
+from effects.ids import StoreFailed, Tokens
 from effects.job import Report
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel
 from effects.restore import RestoreBlocks
@@ -19,8 +18,8 @@ from states import onward, policy
 from states.events import Admitted, Cancelled, Rejected, Submitted
 from states.life import (
     FINISH,
-    Compressing,
     Done,
+    Fetching,
     LookingUp,
     New,
     Prefilling,
@@ -42,7 +41,7 @@ Verbatim: TypeAlias = (
     | Then[Prefilling, OpenSlot, RunPrefill]
 )
 Served: TypeAlias = Verbatim | Then[Speculating, OpenSlot, RunDecode]
-Opened: TypeAlias = Served | Then[Compressing, OpenSlot, CompressPrompt]
+Opened: TypeAlias = Served | Then[Fetching, OpenSlot, LoadModel]
 
 
 def submit(_: New, event: Submitted, __: Known) -> Then[Waiting, ReportProgress]:
@@ -74,7 +73,7 @@ def look(known: Known, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix
 Found: TypeAlias = (
     Then[Restoring, OpenSlot, RestoreBlocks]
     | Then[Restoring, OpenSlot, RestoreBlocks, RunPrefill]
-    | Then[Compressing, ReleasePrefix, OpenSlot, CompressPrompt]
+    | Then[Fetching, ReleasePrefix, OpenSlot, LoadModel]
     | Then[Unparking, ReleasePrefix, OpenSlot, LoadModel]
     | Then[Prefilling, ReleasePrefix, OpenSlot, RunPrefill]
     | Then[Speculating, ReleasePrefix, OpenSlot, RunDecode]
@@ -89,7 +88,7 @@ def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
     there = policy.there(settings, seat, prompt, event)
     best = max(there, default=seat.valid)
     load = policy.load(known, seat, prompt, there, event.tier)
-    compress = policy.compress(settings, prompt, prompt.target - best).go
+    compress = policy.compress(known, prompt, prompt.target - best).go
     opened = opening(settings, seat, prompt)
     if compress or load is None:
         if seat.valid < best:
@@ -113,7 +112,7 @@ def missed(state: LookingUp, event: PrefixMissed, known: Known) -> Onward | Serv
 
 
 def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
-    """Another prompt than before, which stays: look for it once more, from the rows that both share."""
+    """What stays from here on, another prompt than before or this one after all: it is looked for once more."""
     opened = opening(known.settings, seat, prompt)
     if policy.lookup(known.settings, seat, prompt).go:
         return first(opened, find(known.settings, seat, prompt))
@@ -129,23 +128,6 @@ def unanswered(state: LookingUp, event: StoreFailed, known: Known) -> Onward:
 def without(settings: Settings, seat: Seat, prompt: Prompt, reason: str) -> Prompt:
     """Nothing came of the lookup; nothing is missed where all was on the device."""
     return evolve(prompt, miss=reason) if policy.missing(settings, seat, prompt) else prompt
-
-
-def scored(state: Compressing, event: PromptScored, known: Known) -> Then[Compressing, CompressPrompt]:
-    return onward.compress(known.settings, state.seat, state.prompt, event.stop)
-
-
-def compressed(state: Compressing, event: PromptCompressed, known: Known) -> Served:
-    return served(known, *serve(known.settings, state.seat, state.prompt, event.prompt))
-
-
-def verbatim(state: Compressing, _: DeviceFailed, known: Known) -> Verbatim:
-    """A failed compression serves the prompt as it is; what is kept of it is looked for again."""
-    seat, prompt = state.seat, evolve(state.prompt, compressed=True)
-    opened = opening(known.settings, seat, prompt)
-    if policy.lookup(known.settings, seat, prompt).go:
-        return first(opened, find(known.settings, seat, prompt))
-    return first(opened, onward.verbatim(known, seat, prompt))
 
 
 def remembered(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens | None) -> tuple[Seat, Prompt]:

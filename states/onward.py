@@ -6,20 +6,20 @@ from typing import TypeAlias
 
 from attrs import evolve
 
+from effects.compression import Compressed
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, PlaceId, SlotId, StoreFailed
+from effects.ids import DeviceFailed, ModelName, PlaceId, SlotId, StoreFailed
 from effects.job import Report
 from effects.lookup import FindPrefix
-from effects.pflash import CompressPrompt
 from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel, UnloadModel
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, Finish
 from states import policy, scope
 from states.life import (
-    Compressing,
     Done,
     Drafted,
+    Fetching,
     Generated,
     LookingUp,
     Open,
@@ -42,7 +42,7 @@ from states.settings import Known, Settings
 
 Decoding: TypeAlias = Then[Speculating, RunDecode]
 Work: TypeAlias = Then[Prefilling, RunPrefill] | Decoding
-Compress: TypeAlias = Then[Compressing, CompressPrompt]
+Compress: TypeAlias = Then[Fetching, LoadModel]
 Verbatim: TypeAlias = Then[Unparking, LoadModel] | Then[Prefilling, RunPrefill]  # rows are missing
 Fill: TypeAlias = Compress | Verbatim
 Settled: TypeAlias = Then[Unparking, LoadModel] | Work
@@ -67,7 +67,8 @@ def opening(
     """The slot serves this prompt from now on. source: None for itself."""
     whence, state = seat.slot if source is None else source, seat.valid if settings.stateful else 0
     job = prompt.job
-    return OpenSlot(seat.slot, whence, seat.rows, prompt.tokens, job.sampling, job.stop_tokens, state, place, job.salt)
+    tokens = prompt.tokens[: settings.max_context]  # what is longer is served once it has been shortened
+    return OpenSlot(seat.slot, whence, seat.rows, tokens, job.sampling, job.stop_tokens, state, place, job.salt)
 
 
 def find(settings: Settings, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix]:
@@ -79,8 +80,8 @@ def find(settings: Settings, seat: Seat, prompt: Prompt) -> Then[LookingUp, Find
 
 def onward(known: Known, seat: Seat, prompt: Prompt) -> Onward:
     """All that could be restored has been."""
-    if policy.compress(known.settings, prompt, prompt.target - seat.valid).go:
-        return compress(known.settings, seat, prompt)
+    if policy.compress(known, prompt, prompt.target - seat.valid).go:
+        return Then(Fetching(seat, prompt), LoadModel("drafter"))
     return settled(known, seat, prompt)
 
 
@@ -94,16 +95,9 @@ def settled(known: Known, seat: Seat, prompt: Prompt) -> Settled:
 
 def fill(known: Known, seat: Seat, prompt: Prompt) -> Fill:
     """Rows are missing: shorten the prompt, or compute them."""
-    if policy.compress(known.settings, prompt, prompt.target - seat.valid).go:
-        return compress(known.settings, seat, prompt)
+    if policy.compress(known, prompt, prompt.target - seat.valid).go:
+        return Then(Fetching(seat, prompt), LoadModel("drafter"))
     return verbatim(known, seat, prompt)
-
-
-def compress(settings: Settings, seat: Seat, prompt: Prompt, start: int = 0) -> Compress:
-    """The next tokens to be scored: a chunk like one of a prefill, so that neighbours decode on in between."""
-    tokens = prompt.tokens[start : start + settings.chunk]
-    scoring = CompressPrompt(tokens, start, len(prompt.tokens), settings.keep_permille)
-    return Then(Compressing(seat, prompt), scoring)
 
 
 def verbatim(known: Known, seat: Seat, prompt: Prompt) -> Verbatim:
@@ -145,28 +139,36 @@ def next_decode(
     return RunDecode(seat.slot, seat.valid, last, propose, checkpoint)
 
 
-def park(settings: Settings) -> UnloadModel:
-    return unload(settings.residency, "draft")
+def park(settings: Settings, name: ModelName) -> UnloadModel:
+    return unload(settings.residency, name)
 
 
 def leave(settings: Settings, left: Remains) -> Leave:
     """The stream is closed: keep what is worth keeping, then give back what is held."""
-    if left.leased and not policy.snapshot(settings, left).go:
-        return Then(Parking(left), park(settings))
-    return leave_early(settings, left)
+    return leave_leased(settings, left) if left.leased else leave_early(settings, left)
+
+
+def leave_leased(settings: Settings, left: Remains) -> Then[Snapshotting, SaveSnapshot] | GiveBack:
+    """The same, where a model is leased."""
+    assert left.leased is not None
+    return saved(settings, left) or Then(Parking(left), park(settings, left.leased))
 
 
 def leave_early(settings: Settings, left: Remains) -> LeaveEarly:
-    """The same, where the draft has not been asked for yet, or comes later."""
-    if policy.snapshot(settings, left).go:
-        rows = scope.select(settings, left).rows
-        saving = SaveSnapshot(left.seat.slot, left.rows[:rows], checkpoint=rows == live(settings, left))
-        return Then(Snapshotting(left), saving)
-    return Then(Done(left))
+    """The same, where none has been asked for yet, or comes later."""
+    return saved(settings, left) or Then(Done(left))
+
+
+def saved(settings: Settings, left: Remains) -> Then[Snapshotting, SaveSnapshot] | None:
+    if not policy.snapshot(settings, left).go:
+        return None
+    rows = scope.select(settings, left).rows
+    saving = SaveSnapshot(left.seat.slot, left.rows[:rows], checkpoint=rows == live(settings, left))
+    return Then(Snapshotting(left), saving)
 
 
 def let_go(settings: Settings, left: Remains) -> GiveBack | Then[Done]:
-    return Then(Parking(left), park(settings)) if left.leased else Then(Done(left))
+    return Then(Parking(left), park(settings, left.leased)) if left.leased else Then(Done(left))
 
 
 def finish(known: Known, state: Speculating, emit: EmitTokens, why: Finish) -> Finished:
@@ -213,7 +215,7 @@ def emptied(left: Remains) -> Remains:
 
 def report(known: Known, state: Open) -> Report:
     """What the client is told at the end, if that is now."""
-    seat, prompt, sent = state.seat, state.prompt, len(state.prompt.job.prompt)
+    seat, prompt = state.seat, state.prompt
     answer = state.answer if isinstance(state, Speculating) else NOTHING
     return Report(
         prompt_tokens=len(prompt.tokens),
@@ -225,10 +227,21 @@ def report(known: Known, state: Open) -> Report:
         proposed=answer.proposed,
         accepted=answer.accepted,
         speculation=undrafted(known, state),
-        compressed_from=sent if sent != len(prompt.tokens) else 0,
+        compression=compression(known, state),
         cache=scope.select(known.settings, remains(state)),
         prompt_logprobs=prompt.logprobs,
     )
+
+
+def compression(known: Known, state: Open) -> Compressed | None:
+    """What was left out of the prompt, or why nothing was; why not yet is no reason."""
+    prompt, sent = state.prompt, len(state.prompt.job.prompt)
+    if prompt.job.compression.mode == "off" or prompt.compression is not None:
+        return prompt.compression
+    if prompt.compressed:
+        return Compressed(sent, "" if len(prompt.tokens) < sent else "not_shorter", keep=prompt.job.compression.keep)
+    tried = policy.compress(known, prompt, prompt.target - state.seat.restored)
+    return Compressed(sent, "not_reached" if tried.go else tried.reason)
 
 
 def report_early(prompt: Prompt) -> Report:

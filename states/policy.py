@@ -5,15 +5,22 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
+from effects.compression import WHOLE
 from effects.ids import Span, Tier
-from effects.job import Job
+from effects.job import Job, uncompressed
 from effects.lookup import PrefixFound
 from states import scope
 from states import speculation_control as control
-from states.life import Prompt, Remains, Seat, usable, whole_blocks
-from states.rates import ALONE, Rates, load_time, prefill_time
+from states.life import (
+    Prompt,
+    Remains,
+    Seat,
+    usable,
+)
+from states.rates import ALONE, Rates, faded, load_time, prefill_time
+from states.sequences import whole_blocks
 from states.settings import Known, Settings
 
 SHORT = 2048  # tokens of a prompt: what it costs at most to have taken a conversation's first turn for a one-off
@@ -40,10 +47,9 @@ def one_off(job: Job) -> Decision:
 
 def shorten(settings: Settings, prompt: Prompt) -> Decision:
     """May anything but the prompt as it came be served: a new compression, or a remembered one?"""
-    if settings.compress_threshold == 0:
-        return Decision(False, "off")
-    if not prompt.job.compress:
-        return Decision(False, "declined")
+    never = uncompressed(prompt.job, settings.drafter)
+    if never:
+        return Decision(False, never)
     if prompt.compressed:
         return Decision(False, "already_tried")
     if prompt.heard:
@@ -51,14 +57,45 @@ def shorten(settings: Settings, prompt: Prompt) -> Decision:
     return Decision(True, "allowed")
 
 
-def compress(settings: Settings, prompt: Prompt, missing: int) -> Decision:
-    """The PFlash gate: looks at the tokens that are still missing, so a continuation is never compressed."""
-    allowed = shorten(settings, prompt)
+def compress(known: Known, prompt: Prompt, missing: int) -> Decision:
+    """The PFlash gate: `auto` looks at the tokens that are still missing, and at what they would cost."""
+    allowed, asked = shorten(known.settings, prompt), prompt.job.compression
     if not allowed.go:
         return allowed
-    if missing < settings.compress_threshold:
+    if not fits(known.settings, prompt):
+        return Decision(True, "does_not_fit")
+    if asked.mode == "always":
+        return Decision(True, "always")
+    if missing < asked.threshold:
         return Decision(False, "below_threshold")
+    if not quicker(known.rates, prompt, missing):
+        return Decision(False, "does_not_pay")
     return Decision(True, "long")
+
+
+def fits(settings: Settings, prompt: Prompt) -> bool:
+    """With the answer, in the context?"""
+    return len(prompt.tokens) + prompt.job.max_tokens <= settings.max_context
+
+
+def kept_tokens(job: Job) -> int:
+    """How many tokens of its prompt a compression is to keep."""
+    return max(1, len(job.prompt) * job.compression.keep // WHOLE)
+
+
+def quicker(rates: Rates, prompt: Prompt, missing: int) -> bool:
+    """To score all of it and compute what is kept, than to compute what is missing? Unmeasured, it is tried."""
+    scoring = rates.drafter * len(prompt.tokens)
+    whole = prefill_time(rates, prompt.target - missing, prompt.target)
+    return not scoring or not whole or scoring + prefill_time(rates, 0, kept_tokens(prompt.job)) < whole
+
+
+def spared(known: Known, prompt: Prompt) -> Rates:
+    """What speaks against compressing is not measured again while nothing is compressed, so it fades."""
+    rates = known.rates
+    if not rates.drafter or compress(known, prompt, prompt.target).reason != "does_not_pay":
+        return rates
+    return evolve(rates, drafter=faded(rates.drafter, 1))
 
 
 def lookup(settings: Settings, seat: Seat, prompt: Prompt) -> Decision:

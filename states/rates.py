@@ -21,8 +21,9 @@ class Rates:
     """0, or nothing, where nothing has been measured.
 
     prefill: to compute one prompt token, by where it stands: [0, 1024), [1024, 2048), [2048, 4096), doubling.
-    host, disk: to load one token's rows. decode: (span of positions as in prefill, requests, rows that are fed, a whole
-    launch of such decode steps), ascending; 0 rows: one in which nobody proposes.
+    host, disk: to load one token's rows. drafter: to score one token of a prompt. decode: (span of positions as in
+    prefill, requests, rows that are fed, a whole launch of such decode steps), ascending; 0 rows: one in which nobody
+    proposes.
 
     These are times of either side alone. prefill_beside, load_beside: in thousandths of them, what computing and
     loading take while both go on for one prompt. A mixture of the two conditions in one number would predict neither.
@@ -38,6 +39,7 @@ class Rates:
     decode: tuple[tuple[int, int, int, int], ...] = ()
     prefill_beside: int = 0
     load_beside: int = 0
+    drafter: int = 0
     gains: tuple[int, ...] = ()
     seen: int = 0
     spare: int = 1500
@@ -46,7 +48,8 @@ class Rates:
 
     def __attrs_post_init__(self) -> None:
         """Rates also come out of traces, which are hostile input."""
-        single = (self.host, self.disk, self.prefill_beside, self.load_beside, self.seen, self.rest, self.pause)
+        besides = (self.prefill_beside, self.load_beside)
+        single = (self.host, self.disk, self.drafter, *besides, self.seen, self.rest, self.pause)
         if min(chain(single, self.prefill, self.gains, *self.decode)) < 0 or len(self.prefill) > 64:
             raise ValueError(f"rates that cannot be: {self}")
 
@@ -127,6 +130,11 @@ def restored(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, beside: boo
 
 def with_load(rates: Rates, tier: Tier, time: int) -> Rates:
     return evolve(rates, host=time) if tier == "host" else evolve(rates, disk=time)
+
+
+def scored(rates: Rates, tokens: int, took_ns: int) -> Rates:
+    """A whole prompt was."""
+    return evolve(rates, drafter=blended(rates.drafter, max(1, took_ns // tokens)))
 
 
 def untried(rates: Rates, tier: Tier, *, loaded: bool) -> Rates:

@@ -84,12 +84,13 @@ def loaded(state: Recovering, _: BlocksRestored | StoreFailed, __: Known) -> Ans
     return Then(Waiting(state.remains.prompt))
 
 
-def compressed(state: Recovering, _: PromptScored | PromptCompressed, __: Known) -> Then[Waiting]:
-    return Then(Waiting(state.remains.prompt))
+def compressed(state: Recovering, _: PromptScored | PromptCompressed, known: Known) -> Then[Yielding, UnloadModel]:
+    """It is scored again, in whatever slot."""
+    return Then(Yielding(state.remains), park(known.settings, "drafter"))
 
 
-def unparked(state: Recovering, _: ModelLoaded, known: Known) -> Then[Yielding, UnloadModel]:
-    return Then(Yielding(evolve(state.remains, leased=True)), park(known.settings))
+def fetched(state: Recovering, event: ModelLoaded, known: Known) -> Then[Yielding, UnloadModel]:
+    return Then(Yielding(evolve(state.remains, leased=event.name)), park(known.settings, event.name))
 
 
 def computed(state: Recovering, _: PrefillAdvanced | DeviceFailed, known: Known) -> Then[Recovering] | Resumed:
@@ -104,7 +105,7 @@ def decoded(state: Recovering, _: Decoded, known: Known) -> Resumed:
 
 def resumed(state: Recovering, known: Known) -> Resumed:
     if state.remains.leased:
-        return Then(Yielding(state.remains), park(known.settings))
+        return Then(Yielding(state.remains), park(known.settings, state.remains.leased))
     return Then(Waiting(state.remains.prompt))
 
 

@@ -70,9 +70,10 @@ class Residence:
 Models: TypeAlias = Mapping[ModelName, Residence]  # those whose place is decided here
 
 
-def boot(residency: Resolved) -> Models:
+def boot(settings: Deciding) -> Models:
     """What the executors start with: a model that nobody needs yet is where it goes when nobody needs it."""
-    return {"draft": Residence(IDLE[residency.draft])}
+    names: tuple[ModelName, ...] = ("draft", "drafter") if settings.drafter else ("draft",)
+    return {name: Residence(IDLE[after_use(settings.residency, name)]) for name in names}
 
 
 def after_use(residency: Resolved, name: ModelName) -> After:
@@ -98,7 +99,7 @@ def at_once(models: Models, ask: Ask, residency: Resolved) -> tuple[Models, Mode
     """
     match ask.effect:
         case LoadModel(name) if models[name].place == "loaded":
-            return {**models, name: lease(models[name], ask.request)}, ModelLoaded()
+            return {**models, name: lease(models[name], ask.request)}, ModelLoaded(name=name)
         case UnloadModel(name):
             without = give_back(models[name], ask.request)
             if without.leases or after_use(residency, name) == "keep":
@@ -148,6 +149,9 @@ class Deciding(Protocol):
     @property
     def block(self) -> int: ...
 
+    @property
+    def drafter(self) -> int: ...
+
 
 def shown(models: Models, settings: Deciding, held: Mapping[str, tuple[int, int]] | None = None) -> Mapping[str, Any]:
     """`/props.runtime.draft_residency`: the policy, and where each model really is; None for one that there is not.
@@ -155,10 +159,12 @@ def shown(models: Models, settings: Deciding, held: Mapping[str, tuple[int, int]
     held: bytes of its weights (on its device, in host memory), as its executor counts them; without, what the
     acknowledgements told.
     """
-    draft = (
-        shown_model(models["draft"], settings.residency.draft, (held or {}).get("draft")) if settings.block else None
-    )
-    return {"policy": settings.residency.policy, "draft": draft, "drafter": None}
+    there: Mapping[ModelName, bool] = {"draft": settings.block > 0, "drafter": settings.drafter > 0}
+    told: dict[str, Any] = {
+        name: shown_model(models[name], after_use(settings.residency, name), (held or {}).get(name)) if one else None
+        for name, one in there.items()
+    }
+    return {"policy": settings.residency.policy, **told}
 
 
 def shown_model(model: Residence, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:

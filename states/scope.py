@@ -9,7 +9,13 @@ from attrs import frozen
 
 from effects.ids import Tokens
 from effects.scope import Selection
-from states.life import Prompt, Remains, Seat, alike, kept, whole_blocks
+from states.life import (
+    Prompt,
+    Remains,
+    Seat,
+    kept,
+)
+from states.sequences import alike, whole_blocks
 from states.settings import Settings
 
 

@@ -31,8 +31,7 @@ class Settings:
     tree: int = 0  # nodes of a proposed tree; 0: proposals are a chain
     no_trees: bool = False  # they were asked for, but a state stands behind one row and not behind each node
     residency: Resolved = field(factory=Resolved)  # what becomes of the draft's weights between requests
-    compress_threshold: int = 0  # prompt tokens still missing from which PFlash pays; 0: never
-    keep_permille: int = 100  # of the prompt's tokens, how many a compression keeps
+    drafter: int = 0  # tokens of a prompt that can be scored at most; 0: there is no drafter
     drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or one of its own
     rates: Rates = field(factory=Rates)  # as measured at start
 
@@ -41,8 +40,7 @@ class Settings:
         positive = (self.slots, self.max_context, self.chunk, self.block_size, self.batch_rows)
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
-            *(self.compress_threshold, self.keep_permille, self.drafter_lane),
-            *(self.state_places, self.state_tokens),
+            *(self.drafter, self.drafter_lane, self.state_places, self.state_tokens),
         )
         limit = MOST_SLOTS - max(self.slots, self.state_places)
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or limit < 0:

@@ -26,13 +26,12 @@ from states.life import (
     Remains,
     State,
     Waiting,
-    continued,
     live,
     remains,
     sequence,
-    whole_blocks,
 )
 from states.places import Place
+from states.sequences import continued, whole_blocks
 from states.settings import Settings
 
 PATIENCE = 64  # releases: where nobody came back to a conversation for so long, its slot is anybody's

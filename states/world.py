@@ -12,14 +12,16 @@ from effects.all import Ask, Effect, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
+from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import Abandon
 from states import lane as lanes
-from states import rates, residency
+from states import policy, rates, residency
 from states import slots as seats
 from states import speculation_control as control
 from states.events import (
+    Admitted,
     Cancelled,
     Derived,
     Event,
@@ -33,7 +35,7 @@ from states.events import (
     Submitted,
 )
 from states.lane import Answer, Lane
-from states.life import Done, New, Recovering, Restoring, State, Waiting, Yielding
+from states.life import Compressing, Done, New, Recovering, Restoring, State, Waiting, Yielding
 from states.machine import IllegalEvent, step
 from states.places import EMPTY
 from states.rates import Rates
@@ -57,7 +59,7 @@ class World:
 
 def begin(settings: Settings) -> World:
     slots = Slots((Slot(),) * settings.slots, places=(EMPTY,) * settings.state_places)
-    models = residency.boot(settings.residency)
+    models = residency.boot(settings)
     lanes = {MAIN: Lane(), settings.drafter_lane: Lane()}
     return World(settings, slots, lanes=lanes, models=models, rates=settings.rates)
 
@@ -123,6 +125,8 @@ class Fold:
                 chunk, tokens = self.settings.chunk, self.settings.state_tokens
                 beside = not self.settings.stateful and state.front > state.seat.restored
                 self.rates = rates.loaded(self.rates, state.tier, answer.outcome, chunk, tokens, beside=beside)
+            case CompressPrompt(), PromptCompressed(ns=ns) if ns and isinstance(state, Compressing):
+                self.rates = rates.scored(self.rates, len(state.prompt.tokens), ns)
             case RunDecode(propose=propose), Decoded() as done:
                 if done.ns and done.proposed == propose and lanes.tells(lane, done.ns):
                     known = control.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
@@ -158,6 +162,8 @@ class Fold:
         then = step(TABLE, before, event, Known(self.settings, self.rates))
         if isinstance(event, PrefixFound) and not getattr(then.state, "computing", False):
             self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
+        if isinstance(before, Waiting) and isinstance(event, Admitted):
+            self.rates = policy.spared(Known(self.settings, self.rates), before.prompt)
         if isinstance(before, New) and isinstance(event, Submitted):
             self.slots = seats.enqueue(self.slots, request)
         if isinstance(then.state, Waiting) and isinstance(before, Recovering | Yielding):

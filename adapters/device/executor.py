@@ -78,7 +78,6 @@ class DeviceExecutor:
         self._abandoned: set[RequestId] = set()
 
     # --- called on the event loop ---
-
     def handle(self, effect: type, handler: Handler) -> None:
         """From now on, this carries out effects of that type; before the first launch."""
         self._handlers[effect] = handler

@@ -55,6 +55,7 @@ class Asked:
     turn: AskedTurn | None = None  # of a conversation
     stabilized: tuple[str, ...] = ()  # by which rules its prompt is another than was sent
     tail: int | None = None  # from here on no later prompt will be the same
+    tools: bool = False  # its only prompt describes functions
 
 
 @frozen

@@ -24,6 +24,7 @@ from adapters.http.api import Api, Asked, Asker, Counter
 from adapters.http.apis import COUNTERS, STATELESS, error_response
 from adapters.http.archive import Archive
 from adapters.http.body import reading
+from adapters.http.compression import Sessions
 from adapters.http.errors import (
     SHUTTING_DOWN,
     ApiError,
@@ -43,9 +44,10 @@ from adapters.http.misses import MissLog
 from adapters.http.options import EdgeOptions
 from adapters.http.page import files
 from adapters.http.page.events import Listener, Watch
-from adapters.http.prompts import COUNTED, rendered
+from adapters.http.prompts import rendered
 from adapters.http.reply import Reply
 from adapters.http.retry import Turnover
+from adapters.http.run import Ended
 from adapters.http.sampling import default_settings
 from adapters.http.shape import new_id
 from adapters.http.turn_memory import TurnMemory
@@ -117,6 +119,7 @@ class Edge:
     memory: TurnMemory
     turnover: Turnover = field(factory=Turnover)
     missed: MissLog = field(factory=MissLog)
+    sessions: Sessions = field(factory=Sessions)
     intake: Intake = field(init=False)
     kept: KeptResponses = field(init=False)
     watch: Watch = field(init=False)
@@ -169,11 +172,19 @@ class Edge:
             turn=asked.turn,
             stabilized=asked.stabilized,
             tail=asked.tail,
+            tools=asked.tools,
+            sessions=self.sessions,
         )
         self.memory.count(0 if asked.turn is None else asked.turn.remembered)
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
-        told = how.stream, how.progress, self.turnover, partial(self.missed.note, owner), asked.headers
+        told = how.stream, how.progress, self.turnover, partial(self._ended, owner), asked.headers
         return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
+
+    def _ended(self, owner: str, name: str, ended: Ended) -> None:
+        self.missed.note(owner, name, ended)
+        report = ended.closed.report
+        if report.compression is not None and not report.compression.why_not:
+            self.sessions.heard(ended.planned.session, report.accepted, report.proposed)
 
     def _asker(self, request: Request) -> Asker:
         return Asker(request.is_disconnected, self.memory, request.scope.get(CALLER, ""))
@@ -216,7 +227,7 @@ class Edge:
             if content is None:
                 raise fields.wrong("content", "a string")
             special, start = fields.flag("parse_special"), fields.flag("add_special")
-            most = max(MOST_TOKENIZED, COUNTED * self.options.max_ctx)
+            most = max(MOST_TOKENIZED, self.options.counted)
             try:
                 (tokens,) = await self.text.tokenizer.encode(
                     [content], controls=special, start=start, most=most, gone=request.is_disconnected

@@ -12,7 +12,6 @@ from adapters.http.errors import context_exceeded, far_too_long, invalid, left
 from adapters.http.fields import Fields, shown
 from adapters.http.openai_shape import CompletionShape
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import COUNTED
 from adapters.http.unsupported import MISSING
 from adapters.text.text import Text
 from adapters.text.tokenizer import GaveUp, Gone, TooLong
@@ -60,20 +59,20 @@ async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: G
     if kinds == {str}:
         how = {"controls": special, "gone": gone, "start": True}
         each = zip(listed, paths, strict=True)
-        return [await encode(prompt, where, how, text, options.max_ctx) for prompt, where in each], paths
+        return [await encode(prompt, where, how, text, options) for prompt, where in each], paths
     if kinds == {list}:
         for item, where in zip(listed, paths, strict=True):
-            if len(item) >= options.max_ctx:  # before millions of them are looked at
+            if len(item) >= options.longest:  # before millions of them are looked at
                 raise context_exceeded(len(item), options.max_ctx, where)
         return [check_tokens(item, where, options) for item, where in zip(listed, paths, strict=True)], paths
     raise invalid(path, f"must be {KINDS}, not {shown(prompt)}")
 
 
-async def encode(prompt: str, path: str, how: dict[str, Any], text: Text, context: int) -> Tokens:
+async def encode(prompt: str, path: str, how: dict[str, Any], text: Text, options: EdgeOptions) -> Tokens:
     try:
-        (tokens,) = await text.tokenizer.encode([prompt], **how, most=COUNTED * context)
+        (tokens,) = await text.tokenizer.encode([prompt], **how, most=options.counted)
     except TooLong as error:
-        raise far_too_long(error.tokens, context, path) from None
+        raise far_too_long(error.tokens, options.max_ctx, path) from None
     except GaveUp:
         raise left() from None
     return tokens

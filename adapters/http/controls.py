@@ -7,9 +7,17 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
-from adapters.http.errors import context_exceeded, invalid
+from adapters.http.compression import (
+    AskedCompression,
+    Sessions,
+    compression_of,
+    fitted,
+    read_compression,
+    with_parts,
+)
+from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
 from adapters.http.form import Form, read_form
 from adapters.http.models import check_name
@@ -51,6 +59,7 @@ class Controls:
     salt: str = ""  # a digest of the request's
     echo: bool = False  # the prompt is part of the answer, with its logprobs where any are asked for
     one_off: bool | None = None  # nobody will go on from it; None: the request does not say
+    compression: AskedCompression = field(factory=AskedCompression)
 
 
 @frozen
@@ -71,6 +80,7 @@ class Planned:
     messages: Sequence[ChatMessage] = ()
     turn: AskedTurn | None = None
     stabilized: tuple[str, ...] = ()  # by which rules its prompt is another than was sent
+    session: str = ""  # of requests that learn from one another how much is to be kept of their prompts
 
 
 @frozen
@@ -115,6 +125,7 @@ def read_controls(
         salt=read_salt(fields),
         form=read_form(fields, words.formats),
         one_off=fields.flag("one_off") if fields.has("one_off") else None,
+        compression=read_compression(fields, options.compression),
     )
 
 
@@ -213,14 +224,17 @@ def plan(
     turn: AskedTurn | None = None,
     stabilized: tuple[str, ...] = (),
     tail: int | None = None,
+    tools: bool = False,
+    sessions: Sessions | None = None,
 ) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 
     Choice i draws with seed + i.  cuts: safe boundaries of the one prompt, besides where its messages open.
     opens: it is a conversation's first.  stabilized: by which rules it is another than was sent.  tail: from here on no
-    later one will be the same, so no boundaries follow. Raises ApiError for a prompt that is empty or leaves no room.
+    later one will be the same, so no boundaries follow.  tools: it describes some.  sessions: what
+    they taught. Raises ApiError for a prompt that is empty or leaves no room.
     """
-    jobs = len(prompts) * controls.choices
+    jobs, how = len(prompts) * controls.choices, controls.compression
     if jobs > options.max_jobs:
         message = (
             f"asks for {jobs} answers at once; this server takes at most {options.max_jobs} (--slots, --max-queue)"
@@ -234,29 +248,40 @@ def plan(
         room = options.max_ctx - len(prompt)
         if not prompt:
             raise invalid(path, "must have at least one token")
-        if room < 1:
-            raise context_exceeded(len(prompt), options.max_ctx, path)
-        boundaries = tuple(sorted({*openings.boundaries(prompt), *cuts}))
+        opened = openings.boundaries(prompt)
+        session = f"{controls.salt}.{how.session}" if how.session else ""
+        taught = None if sessions is None else sessions.keep(session)
+        compression = with_parts(
+            compression_of(how, prompt, options.compression, taught),
+            prompt,
+            opened,
+            messages,
+            reader=reader,
+            tools=tools,
+        )
+        boundaries = tuple(sorted({*opened, *cuts}))
         if tail is not None:
             boundaries = boundaries[: bisect_right(boundaries, tail)]
         for choice in range(controls.choices):
             sampling = evolve(controls.sampling, seed=(controls.sampling.seed + choice) % (1 << 63))
             job = Job(
                 prompt=prompt,
-                max_tokens=room if controls.max_tokens is None else max(1, min(room, controls.max_tokens)),
+                max_tokens=max(1, room if controls.max_tokens is None else min(room, controls.max_tokens)),
                 sampling=sampling,
                 stop_tokens=controls.stop_tokens,
                 scope=Scope("off") if alone else controls.scope,
                 boundaries=boundaries,
-                compress=not alone,
+                compression=compression,
                 speculate=controls.speculate and not alone,
                 prompt_logprobs=sampling.logprobs if alone else -1,
                 salt=controls.salt,
                 one_off=controls.one_off,
                 opens=opens,
             )
+            if room < 1:
+                job = fitted(job, controls.max_tokens, options.max_ctx, options.compression.drafter, path)
             place = number * controls.choices + choice
             silent = controls.max_tokens == 0
-            told = controls.stops, controls.asked_scope, reader, silent, messages, turn, stabilized
+            told = controls.stops, controls.asked_scope, reader, silent, messages, turn, stabilized, session
             planned.append(Planned(place, number, job, *told))
     return tuple(planned)

@@ -102,6 +102,20 @@ FAILURES: Mapping[Finish, tuple[int, str, str, str, bool]] = {
         "form_dead_end",
         False,
     ),
+    "too_long": (
+        400,
+        "The prompt does not fit this server's context, and not enough of it could be left out (see --max-ctx).",
+        "invalid_request_error",
+        "context_length_exceeded",
+        False,
+    ),
+    "uncompressed": (
+        503,
+        "The prompt fits this server's context only once it is compressed, and the drafter has failed.",
+        "unavailable_error",
+        "drafter_failed",
+        True,
+    ),
     "failed": (
         500,
         "The engine could not finish this request. The server's log says why.",
@@ -121,4 +135,7 @@ def failure_of(closed: Closed, retry_after_s: int) -> ApiError | None:
     if closed.finish == "shutdown":
         return unavailable(SHUTTING_DOWN, retry_after_s)
     status, message, kind, code, again = FAILURES[closed.finish]
-    return ApiError(status, message, kind, code=code, headers={} if again else {"x-should-retry": "false"})
+    told = closed.report.compression
+    counts = {} if closed.finish != "too_long" or told is None else {"n_prompt_tokens": told.original}
+    headers = {} if again else {"x-should-retry": "false"}
+    return ApiError(status, message, kind, code=code, extra=counts, headers=headers)

@@ -8,6 +8,8 @@ from typing import Any
 from adapters.http import misses
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended, Progress
+from effects.compression import WHOLE
+from effects.job import Report
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES
 
 KEPT = {None: None, True: "kept", False: "not_kept"}  # answers are not held to a call that was asked for
@@ -76,7 +78,7 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
             "miss": misses.told(ended),
         },
         "stabilized": list(ended.planned.stabilized),
-        "compressed_from": report.compressed_from or None,
+        "compression": compressed(report),
         "speculation": {
             "rounds": report.decode_steps,
             "proposed": report.proposed,
@@ -87,6 +89,22 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
         "tool_choice": KEPT[ended.planned.reader.kept(ended.called)],
         "numerics": options.numerics.get("mode", "exact"),
         "stages_ms": {stage: round(spent_ms, 3) for stage, spent_ms in ended.closed.stages_ms.items()},
+    }
+
+
+def compressed(report: Report) -> dict[str, Any] | None:
+    """None where nobody asked for it. spans: of the prompt as it was sent, where they are known."""
+    told = report.compression
+    if told is None:
+        return None
+    return {
+        "original_tokens": told.original,
+        "kept_tokens": report.prompt_tokens,
+        "keep_ratio": told.keep / WHOLE or None,
+        "spans": list(map(list, told.kept)),
+        "forced_spans": list(map(list, told.forced)),
+        "time_ms": round(told.ns / 1e6, 3),
+        "why": told.why_not or None,
     }
 
 

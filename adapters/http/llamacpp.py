@@ -63,13 +63,13 @@ async def mixed(prompt: Any, path: str, how: dict[str, Any], text: Text, options
     parts = prompt if isinstance(prompt, list) else [prompt]
     if not set(map(type, parts)) <= {str, int} or sum(isinstance(part, str) for part in parts) > MOST_PARTS:
         raise invalid(path, f"must be {KINDS}, with at most {MOST_PARTS} strings in one, not {shown(prompt)}")
-    if len(parts) >= options.max_ctx:  # before millions of them are looked at
+    if len(parts) >= options.longest:  # before millions of them are looked at
         raise context_exceeded(len(parts), options.max_ctx, path)
     tokens: list[int] = []
     for place, part in enumerate(parts):
         where = f"{path}[{place}]" if isinstance(prompt, list) else path
         if isinstance(part, str):
-            tokens += await encode(part, where, {**how, "start": place == 0}, text, options.max_ctx)
+            tokens += await encode(part, where, {**how, "start": place == 0}, text, options)
         elif 0 <= part < options.vocab:
             tokens.append(part)
         else:

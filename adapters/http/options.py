@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
+from adapters.http.compression import CompressionDefaults
 from effects.job import Sampling
 from effects.scope import Scope
 
@@ -37,6 +38,7 @@ class EdgeOptions:
     sampling: Sampling = field(factory=lambda: Sampling(temperature=1))
     scope: Scope = field(factory=Scope)
     disk: bool = True
+    compression: CompressionDefaults = field(factory=CompressionDefaults)
     stabilize: Literal["off", "known"] = "known"
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -54,6 +56,18 @@ class EdgeOptions:
     write_timeout_s: float = 60
     keepalive_s: float = 5
     retry_after_s: int = 1
+
+    @property
+    def longest(self) -> int:
+        """Prompts of so many tokens are refused, whatever is in them."""
+        return max(self.max_ctx, self.compression.drafter + 1)
+
+    @property
+    def counted(self) -> int:
+        """Tokens of a prompt that are counted before it is refused as having at least so many: twice the context, or
+        what a drafter could score.
+        """
+        return max(2 * self.max_ctx, self.longest)
 
     @property
     def names(self) -> tuple[str, ...]:

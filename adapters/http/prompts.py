@@ -23,7 +23,6 @@ from adapters.text.tokenizer import GaveUp, Gone, TooLong
 
 T = TypeVar("T")
 UNPARSED = {"x-rekindle-tools": "unparsed; a call comes back as text, and ends no answer"}
-COUNTED = 2  # contexts: a prompt is counted so far, then it is refused as having at least so many tokens
 STABILIZE = ("off", "known")
 THOUGHTS = 8  # contexts of reasoning that a template may be given to leave out
 
@@ -54,7 +53,7 @@ async def chat_prompt(
 
     turns: what the caller's answers were made of.  path: of the messages in the body.
     """
-    most = COUNTED * options.max_ctx
+    most = options.counted
     conversation = await stable(conversation, fields, options)
     refuse_unread(conversation, text, most, options, path)
     try:
@@ -68,7 +67,7 @@ async def chat_prompt(
 async def rendered(conversation: Conversation, fields: Fields, text: Text, options: EdgeOptions) -> Rendered:
     """The same, not tokenized."""
     conversation = await stable(conversation, fields, options)
-    refuse_unread(conversation, text, COUNTED * options.max_ctx, options, "$.messages")
+    refuse_unread(conversation, text, options.counted, options, "$.messages")
     return await told(text.rendered(conversation), "$.messages")
 
 
@@ -103,6 +102,7 @@ def asked(
         opens=prompt.opens,
         stabilized=names,
         tail=prompt.tail,
+        tools=prompt.tools,
         turn=AskedTurn.of(turns, prompt),
     )
 

@@ -42,6 +42,7 @@ class ChatPrompt:
     tail: int | None = None
     remembered: int = 0
     opening: AnswerOpening | None = None
+    tools: bool = False  # it describes some
 
 
 @define(eq=False)
@@ -125,7 +126,7 @@ class Text:
         opening = None if recalled is None or lead is None else AnswerOpening(recalled.history, lead)
         reader, known = self.reader(conversation, rendered), conversation
         served = known.messages, known.opens, known.stabilized, tail
-        return ChatPrompt(tokens, reader, cuts, *served, remembered, opening)
+        return ChatPrompt(tokens, reader, cuts, *served, remembered, opening, bool(conversation.tools))
 
     async def rendered(self, conversation: Conversation) -> Rendered:
         assert self.template is not None

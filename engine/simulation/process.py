@@ -21,7 +21,11 @@ from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping
 from engine.simulation.tally import Count
 from states.events import Event, ForRequest, Submitted
-from states.life import Held, remains, whole_blocks
+from states.life import (
+    Held,
+    remains,
+)
+from states.sequences import whole_blocks
 from states.settings import Settings
 from states.world import Out, World, advance, begin
 
@@ -54,7 +58,7 @@ class Process:
     live: dict[RequestId, Live] = field(factory=dict[RequestId, Live])
 
     def __attrs_post_init__(self) -> None:
-        assert not any((self.settings.block, self.settings.compress_threshold))
+        assert not any((self.settings.block, self.settings.drafter))
         self.world = begin(self.settings)
         self.lane = Queue(self.clock)
 

@@ -18,7 +18,7 @@ from engine.simulation.keeping import Keeping, SimulatedDisk, layout
 from engine.simulation.logs.requests import Request, Session
 from engine.simulation.process import Live, Process
 from engine.simulation.tally import Count, Figures, Infinite, Ran, Tally, quantile, ratio
-from states.life import whole_blocks
+from states.sequences import whole_blocks
 from states.settings import Settings
 
 NO_CACHE = "no cache"

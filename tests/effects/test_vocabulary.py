@@ -35,6 +35,9 @@ NOT_SPOKEN = {
     "Divergence",
     "Scope",
     "Selection",
+    "Compression",
+    "Compressed",
+    "PromptPart",
 }  # neither asked nor answered
 
 

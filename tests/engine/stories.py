@@ -9,6 +9,7 @@ from pathlib import Path
 from attrs import define, evolve, field
 
 from effects.all import Ask, Launch
+from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed
 from effects.job import Job
@@ -34,8 +35,7 @@ RICH = evolve(
     store=True,
     block=4,
     residency=Resolved("request-scoped", "park"),
-    compress_threshold=100,
-    keep_permille=300,
+    drafter=4096,
     rates=Rates(prefill=(100,), host=100, disk=100),
 )
 AGENT = evolve(PLAIN, store=True, stateful=True, min_tokens=40)
@@ -136,8 +136,12 @@ def everything_goes_wrong_and_the_answer_comes() -> str:
 def compressed_restored_and_speculated() -> str:
     """A long prompt is compressed, found on disk in its short form, loaded while its front is computed, and drafted."""
     story, short = Teller(RICH), tuple(range(0, 160, 2))
-    story.tell(A, Submitted(Job(tuple(range(160)), 6, stop_tokens=(99,))), PrefixMissed("empty_store"))
-    story.tell(A, *(PromptScored(stop) for stop in range(32, 160, 32)), PromptCompressed(short, ((0, 80),)))
+    asked = Compression("auto", 100, 500, (PromptPart("user", 2, 150), PromptPart("assistant", 152, 160)))
+    job = Job(tuple(range(160)), 6, stop_tokens=(99,), compression=asked)
+    story.tell(A, Submitted(job), PrefixMissed("empty_store"), ModelLoaded(900, 7, "drafter"))
+    kept, forced = tuple((at, at + 1) for at in short), ((0, 1), (158, 159))
+    story.tell(A, *(PromptScored(stop) for stop in range(32, 160, 32)), PromptCompressed(short, kept, forced, 4000))
+    story.tell(A, ModelUnloaded(900))
     story.tell(A, PrefixFound(LeaseId(6), 64, "host"))
     story.tell(A, BlocksRestored(32, 64, 4096), PrefillAdvanced(32))
     story.tell(A, ModelLoaded(), PrefillAdvanced(79))

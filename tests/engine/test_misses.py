@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from effects.all import Ask
+from effects.compression import Compressed
 from effects.ids import SlotId, Tokens
 from effects.job import Report
 from effects.ports import DIVERGED, Divergence
@@ -75,7 +76,7 @@ def test_what_the_store_found_further_on_wins_and_what_was_restored_is_no_miss()
     misses.observe((an_opening(PROMPT),), a_world(Slot((*PROMPT[:2], 9))))
     assert misses.told(ONE, Report(len(PROMPT))) == slot
     misses = Misses({ONE: stored})
-    assert misses.told(ONE, Report(len(PROMPT), compressed_from=100)) is None, "places of another prompt"
+    assert misses.told(ONE, Report(len(PROMPT), compression=Compressed(100))) is None, "places of another prompt"
 
 
 def evolved(stored: Divergence) -> Divergence:

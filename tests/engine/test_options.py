@@ -81,6 +81,21 @@ def test_flags_win_over_environment_and_that_over_the_file(
         ),
         (["--target-devices", "cpu", "--target-layer-split", "1,,2"], ["--target-layer-split", "'' is no weight"]),
         (["--dtype", "int4"], ["--dtype", "bfloat16"]),
+        (["--prefill-compression", "on"], ["--prefill-compression", '"off", "auto", "always"']),
+        (["--prefill-compression", "auto"], ["--prefill-compression auto", "name one with --prefill-drafter"]),
+        (["--prefill-drafter-device", "cpu"], ["--prefill-drafter-device", "name one with --prefill-drafter"]),
+        (["--prefill-drafter-device", "tpu"], ["--prefill-drafter-device", "auto, cpu, cuda"]),
+        (["--prefill-threshold", "-1"], ["--prefill-threshold", "0"]),
+        (["--prefill-threshold", "1e4"], ["--prefill-threshold", "'1e4' is not an integer"]),
+        (["--prefill-keep-ratio", "0"], ["--prefill-keep-ratio", "0.001"]),
+        (["--prefill-keep-ratio", "1.1"], ["--prefill-keep-ratio", "1"]),
+        (["--prefill-curve", "1000"], ["--prefill-curve", "'1000' is not TOKENS:RATIO"]),
+        (["--prefill-curve", "1000:0.5,x:0.1"], ["--prefill-curve", "'x:0.1' is not TOKENS:RATIO"]),
+        (["--prefill-curve", "1000:0"], ["--prefill-curve", "ratios from 0.001 to 1"]),
+        (["--prefill-curve", "1000:2"], ["--prefill-curve", "ratios from 0.001 to 1"]),
+        (["--prefill-curve", "1000:nan"], ["--prefill-curve", "'1000:nan' is not TOKENS:RATIO"]),
+        (["--prefill-curve", "2000:0.5,1000:0.1"], ["--prefill-curve", "in ascending order"]),
+        (["--prefill-curve", "1000:0.5,1000:0.1"], ["--prefill-curve", "every number of tokens once"]),
         (["--numerics", "maybe"], ["--numerics", "exact", "fast"]),
         (["--draft-residency", "lazy"], ["--draft-residency", "auto, persistent, request-scoped"]),
         (["--draft-residency", "AUTO"], ["--draft-residency", "auto, persistent, request-scoped"]),
@@ -241,3 +256,15 @@ def test_the_defaults_of_what_is_worth_keeping(served: list[Options]) -> None:
         10240,
         512,
     )
+
+
+@pytest.mark.parametrize(
+    ("curve", "points"),
+    [
+        ("", ()),
+        ("10000:0.5, 40000:.2,100000:1", ((10000, 500), (40000, 200), (100000, 1000))),
+        ("0:1.0", ((0, 1000),)),
+    ],
+)
+def test_a_curve_of_ratios_is_read_in_thousandths(curve: str, points: tuple[tuple[int, int], ...]) -> None:
+    assert Options(prefill_curve=curve).curve == points

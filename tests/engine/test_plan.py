@@ -211,6 +211,12 @@ CHANGED: dict[str, dict[str, Any]] = {
         "host_cache_budget": 32,
         "kv_cache_codec": "store",
         "kv_cache_min_tokens": 64,
+        "prefill_compression": "always",
+        "prefill_drafter": str(demo.FOLDER),
+        "prefill_drafter_device": "cpu",
+        "prefill_threshold": 7,
+        "prefill_keep_ratio": 0.5,
+        "prefill_curve": "10:0.5",
     },
     "demo-hybrid": {
         "model": "demo-hybrid",
@@ -244,6 +250,7 @@ def outcome(target: Target) -> dict[str, Any]:
         "store": (store.layout, store.host.index.budget, store.disk.index.budget, store.disk.chooser.codec),
         "draft": (draft.identity, draft.state, draft.capacity, draft.block),
         "memory": (ledger["models"], ledger["slots"]),
+        "pflash": target.pflash,
         "threads": torch.get_num_threads(),
     }
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import anyio
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
 from effects.grammar import Grammar
 from effects.ids import RequestId
@@ -261,11 +262,13 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> 
     assert "space" in recorder.lost
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.builds(
         Job,
         prompt=st.lists(st.integers(0, 2**31), min_size=1, max_size=20).map(tuple),
         max_tokens=st.integers(1, 100),
+        compression=st.sampled_from((Compression(), Compression("always", 0, 7, (PromptPart("user", 1, 2, True),)))),
         sampling=st.builds(
             Sampling, temperature=st.floats(0, 2), seed=st.integers(0, 2**63 - 1), logprobs=st.integers(-1, 20)
         ),

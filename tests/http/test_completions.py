@@ -132,12 +132,12 @@ async def test_a_prompt_comes_back_with_its_logprobs_as_evaluations_ask_for_them
     response = await site.complete("The quick brown fox", echo=True, logprobs=1, max_tokens=1)
     (choice,) = response.json()["choices"]
     job = site.door.tickets[0].job
-    assert (job.prompt_logprobs, job.max_tokens, job.scope.kind, job.speculate, job.compress) == (
+    assert (job.prompt_logprobs, job.max_tokens, job.scope.kind, job.speculate, job.compression.mode) == (
         1,
         1,
         "off",
         False,
-        False,
+        "off",
     )
     logprobs = choice["logprobs"]
     count = len(job.prompt)

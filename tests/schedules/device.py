@@ -14,14 +14,14 @@ from attrs import define, evolve, field, frozen
 
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, FailureKind, LeaseId, RequestId, StoreFailed, Tokens
+from effects.ids import DeviceFailed, FailureKind, LeaseId, ModelName, RequestId, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from states.residency import IDLE, Place
+from states.residency import IDLE, Place, after_use
 from states.settings import Settings
 
 Answer: TypeAlias = tuple[RequestId, Any]
@@ -98,13 +98,14 @@ class Device:
     slots: list[DeviceSlot] = field(init=False)
     lane: deque[Ask | Launch | CheckedTransfer] = field(factory=deque)
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
-    scored: dict[RequestId, Tokens] = field(factory=dict)  # of prompts that are being compressed
-    draft: Place = field(init=False)
+    scored: dict[RequestId, tuple[CompressPrompt, int]] = field(factory=dict)  # prompts, and how far they came
+    weights: dict[ModelName, Place] = field(init=False)
     places: list[Tokens] = field(init=False)  # what the positional state in each stands for
 
     def __attrs_post_init__(self) -> None:
         self.places = [()] * self.settings.state_places
-        self.draft = IDLE[self.settings.residency.draft]
+        names: tuple[ModelName, ...] = ("draft", "drafter")
+        self.weights = {name: IDLE[after_use(self.settings.residency, name)] for name in names}
         self.slots = [DeviceSlot([NOTHING] * self.settings.max_context) for _ in range(self.settings.slots)]
 
     def step(self) -> list[Answer]:
@@ -160,28 +161,37 @@ class Device:
                 if slot.broken:
                     return DeviceFailed(slot.broken, "the slot went out of step")
                 return self.perform_in(slot, ask.effect, failed)
-            case CompressPrompt(tokens, start, total):
-                before = self.scored.pop(ask.request, ()) if start else ()
-                assert len(before) == start, "a prompt is scored from its beginning, without a gap"
-                assert 0 < len(tokens) <= self.settings.chunk, "a chunk has a limit"
-                prompt = before + tokens
-                if len(prompt) < total and failed is None:
-                    self.scored[ask.request] = prompt
-                    return PromptScored(len(prompt))
-                if failed is None and self.rng.random() < 0.7:
-                    self.store.memo[prompt] = shortened(prompt)
-                return failed or PromptCompressed(shortened(prompt), ((0, 4),))
-            case LoadModel():
-                assert self.draft != "loaded", "the draft is here already"
-                self.draft = self.draft if failed else "loaded"
-                return failed or ModelLoaded(1000, 10)
-            case UnloadModel(_, keep):
-                assert self.draft == "loaded", "the draft is not here"
+            case CompressPrompt(start) as scoring:
+                return self.score(ask.request, scoring, start, failed)
+            case LoadModel(name):
+                assert self.weights[name] != "loaded", f"the {name} is here already"
                 if failed is None:
-                    self.draft = "parked" if keep else "released"
+                    self.weights[name] = "loaded"
+                return failed or ModelLoaded(1000, 10, name)
+            case UnloadModel(name, keep):
+                assert self.weights[name] == "loaded", f"the {name} is not here"
+                if failed is None:
+                    self.weights[name] = "parked" if keep else "released"
                 return failed or ModelUnloaded(1000, 10)
             case other:
                 raise AssertionError(other)
+
+    def score(self, request: RequestId, asked: CompressPrompt, start: int, failed: DeviceFailed | None) -> Any:
+        assert self.weights["drafter"] == "loaded", "a prompt is scored without a drafter"
+        assert bool(asked.tokens) == (start == 0), "the prompt is said once"
+        first, done = self.scored.pop(request, (asked, 0)) if start else (asked, 0)
+        assert done == start, "a prompt is scored from its beginning, without a gap"
+        assert 0 < first.keep <= len(first.tokens)
+        if failed is not None:
+            return failed
+        stop = start + self.settings.chunk
+        if stop < len(first.tokens):
+            self.scored[request] = first, stop
+            return PromptScored(stop)
+        made = shortened(first.tokens)
+        if self.rng.random() < 0.7:
+            self.store.memo[first.tokens] = made
+        return PromptCompressed(made, ((0, 4),), ns=self.rng.choice((0, 50, 9000)))
 
     def perform_in(self, slot: DeviceSlot, effect: Any, failed: DeviceFailed | None) -> Any:
         match effect:
@@ -241,7 +251,7 @@ class Device:
 
     def round(self, slot: DeviceSlot, one: RunDecode, failed: DeviceFailed | None) -> Any:
         at = one.position
-        assert self.draft == "loaded" or not one.propose, "proposals without a draft"
+        assert self.weights["draft"] == "loaded" or not one.propose, "proposals without a draft"
         assert one.propose <= self.settings.block
         assert len(slot.tokens) == at + 1, "a decode step out of step"
         assert slot.done == at or not self.settings.stateful, "a decode step on another state"

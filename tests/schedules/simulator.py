@@ -8,9 +8,10 @@ from collections.abc import Callable
 from attrs import define, evolve, field
 
 from effects.all import Ask, Launch
+from effects.compression import Compression
 from effects.decode import Decoded
 from effects.ids import RequestId, SlotId, Tokens
-from effects.job import Job, Sampling
+from effects.job import Job, Sampling, uncompressed
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.prefill import OpenSlot, RunPrefill
 from effects.scope import Scope
@@ -19,14 +20,19 @@ from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, Slo
 from states.invariants import check
 from states.life import Speculating
 from states.rates import Rates
-from states.residency import IDLE, Resolved
+from states.residency import IDLE, Resolved, after_use
 from states.settings import Settings
 from states.world import Out, advance, begin
 from tests.schedules.device import Answer, CheckedStore, CheckedTransfer, Device, answer_of, rows_of, shortened
 
 SCOPES = (*(Scope("full"),) * 4, Scope("off"), Scope("fixed", 9), Scope("auto", 2), Scope("auto", 30))
 REASONS = ("client_gone", "deadline", "stop_string", "shutdown")
-RESIDENCIES = (Resolved(), Resolved("request-scoped", "park"), Resolved("request-scoped", "release"))
+RESIDENCIES = (
+    Resolved(),
+    Resolved("request-scoped", "park"),
+    Resolved("request-scoped", "release"),
+    Resolved("persistent", "keep", "keep"),
+)
 SALTED = (2, 4)  # of every five jobs: of slots, they go on from those of one another, and nobody else does
 EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
 
@@ -73,7 +79,7 @@ class Client:
         """The answer is that of a request that was alone, as far as it came, and ended for the reason given."""
         assert self.closing is not None, "a stream that never closed"
         finish, report, job = self.closing.finish, self.closing.report, self.job
-        may_shorten = settings.compress_threshold and job.compress
+        may_shorten = not uncompressed(job, settings.drafter)
         assert self.served == job.prompt or (may_shorten and self.served == shortened(job.prompt))
         assert self.tokens == answer_of(self.served, job.sampling.seed, len(self.tokens)), "another answer than alone"
         assert len(self.tokens) <= job.max_tokens
@@ -82,6 +88,9 @@ class Client:
         match finish:
             case "stop":
                 assert stopped or "stop_string" in self.cancelled
+            case "too_long" | "uncompressed":
+                assert not self.tokens
+                assert len(self.served) + job.max_tokens > settings.max_context
             case "length":
                 assert len(self.tokens) == job.max_tokens
                 assert not stopped
@@ -94,7 +103,10 @@ class Client:
             case _:
                 assert finish in self.cancelled
         if finish != "queue_full":
-            assert report.prompt_tokens == len(self.served)
+            decided = (
+                len(shortened(job.prompt)) if may_shorten and not self.tokens else 0
+            )  # and the slot not yet opened
+            assert report.prompt_tokens in {len(self.served), decided}
         assert report.completion_tokens == len(self.tokens)
         assert report.restored_tokens < max(report.prompt_tokens, 1)
         assert (report.tier == "none") == (report.restored_tokens == 0)
@@ -166,7 +178,7 @@ class Simulator:
             store=rng.random() < 0.6,
             block=rng.choice((0, 0, 1, 4, 7)),
             residency=rng.choice(RESIDENCIES),
-            compress_threshold=rng.choice((0, 0, 6, 14)),
+            drafter=rng.choice((0, 0, 60, 200)),
             min_tokens=rng.choice((0, 0, 7)),
             stateful=rng.random() < 0.4,
             state_places=rng.choice((0, 1, 2, 5)),
@@ -186,11 +198,13 @@ class Simulator:
                 said = answer_of(earlier.prompt, earlier.sampling.seed, rng.randint(0, 8))
                 stem = (*earlier.prompt, *said)[: rng.choice((8, 16, 30))]
             prompt = (*stem, *(rng.randint(1, 10) for _ in range(rng.randint(1, 14))))
-            compress, speculate = (rng.random() < 0.9 for _ in range(2))
+            speculate = rng.random() < 0.9
+            how = (rng.choice(("off", "auto", "auto", "auto", "always")), rng.choice((6, 14)))
             sampling = Sampling(seed=rng.randint(0, 1))
             scope, stops = rng.choice(SCOPES), rng.choice(((), (0,), (0, 3)))
             messages = tuple(at for at in range(1, len(prompt) + 1) if rng.random() < 0.3)
-            job = Job(prompt, rng.randint(1, 9), sampling, stops, scope, messages, compress, speculate)
+            compression = Compression(*how, continues=rng.random() < 0.1, tools=rng.random() < 0.1)
+            job = Job(prompt, rng.randint(1, 9), sampling, stops, scope, messages, compression, speculate)
             job = evolve(job, opens=number % 3 == 1)
             jobs.append(evolve(job, salt="a") if number % 5 in SALTED else job)
         return jobs
@@ -338,9 +352,11 @@ class Simulator:
         assert not world.slots.waiting
         assert all(lane.waiting == lane.running == () for lane in world.lanes.values())
         assert not self.store.leases, "a lease was never released"
-        assert not world.models["draft"].leases
-        assert device.draft == world.models["draft"].place
-        assert self.failures or device.draft == IDLE[self.settings.residency.draft], "the draft was never parked"
+        for name, model in world.models.items():
+            assert not model.leases
+            assert device.weights[name] == model.place
+            idle = IDLE[after_use(self.settings.residency, name)]
+            assert self.failures or device.weights[name] == idle, f"the {name} was never sent away"
         for slot, real in zip(world.slots.slots, device.slots, strict=True):
             rows = len(slot.tokens)
             assert slot.holder is None

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from effects.all import Ask, Effect
+from effects.compression import Compressed, Compression
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Job, Report
 from states import speculation_control as control
@@ -44,12 +45,15 @@ STORE = evolve(PLAIN, store=True)
 DRAFT = evolve(PLAIN, block=3)
 SCOPED = evolve(DRAFT, residency=Resolved("request-scoped", "park"))
 STATEFUL = evolve(STORE, stateful=True, state_places=3)
-PFLASH = evolve(PLAIN, compress_threshold=12, keep_permille=250)
-EVERYTHING = evolve(STORE, block=3, compress_threshold=12, keep_permille=250)
+PFLASH = evolve(PLAIN, drafter=1000)  # and jobs say from when on
+EVERYTHING = evolve(STORE, block=3, drafter=1000)
+
+
+LONG_ENOUGH = Compression("auto", threshold=12, keep=250)
 
 
 def a_job(**changes: Any) -> Job:
-    return evolve(Job(PROMPT, max_tokens=6, stop_tokens=(0,)), **changes)
+    return evolve(Job(PROMPT, max_tokens=6, stop_tokens=(0,), compression=LONG_ENOUGH), **changes)
 
 
 @frozen
@@ -65,6 +69,7 @@ class Flat:
     ahead: int = 0
     miss: str = "nothing_shared_on_device"
     compressed: bool = False
+    compression: Compressed | None = None
     shared: int = 0
     stored: int = 0
     speculation: str = ""
@@ -77,7 +82,9 @@ class Flat:
     @property
     def early(self) -> tuple[Seat, Prompt]:
         seat = Seat(self.slot, self.valid, self.restored, self.tier, self.ahead)
-        return seat, Prompt(self.job, self.prompt, self.compressed, self.shared, self.stored, self.miss)
+        return seat, Prompt(
+            self.job, self.prompt, self.compressed, self.compression, self.shared, self.stored, self.miss
+        )
 
     @property
     def drafted(self) -> Speculation:
@@ -89,7 +96,7 @@ class Flat:
 
     @property
     def remains(self) -> Remains:
-        return Remains(*self.early, self.answer, self.control is not None)
+        return Remains(*self.early, self.answer, None if self.control is None else "draft")
 
 
 def a(state: type, flat: Flat, *more: Any, **named: Any) -> Any:

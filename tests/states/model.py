@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from attrs import evolve, field, frozen
 
 from effects.all import Effect
+from effects.compression import Compression
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, LeaseId, PlaceId, Side, SlotId, StoreFailed
 from effects.job import Job
@@ -26,14 +27,15 @@ from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states.events import Admitted, Cancelled, Rejected, SlotEmptied, Submitted
-from states.life import Done, Draining, Held, New, Parking, Snapshotting, Waiting, remains
+from states.life import Done, Draining, Held, New, Parking, Releasing, Snapshotting, Waiting, remains
 from states.machine import IllegalEvent, Table, step
 from states.rates import Rates
-from states.residency import Resolved
+from states.residency import Resolved, after_use
 from states.settings import Known, Settings
 
 STOP = 0
-JOB = Job(prompt=(1, 2, 3, 4), max_tokens=2, stop_tokens=(STOP,))
+JOB = Job(prompt=(1, 2, 3, 4), max_tokens=2, stop_tokens=(STOP,), compression=Compression("auto", 2, 500))
+EAGER = evolve(JOB, compression=Compression("always", keep=500))
 JOBS = (
     JOB,
     *(evolve(JOB, scope=scope, boundaries=(1, 3)) for scope in (Scope("off"), Scope("fixed", 3), Scope("auto", 2))),
@@ -46,13 +48,11 @@ BLOCKS = tuple(
         chunk=block_size,
         store=store,
         block=block,
-        compress_threshold=threshold,
+        drafter=drafter,
         keep_decoded=keep_decoded,
         residency=Resolved("auto", "keep" if block_size == 1 else "release"),
     )
-    for block_size, store, block, threshold, keep_decoded in product(
-        (1, 2), (False, True), (0, 1), (0, 2), (False, True)
-    )
+    for block_size, store, block, drafter, keep_decoded in product((1, 2), (False, True), (0, 1), (0, 9), (False, True))
 )
 STATEFUL = tuple(
     Settings(
@@ -68,13 +68,15 @@ STATEFUL = tuple(
     )
     for interval, keep_decoded, places in ((0, True, 2), (1, True, 0), (1, False, 1))
 )
-SETTINGS = BLOCKS + STATEFUL
+TIGHT = evolve(BLOCKS[0], drafter=9, max_context=5)  # the prompt fits once it is compressed
+FITTING = evolve(TIGHT, max_context=6)  # and here as it is, too
+SETTINGS = (*BLOCKS, TIGHT, FITTING, *STATEFUL)
 LOSING = (
     *(
         one
         for one in BLOCKS
         if one.block_size == one.keep_decoded
-        and (one.store, one.block, one.compress_threshold) in {(True, 0, 2), (True, 0, 0), (False, 1, 0)}
+        and (one.store, one.block, one.drafter) in {(True, 0, 9), (True, 0, 0), (False, 1, 0)}
     ),
     STATEFUL[0],
 )
@@ -90,7 +92,7 @@ class Node:
     state: Any
     flying: frozenset[Effect] = frozenset()
     lease: bool = False  # a hit in the store is held, and nothing in flight will let go of it
-    draft: bool = False  # the draft is leased, and nothing in flight will give it back
+    draft: bool = False  # the draft or the drafter is leased, and nothing in flight will give it back
     lost: bool = False  # the slot's rows are gone, and it has not been opened since
     losses: int = 0  # how often: up to twice
     admitted: int = 0  # how often
@@ -118,11 +120,10 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield BlocksRestored(start + 1, stop, 1)
             yield BlocksRestored(start, stop - 1, 1)
             yield StoreFailed("io", "")
-        case CompressPrompt(tokens, start, total):
-            stop = start + len(tokens)
-            yield PromptScored(stop) if stop < total else PromptCompressed(SERVED, ((0, 1),))
-        case LoadModel():
-            yield ModelLoaded()
+        case CompressPrompt(start):
+            yield from scorings(start)
+        case LoadModel(name):
+            yield ModelLoaded(name=name)
         case RunPrefill(stop=stop):
             yield PrefillAdvanced(stop)
         case RunDecode(propose=propose):
@@ -134,6 +135,13 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield ModelUnloaded()
     if effect.side is Side.DEVICE:
         yield from DEVICE_FAILURES
+
+
+def scorings(start: int) -> Iterator[Any]:
+    if start < 2:
+        yield PromptScored(start + 2)
+    else:
+        yield from (PromptCompressed(SERVED, ((0, 1),)), PromptCompressed(JOB.prompt, ((0, 4),)))
 
 
 def checkpoints_of(effect: Effect) -> Iterator[Any]:
@@ -157,7 +165,8 @@ def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
     match node.state:
         case New():
             scoped = settings.store and settings.block_size == 1 and not settings.block and settings.keep_decoded
-            yield from ((Submitted(job), None) for job in (JOBS if scoped else JOBS[:1]))
+            jobs = JOBS if scoped else (JOB, EAGER) if settings == FITTING else (JOB,)
+            yield from ((Submitted(job), None) for job in jobs)
             yield Rejected(3), None
             return
         case Waiting():
@@ -206,7 +215,7 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
     walk.arms.add((type(node.state), type(event), (type(then.state), *map(type, then.effects))))
     after = evolve(
         node,
-        state=then.state,
+        state=told(then.state),
         flying=node.flying - {answered},
         lease=node.lease or isinstance(event, PrefixFound),
         draft=node.draft or isinstance(event, ModelLoaded),
@@ -222,6 +231,15 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
     return after
 
 
+def told(state: Any) -> Any:
+    """Without what is only reported: why a compression failed decides nothing once it has been looked at."""
+    if isinstance(state, Releasing):
+        return state
+    if hasattr(state, "remains") and state.remains is not None:
+        return evolve(state, remains=told(state.remains))
+    return evolve(state, prompt=evolve(state.prompt, compression=None)) if hasattr(state, "prompt") else state
+
+
 def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
     """What an effect changes, and what is wrong with asking for it now."""
     fault = None
@@ -231,9 +249,9 @@ def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
         case ReleasePrefix() | RestoreBlocks():
             fault = None if node.lease else "uses a lease that it does not have"
             node = evolve(node, lease=False)
-        case UnloadModel(_, keep):
+        case UnloadModel(name, keep):
             fault = fault if node.draft else "gives back a draft that it does not have"
-            if keep == (node.known.settings.residency.draft == "release"):
+            if keep == (after_use(node.known.settings.residency, name) == "release"):
                 fault = "sends the draft where the policy does not"
             node = evolve(node, draft=False)
         case RunDecode(propose=propose) if propose and not node.draft:

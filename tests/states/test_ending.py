@@ -10,7 +10,6 @@ from attrs import evolve
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, LeaseId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import PromptCompressed
 from effects.prefill import PrefillAdvanced
 from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
@@ -23,6 +22,7 @@ from states.life import (
     Compressing,
     Done,
     Draining,
+    Fetching,
     LookingUp,
     Parking,
     Prefilling,
@@ -43,7 +43,6 @@ from tests.states.builders import (
     EVERYTHING,
     HERE,
     PROMPT,
-    SHORT,
     STATEFUL,
     STORE,
     a,
@@ -65,7 +64,7 @@ def settle(hold: Any, event: Event, known: Known = KNOWN, flying: int = 1) -> An
     return step(TABLE, a(Draining, hold, flying), event, known)
 
 
-@pytest.mark.parametrize("state", [LookingUp, Compressing, Unparking, Prefilling, Speculating])
+@pytest.mark.parametrize("state", [LookingUp, Fetching, Compressing, Unparking, Prefilling, Speculating])
 def test_a_cancellation_closes_the_stream_at_once_and_drains(state: Any) -> None:
     hold = answering()
     before = a(state, hold)
@@ -93,7 +92,7 @@ def test_a_lease_that_arrives_too_late_is_released() -> None:
     assert then == Then(a(Done, some(STORE)), ReleasePrefix(LeaseId(5)))
 
 
-@pytest.mark.parametrize("event", [PrefixMissed("empty_store"), StoreFailed("io", ""), PromptCompressed(SHORT, ())])
+@pytest.mark.parametrize("event", [PrefixMissed("empty_store"), StoreFailed("io", "")])
 def test_an_answer_that_changes_nothing_ends_the_drain(event: Event) -> None:
     assert settle(some(STORE), event) == Then(a(Done, some(STORE)))
 

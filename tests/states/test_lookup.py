@@ -1,15 +1,15 @@
-"""From a submitted job to the prompt that will be served: New, Waiting, LookingUp, Compressing."""
+"""From a submitted job to the prompt that will be served: New, Waiting, LookingUp."""
 
 from __future__ import annotations
 
 import pytest
 from attrs import evolve
 
+from effects.compression import Compression
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, LeaseId, PlaceId, SlotId, StoreFailed
+from effects.ids import LeaseId, PlaceId, SlotId, StoreFailed
 from effects.job import Report, Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel
 from effects.restore import RestoreBlocks
@@ -17,7 +17,7 @@ from effects.scope import Scope
 from effects.stream import CloseStream, ReportProgress
 from states import lookup
 from states.events import Admitted, Cancelled, Rejected, Submitted
-from states.life import Compressing, Done, LookingUp, New, Prefilling, Restoring, Seat, Speculating, Unparking
+from states.life import Done, Fetching, LookingUp, New, Prefilling, Restoring, Speculating, Unparking
 from states.machine import Then
 from tests.states.builders import (
     DRAFT,
@@ -104,14 +104,14 @@ def test_the_stores_are_asked_for_more_than_the_device_has() -> None:
 def test_where_prompts_may_be_compressed_the_memo_is_asked_too() -> None:
     then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
     assert then == Then(a(LookingUp, some(EVERYTHING)), opening(), FindPrefix(PROMPT, 0, memo=True))
-    verbatim = a_job(compress=False)
+    verbatim = a_job(compression=Compression())
     then = lookup.admit(a_waiting(verbatim), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
     assert then == Then(a(LookingUp, some(EVERYTHING, job=verbatim)), opening(), FindPrefix(PROMPT, 0))
 
 
 def test_a_long_prompt_is_compressed_and_a_draft_is_fetched_before_prefill() -> None:
     then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(PFLASH))
-    assert then == Then(a(Compressing, some(PFLASH)), opening(), CompressPrompt(PROMPT[:8], 0, 21, 250))
+    assert then == Then(a(Fetching, some(PFLASH)), opening(), LoadModel("drafter"))
     then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(DRAFT))
     assert then == Then(a(Unparking, some(DRAFT)), opening(), LoadModel("draft"))
 
@@ -158,8 +158,8 @@ def test_a_hit_that_adds_nothing_is_let_go() -> None:
 
 def test_a_hit_that_leaves_too_much_missing_is_let_go_and_the_prompt_compressed() -> None:
     then = lookup.found(a(LookingUp, some(EVERYTHING)), found(8), knowing(EVERYTHING))
-    compressing = a(Compressing, some(EVERYTHING, miss="compression_is_quicker", stored=8))
-    assert then == Then(compressing, ReleasePrefix(LEASE), opening(), CompressPrompt(PROMPT[:8], 0, 21, 250))
+    compressing = a(Fetching, some(EVERYTHING, miss="compression_is_quicker", stored=8))
+    assert then == Then(compressing, ReleasePrefix(LEASE), opening(), LoadModel("drafter"))
 
 
 def test_a_continuation_is_not_compressed() -> None:
@@ -212,15 +212,6 @@ def test_auto_asks_what_is_shared_even_where_all_is_on_the_device() -> None:
     )
 
 
-def test_a_compressed_prompt_is_not_compared_again_and_what_was_shared_is_remembered() -> None:
-    before = some(EVERYTHING, job=AUTO, shared=14, stored=8)
-    then = lookup.compressed(a(Compressing, before), PromptCompressed(SHORT, ((0, 4),)), knowing(EVERYTHING))
-    hold = some(EVERYTHING, job=AUTO, prompt=SHORT, compressed=True, shared=14)
-    assert then == Then(a(LookingUp, hold), opening(0, SHORT), FindPrefix(SHORT, 0))
-    then = lookup.missed(a(LookingUp, hold), PrefixMissed("diverged_at:0"), knowing(EVERYTHING))
-    assert then.state == a(Unparking, evolve(hold, miss="diverged_at:0"))
-
-
 def test_positional_state_is_loaded_whole_or_not_at_all() -> None:
     hold = some(STORE)
     event = found(20, checkpoints=(20,))
@@ -249,50 +240,6 @@ def test_a_slot_with_rows_and_no_state_is_no_hit() -> None:
     assert then == Then(a(Prefilling, evolve(hold, ahead=0, miss="no_checkpoint:0")), RunPrefill(HERE, 0, 8))
 
 
-def test_of_another_prompt_that_is_served_the_state_stays_where_both_agree() -> None:
-    stateful = evolve(STATEFUL, compress_threshold=12, keep_permille=250)
-    for valid, stays in ((4, 4), (8, 0)):
-        before = some(stateful, valid=valid, restored=valid, tier="device", ahead=4, miss="")
-        then = lookup.compressed(a(Compressing, before), PromptCompressed(SHORT, ((0, 4),)), knowing(stateful))
-        assert then.state.seat == Seat(HERE, stays, stays, "device" if stays else "none", 4 - stays)
-        assert then.effects[0] == evolve(opening(4, SHORT), state=stays)
-
-
 def test_a_failed_lookup_is_a_miss() -> None:
     then = lookup.unanswered(a(LookingUp, some(STORE)), StoreFailed("timed_out", "slow disk"), knowing(STORE))
     assert then == Then(a(Prefilling, some(STORE, miss="lookup_timed_out")), RunPrefill(HERE, 0, 8))
-
-
-def test_a_prompt_is_scored_chunk_by_chunk() -> None:
-    before = a(Compressing, some(PFLASH))
-    then = lookup.scored(before, PromptScored(8), knowing(PFLASH))
-    assert then == Then(before, CompressPrompt(PROMPT[8:16], 8, 21, 250))
-    then = lookup.scored(before, PromptScored(16), knowing(PFLASH))
-    assert then == Then(before, CompressPrompt(PROMPT[16:], 16, 21, 250))
-
-
-def test_a_compressed_prompt_is_looked_for_once_more() -> None:
-    then = lookup.compressed(a(Compressing, some(EVERYTHING)), PromptCompressed(SHORT, ((0, 4),)), knowing(EVERYTHING))
-    hold = some(EVERYTHING, prompt=SHORT, compressed=True)
-    assert then == Then(a(LookingUp, hold), opening(0, SHORT), FindPrefix(SHORT, 0))
-
-
-def test_only_rows_that_the_compressed_prompt_shares_stay_valid() -> None:
-    before = some(PFLASH, valid=8, restored=8, tier="device", miss="")
-    then = lookup.compressed(a(Compressing, before), PromptCompressed(SHORT, ((0, 4),)), knowing(PFLASH))
-    hold = evolve(before, prompt=SHORT, compressed=True, valid=4, restored=4)
-    assert then == Then(a(Prefilling, hold), opening(4, SHORT), RunPrefill(HERE, 4, 5))
-
-
-def test_a_prompt_is_compressed_once() -> None:
-    longer = tuple(range(200, 220))
-    then = lookup.compressed(a(Compressing, some(PFLASH)), PromptCompressed(longer, ()), knowing(PFLASH))
-    hold = some(PFLASH, prompt=longer, compressed=True)
-    assert then == Then(a(Prefilling, hold), opening(0, longer), RunPrefill(HERE, 0, 8))
-
-
-def test_a_failed_compression_serves_the_prompt_verbatim() -> None:
-    then = lookup.verbatim(a(Compressing, some(PFLASH)), DeviceFailed("out_of_memory", ""), knowing(PFLASH))
-    assert then == Then(a(Prefilling, some(PFLASH, compressed=True)), opening(), RunPrefill(HERE, 0, 8))
-    then = lookup.verbatim(a(Compressing, some(EVERYTHING)), DeviceFailed("out_of_memory", ""), knowing(EVERYTHING))
-    assert then == Then(a(LookingUp, some(EVERYTHING, compressed=True)), opening(), FindPrefix(PROMPT, 0))

@@ -7,14 +7,22 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from effects.grammar import Grammar
+from effects.job import Job, Sampling
 from effects.scope import Scope
 from states import policy
-from states.life import common, serve, usable, whole_blocks
+from states.life import (
+    serve,
+    usable,
+)
 from states.policy import Decision
-from states.settings import Settings
+from states.rates import Rates
+from states.sequences import common, whole_blocks
+from states.settings import Known, Settings
 from tests.states.builders import (
     DRAFT,
     EVERYTHING,
+    LONG_ENOUGH,
     PFLASH,
     PLAIN,
     PROMPT,
@@ -48,25 +56,60 @@ def test_one_off(changes: dict[str, Any], decision: Decision) -> None:
     assert policy.one_off(a_job(**changes)) == decision
 
 
+def asking(**changes: Any) -> Job:
+    return a_job(compression=evolve(LONG_ENOUGH, **changes))
+
+
 @pytest.mark.parametrize(
     ("settings", "changes", "missing", "decision"),
     [
-        (PLAIN, {}, 99, Decision(NO, "off")),
-        (PFLASH, {"job": a_job(compress=False)}, 99, Decision(NO, "declined")),
+        (PLAIN, {}, 99, Decision(NO, "no_drafter")),
+        (PFLASH, {"job": asking(mode="off")}, 99, Decision(NO, "off")),
+        (PLAIN, {"job": asking(mode="off")}, 99, Decision(NO, "off")),
+        (PFLASH, {"job": asking(continues=True)}, 99, Decision(NO, "continues")),
+        (PFLASH, {"job": asking(tools=True)}, 99, Decision(NO, "tools")),
+        (PFLASH, {"job": asking(continues=True, mode="always")}, 99, Decision(NO, "continues")),
+        (
+            PFLASH,
+            {"job": a_job(sampling=Sampling(grammar=Grammar("json_schema", "{}")))},
+            99,
+            Decision(NO, "structured"),
+        ),
+        (PFLASH, {"job": a_job(prompt_logprobs=0)}, 99, Decision(NO, "logprobs")),
+        (evolve(PFLASH, drafter=20), {}, 99, Decision(NO, "beyond_drafter")),
+        (evolve(PFLASH, drafter=21), {}, 99, Decision(YES, "long")),
         (PFLASH, {"compressed": True}, 99, Decision(NO, "already_tried")),
         (PFLASH, {}, 11, Decision(NO, "below_threshold")),
         (PFLASH, {}, 12, Decision(YES, "long")),
+        (PFLASH, {"job": asking(mode="always")}, 1, Decision(YES, "always")),
+        (evolve(PFLASH, max_context=26), {}, 1, Decision(YES, "does_not_fit")),
+        (evolve(PFLASH, max_context=27), {}, 1, Decision(NO, "below_threshold")),
+        (evolve(PFLASH, max_context=26), {"job": asking(tools=True)}, 1, Decision(NO, "tools")),
     ],
 )
 def test_compress(settings: Settings, changes: dict[str, Any], missing: int, decision: Decision) -> None:
-    assert policy.compress(settings, some(settings, **changes).early[1], missing) == decision
+    assert policy.compress(Known(settings), some(settings, **changes).early[1], missing) == decision
+
+
+@pytest.mark.parametrize(
+    ("drafter", "missing", "decision"),
+    [
+        (0, 20, Decision(YES, "long")),  # never measured: tried
+        (7, 20, Decision(YES, "long")),  # 147 to score 21 and 50 for the five that are kept, against 200
+        (8, 20, Decision(NO, "does_not_pay")),
+        (7, 19, Decision(NO, "does_not_pay")),
+    ],
+)
+def test_compression_is_weighed_against_computing(drafter: int, missing: int, decision: Decision) -> None:
+    known = Known(PFLASH, Rates(prefill=(10,), drafter=drafter))
+    assert policy.compress(known, some(PFLASH).early[1], missing) == decision
 
 
 @pytest.mark.parametrize(
     ("settings", "changes", "decision"),
     [
-        (PLAIN, {}, Decision(NO, "off")),
-        (PFLASH, {"job": a_job(compress=False)}, Decision(NO, "declined")),
+        (PLAIN, {}, Decision(NO, "no_drafter")),
+        (PFLASH, {"job": asking(mode="off")}, Decision(NO, "off")),
         (PFLASH, {"compressed": True}, Decision(NO, "already_tried")),
         (PFLASH, {"prompt": SHORT}, Decision(YES, "allowed")),
     ],

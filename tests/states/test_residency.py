@@ -79,7 +79,7 @@ def test_a_hint_of_low_memory_parks_the_draft_of_auto() -> None:
 
 @pytest.mark.parametrize(("after", "place"), [("keep", "loaded"), ("park", "parked"), ("release", "released")])
 def test_at_boot_a_draft_is_where_it_goes_when_nobody_needs_it(after: Any, place: str) -> None:
-    assert boot(Resolved("auto", after)) == {"draft": Residence(place)}  # type: ignore[arg-type]
+    assert boot(evolve(PLAIN, residency=Resolved("auto", after))) == {"draft": Residence(place)}  # type: ignore[arg-type]
 
 
 def unpark(request: int) -> Ask:

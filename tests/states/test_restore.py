@@ -7,13 +7,13 @@ from attrs import evolve
 from effects.decode import RunDecode
 from effects.ids import DeviceFailed, LeaseId, SlotId, StoreFailed
 from effects.lookup import PrefixFound
-from effects.pflash import CompressPrompt
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel
 from effects.restore import BlocksRestored
 from effects.snapshot import SaveSnapshot
 from effects.stream import Abandon, CloseStream, ReportProgress
 from states import lookup, restore
-from states.life import Compressing, Done, Draining, LookingUp, Prefilling, Restoring, Snapshotting, Speculating
+from states.life import Done, Draining, Fetching, LookingUp, Prefilling, Restoring, Snapshotting, Speculating
 from states.machine import Then
 from states.onward import report
 from tests.states.builders import (
@@ -92,7 +92,7 @@ def test_a_failed_restore_keeps_the_front_that_is_being_computed() -> None:
 
 def test_after_a_failed_restore_the_gate_looks_again_at_what_is_missing() -> None:
     then = restore.lost(a(Restoring, some(EVERYTHING), 0, 12, "disk"), StoreFailed("io", "EIO"), knowing(EVERYTHING))
-    assert then == Then(a(Compressing, some(EVERYTHING, miss="restore_io")), CompressPrompt(PROMPT[:8], 0, 21, 250))
+    assert then == Then(a(Fetching, some(EVERYTHING, miss="restore_io")), LoadModel("drafter"))
 
 
 def test_rows_that_were_not_acknowledged_are_computed() -> None:

@@ -13,9 +13,14 @@ from effects.ids import SlotId
 from effects.job import Job
 from effects.prefill import RunPrefill
 from effects.scope import Scope, Selection
-from states.life import alike, continued, kept, live, sequence
+from states.life import (
+    kept,
+    live,
+    sequence,
+)
 from states.onward import chunk
 from states.scope import Mark, mark, passed, select
+from states.sequences import alike, continued
 from states.settings import Settings
 from tests.states.builders import PROMPT, SHORT, STORE, Flat, a_job, a_report, answering, some
 

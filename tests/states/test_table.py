@@ -39,9 +39,7 @@ from states.settings import Known, Settings
 from states.table import TABLE
 from tests.states.model import BEHIND_THE_CLIENT, LOSING, SETTINGS, Walk, endless, explore
 
-EVERYTHING = tuple(one for one in SETTINGS if one.block_size == one.store == one.block == 1 and one.compress_threshold)[
-    :1
-]
+EVERYTHING = tuple(one for one in SETTINGS if one.block_size == one.store == one.block == 1 and one.drafter)[:1]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 from attrs import evolve
 
 from effects.all import Ask, Launch
+from effects.compression import Compressed
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, LaneId, RequestId, SlotId
 from effects.job import Report
@@ -105,6 +106,7 @@ def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> Non
     world, outs = after(SMALL, submitted(ONE, **short), submitted(TWO), (ONE, Decoded((7,))))
     told = {"miss": "nothing_shared_on_device", "speculation": "no_draft"}
     closing = Report(prompt_tokens=1, completion_tokens=1, decode_steps=1, cache=NOT_KEPT, **told)
+    closing = evolve(closing, compression=Compressed(1, "no_drafter"))
     assert outs == (
         Ask(ONE, EmitTokens((7,))),
         Ask(ONE, CloseStream("length", closing)),
@@ -183,14 +185,18 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
 def test_a_second_device_is_a_place_in_the_settings() -> None:
     """A prompt is scored on it while another one is computed on the target's; each lane has its own queue."""
     beside = LaneId(1)
-    apart = evolve(PLAIN, compress_threshold=12, drafter_lane=beside)
+    apart = evolve(PLAIN, drafter=1000, drafter_lane=beside)
     world, outs = after(apart, submitted(ONE, prompt=(1,)), submitted(TWO))
-    assert outs[-1] == Launch((Ask(TWO, CompressPrompt(PROMPT[:8], 0, 21, 100)),), beside)
+    assert outs[-1] == Launch((Ask(TWO, LoadModel("drafter")),), beside)
+    world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="drafter")))
+    assert outs == (Launch((Ask(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
     assert [ask.request for ask in world.lanes[MAIN].running] == [ONE]
     world, outs = advance(world, ForRequest(TWO, PromptScored(8)))
-    assert outs == (Launch((Ask(TWO, CompressPrompt(PROMPT[8:16], 8, 21, 100)),), beside),)
+    assert outs == (Launch((Ask(TWO, CompressPrompt(8)),), beside),)
     world, _ = advance(world, ForRequest(TWO, GONE))
-    world, _ = advance(world, ForRequest(TWO, PromptScored(16)))
+    world, outs = advance(world, ForRequest(TWO, PromptScored(16)))
+    assert outs == (Launch((Ask(TWO, UnloadModel("drafter", keep=False)),), beside),)
+    world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
     assert world.lanes[beside].running == ()
 

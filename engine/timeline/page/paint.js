@@ -2,7 +2,7 @@
 
 const STYLES = { // colour and pattern of each state; what lanes and store do for it looks the same
   Waiting: ["#98a1ab", "dots"], LookingUp: ["#e69f00", "vertical"], Restoring: ["#009e73", "falling"],
-  Compressing: ["#8f5fb5", "grid"], Unparking: ["#c9b400", "dense"], Prefilling: ["#2f7fc1", "plain"],
+  Fetching: ["#b08fd0", "dense"], Compressing: ["#8f5fb5", "grid"], Releasing: ["#b08fd0", "plain"], Unparking: ["#c9b400", "dense"], Prefilling: ["#2f7fc1", "plain"],
   Speculating: ["#6fc0ee", "rising"], Snapshotting: ["#d287b0", "horizontal"], Parking: ["#a39a5c", "cross"],
   Draining: ["#d5702a", "cross"], Recovering: ["#c4403a", "falling"], Yielding: ["#8c6a5c", "vertical"],
 };

@@ -15,6 +15,8 @@ export const STAGES = [
 
 /** States beside that way. */
 export const ASIDE = {
+  Fetching: "brings the drafter in, to compress its prompt",
+  Releasing: "gives the drafter back: what is left of its prompt is known",
   Draining: "drains: cancelled or failed, it waits for what is still in flight",
   Recovering: "recovers: the rows of its slot were lost",
   Yielding: "gives its slot up, to begin anew",

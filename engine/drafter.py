@@ -1,0 +1,178 @@
+"""The drafter of prompt compression: found, checked against its target, and put to work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from attrs import define, evolve, frozen
+
+from adapters import demo
+from adapters.checkpoint.errors import CheckpointError
+from adapters.device.compressing import Compressor, DrafterLane, dropped, marks_of
+from adapters.device.drafting import Drafting
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.checkpoint import Checkpoint, resolve_dtype
+from adapters.models.dense_config import DenseConfig
+from adapters.models.scorer import Scorer
+from adapters.text.tokenizer import Tokenizer
+from adapters.watched import Watched
+from effects.all import Outcome
+from effects.ids import LaneId, ModelName, RequestId
+from effects.pflash import CompressPrompt
+from effects.residency import LoadModel, UnloadModel
+from engine.kept import Kept
+from engine.machine import Placement, choose_device, prove
+from engine.options import Options
+from engine.refusal import Refusal
+from states.settings import Settings
+
+Move: TypeAlias = Callable[[RequestId, Any], Outcome]
+Movers: TypeAlias = Mapping[ModelName, tuple[Move, Move]]  # what brings a model in, and what sends it away
+
+CONTEXTS = 20  # that a prompt may have before it is scored: at the default ratio, what is kept of more fits none
+BESIDE = LaneId(1)  # of a drafter on a device of its own
+
+
+@frozen
+class FoundDrafter:
+    """A drafter that was asked for, checked against its target. name: as `--prefill-drafter` has it."""
+
+    name: str
+    checkpoint: Checkpoint
+    device: torch.device
+    limit: int
+    tokenizer: Tokenizer
+
+
+@define(eq=False)
+class Drafter:
+    """What the engine knows of it. beside: what works on its lane, if it has one of its own."""
+
+    found: FoundDrafter
+    compressor: Compressor
+    lane: DeviceLane
+    beside: DrafterLane | None = None
+
+    @property
+    def threads(self) -> tuple[Watched, ...]:
+        return () if self.beside is None else (self.beside.lane.thread,)
+
+    def memory(self) -> Mapping[str, int]:
+        device, host = self.compressor.held
+        return {"weights": device, "host": host, "buffers": self.compressor.buffers}
+
+    def abandon(self, request: RequestId) -> None:
+        """What was scored for it is dropped, behind what is in flight."""
+        if self.beside is not None:
+            self.beside.abandon(request)
+        elif not self.lane.closed:
+            self.lane.post(partial(self.compressor.forget, request), dropped)
+
+    def close(self) -> None:
+        if self.beside is not None:
+            self.beside.close()
+
+
+def find_drafter(options: Options, folder: Path, target: torch.device, context: int) -> FoundDrafter | None:
+    """folder: of the target. Raises Refusal for one that cannot score its prompts."""
+    name = options.prefill_drafter
+    if not name:
+        return None
+    path = demo.FOLDERS.get(name) or Path(name)
+    try:
+        checkpoint, tokenizer = Checkpoint.open(path), Tokenizer.load(path)
+        own = tokenizer if path == folder else Tokenizer.load(folder)
+    except CheckpointError as error:
+        raise Refusal(f"--prefill-drafter {error}") from error
+    config = checkpoint.config
+    if not isinstance(config, DenseConfig):
+        family = checkpoint.family.model_type
+        raise Refusal(f"--prefill-drafter {name}: {family} models cannot score; accepted: those of decoder layers")
+    check_tokenizer(name, tokenizer, own, config.vocab_size)
+    chosen = options.prefill_drafter_device
+    device = choose_device(chosen, "--prefill-drafter-device") if chosen else target
+    return FoundDrafter(name, checkpoint, device, min(config.max_positions, CONTEXTS * context), own)
+
+
+def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int) -> None:
+    """What is selected are ids: the same id has to be the same text."""
+    theirs, ours = (one.full.get_vocab(with_added_tokens=True) for one in (tokenizer, own))
+    if theirs != ours:
+        odd = min(theirs.items() ^ ours.items(), key=lambda item: (item[1], item[0]))
+        why = f"its tokenizer is another than the model's (token {odd[1]}: {odd[0]!r} is in one of them only)"
+        raise Refusal(f"--prefill-drafter {name[:200]}: {why}; accepted: a model with the same one")
+    if own.size > vocab:
+        raise Refusal(f"--prefill-drafter {name[:200]}: its vocab_size is {vocab}, and tokens go up to {own.size - 1}")
+
+
+def add_drafter(
+    found: FoundDrafter | None,
+    options: Options,
+    executor: DeviceExecutor,
+    lane: DeviceLane,
+    *,
+    drafting: Drafting[Any] | None,
+    settings: Settings,
+    kept: Kept,
+) -> tuple[Drafter | None, Settings]:
+    """At work, and what that means for decisions. Its weights are read when they are needed, unless they are to stay.
+
+    lane: the target's.  drafting: the draft on it, which comes and goes, too.
+    """
+    if found is None:
+        return None, settings
+    compressor = build(found, options, kept)
+    if settings.residency.drafter == "keep":
+        compressor.scorer.weights.unpark()
+    if found.device in lane.devices or found.device.type == lane.device.type == "cpu":
+        executor.handle(CompressPrompt, compressor.compress)
+        moved: Movers = {} if drafting is None else {"draft": (drafting.unpark, drafting.park)}
+        moved_by_name(executor, {**moved, "drafter": (compressor.load, compressor.unload)})
+        return Drafter(found, compressor, lane), evolve(settings, drafter=found.limit)
+    beside = DrafterLane(compressor, DeviceLane(found.device))
+    return Drafter(found, compressor, beside.lane, beside), evolve(settings, drafter=found.limit, drafter_lane=BESIDE)
+
+
+def build(found: FoundDrafter, options: Options, kept: Kept) -> Compressor:
+    dtype = resolve_dtype("auto", found.checkpoint)
+    checkpoint, config = found.checkpoint.rounded(dtype), found.checkpoint.config
+    assert isinstance(config, DenseConfig)
+    place = (Placement(range(config.num_layers), found.device),)
+    numerics, (kernels,) = prove(options, checkpoint, dtype, place, found.limit, kept=kept)
+    assert kernels is not None, "its device is here"
+    tokenizer = found.tokenizer
+    controls = frozenset(control.id for control in tokenizer.controls.values())
+    marks = marks_of([tokenizer.piece(token) for token in range(tokenizer.size)], controls)
+    return Compressor(Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit), marks)
+
+
+def moved_by_name(executor: DeviceExecutor, movers: Movers) -> None:
+    """Models that come and go on the executor's lane, each by what moves it."""
+
+    def load(request: RequestId, effect: LoadModel) -> Outcome:
+        return movers[effect.name][0](request, effect)
+
+    def unload(request: RequestId, effect: UnloadModel) -> Outcome:
+        return movers[effect.name][1](request, effect)
+
+    executor.handle(LoadModel, load)
+    executor.handle(UnloadModel, unload)
+
+
+def pflash(options: Options, settings: Settings, drafter: Drafter | None) -> Mapping[str, Any]:
+    """`/props.pflash`."""
+    return {
+        "mode": options.prefill_compression,
+        "threshold": options.prefill_threshold,
+        "keep_ratio": options.prefill_keep_ratio,
+        "curve": [[tokens, keep / 1000] for tokens, keep in options.curve],
+        "drafter": None if drafter is None else Path(drafter.found.name).name,
+        "device": None if drafter is None else str(drafter.found.device),
+        "most_tokens": settings.drafter,
+        "draft_residency": settings.residency.policy,
+    }

@@ -1,0 +1,228 @@
+"""A drafter on the executor's lane, and on one of its own: pieces, residency, failures, and what is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from adapters.device.compressing import Compressor, DrafterLane, marks_of
+from adapters.device.lane import DeviceLane
+from adapters.device.selection import Marks
+from adapters.models.scorer import TAIL as QUERIES
+from adapters.models.scorer import Scorer
+from adapters.models.synthetic import RandomWeights
+from effects.all import Ask, Launch, Outcome
+from effects.decode import Decoded
+from effects.ids import DeviceFailed, RequestId
+from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
+from engine.drafter import Drafter
+from tests.device.driver import BUCKETS, CHUNK, TINY, VOCAB, Driver, drive
+from tests.device.fake_shard import FakeShard
+from tests.models.checkpoints import proven
+
+ONE, TWO = RequestId(101), RequestId(102)
+PROMPT = tuple((7 * at * at + 3 * at) % (VOCAB - 1) + 1 for at in range(300))
+FIRST = CompressPrompt(0, PROMPT, keep=100, most=250)
+MARKS = Marks(b"", b"", frozenset((0,)))
+
+
+def compressor() -> Compressor:
+    weights, kernels = RandomWeights(TINY, scale=0.2), proven(TINY, torch.float32, 512, BUCKETS)
+    scorer = Scorer(TINY, weights, kernels.fresh(), torch.device("cpu"), torch.float32, BUCKETS, 512)
+    return Compressor(scorer, MARKS)
+
+
+@pytest.fixture
+def drafter() -> Compressor:
+    return compressor()
+
+
+@pytest.fixture
+def driver(drafter: Compressor) -> Any:
+    driver = drive(FakeShard())
+    driver.executor.handle(CompressPrompt, drafter.compress)
+    driver.executor.handle(LoadModel, drafter.load)
+    driver.executor.handle(UnloadModel, drafter.unload)
+    yield driver
+    assert driver.executor.close()
+
+
+async def compressed(driver: Driver, first: CompressPrompt = FIRST, request: RequestId = ONE) -> tuple[list[int], Any]:
+    """Where it stood after each piece, and what it came to."""
+    stops, effect = list[int](), first
+    while True:
+        (outcome,) = await driver.perform(Ask(request, effect))
+        if not isinstance(outcome, PromptScored):
+            return stops, outcome
+        stops.append(outcome.stop)
+        effect = CompressPrompt(outcome.stop)
+
+
+async def test_a_prompt_is_scored_in_as_many_pieces_as_it_has_chunks(driver: Driver, drafter: Compressor) -> None:
+    (loaded,) = await driver.perform(Ask(ONE, LoadModel("drafter")))
+    assert isinstance(loaded, ModelLoaded)
+    assert (loaded.name, loaded.bytes) == ("drafter", drafter.held[0])
+    stops, outcome = await compressed(driver)
+    assert stops == list(range(CHUNK, len(PROMPT), CHUNK))
+    assert isinstance(outcome, PromptCompressed)
+    assert 0 < len(outcome.prompt) <= 100
+    assert outcome.prompt == tuple(token for start, stop in outcome.kept for token in PROMPT[start:stop])
+    assert outcome.kept[-1][1] == len(PROMPT), "the end is always kept"
+    assert drafter.buffers == 0, "nothing stays behind"
+    assert (await compressed(driver))[1] == outcome
+    (gone,) = await driver.perform(Ask(ONE, UnloadModel("drafter", keep=False)))
+    assert isinstance(gone, ModelUnloaded)
+    assert drafter.held == (0, 0)
+
+
+async def test_a_neighbour_decodes_between_the_pieces_and_both_are_as_if_alone(driver: Driver) -> None:
+    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    _, alone = await compressed(driver)
+    quiet = await driver.answer(PROMPT[:40], slot=1)
+    neighbour = await driver.open(PROMPT[:40], slot=1)
+    await neighbour.prefill((CHUNK,))
+    effect, outcome = FIRST, None
+    while not isinstance(outcome, PromptCompressed):
+        (outcome,) = await driver.perform(Ask(ONE, effect))
+        (step,) = await driver.decode(neighbour)
+        assert isinstance(step, Decoded)
+        effect = CompressPrompt(getattr(outcome, "stop", 0))
+    assert outcome == alone
+    assert neighbour.answer[: len(quiet)] == quiet[: len(neighbour.answer)]
+
+
+async def test_two_prompts_are_scored_in_turns(driver: Driver) -> None:
+    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    other = CompressPrompt(0, PROMPT[:200], keep=90, most=90)
+    alone = (await compressed(driver))[1], (await compressed(driver, other, TWO))[1]
+    asks, found = {ONE: FIRST, TWO: other}, dict[RequestId, Outcome]()
+    while asks:
+        for request, effect in list(asks.items()):
+            (outcome,) = await driver.perform(Ask(request, effect))
+            if isinstance(outcome, PromptScored):
+                asks[request] = CompressPrompt(outcome.stop)
+            else:
+                found[request] = outcome
+                del asks[request]
+    assert (found[ONE], found[TWO]) == alone
+
+
+@pytest.mark.parametrize("count", [1, QUERIES - 1])
+async def test_a_prompt_too_short_to_be_scored_stays_as_it_is(driver: Driver, count: int) -> None:
+    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    _, outcome = await compressed(driver, CompressPrompt(0, PROMPT[:count], keep=1, most=250))
+    assert outcome.prompt == PROMPT[:count]
+
+
+async def test_what_may_not_be_dropped_and_does_not_fit_leaves_the_prompt_as_it_is(driver: Driver) -> None:
+    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    _, outcome = await compressed(driver, CompressPrompt(0, (0,) * 200, keep=20, most=100))
+    assert outcome.prompt == (0,) * 200
+
+
+async def test_work_out_of_turn_is_refused_with_a_reason(driver: Driver) -> None:
+    (outcome,) = await driver.perform(Ask(ONE, FIRST))
+    assert outcome == DeviceFailed("broken", "the drafter is not loaded")
+    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    (outcome,) = await driver.perform(Ask(ONE, CompressPrompt(64)))
+    assert outcome == DeviceFailed("broken", f"nothing of request {ONE} was scored before token 64")
+
+
+async def test_who_is_given_up_leaves_nothing_behind(driver: Driver, drafter: Compressor) -> None:
+    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(Ask(ONE, FIRST))
+    assert drafter.buffers > 0
+    Drafter(None, drafter, driver.executor._lane).abandon(ONE)  # noqa: SLF001
+    (outcome,) = await driver.perform(Ask(ONE, CompressPrompt(CHUNK)))
+    assert isinstance(outcome, DeviceFailed)
+    assert drafter.buffers == 0
+
+
+async def test_a_drafter_without_memory_fails_one_request_and_serves_the_next(
+    driver: Driver, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    begin: Callable[..., Any] = Scorer.begin
+
+    def full(scorer: Scorer, tokens: tuple[int, ...]) -> Any:
+        if len(tokens) > 250:
+            raise torch.OutOfMemoryError("no room")
+        return begin(scorer, tokens)
+
+    monkeypatch.setattr(Scorer, "begin", full)
+    assert await compressed(driver) == ([], DeviceFailed("out_of_memory", "no room"))
+    _, outcome = await compressed(driver, CompressPrompt(0, PROMPT[:200], keep=90, most=90))
+    assert isinstance(outcome, PromptCompressed)
+
+
+async def test_a_drafter_that_cannot_be_read_fails_and_is_tried_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> Any:
+        raise OSError("model.safetensors: gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RandomWeights, "read", missing)
+        (outcome,) = await driver.perform(Ask(ONE, LoadModel("drafter")))
+        assert outcome == DeviceFailed("io", "model.safetensors: gone")
+    (outcome,) = await driver.perform(Ask(ONE, LoadModel("drafter")))
+    assert isinstance(outcome, ModelLoaded)
+
+
+@pytest.fixture
+async def beside(drafter: Compressor) -> AsyncIterator[DrafterLane]:
+    lane = DrafterLane(drafter, DeviceLane("cpu"))
+    yield lane
+    assert lane.close()
+    assert drafter.held == (0, 0)
+
+
+async def asked(lane: DrafterLane, effect: Any, request: RequestId = ONE) -> Any:
+    done, heard = anyio.Event(), list[Any]()
+
+    def settle(result: Any) -> None:
+        heard.append(result)
+        done.set()
+
+    lane.submit(Launch((Ask(request, effect),)), settle)
+    await done.wait()
+    return heard[0] if isinstance(heard[0], BaseException) else heard[0][0]
+
+
+async def test_a_lane_of_its_own_answers_the_same(beside: DrafterLane, driver: Driver) -> None:
+    assert isinstance(await asked(beside, LoadModel("drafter")), ModelLoaded)
+    _, wanted = await compressed(driver)
+    outcome = await asked(beside, FIRST)
+    while isinstance(outcome, PromptScored):
+        outcome = await asked(beside, CompressPrompt(outcome.stop))
+    assert (outcome.prompt, outcome.kept) == (wanted.prompt, wanted.kept)
+    assert isinstance(await asked(beside, UnloadModel("drafter", keep=False)), ModelUnloaded)
+
+
+async def test_a_lane_of_its_own_forgets_and_fails_as_the_other(
+    beside: DrafterLane, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await asked(beside, LoadModel("drafter"))
+    await asked(beside, FIRST)
+    beside.abandon(ONE)
+    assert isinstance(await asked(beside, CompressPrompt(CHUNK)), DeviceFailed)
+    assert drafter.buffers == 0
+    assert isinstance(await asked(beside, 7), LookupError)
+
+    def full(*_: object) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Scorer, "begin", full)
+    assert await asked(beside, FIRST) == DeviceFailed("out_of_memory", "no room")
+
+
+def test_marks_are_read_off_the_pieces() -> None:
+    marks = marks_of([b"a", b".\n", b" \n\n  ", b"end. ", b"?", b"", "。".encode()], frozenset((5,)))
+    assert [at for at in range(7) if marks.ends(at, marks.lines)] == [1, 2]
+    assert [at for at in range(7) if marks.ends(at, marks.sentences)] == [1, 3, 4, 6]
+    assert not marks.ends(99, marks.lines)
