@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -255,6 +256,10 @@ class Screen:
 
     def __enter__(self) -> Screen:
         self._ours, theirs = pty.openpty()
+        # A Ctrl-C would drop what is on its way to the screen, the prompt of the next line among it.
+        *how, last = termios.tcgetattr(theirs)
+        how[3] |= termios.NOFLSH
+        termios.tcsetattr(theirs, termios.TCSANOW, [*how, last])
         environment = {**os.environ, **importing(ROOT), "TERM": "xterm"}
         command = [sys.executable, "-c", CHILD, *self.words]
         self._child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=ROOT)
@@ -306,7 +311,9 @@ async def test_ctrl_c_ends_the_answer_only_and_ctrl_d_the_conversation(site: Sit
         screen.type("And one more?\n")
         await screen.until("An owl.")
         await screen.until(">>> ")
-        screen.type("never mind\x03")
+        screen.type("never mind")
+        await screen.until("never mind")
+        screen.type("\x03")
         await screen.until(">>> ")
         screen.type("\x04")
         assert await screen.left() == 0
