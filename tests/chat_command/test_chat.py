@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import builtins
 import io
-import os
-import pty
 import re
 import signal
 import socket
-import subprocess
 import sys
-import termios
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,17 +15,14 @@ from pathlib import Path
 import anyio
 import httpx2
 import pytest
-from attrs import define, field
 from rich.console import Console
 
-from effects.job import Job
 from engine.__main__ import main
 from engine.chat import peer as peers
 from engine.chat.peer import leaving_cleanly, listed, started
 from engine.refusal import Refusal
 from tests.bench_command.foreign import Foreign, foreign
 from tests.http.conftest import Site, served
-from tests.importing import importing
 from tests.text import small
 
 ROOT = Path(__file__).parents[2]
@@ -233,92 +226,3 @@ def test_a_terminal_that_is_closed_ends_what_was_started(number: signal.Signals)
         signal.raise_signal(number)
     assert left.value.code == 128 + number
     assert signal.getsignal(number) == before
-
-
-# What a terminal is to a shell's child: where its Ctrl-C comes from.
-CHILD = """
-import fcntl, os, sys, termios
-os.setsid()
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, "-m", "engine", *sys.argv[1:]])
-"""
-
-
-@define(eq=False)
-class Screen:
-    """A person before a terminal, with a process in it."""
-
-    words: tuple[str, ...]
-    shown: str = ""
-    seen: int = 0
-    _ours: int = field(init=False)
-    _child: subprocess.Popen[bytes] = field(init=False)
-
-    def __enter__(self) -> Screen:
-        self._ours, theirs = pty.openpty()
-        # A Ctrl-C would drop what is on its way to the screen, the prompt of the next line among it.
-        *how, last = termios.tcgetattr(theirs)
-        how[3] |= termios.NOFLSH
-        termios.tcsetattr(theirs, termios.TCSANOW, [*how, last])
-        environment = {**os.environ, **importing(ROOT), "TERM": "xterm"}
-        command = [sys.executable, "-c", CHILD, *self.words]
-        self._child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=ROOT)
-        os.close(theirs)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._child.kill()
-        self._child.wait()
-        os.close(self._ours)
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    async def until(self, text: str) -> None:
-        """Shown after what was last waited for."""
-        while text not in self.shown[self.seen :]:
-            try:
-                piece = await anyio.to_thread.run_sync(os.read, self._ours, 1 << 16, abandon_on_cancel=True)
-            except OSError:  # how the end is told here
-                piece = b""
-            assert piece, (text, self.shown)
-            self.shown += piece.decode(errors="replace")
-        self.seen = self.shown.index(text, self.seen) + len(text)
-
-    async def left(self) -> int:
-        return await anyio.to_thread.run_sync(self._child.wait)
-
-
-async def test_ctrl_c_ends_the_answer_only_and_ctrl_d_the_conversation(site: Site, home: Path) -> None:
-    (words,) = site.text.tokenizer.encode_now([" sparrow"])
-
-    def endless(_: Job) -> Iterator[int]:
-        while True:
-            yield from words
-
-    site.door.script, site.door.step_s = endless, 0.01
-    with Screen(("chat", "--url", str(site.client.base_url))) as screen:
-        await screen.until(">>> ")
-        screen.type("Name birds.\n")
-        await screen.until("sparrow sparrow")
-        screen.type("\x03")
-        await screen.until("cancelled, ")
-        while site.door.tickets[0].reason is None:  # noqa: ASYNC110 - the server has seen its client leave
-            await anyio.sleep(0.005)
-        assert site.door.tickets[0].reason == "client_gone"
-        site.say("An owl.")
-        await screen.until(">>> ")
-        screen.type("And one more?\n")
-        await screen.until("An owl.")
-        await screen.until(">>> ")
-        screen.type("never mind")
-        await screen.until("never mind")
-        screen.type("\x03")
-        await screen.until(">>> ")
-        screen.type("\x04")
-        assert await screen.left() == 0
-    prompt = site.text.tokenizer.decode(site.door.tickets[1].job.prompt)
-    assert prompt.index("Name birds.") < prompt.index("sparrow") < prompt.index("And one more?")
-    assert len(site.door.tickets) == 2
-    assert "Name birds." in (home / "rekindle" / "chat_history").read_text()
-    assert (home / "rekindle" / "chat_history").stat().st_mode & 0o077 == 0
