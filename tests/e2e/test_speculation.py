@@ -394,7 +394,6 @@ def test_a_server_tells_of_its_draft_and_ends_answers_where_it_would_without():
         first = max(answers, key=lambda each: each["rekindle"]["speculation"]["accepted"])
         told = first["rekindle"]["speculation"]
         assert told["proposed"] >= told["accepted"]  # none, where the times of this moment say so
-        assert told["acceptance_length"] > 1.2
         text = first["choices"][0]["text"]
         for end in sorted({text[at : at + 3] for at in range(0, len(text) - 3, 16)}):
             both = [server.complete(CODE, **body, stop=end, speculation=how).json() for how in ("auto", "off")]
