@@ -17,7 +17,7 @@ import torch
 
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense import DenseShard
-from adapters.models.kernels.native.library import library, missing
+from adapters.models.kernels.native.compiled import compiled, missing
 from adapters.models.kernels.native.products import NativeProducts
 from adapters.models.kernels.products import NATIVE
 from adapters.models.kernels.torch_cpu import CpuKernels
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     options = parser.parse_args()
-    found = library()
+    found = compiled()
     if found is None:
         raise SystemExit(f"nothing to compare: {missing()}")
     dtype, checkpoint, threads = getattr(torch, options.dtype), Checkpoint.open(DEMO), torch.get_num_threads()

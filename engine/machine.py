@@ -278,7 +278,7 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
 
         return TritonKernels(device)
-    from adapters.models.kernels.native.library import missing  # noqa: PLC0415
+    from adapters.models.kernels.native.compiled import missing  # noqa: PLC0415
     from adapters.models.kernels.torch_cpu import CpuKernels  # noqa: PLC0415
 
     try:

@@ -13,7 +13,7 @@ import torch
 from attrs import evolve
 
 import hatch_build
-from adapters.models.kernels.native import library
+from adapters.models.kernels.native import compiled
 from adapters.models.kernels.native.products import NativeProducts
 from adapters.models.kernels.products import NATIVE, Heads, Products, Served, Weight, checked
 from adapters.models.kernels.torch_cpu import CpuKernels
@@ -37,13 +37,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own(folder):
-    found, why = library.opened(folder)
+    found, why = compiled.opened(folder)
     assert found is not None, why
     return NativeProducts(found, found.level)
 
 
 def levels(own):
-    return [evolve(own, level=level) for level in LEVELS if level <= own.library.level]
+    return [evolve(own, level=level) for level in LEVELS if level <= own.compiled.level]
 
 
 def random(*shape, seed=1, dtype=FLOAT):
@@ -196,8 +196,8 @@ class OnlyOwn(CpuKernels):
 @pytest.fixture
 def installed(own, monkeypatch):
     """As if it had been compiled at installation."""
-    monkeypatch.setattr(library, "loaded", lambda: (own.library, ""))
-    monkeypatch.delenv(library.SWITCH, raising=False)
+    monkeypatch.setattr(compiled, "loaded", lambda: (own.compiled, ""))
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BRAIN, torch.float16])
@@ -222,12 +222,12 @@ def test_half_precision_is_kept_in_float32_where_there_is_room_for_that(installe
 
 def test_the_environment_turns_them_off_and_the_name_tells(installed, monkeypatch):
     on = build_kernels(torch.device("cpu"), FLOAT)
-    monkeypatch.setenv(library.SWITCH, "off")
+    monkeypatch.setenv(compiled.SWITCH, "off")
     off = build_kernels(torch.device("cpu"), FLOAT)
     assert (on.name, off.name) == (f"native-{off.name}", CpuKernels(FLOAT, own=False).name)
     assert NATIVE not in off.ways(wider=True)
-    assert library.missing() == "turned off by REKINDLE_NATIVE"
-    monkeypatch.setenv(library.SWITCH, "perhaps")
+    assert compiled.missing() == "turned off by REKINDLE_NATIVE"
+    monkeypatch.setenv(compiled.SWITCH, "perhaps")
     with pytest.raises(Refusal, match="REKINDLE_NATIVE=perhaps: accepted: on, off"):
         build_kernels(torch.device("cpu"), FLOAT)
 
@@ -242,11 +242,11 @@ def test_a_plan_may_name_them_and_no_other_way():
 
 
 def test_a_library_of_other_sources_or_none_is_not_loaded(folder, tmp_path):
-    found, why = library.opened(tmp_path)
+    found, why = compiled.opened(tmp_path)
     assert (found, why[:20]) == (None, "no compiled products")
     shutil.copytree(folder, tmp_path / "stale")
     (tmp_path / "stale" / "tiles.h").write_text("// other\n")
-    found, why = library.opened(tmp_path / "stale")
+    found, why = compiled.opened(tmp_path / "stale")
     assert found is None
     assert "install again" in why
 
@@ -264,5 +264,5 @@ def test_where_nothing_can_be_compiled_there_is_no_library_and_no_error(tmp_path
 
 
 def test_the_hook_and_the_loader_mean_the_same_files():
-    assert (hatch_build.SOURCES, hatch_build.FILE) == (library.SOURCES, library.FILE)
-    assert ROOT / hatch_build.FOLDER == library.FOLDER
+    assert (hatch_build.SOURCES, hatch_build.FILE) == (compiled.SOURCES, compiled.FILE)
+    assert ROOT / hatch_build.FOLDER == compiled.FOLDER

@@ -29,7 +29,7 @@ from adapters.models.kernels.cpu_delta import CpuDelta
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.experts import Experts, experts_feed
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
-from adapters.models.kernels.native.library import library
+from adapters.models.kernels.native.compiled import compiled
 from adapters.models.kernels.native.products import FORMS, NativeProducts, NativeWeight
 from adapters.models.kernels.products import NARROW, NATIVE, TILE, ProductPlan, Products, Unproven
 from adapters.models.kernels.proof import Proof, prove
@@ -98,7 +98,7 @@ class CpuKernels:
 
     def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None, *, own: bool = True) -> None:
         self._dtype, self._plan = dtype, plan
-        found = library() if own else None
+        found = compiled() if own else None
         self._native = None if found is None else NativeProducts(found, found.level, dtype if dtype in FORMS else None)
         self._preps: dict[tuple[int, int], tuple[HeadPrep, Tensor, Tensor | None]] = {}
         self._attention = CpuAttention(self, dtype, plan)

@@ -1,5 +1,5 @@
 // Matrix products whose bits are fixed by what they are, not by how they are computed: see tiles.h and docs/DETERMINISM.md.
-// Compiled at installation (hatch_build.py), loaded by library.py, which checks all arguments; nothing here does.
+// Compiled at installation (hatch_build.py), loaded by compiled.py, which checks all arguments; nothing here does.
 #define _GNU_SOURCE
 #include <math.h>
 #include <stdint.h>

@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.kernels.native.library import Library
+from adapters.models.kernels.native.compiled import Compiled
 
 PANEL = 32  # outputs whose weights lie together
 FORMS = {torch.float32: 0, torch.bfloat16: 1}  # what weights can be kept in, and rows come and go in
@@ -35,7 +35,7 @@ class NativeProducts:
     None: they stay float32.
     """
 
-    library: Library
+    compiled: Compiled
     level: int
     to: torch.dtype | None = None
 
@@ -47,7 +47,7 @@ class NativeProducts:
             raise ValueError(f"a weight of {outputs} x {terms}; accepted: at least 1 x 1")
         panels, weight = torch.empty(-(-outputs // PANEL), terms, PANEL, dtype=weight.dtype), weight.contiguous()
         form, threads = FORMS[weight.dtype], torch.get_num_threads()
-        self.library.code.rekindle_pack(weight.data_ptr(), panels.data_ptr(), outputs, terms, form, threads)
+        self.compiled.code.rekindle_pack(weight.data_ptr(), panels.data_ptr(), outputs, terms, form, threads)
         return NativeWeight(panels, outputs, terms)
 
     def multiply(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
@@ -61,7 +61,7 @@ class NativeProducts:
         if x.stride(1) != 1 or x.stride(0) < terms:
             x = x.contiguous()
         out = torch.empty(rows, weight.outputs, dtype=self.to or torch.float32)
-        failed = self.library.code.rekindle_product(
+        failed = self.compiled.code.rekindle_product(
             x.data_ptr(),
             FORMS[x.dtype],
             rows,

@@ -18,7 +18,7 @@ _SWITCHED = {"on": True, "off": False}
 
 
 @frozen(eq=False)
-class Library:
+class Compiled:
     """level: the best instructions that this processor has: 2 AVX-512, 1 AVX2 with FMA, 0 neither. The same bits."""
 
     code: ctypes.CDLL
@@ -33,7 +33,7 @@ def wanted() -> bool:
     return _SWITCHED[said]
 
 
-def library() -> Library | None:
+def compiled() -> Compiled | None:
     """What serves: the compiled products, unless there are none or the environment turns them off."""
     return loaded()[0] if wanted() else None
 
@@ -44,11 +44,11 @@ def missing() -> str:
 
 
 @cache
-def loaded() -> tuple[Library | None, str]:
+def loaded() -> tuple[Compiled | None, str]:
     return opened(FOLDER)
 
 
-def opened(folder: Path) -> tuple[Library | None, str]:
+def opened(folder: Path) -> tuple[Compiled | None, str]:
     """The library of a folder, which must have been made of the sources there; or why not."""
     try:
         sources = b"\0".join((folder / name).read_bytes() for name in SOURCES)
@@ -66,4 +66,4 @@ def opened(folder: Path) -> tuple[Library | None, str]:
         *(pointer, number, size, size, pointer, pointer, number, size, size),
         *(pointer, number, number, number),
     ]
-    return Library(code, code.rekindle_level()), ""
+    return Compiled(code, code.rekindle_level()), ""
