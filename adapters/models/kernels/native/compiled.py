@@ -18,7 +18,7 @@ _SWITCHED = {"on": True, "off": False}
 
 
 @frozen(eq=False)
-class Compiled:
+class NativeCode:
     """level: the best instructions that this processor has: 2 AVX-512, 1 AVX2 with FMA, 0 neither. The same bits."""
 
     code: ctypes.CDLL
@@ -33,7 +33,7 @@ def wanted() -> bool:
     return _SWITCHED[said]
 
 
-def compiled() -> Compiled | None:
+def compiled() -> NativeCode | None:
     """What serves: the compiled products, unless there are none or the environment turns them off."""
     return loaded()[0] if wanted() else None
 
@@ -44,11 +44,11 @@ def missing() -> str:
 
 
 @cache
-def loaded() -> tuple[Compiled | None, str]:
+def loaded() -> tuple[NativeCode | None, str]:
     return opened(FOLDER)
 
 
-def opened(folder: Path) -> tuple[Compiled | None, str]:
+def opened(folder: Path) -> tuple[NativeCode | None, str]:
     """The library of a folder, which must have been made of the sources there; or why not."""
     try:
         sources = b"\0".join((folder / name).read_bytes() for name in SOURCES)
@@ -66,4 +66,4 @@ def opened(folder: Path) -> tuple[Compiled | None, str]:
         *(pointer, number, size, size, pointer, pointer, number, size, size),
         *(pointer, number, number, number),
     ]
-    return Compiled(code, code.rekindle_level()), ""
+    return NativeCode(code, code.rekindle_level()), ""

@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.kernels.native.compiled import Compiled
+from adapters.models.kernels.native.compiled import NativeCode
 
 PANEL = 32  # outputs whose weights lie together
 FORMS = {torch.float32: 0, torch.bfloat16: 1}  # what weights can be kept in, and rows come and go in
@@ -35,7 +35,7 @@ class NativeProducts:
     None: they stay float32.
     """
 
-    compiled: Compiled
+    compiled: NativeCode
     level: int
     to: torch.dtype | None = None
 
