@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Iterator
+from typing import Any
 
+import anyio
 import pytest
 
 import engine  # noqa: F401 - before torch: how its threads wait
@@ -13,6 +17,8 @@ import engine  # noqa: F401 - before torch: how its threads wait
 # same cores take longer than one each. Tests of what threads do to numbers say how many they want.
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
+MARGIN_S = 10  # by which a test that waits is cancelled before its time limit
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +42,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = given_up(item.obj, limit_of(item))
         if item.get_closest_marker("long") and "long" not in (config.getoption("markexpr") or ""):
             item.add_marker(pytest.mark.skip(reason="long: run with -m long"))
+
+
+def limit_of(item: pytest.Item) -> float | None:
+    """Seconds; None for no limit."""
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout"))
+    return max(limit - MARGIN_S, limit / 2) or None
+
+
+def given_up(test: Any, limit: float | None) -> Any:
+    """`test`, cancelled shortly before pytest-timeout would raise in whatever runs then: the end of its fixtures, which
+    waits behind the test on the same loop, would wait for ever, and its worker with it."""
+
+    @functools.wraps(test)
+    async def within(*args: Any, **named: Any) -> None:
+        with anyio.fail_after(limit):
+            await test(*args, **named)
+
+    return within
 
 
 def has_cuda() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -36,6 +38,15 @@ def test_decoders(kind: Kind, examples: int, tmp_path: Path) -> None:
     guard = Watchdog()
     with kind.bench(tmp_path) as case:
         spoilt_cases(lambda random: guard(case, random), examples or kind.few)
+
+
+def test_cases_that_look_for_new_code() -> None:
+    """In a process of its own: it instruments what it imports, and ends it."""
+    pytest.importorskip("atheris", reason="coverage-guided cases need atheris")
+    words = [sys.executable, "-m", "tests.campaign.guided", "seek tables", "-runs=64"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Done 64 runs" in done.stderr
 
 
 @pytest.mark.long
