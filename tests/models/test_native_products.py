@@ -26,20 +26,8 @@ ROOT = Path(hatch_build.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Sources, and what the build hook makes of them: whatever is installed here."""
-    root = tmp_path_factory.mktemp("tree")
-    shutil.copytree(ROOT / hatch_build.FOLDER, root / hatch_build.FOLDER, ignore=shutil.ignore_patterns("*.so"))
-    if hatch_build.compiled(root) is None:
-        pytest.skip("no C compiler")
-    return root / hatch_build.FOLDER
-
-
-@pytest.fixture(scope="module")
-def own(folder):
-    found, why = compiled.opened(folder)
-    assert found is not None, why
-    return NativeProducts(found, found.level)
+def own(native_code):
+    return NativeProducts(native_code, native_code.level)
 
 
 def levels(own):
@@ -241,10 +229,10 @@ def test_a_plan_may_name_them_and_no_other_way():
         checked(evolve(plan, weights=(Served(LIST.weights[0], "magic", (4,), 4),)))
 
 
-def test_a_library_of_other_sources_or_none_is_not_loaded(folder, tmp_path):
+def test_a_library_of_other_sources_or_none_is_not_loaded(compiled_folder, tmp_path):
     found, why = compiled.opened(tmp_path)
     assert (found, why[:20]) == (None, "no compiled products")
-    shutil.copytree(folder, tmp_path / "stale")
+    shutil.copytree(compiled_folder, tmp_path / "stale")
     (tmp_path / "stale" / "tiles.h").write_text("// other\n")
     found, why = compiled.opened(tmp_path / "stale")
     assert found is None

@@ -66,6 +66,12 @@ class StepPlan:
             self._angles = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
         return self._angles
 
+    def check(self, slots: int, rows: int) -> None:
+        """Raises IndexError for rows that the caches do not have."""
+        for _, segment in self.segments:
+            if not 0 <= segment.slot < slots or not 0 <= segment.start <= segment.start + segment.count <= rows:
+                raise IndexError(f"{segment} in {slots} slots of {rows} rows")
+
     def write(self, keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Put keys and values, each `[R, KV, hd]`, at the rows' slots and positions."""
         k, v = keys.transpose(0, 1), values.transpose(0, 1)

@@ -31,6 +31,7 @@ from adapters.models.kernels.experts import Experts, experts_feed
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.native.compiled import compiled
 from adapters.models.kernels.native.products import FORMS, NativeProducts, NativeWeight
+from adapters.models.kernels.native.rows import Heads, NativeRows
 from adapters.models.kernels.products import NARROW, NATIVE, TILE, ProductPlan, Products, Unproven
 from adapters.models.kernels.proof import Proof, prove
 from adapters.models.kernels.trials import name_of
@@ -100,7 +101,8 @@ class CpuKernels:
         self._dtype, self._plan = dtype, plan
         found = compiled() if own else None
         self._native = None if found is None else NativeProducts(found, found.level, dtype if dtype in FORMS else None)
-        self._preps: dict[tuple[int, int], tuple[HeadPrep, Tensor, Tensor | None]] = {}
+        self._rows = None if found is None or dtype not in FORMS else NativeRows(found, found.level)
+        self._preps: dict[tuple[int, int], tuple[HeadPrep, Heads]] = {}
         self._attention = CpuAttention(self, dtype, plan)
         self.delta: DeltaKernels | None = CpuDelta(plan)
 
@@ -208,6 +210,8 @@ class CpuKernels:
         return found[:rows].to(self._dtype)
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        if self._rows is not None:
+            return self._rows.add_norm(residual, delta, weight, eps)
         if delta is not None:
             residual.add_(delta)
         return torch.rms_norm(residual.to(weight.dtype), weight.shape, weight, eps).to(residual.dtype)
@@ -221,13 +225,27 @@ class CpuKernels:
     ) -> Tensor:
         kv, head = k_cache.shape[1], k_cache.shape[3]
         queries = qkv.shape[1] // head - 2 * kv
+        if self._rows is not None:
+            q = self._own_heads(self._rows, qkv, prep, rope, batch, k_cache, v_cache)
+            return q.view(batch.bucket, kv, queries // kv, head)
         rotated, values = self._rotated(qkv, prep, rope, batch, (queries, kv, head))
         batch.plan.write(rotated[:, queries:], values, k_cache, v_cache)
         return rotated[:, :queries].contiguous().view(batch.bucket, kv, queries // kv, head)
 
     def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
+        if self._rows is not None:
+            self._own_heads(self._rows, kv, prep, rope, batch, k_cache, v_cache)
+            return
         keys, values = self._rotated(kv, prep, rope, batch, (0, k_cache.shape[1], k_cache.shape[3]))
         batch.plan.write(keys, values, k_cache, v_cache)
+
+    def _own_heads(
+        self, own: NativeRows, x: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        slots, kv, capacity, head = k_cache.shape
+        batch.plan.check(slots, min(capacity, len(rope.cos)))
+        heads = self._prepared(prep, (x.shape[1] // head - 2 * kv, kv, head))
+        return own.prepare(x, heads, rope, (batch.slots, batch.positions), k_cache, v_cache)
 
     def _rotated(
         self, projected: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, shape: tuple[int, int, int]
@@ -238,22 +256,22 @@ class CpuKernels:
         """
         queries, kv, head = shape
         heads = projected.view(batch.bucket, queries + 2 * kv, head)
-        weight, bias = self._prepared(prep, shape)
-        if bias is not None:
-            heads = heads.float() + bias
+        how = self._prepared(prep, shape)
+        if how.bias is not None:
+            heads = heads.float() + how.bias
         turned, values = heads[:, :-kv].float(), heads[:, -kv:]
-        if prep.q_norm is not None:
-            turned = torch.rms_norm(turned, (head,), None, prep.eps)
-        turned = turned * weight
+        if how.normed:
+            turned = torch.rms_norm(turned, (head,), None, how.eps)
+        turned = turned * how.weight
         cos, sin = batch.plan.angles(rope, batch)
         part = turned[..., : cos.shape[2]]
         swapped = torch.roll(part, part.shape[2] // 2, 2)
         part.mul_(cos).add_(swapped.mul_(sin))
         return turned, values
 
-    def _prepared(self, prep: HeadPrep, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
-        """What queries and keys are multiplied with, float32 `[H + KV, hd]`, attention's scale of q included; the bias
-        `[H + 2 KV, hd]`. Kept with what it was made from, so that the identity stays taken.
+    def _prepared(self, prep: HeadPrep, shape: tuple[int, int, int]) -> Heads:
+        """In float32: what queries and keys are multiplied with, attention's scale of q included; the bias `[H + 2 KV,
+        hd]`. Kept with what it was made from, so that the identity stays taken.
         """
         queries, kv, head = shape
         found = self._preps.get((id(prep), queries))
@@ -263,8 +281,9 @@ class CpuKernels:
             scaled = q_norm * head**-0.5
             weight = torch.cat((scaled.expand(queries, -1), k_norm.expand(kv, -1)))
             bias = None if prep.bias is None else prep.bias.float().view(queries + 2 * kv, head)
-            found = self._preps[id(prep), queries] = (prep, weight, bias)
-        return found[1], found[2]
+            heads = Heads(bias, weight, prep.q_norm is not None, prep.eps)
+            found = self._preps[id(prep), queries] = (prep, heads)
+        return found[1]
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         return self._attention.attend(q, k_cache, v_cache, batch)

@@ -11,7 +11,7 @@ from pathlib import Path
 from attrs import frozen
 
 FOLDER = Path(__file__).parent
-SOURCES = ("pool.h", "tiles.h", "products.c")
+SOURCES = ("pool.h", "tiles.h", "rows.h", "products.c")
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
 _SWITCHED = {"on": True, "off": False}
@@ -66,4 +66,12 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
         *(pointer, number, size, size, pointer, pointer, number, size, size),
         *(pointer, number, number, number),
     ]
+    real = ctypes.c_float
+    code.rekindle_norm.argtypes = [*[pointer] * 4, size, size, number, number, real, number, number]
+    code.rekindle_norm.restype = None
+    code.rekindle_heads.argtypes = [
+        *(pointer, size, size, size, size, size, pointer, pointer, pointer, pointer, size, pointer, pointer),
+        *(pointer, pointer, size, size, pointer, number, number, real, number, number),
+    ]
+    code.rekindle_heads.restype = None
     return NativeCode(code, code.rekindle_level()), ""

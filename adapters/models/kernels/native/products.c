@@ -56,13 +56,46 @@ static inline __attribute__((always_inline)) float exponential(float x) {
     return found * float_of((half + 127) << 23) * float_of((power - half + 127) << 23);
 }
 
+static inline __attribute__((always_inline)) float number(const void *of, long at, int brain) {
+    return brain ? widened(((const uint16_t *)of)[at]) : ((const float *)of)[at];
+}
+
+static inline __attribute__((always_inline)) void put(void *to, long at, float one, int brain) {
+    if (brain) ((uint16_t *)to)[at] = rounded(one);
+    else ((float *)to)[at] = one;
+}
+
 static inline __attribute__((always_inline)) float swish(float x) { return x / (1.0f + exponential(-x)); }
+
+typedef struct { // of rows of `width` numbers
+    void *residual;
+    const void *delta, *weight;
+    void *out;
+    long width;
+    int brain, weight_brain;
+    float eps;
+} norm_t;
+
+typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of keys, `kv` heads of values
+    const void *projected;
+    long stride, queries, kv, head;
+    const float *bias, *weight, *cos, *sin; // bias: of all heads, or not there. weight: of queries and keys
+    long turned;                            // half of the numbers of a head that are rotated
+    const int64_t *slots, *positions;
+    void *keys, *values;
+    long slot, group; // numbers between slots, and between heads, of keys and values alike
+    float *out;
+    int brain, normed;
+    float eps;
+} heads_t;
 
 typedef struct { // one instruction set's
     void (*multiply)(long, int, int, const float *, long, const char *, long, long, float *, long, int);
     void (*widen)(const uint16_t *, float *, long);
     void (*gate)(float *, const float *, long);
     void (*round)(const float *, uint16_t *, long);
+    void (*norm)(const norm_t *, long);
+    void (*prepare)(const heads_t *, long);
 } isa_t;
 
 typedef struct {
@@ -106,6 +139,7 @@ static inline plain_t plain_half(const char *from, int odd) {
     high = plain_half(at, 1)
 #define TILES ON_TILE(1, 1)
 #include "tiles.h"
+#include "rows.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -125,6 +159,7 @@ static inline plain_t plain_half(const char *from, int odd) {
     high = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)))
 #define TILES ON_TILE(6, 1) ON_TILE(4, 1) ON_TILE(2, 2) ON_TILE(1, 4)
 #include "tiles.h"
+#include "rows.h"
 
 #define ON(name) name##_avx512
 #define FOR __attribute__((target("avx512f,avx2,fma,prefer-vector-width=512")))
@@ -141,6 +176,7 @@ static inline plain_t plain_half(const char *from, int odd) {
     high = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)))
 #define TILES ON_TILE(12, 1) ON_TILE(8, 1) ON_TILE(4, 2) ON_TILE(2, 4) ON_TILE(1, 4)
 #include "tiles.h"
+#include "rows.h"
 #endif
 
 static const isa_t *isa_of(int level) {
@@ -258,4 +294,44 @@ int rekindle_product(
         share(threads, (panels + together - 1) / together, multiply_group, &job);
     }
     return 0;
+}
+
+#define TOGETHER 16 // rows that a thread takes at once
+
+typedef struct {
+    const isa_t *isa;
+    const void *of;
+    long rows;
+    int heads;
+} rows_t;
+
+static void some_rows(void *of, long part) {
+    const rows_t *const job = of;
+    for (long row = part * TOGETHER; row < job->rows && row < (part + 1) * TOGETHER; row++)
+        if (job->heads) job->isa->prepare(job->of, row);
+        else job->isa->norm(job->of, row);
+}
+
+// residual[rows, width] += delta (if there is one), then out = the RMSNorm of it times weight[width].
+void rekindle_norm(
+    void *residual, const void *delta, const void *weight, void *out, long rows, long width, int brain,
+    int weight_brain, float eps, int threads, int level
+) {
+    const norm_t norm = {residual, delta, weight, out, width, brain, weight_brain, eps};
+    rows_t job = {isa_of(level), &norm, rows, 0};
+    share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
+}
+
+// Bias, norm, weight and rotation of projected heads: queries go to out[rows, queries, head], keys and values to their
+// slots and positions. Rows at position -1 are padded: nothing is kept of them. head: 1024 at most.
+void rekindle_heads(
+    const void *projected, long stride, long rows, long queries, long kv, long head, const float *bias,
+    const float *weight, const float *cos, const float *sin, long turned, const int64_t *slots,
+    const int64_t *positions, void *keys, void *values, long slot, long group, float *out, int brain, int normed,
+    float eps, int threads, int level
+) {
+    const heads_t heads = {projected, stride,    queries, kv,     head, bias,  weight, cos,   sin,    turned,
+                           slots,     positions, keys,    values, slot, group, out,    brain, normed, eps};
+    rows_t job = {isa_of(level), &heads, rows, 1};
+    share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
 }

@@ -101,18 +101,5 @@ static FOR void ON(round)(const float *from, uint16_t *to, long count) {
     for (long i = 0; i < count; i++) to[i] = rounded(from[i]);
 }
 
-static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round)};
-
 #undef ON_ROWS
 #undef ON_TILE
-#undef ON
-#undef FOR
-#undef V
-#undef LANES
-#undef ZERO
-#undef LOAD
-#undef STORE
-#undef SPREAD
-#undef FMA
-#undef HALVES
-#undef TILES

@@ -1,0 +1,102 @@
+// What happens to a row between products, in the instructions that the including file names (see tiles.h): norms, and what
+// projected heads go through. The compiler makes vectors of these loops as it likes: every operation in them is rounded
+// by itself, and sums are sixteen chains, one for each place modulo 16, added up in pairs.
+
+static inline __attribute__((always_inline)) FOR float ON(summed)(float *sums) {
+    for (int half = 8; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
+    return sums[0];
+}
+
+static inline __attribute__((always_inline)) FOR float ON(scale)(float squares, long count, float eps) {
+    return 1.0f / __builtin_sqrtf(squares / (float)count + eps);
+}
+
+static inline __attribute__((always_inline)) FOR void ON(norm_as)(
+    const norm_t *norm, long row, const int brain, const int weight_brain
+) {
+    const long width = norm->width, from = row * width;
+    float sums[16] = {0};
+    for (long start = 0; start < width; start += 16) {
+        const int lanes = width - start < 16 ? (int)(width - start) : 16;
+        float some[16] = {0};
+        for (int lane = 0; lane < lanes; lane++) some[lane] = number(norm->residual, from + start + lane, brain);
+        if (norm->delta) {
+            for (int lane = 0; lane < lanes; lane++) {
+                some[lane] += number(norm->delta, from + start + lane, brain);
+                if (brain) some[lane] = widened(rounded(some[lane]));
+                put(norm->residual, from + start + lane, some[lane], brain);
+            }
+        }
+        for (int lane = 0; lane < 16; lane++) sums[lane] = __builtin_fmaf(some[lane], some[lane], sums[lane]);
+    }
+    const float scale = ON(scale)(ON(summed)(sums), width, norm->eps);
+    for (long i = 0; i < width; i++) {
+        const float one = number(norm->residual, from + i, brain) * scale;
+        put(norm->out, from + i, one * number(norm->weight, i, weight_brain), brain);
+    }
+}
+
+static FOR void ON(norm)(const norm_t *norm, long row) {
+    if (!norm->brain) ON(norm_as)(norm, row, 0, 0);
+    else if (norm->weight_brain) ON(norm_as)(norm, row, 1, 1);
+    else ON(norm_as)(norm, row, 1, 0);
+}
+
+static inline __attribute__((always_inline)) FOR void ON(prepare_as)(
+    const heads_t *heads, long row, const int brain
+) {
+    const long size = heads->head, turning = heads->queries + heads->kv, position = heads->positions[row];
+    const long n = heads->turned, at = (position < 0 ? 0 : position) * n;
+    for (long head = 0; head < turning + heads->kv; head++) {
+        const long from = row * heads->stride + head * size;
+        float one[1024];
+        for (long i = 0; i < size; i++) one[i] = number(heads->projected, from + i, brain);
+        if (heads->bias)
+            for (long i = 0; i < size; i++) one[i] += heads->bias[head * size + i];
+        if (head < turning) {
+            if (heads->normed) {
+                float sums[16] = {0};
+                for (long i = size; i % 16; i++) one[i] = 0.0f; // there is room
+                for (long i = 0; i < size; i += 16)
+                    for (int lane = 0; lane < 16; lane++)
+                        sums[lane] = __builtin_fmaf(one[i + lane], one[i + lane], sums[lane]);
+                const float scale = ON(scale)(ON(summed)(sums), size, heads->eps);
+                for (long i = 0; i < size; i++) one[i] *= scale;
+            }
+            for (long i = 0; i < size; i++) one[i] *= heads->weight[head * size + i];
+            for (long i = 0; i < n; i++) {
+                const float left = one[i], right = one[n + i], cos = heads->cos[at + i], sin = heads->sin[at + i];
+                one[i] = left * cos - right * sin;
+                one[n + i] = right * cos + left * sin;
+            }
+        }
+        if (head < heads->queries) {
+            memcpy(heads->out + (row * heads->queries + head) * size, one, (size_t)size * sizeof(float));
+        } else if (position >= 0) {
+            const long kept = head < turning ? head - heads->queries : head - turning;
+            const long to = heads->slots[row] * heads->slot + kept * heads->group + position * size;
+            void *const cache = head < turning ? heads->keys : heads->values;
+            for (long i = 0; i < size; i++) put(cache, to + i, one[i], brain);
+        }
+    }
+}
+
+static FOR void ON(prepare)(const heads_t *heads, long row) {
+    if (heads->brain) ON(prepare_as)(heads, row, 1);
+    else ON(prepare_as)(heads, row, 0);
+}
+
+static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(norm), ON(prepare)};
+
+#undef ON
+#undef FOR
+#undef V
+#undef LANES
+#undef ZERO
+#undef LOAD
+#undef STORE
+#undef SPREAD
+#undef FMA
+#undef HALVES
+#undef TILES

@@ -1,0 +1,105 @@
+"""What happens to rows between products, by the compiled library: norms, and what projected heads go through.
+
+Each row by itself, in operations that every processor rounds alike, so its bits are its own here, too.
+"""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters.models.kernels.interface import Rope
+from adapters.models.kernels.native.compiled import NativeCode
+from adapters.models.kernels.native.products import FORMS
+
+WIDEST = 1024  # numbers of a head
+
+
+@frozen(eq=False)
+class Heads:
+    """What projected heads go through: bias float32 of all of them, weight float32 `[H + KV, hd]`, and whether they are
+    normed before that.
+    """
+
+    bias: Tensor | None
+    weight: Tensor
+    normed: bool
+    eps: float
+
+
+@frozen(eq=False)
+class NativeRows:
+    """level: as `NativeProducts` has it."""
+
+    compiled: NativeCode
+    level: int
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """residual `[R, D]` += delta, in place; returns the RMSNorm of it times weight, rounded once."""
+        rows, width = residual.shape
+        if delta is not None and (not residual.is_contiguous() or delta.shape != residual.shape):
+            raise ValueError(f"a residual of {list(residual.shape)}, {list(delta.shape)} to be added: not in place")
+        alike = delta is None or delta.dtype is residual.dtype
+        if not alike or residual.dtype not in FORMS or weight.dtype not in {residual.dtype, torch.float32}:
+            raise TypeError(f"a norm of {residual.dtype} with a weight in {weight.dtype}")
+        if weight.shape != (width,):
+            raise ValueError(f"a norm of {width} numbers with a weight of {list(weight.shape)}")
+        residual, weight = residual.contiguous(), weight.contiguous()
+        delta = None if delta is None else delta.contiguous()
+        out = torch.empty_like(residual)
+        self.compiled.code.rekindle_norm(
+            residual.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            FORMS[residual.dtype],
+            FORMS[weight.dtype],
+            eps,
+            torch.get_num_threads(),
+            self.level,
+        )
+        return out
+
+    def prepare(
+        self, projected: Tensor, heads: Heads, rope: Rope, at: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """projected `[R, (H + 2 KV) hd]` -> queries, float32 `[R, H, hd]`; keys and values are written at (slot,
+        position) of their rows. at: slots and positions, int64 `[R]`; -1 marks a padded row.
+        """
+        kv, head, (rows, columns) = k_cache.shape[1], k_cache.shape[3], projected.shape
+        queries, turned = columns // head - 2 * kv, rope.cos.shape[1]
+        if k_cache.dtype is not projected.dtype or projected.dtype not in FORMS or projected.stride(1) != 1:
+            raise TypeError(f"heads in {projected.dtype}, strides {projected.stride()}, for a cache in {k_cache.dtype}")
+        wrong = head > WIDEST or 2 * turned > head or heads.weight.shape != (queries + kv, head) or columns % head
+        if wrong or k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (head, 1):
+            raise ValueError(f"{columns} columns for heads of {head}, a weight of {list(heads.weight.shape)}")
+        out = torch.empty(rows, queries, head)
+        self.compiled.code.rekindle_heads(
+            projected.data_ptr(),
+            projected.stride(0),
+            rows,
+            queries,
+            kv,
+            head,
+            None if heads.bias is None else heads.bias.data_ptr(),
+            heads.weight.data_ptr(),
+            rope.cos.data_ptr(),
+            rope.sin.data_ptr(),
+            turned,
+            at[0].data_ptr(),
+            at[1].data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            k_cache.stride(0),
+            k_cache.stride(1),
+            out.data_ptr(),
+            FORMS[projected.dtype],
+            int(heads.normed),
+            heads.eps,
+            torch.get_num_threads(),
+            self.level,
+        )
+        return out
