@@ -25,7 +25,8 @@ def test_logits_in_float32_are_those_of_transformers(model):
     with torch.no_grad():
         expected = oracle(tokens[None]).logits[0]
     found = run_in_pieces(shard_of(folder), tokens, [(256, 256), (128, 70), (4, 1)])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+    # Beside float64 theirs are off by up to 1.8e-5 (llama, linear), and ours by as much.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=4e-5)
 
 
 def test_greedy_tokens_are_those_of_transformers(model):

@@ -5,8 +5,9 @@ What makes a row's bits its own:
 * a product runs with a number of rows that was proven to agree with all others that are used (`proof.py`): a step of
   more rows is multiplied in pieces, one of fewer is padded; how oneDNN cuts a sum differs with the row count, the
   processor and the threads;
-* activations run inside oneDNN, whose vector tails are masked; an ATen elementwise loop may finish with scalar code,
-  so outside oneDNN only correctly rounded operations (+, *, /, sqrt, casts) touch the rows, and softmax over rows of
+* where products of our own are installed, what happens to rows between products is in C with them (`native/rows.py`);
+* activations run inside the product, whose vector tails are masked; an ATen elementwise loop may end in scalar code,
+  so outside of both only correctly rounded operations (+, *, /, sqrt, casts) touch the rows, and softmax over rows of
   whole vectors;
 * attention is made of such products, too (`cpu_attention.py`).
 
