@@ -9,7 +9,7 @@ from attrs import frozen
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, LaneId, RequestId, StoreFailed
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
+from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
@@ -35,6 +35,7 @@ Effect: TypeAlias = (
     | ReleasePrefix
     | RestoreBlocks
     | CompressPrompt
+    | KeepFrozen
     | LoadModel
     | OpenSlot
     | RunPrefill

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from attrs import field, frozen
 
-from effects.compression import Compressed, Compression
+from effects.compression import Compressed, Compression, PromptPart
 from effects.decode import Logprob
 from effects.grammar import Grammar
 from effects.ids import Tokens
@@ -77,6 +77,18 @@ class Report:
     compression: Compressed | None = None  # what was left out of the prompt, or why nothing was; None: not asked for
     cache: Selection = field(factory=Selection)  # what is kept of it for later
     prompt_logprobs: tuple[Logprob, ...] = ()  # of each token of the prompt but the first, when they were asked for
+
+
+def freezes(job: Job) -> bool:
+    """Is it a conversation whose aged messages may be shortened? Then the prompt is never compressed as a whole."""
+    asked = job.compression
+    return asked.freeze and asked.continues and asked.mode != "off" and job.prompt_logprobs < 0
+
+
+def aged(job: Job) -> tuple[PromptPart, ...]:
+    """Messages that could be frozen now; none, where that is not worth it."""
+    found = tuple(part for part in job.compression.parts if part.keep and part.kept is None)
+    return found if sum(part.stop - part.start for part in found) >= max(1, job.compression.least) else ()
 
 
 def uncompressed(job: Job, drafter: int) -> str:

@@ -12,6 +12,8 @@ from effects.ids import DeviceFailed, Side, Span, Tokens
 
 @frozen
 class PromptCompressed:
+    """Where messages were shortened one by one, `kept` says what is kept of all of them, and `prompt` is empty."""
+
     prompt: Tokens  # what will be served; the prompt as it was, where nothing could be left out
     kept: tuple[Span, ...]  # spans of the original that survived
     forced: tuple[Span, ...] = ()  # those of them that had to, whatever their scores
@@ -40,3 +42,12 @@ class CompressPrompt:
     keep: int = 0  # of its tokens, so many
     most: int = 0  # no more than these fit
     parts: tuple[PromptPart, ...] = ()
+    apart: bool = False  # shorten each part by itself, to its own ratio; what is in none is not looked at
+
+
+@frozen
+class KeepFrozen:
+    """What messages were frozen to, for later requests that have them, too: by name, spans from their start on."""
+
+    outcomes: ClassVar = ()
+    frozen: tuple[tuple[str, tuple[Span, ...]], ...]

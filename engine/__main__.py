@@ -19,8 +19,9 @@ from engine.bench.commands import bench
 from engine.cache.commands import cache
 from engine.chat.wanted import ChatOptions
 from engine.configuration import configuration
+from engine.fit_options import FitOptions
 from engine.launch import shard
-from engine.options import Device, FitOptions, Options
+from engine.options import Device, Options
 from engine.refusal import Refusal, told
 from engine.simulation.wanted import Wanted
 from engine.timeline.commands import trace

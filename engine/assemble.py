@@ -16,6 +16,7 @@ from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.ids import MAIN, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
+from effects.pflash import KeepFrozen
 from effects.ports import Perform, Submit
 from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
@@ -51,13 +52,15 @@ async def engine(
     live: Callable[[], Mapping[str, Any]] = dict,
     threads: Sequence[Watched] = (),
     drafter: Drafter | None = None,
+    freeze: Callable[[RequestId, KeepFrozen], object] = lambda *_: None,
     recorder: Recorder | None = None,
     paranoid: bool = False,
     grace_s: float = 10,
 ) -> AsyncIterator[Engine]:
     """Running inside the block. At its end: newcomers refused, the others drained, the (started) trace complete.
 
-    threads: whose troubles are told with the engine's own.  drafter: of compressions.
+    threads: whose troubles are told with the engine's own.  drafter: of compressions.  freeze: keeps what messages
+    were frozen to.
     """
     metrics = Metrics()
     metrics.watch_damage(lambda: live().get("damaged", {}))
@@ -72,6 +75,7 @@ async def engine(
             invariants.check(after)
 
     notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: giving_up(executor, drafter, transfer)}
+    notify[KeepFrozen] = (freeze,)
     perform: dict[type, Perform] = {}
     if transfer is not None:
         metrics.watch_cache(transfer.store.figures)

@@ -16,6 +16,8 @@ from adapters.device.compressing import Compressor, DrafterLane, dropped, marks_
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
+from adapters.http.compression import CONTEXTS
+from adapters.http.freezing import HOT
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.dense_config import DenseConfig
 from adapters.models.scorer import Scorer
@@ -26,7 +28,7 @@ from effects.ids import LaneId, ModelName, RequestId
 from effects.pflash import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
 from engine.kept import Kept
-from engine.machine import Placement, choose_device, prove
+from engine.machine import Placement, choose_device, identity, prove
 from engine.options import Options
 from engine.refusal import Refusal
 from states.settings import Settings
@@ -34,7 +36,6 @@ from states.settings import Settings
 Move: TypeAlias = Callable[[RequestId, Any], Outcome]
 Movers: TypeAlias = Mapping[ModelName, tuple[Move, Move]]  # what brings a model in, and what sends it away
 
-CONTEXTS = 20  # that a prompt may have before it is scored: at the default ratio, what is kept of more fits none
 BESIDE = LaneId(1)  # of a drafter on a device of its own
 
 
@@ -57,6 +58,7 @@ class Drafter:
     compressor: Compressor
     lane: DeviceLane
     beside: DrafterLane | None = None
+    identity: str = ""  # of the model and the numerics that it scores with
 
     @property
     def threads(self) -> tuple[Watched, ...]:
@@ -126,19 +128,21 @@ def add_drafter(
     """
     if found is None:
         return None, settings
-    compressor = build(found, options, kept)
+    compressor, named = build(found, options, kept)
     if settings.residency.drafter == "keep":
         compressor.scorer.weights.unpark()
     if found.device in lane.devices or found.device.type == lane.device.type == "cpu":
         executor.handle(CompressPrompt, compressor.compress)
         moved: Movers = {} if drafting is None else {"draft": (drafting.unpark, drafting.park)}
         moved_by_name(executor, {**moved, "drafter": (compressor.load, compressor.unload)})
-        return Drafter(found, compressor, lane), evolve(settings, drafter=found.limit)
+        return Drafter(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
     beside = DrafterLane(compressor, DeviceLane(found.device))
-    return Drafter(found, compressor, beside.lane, beside), evolve(settings, drafter=found.limit, drafter_lane=BESIDE)
+    settings = evolve(settings, drafter=found.limit, drafter_lane=BESIDE)
+    return Drafter(found, compressor, beside.lane, beside, named), settings
 
 
-def build(found: FoundDrafter, options: Options, kept: Kept) -> Compressor:
+def build(found: FoundDrafter, options: Options, kept: Kept) -> tuple[Compressor, str]:
+    """And its identity."""
     dtype = resolve_dtype("auto", found.checkpoint)
     checkpoint, config = found.checkpoint.rounded(dtype), found.checkpoint.config
     assert isinstance(config, DenseConfig)
@@ -148,7 +152,8 @@ def build(found: FoundDrafter, options: Options, kept: Kept) -> Compressor:
     tokenizer = found.tokenizer
     controls = frozenset(control.id for control in tokenizer.controls.values())
     marks = marks_of([tokenizer.piece(token) for token in range(tokenizer.size)], controls)
-    return Compressor(Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit), marks)
+    scorer = Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit)
+    return Compressor(scorer, marks), identity(checkpoint, dtype, numerics, options.numerics)
 
 
 def moved_by_name(executor: DeviceExecutor, movers: Movers) -> None:
@@ -175,4 +180,6 @@ def pflash(options: Options, settings: Settings, drafter: Drafter | None) -> Map
         "device": None if drafter is None else str(drafter.found.device),
         "most_tokens": settings.drafter,
         "draft_residency": settings.residency.policy,
+        "freeze": options.disk_prefix_cache_compress,
+        "hot_window": HOT,
     }

@@ -190,6 +190,10 @@ class Options(ModelOption):
     """How much is kept. full: prompts and answers. auto:N: what a prompt shares with the likest of the last N, up to
     where a message opens; auto is auto:30. N: the first N tokens. off: the disk is not used."""
 
+    disk_prefix_cache_compress: Annotated[bool, flag(CACHE, negative="")] = False
+    """Freeze conversations: messages that have aged are shortened by the drafter, once, and found again so shortened.
+    Needs --prefill-compression auto (from --prefill-threshold tokens of them on) or always."""
+
     kv_cache_dir: Annotated[Path | None, flag(CACHE)] = None
     """Folder that the cache is kept in, for one process at a time; the default is in your user cache directory."""
 
@@ -248,8 +252,23 @@ class Options(ModelOption):
         if not self.prefill_drafter and (self.prefill_compression != "off" or self.prefill_drafter_device):
             asked = f"--prefill-compression {self.prefill_compression}, --prefill-drafter-device"
             raise Refusal(f"{asked}: there is no model that could score prompts; name one with --prefill-drafter")
+        self._check_freezing()
         if self.kv_cache_dir is not None and parse(self.disk_prefix_cache).kind == "off":
             raise Refusal("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
+
+    def _check_freezing(self) -> None:
+        if self.disk_prefix_cache_compress and self.prefill_compression == "off":
+            raise Refusal(
+                "--disk-prefix-cache-compress shortens messages where --prefill-compression says so, and it is off: "
+                "accepted with it: auto, always"
+            )
+        if self.disk_prefix_cache_compress and not (
+            self.kv_cache_budget and parse(self.disk_prefix_cache).kind != "off"
+        ):
+            raise Refusal(
+                "--disk-prefix-cache-compress keeps what messages were frozen to beside the prefix cache on disk, and "
+                "--disk-prefix-cache off or --kv-cache-budget 0 declines that: leave one out"
+            )
 
     def _check_shards(self) -> None:
         launched = [one for one in self.devices if one.launched]
@@ -310,30 +329,6 @@ class Options(ModelOption):
         raw["draft"] = Path(self.draft).name
         raw["prefill_drafter"] = Path(self.prefill_drafter).name
         return raw
-
-
-@frozen(kw_only=True)
-class FitOptions:
-    """Those of `rekindle serve` that decide whether a model fits."""
-
-    device: Annotated[Device, Parameter(validator=known_device)] = "auto"
-    """auto (CUDA where there is one), cpu, cuda or cuda:N."""
-
-    target_devices: Annotated[str, Parameter(validator=known_devices)] = ""
-    """In the place of --device: layers over several, such as cuda:0,cpu:0."""
-
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter()] = "auto"
-    """What weights and KV are kept in."""
-
-    max_ctx: Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
-    """Tokens of prompt and answer together; 0: what fits."""
-
-    slots: Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=64))] = 0
-    """Sequences at once; 0: four, or what fits."""
-
-    @property
-    def serving(self) -> Options:
-        return Options(**attrs.asdict(self))
 
 
 def checked(values: Mapping[str, Any]) -> Options:

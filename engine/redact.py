@@ -52,8 +52,12 @@ class Redactor:
         match event:
             case Submitted(job):
                 sampling = evolve(job.sampling, logit_bias=(), grammar=None)
-                return Submitted(evolve(job, prompt=self.prompt(request, job.prompt), sampling=sampling))
-            case PromptCompressed(prompt, _):
+                # names are digests of text, which somebody who guesses it could recognise
+                parts = tuple(evolve(part, name="") for part in job.compression.parts)
+                compression = evolve(job.compression, parts=parts)
+                prompt = self.prompt(request, job.prompt)
+                return Submitted(evolve(job, prompt=prompt, sampling=sampling, compression=compression))
+            case PromptCompressed(prompt, _) if prompt:
                 return evolve(event, prompt=self.prompt(request, prompt))
             case PrefixFound(served=tuple() as served) | PrefixMissed(served=tuple() as served):
                 return evolve(event, served=self.prompt(request, served))

@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import anyio
 from anyio import TASK_STATUS_IGNORED
@@ -29,6 +29,7 @@ from adapters.http.archive import Archive
 from adapters.http.cabinet import Cabinet
 from adapters.http.compression import CompressionDefaults
 from adapters.http.errors import unavailable
+from adapters.http.freezing import FrozenMessages
 from adapters.http.options import EdgeOptions
 from adapters.http.page import files
 from adapters.http.server import Serving, serve
@@ -53,7 +54,7 @@ from engine.trace import VERSION, Header, Recorder
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 FILES = 4096  # descriptors: 1,024 connections, and the files of cache and checkpoint
-RESPONSES, TURNS = "responses", "turns"  # folders in that of the cache
+RESPONSES, TURNS, FROZEN = "responses", "turns", "frozen"  # folders in that of the cache
 LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
@@ -159,41 +160,52 @@ async def serve_model(
     try:
         target.executor.matched_by(text.grammars.match)
         recorder, archive, memory = build_recorder(options, target), Archive(), TurnMemory()
-        for cabinet, name in ((archive, RESPONSES), (memory, TURNS)):
+        frozen = FrozenMessages(drafter=target.drafter.identity) if target.freezes and target.drafter else None
+        cabinets: dict[str, Cabinet] = {RESPONSES: archive, TURNS: memory}
+        if frozen is not None:
+            cabinets[FROZEN] = frozen
+        for name, cabinet in cabinets.items():
             await open_cabinet(cabinet, options, name)
         async with engine(
             target.settings,
             target.executor,
             transfer=target.transfer,
             facts=target.facts,
-            live=target.live,
+            live=target.live if frozen is None else partial(living, target, frozen),
             threads=target.threads,
             drafter=target.drafter,
+            **({} if frozen is None else {"freeze": frozen.keep}),
             recorder=recorder,
             paranoid=options.paranoid,
         ) as running:
             running.metrics.watch_shards(partial(hops, target.shard.parts))
             about = edge_options(options, target, text.sampling)
-            gate.app = build_app(running.door, text, about, running.metrics, archive, memory=memory)
+            gate.app = build_app(running.door, text, about, running.metrics, archive, memory=memory, frozen=frozen)
             steps.done()
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
             async with anyio.create_task_group() as beside:
                 beside.start_soon(tidied, running.runner, target.lane)
-                beside.start_soon(archive.run)
-                beside.start_soon(memory.run)
+                for cabinet in cabinets.values():
+                    beside.start_soon(cabinet.run)
                 await stopped(stop, [target.lane.thread])
                 beside.cancel_scope.cancel()
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
             deadline = anyio.current_time() + options.grace
             clean = await running.door.drain(options.grace)
             clean = await close_connections(serving, deadline) and clean
-        await archive.close(deadline)
-        await memory.close(deadline)
+        for cabinet in cabinets.values():
+            await cabinet.close(deadline)
         await text.aclose()
         return clean
     finally:
         await target.close()
+
+
+def living(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
+    """What /props tells of it now, with what messages were frozen to."""
+    told = target.live()
+    return {**told, "damaged": {**told["damaged"], FROZEN: frozen.damaged}, "frozen": frozen.figures()}
 
 
 def settle() -> None:
@@ -285,6 +297,7 @@ def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOp
             round(options.prefill_keep_ratio * 1000),
             options.curve,
             target.settings.drafter,
+            freeze=target.freezes,
         ),
         stabilize=options.stabilize,
         created=int(time.time()),

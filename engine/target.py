@@ -67,6 +67,7 @@ class Target:
     identity: str
     model_id: str
     mode: str  # exact or fast
+    freezes: bool  # messages that have aged, where a drafter is
     scope: Scope  # of requests that do not say
     kept: Kept
     draft: CachedDraft[Any] | None = None
@@ -241,6 +242,7 @@ def load_over(
         identity=named,
         model_id=options.model if options.model in demo.FOLDERS else served_name(model_folder(options)),
         mode=options.numerics,
+        freezes=options.disk_prefix_cache_compress,
         scope=options.scope,
         kept=kept,
         draft=draft,

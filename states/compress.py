@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from attrs import evolve
 
-from effects.compression import Compressed
-from effects.ids import DeviceFailed
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
+from effects.compression import Compressed, PromptPart, remaining, taken
+from effects.ids import DeviceFailed, Span
+from effects.job import aged, freezes
+from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.stream import CloseStream, Finish
 from states import policy
 from states.events import Cancelled, SlotEmptied
 from states.life import FINISH, Compressing, Done, Fetching, Parking, Prompt, Releasing, Remains, Seat, Yielding, serve
 from states.lookup import Served, served
-from states.machine import Then
+from states.machine import Then, first
 from states.onward import emptied, park, report
 from states.recover import TWICE
 from states.settings import Known
 
 Refused: TypeAlias = Then[Done, CloseStream]
 GivenBack: TypeAlias = Then[Releasing, UnloadModel]
+Frozen: TypeAlias = Then[Releasing, KeepFrozen, UnloadModel]
 
 FAILED = "the drafter that would shorten it failed, and as it is it does not fit"
 TOO_LONG = "not enough of it could be left out"
 
 
 def fetched(state: Fetching, _: ModelLoaded, known: Known) -> Then[Compressing, CompressPrompt]:
-    prompt = state.prompt
-    keep, most = policy.kept_tokens(prompt.job), known.settings.max_context - prompt.job.max_tokens
-    first = CompressPrompt(0, prompt.tokens, keep, most, prompt.job.compression.parts)
-    return Then(Compressing(state.seat, prompt), first)
+    prompt, job = state.prompt, state.prompt.job
+    if freezes(job):
+        return Then(Compressing(state.seat, prompt), CompressPrompt(0, job.prompt, parts=aged(job), apart=True))
+    keep, most = policy.kept_tokens(job), known.settings.max_context - job.max_tokens
+    asking = CompressPrompt(0, prompt.tokens, keep, most, job.compression.parts)
+    return Then(Compressing(state.seat, prompt), asking)
 
 
 def unfetched(state: Fetching, event: DeviceFailed, known: Known) -> Served | Refused:
@@ -43,14 +48,37 @@ def scored(state: Compressing, event: PromptScored, _: Known) -> Then[Compressin
     return Then(state, CompressPrompt(event.stop))
 
 
-def compressed(state: Compressing, event: PromptCompressed, known: Known) -> GivenBack:
+def compressed(state: Compressing, event: PromptCompressed, known: Known) -> GivenBack | Frozen:
     seat, prompt = state.seat, state.prompt
+    if freezes(prompt.job):
+        return froze(known, state, event)
     if len(event.prompt) >= len(prompt.tokens):
         return release(known, seat, verbatim(prompt, "not_shorter", event.ns))
     keep = prompt.job.compression.keep
     told = Compressed(len(prompt.tokens), "", event.kept, event.forced, keep, event.ns)
     seat, prompt = serve(known.settings, seat, evolve(prompt, compression=told), event.prompt)
     return release(known, seat, prompt)
+
+
+def froze(known: Known, state: Compressing, event: PromptCompressed) -> Frozen:
+    """Messages are what they were frozen to from now on, also those of which nothing could be left out."""
+    seat, job = state.seat, state.prompt.job
+    made = {part: within(event.kept, part) for part in aged(job)}
+    parts = [evolve(part, kept=made.get(part, part.kept)) for part in job.compression.parts]
+    spans = remaining(parts, len(job.prompt))
+    tokens, keep = taken(job.prompt, spans), job.compression.keep
+    why = "" if len(tokens) < len(state.prompt.tokens) else "not_shorter"
+    told = Compressed(len(job.prompt), why, spans, event.forced, keep, event.ns)
+    seat, prompt = serve(known.settings, seat, evolve(state.prompt, compression=told), tokens)
+    named = tuple((part.name, kept) for part, kept in made.items())
+    return first(KeepFrozen(named), release(known, seat, prompt))
+
+
+def within(spans: Sequence[Span], part: PromptPart) -> tuple[Span, ...]:
+    """Those of the prompt that are in the part, from its start on."""
+    return tuple(
+        (start - part.start, stop - part.start) for start, stop in spans if part.start <= start < stop <= part.stop
+    )
 
 
 def failed(state: Compressing, event: DeviceFailed, known: Known) -> GivenBack:
@@ -81,7 +109,8 @@ def lost(state: Releasing, _: SlotEmptied, known: Known) -> Then[Yielding] | The
 
 def verbatim(prompt: Prompt, why: str, ns: int = 0) -> Prompt:
     """A failed compression serves the prompt as it is; what is kept of it is looked for again."""
-    return evolve(prompt, compressed=True, compression=Compressed(len(prompt.tokens), why, ns=ns))
+    before = prompt.compression or Compressed(len(prompt.job.prompt))
+    return evolve(prompt, compressed=True, compression=evolve(before, why_not=why, ns=ns))
 
 
 def decided(known: Known, seat: Seat, prompt: Prompt) -> Served | Refused:
@@ -89,7 +118,7 @@ def decided(known: Known, seat: Seat, prompt: Prompt) -> Served | Refused:
     if policy.fits(known.settings, prompt):
         return served(known, seat, prompt)
     told = prompt.compression
-    short = told is None or told.why_not == "not_shorter"
+    short = told is None or told.why_not in {"", "not_shorter"}
     why: Finish = "too_long" if short else "uncompressed"
     closing = CloseStream(why, report(known, Releasing(seat, prompt)), TOO_LONG if short else FAILED)
     return Then(Done(Remains(seat, prompt)), closing)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from effects.compression import Compressed
+from effects.compression import Compressed, remaining, taken
 from effects.decode import Logprob
 from effects.ids import ModelName, SlotId, Tier, Tokens
 from effects.job import Job
@@ -329,6 +329,15 @@ def live(settings: Settings, left: Remains) -> int:
 def usable(settings: Settings, prompt: Prompt, length: int) -> int:
     """How many of `length` restorable tokens are worth having: the last prompt token is always computed."""
     return whole_blocks(settings, min(length, prompt.target))
+
+
+def begun(job: Job) -> Prompt:
+    """What is served of it at first: messages that were frozen before are what they were frozen to."""
+    spans = remaining(job.compression.parts, len(job.prompt))
+    if spans == ((0, len(job.prompt)),):
+        return Prompt(job, job.prompt)
+    told = Compressed(len(job.prompt), "", spans, keep=job.compression.keep)
+    return Prompt(job, taken(job.prompt, spans), compression=told)
 
 
 def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tuple[Seat, Prompt]:

@@ -29,6 +29,7 @@ from states.life import (
     Speculating,
     Unparking,
     Waiting,
+    begun,
     serve,
 )
 from states.machine import Then, first
@@ -45,7 +46,8 @@ Opened: TypeAlias = Served | Then[Fetching, OpenSlot, LoadModel]
 
 
 def submit(_: New, event: Submitted, __: Known) -> Then[Waiting, ReportProgress]:
-    return Then(Waiting(Prompt(event.job, event.job.prompt)), ReportProgress(0, len(event.job.prompt), 0))
+    prompt = begun(event.job)
+    return Then(Waiting(prompt), ReportProgress(0, len(prompt.tokens), 0))
 
 
 def refuse(_: New, event: Rejected, __: Known) -> Then[Done, CloseStream]:

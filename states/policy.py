@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 
 from effects.compression import WHOLE
 from effects.ids import Span, Tier
-from effects.job import Job, uncompressed
+from effects.job import Job, aged, freezes, uncompressed
 from effects.lookup import PrefixFound
 from states import scope
 from states import speculation_control as control
@@ -58,19 +58,44 @@ def shorten(settings: Settings, prompt: Prompt) -> Decision:
 
 
 def compress(known: Known, prompt: Prompt, missing: int) -> Decision:
-    """The PFlash gate: `auto` looks at the tokens that are still missing, and at what they would cost."""
+    """The PFlash gate: `auto` looks at the tokens that are still missing, and at what they would cost.
+
+    Where messages are frozen later, a conversation's first prompt stays as it is: its next turn begins with it.
+    """
+    if freezes(prompt.job):
+        return freeze(known.settings, prompt)
     allowed, asked = shorten(known.settings, prompt), prompt.job.compression
-    if not allowed.go:
-        return allowed
-    if not fits(known.settings, prompt):
-        return Decision(True, "does_not_fit")
+    if not allowed.go or not fits(known.settings, prompt):
+        return Decision(allowed.go, "does_not_fit" if allowed.go else allowed.reason)
+    if asked.freeze and asked.parts and not one_off(prompt.job).go:
+        return Decision(False, "first_turn")
     if asked.mode == "always":
         return Decision(True, "always")
     if missing < asked.threshold:
         return Decision(False, "below_threshold")
-    if not quicker(known.rates, prompt, missing):
-        return Decision(False, "does_not_pay")
-    return Decision(True, "long")
+    pays = quicker(known.rates, prompt, missing)
+    return Decision(pays, "long" if pays else "does_not_pay")
+
+
+def freeze(settings: Settings, prompt: Prompt) -> Decision:
+    """The gate of freezing: `auto` looks at how many tokens of aged messages there are together, so that it happens
+    seldom: between two times the prompt only grows, and is found again.
+    """
+    asked, messages = prompt.job.compression, aged(prompt.job)
+    reasons = {
+        "no_drafter": settings.drafter == 0,
+        "already_tried": prompt.compressed,
+        "answer_begun": bool(prompt.heard),
+        "nothing_aged": not messages,
+    }
+    if never := next((reason for reason, holds in reasons.items() if holds), ""):
+        return Decision(False, never)
+    if not fits(settings, prompt):
+        return Decision(True, "does_not_fit")
+    if asked.mode == "always":
+        return Decision(True, "always")
+    enough = sum(part.stop - part.start for part in messages) >= asked.threshold
+    return Decision(enough, "aged" if enough else "below_threshold")
 
 
 def fits(settings: Settings, prompt: Prompt) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from attrs import frozen
 
 from effects.ids import Tokens
+from effects.job import freezes
 from effects.scope import Selection
 from states.life import (
     Prompt,
@@ -43,8 +44,10 @@ def reach(prompt: Prompt, whole: int) -> tuple[int, str]:
     if scope.kind == "full":
         return whole, "whole"
     if rewritten(prompt):
+        if not freezes(job):
+            return 0, "rewritten"
         limit = prompt.shared if scope.kind == "auto" else scope.count
-        return aligned(job.boundaries, min(limit, alike(job.prompt, prompt.tokens))), "rewritten"
+        return aligned(job.boundaries, min(limit, alike(job.prompt, prompt.tokens))), "frozen"
     if scope.kind == "auto":
         return shared(prompt)
     return (scope.count, "fixed") if scope.count <= len(prompt.tokens) else (0, "longer_than_prompt")
@@ -61,8 +64,8 @@ def shared(prompt: Prompt) -> tuple[int, str]:
 
 
 def rewritten(prompt: Prompt) -> bool:
-    """Is something else served than was sent? Then only what both begin with can be met again, and in a dialogue's
-    first messages only: there, a boundary is one of both.
+    """Is something else served than was sent? Then of what `auto` and `fixed` keep, nobody would find anything again,
+    unless messages were frozen: what both begin with is the system prompt.
     """
     return prompt.tokens is not prompt.job.prompt and prompt.tokens != prompt.job.prompt
 
@@ -129,8 +132,25 @@ def turning(settings: Settings, prompt: Prompt) -> int:
 
     Templates may write what follows that boundary anew: they leave earlier reasoning out.
     """
-    opens = 0 if rewritten(prompt) else aligned(prompt.job.boundaries, prompt.target)
+    opens = aligned(opened(prompt), prompt.target)
     return opens if opens and prompt.target - opens < settings.block_size else prompt.target
+
+
+def opened(prompt: Prompt) -> Tokens:
+    """Boundaries, where they are in what is served; none of a prompt that was compressed as a whole."""
+    if not rewritten(prompt):
+        return prompt.job.boundaries
+    if not freezes(prompt.job) or prompt.compression is None:
+        return ()
+    shift, found = 0, list[int]()
+    spans = iter(prompt.compression.kept)
+    start, stop = next(spans, (0, 0))
+    for at in prompt.job.boundaries:
+        while stop < at and (span := next(spans, None)) is not None:
+            shift, (start, stop) = shift + stop - start, span
+        if start < at <= stop:
+            found.append(shift + at - start)
+    return tuple(found)
 
 
 def next_multiple(step: int, least: int) -> int:

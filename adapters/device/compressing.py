@@ -14,24 +14,69 @@ from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.selection import Marks, Survivors, select
 from adapters.models.scorer import TAIL, Scorer, Scoring
 from effects.all import Ask, Launch, Outcome
-from effects.compression import PromptPart
-from effects.ids import DeviceFailed, RequestId, Tokens
+from effects.compression import WHOLE, PromptPart, taken
+from effects.ids import DeviceFailed, RequestId, Span, Tokens
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.ports import Settle
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
 log = logging.getLogger("rekindle.device")
 
+CLOSING = 8  # last tokens of a message that is frozen: what closes it, and opens the next
+
 
 @define(eq=False)
 class Work:
-    """A prompt that is being scored. Who is in it holds a slot, so there are no more of them than slots."""
+    """A prompt that is being scored, or its aged messages one after the other. Who is in it holds a slot, so there are
+    no more of them than slots.
+    """
 
-    scoring: Scoring
-    keep: int
-    most: int
-    parts: tuple[PromptPart, ...]
+    scorer: Scorer
+    asked: CompressPrompt
+    scoring: Scoring | None = None  # of the prompt, or of the message that it has come to
+    message: int = 0
+    kept: list[Survivors | None] = field(factory=list)  # of the prompt, or of the messages before that one
     ns: int = 0
+
+    @property
+    def texts(self) -> tuple[Tokens, ...]:
+        """That are scored, each by itself."""
+        tokens = self.asked.tokens
+        return tuple(tokens[part.start : part.stop] for part in self.asked.parts) if self.asked.apart else (tokens,)
+
+    @property
+    def complete(self) -> bool:
+        return self.message == len(self.texts)
+
+    def advance(self, marks: Marks) -> None:
+        """One more piece of a layer. Raises torch.OutOfMemoryError."""
+        text = self.texts[self.message]
+        if self.scoring is None:
+            self.scoring = self.scorer.begin(text)
+        self.scoring.advance()
+        if self.scoring.complete:
+            self.kept.append(self._selected(text, self.scoring.scores(), marks))
+            self.scoring, self.message = None, self.message + 1
+
+    def _selected(self, text: Tokens, scores: list[float], marks: Marks) -> Survivors | None:
+        asked = self.asked
+        if not asked.apart:
+            return select(text, scores, asked.parts, marks, keep=asked.keep, most=asked.most)
+        closing = len(text) - CLOSING
+        whole = PromptPart("", 0, closing), PromptPart("", closing, len(text), protected=True)
+        keep = max(1, len(text) * asked.parts[self.message].keep // WHOLE)
+        return select(text, scores, whole, marks, keep=keep, most=len(text))
+
+    def told(self) -> PromptCompressed:
+        """What comes of it, now that it is complete."""
+        if not self.asked.apart:
+            return told(self.asked.tokens, self.kept[0], self.ns)
+        spans, forced = list[Span](), list[Span]()
+        for part, kept in zip(self.asked.parts, self.kept, strict=True):
+            whole = (part.start, part.stop)
+            spans += (whole,) if kept is None else moved(kept.spans, part.start)
+            forced += (whole,) if kept is None else moved(kept.forced, part.start)
+        return PromptCompressed((), tuple(spans), tuple(forced), self.ns)
 
 
 @define(eq=False)
@@ -51,20 +96,18 @@ class Compressor:
         if not effect.start:
             if len(effect.tokens) < TAIL:
                 return PromptCompressed(effect.tokens, ((0, len(effect.tokens)),))
-            work = Work(self.scorer.begin(effect.tokens), effect.keep, effect.most, effect.parts)
+            work = Work(self.scorer, effect)
         if work is None:
             return DeviceFailed("broken", f"nothing of request {request} was scored before token {effect.start}")
         for _ in range(self.scorer.config.num_layers):
-            if work.scoring.complete:
+            if work.complete:
                 break
-            work.scoring.advance()
-        if not work.scoring.complete:
-            work.ns += time.perf_counter_ns() - started
-            self._works[request] = work
-            return PromptScored(effect.start + self.scorer.chunk)
-        prompt, scores = work.scoring.tokens, work.scoring.scores()
-        kept = select(prompt, scores, work.parts, self.marks, keep=work.keep, most=work.most)
-        return told(prompt, kept, work.ns + time.perf_counter_ns() - started)
+            work.advance(self.marks)
+        work.ns += time.perf_counter_ns() - started
+        if work.complete:
+            return work.told()
+        self._works[request] = work
+        return PromptScored(effect.start + self.scorer.chunk)
 
     def forget(self, request: RequestId) -> None:
         """It has left, or begins again."""
@@ -94,7 +137,8 @@ class Compressor:
 
     @property
     def buffers(self) -> int:
-        return sum(work.scoring.nbytes for work in tuple(self._works.values()))  # asked from other threads, too
+        scorings = [work.scoring for work in tuple(self._works.values())]  # asked from other threads, too
+        return sum(scoring.nbytes for scoring in scorings if scoring is not None)
 
 
 @define(eq=False)
@@ -158,8 +202,11 @@ def told(prompt: Tokens, kept: Survivors | None, ns: int) -> PromptCompressed:
     """kept: None where nothing may be left out that would help."""
     if kept is None or kept.tokens >= len(prompt):
         return PromptCompressed(prompt, ((0, len(prompt)),), ns=ns)
-    shortened = tuple(token for start, stop in kept.spans for token in prompt[start:stop])
-    return PromptCompressed(shortened, kept.spans, kept.forced, ns)
+    return PromptCompressed(taken(prompt, kept.spans), kept.spans, kept.forced, ns)
+
+
+def moved(spans: tuple[Span, ...], by: int) -> tuple[Span, ...]:
+    return tuple((start + by, stop + by) for start, stop in spans)
 
 
 def marks_of(pieces: list[bytes], controls: frozenset[int]) -> Marks:

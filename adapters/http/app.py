@@ -36,6 +36,7 @@ from adapters.http.errors import (
     wrong_method,
 )
 from adapters.http.fields import Fields
+from adapters.http.freezing import FrozenMessages
 from adapters.http.grammar import held
 from adapters.http.guard import CALLER, Guard
 from adapters.http.intake import ROOM, Intake
@@ -69,13 +70,15 @@ def build_app(
     archive: Archive | None = None,
     *,
     memory: TurnMemory | None = None,
+    frozen: FrozenMessages | None = None,
 ) -> Starlette:
     """The whole server as an ASGI application. Its lifespan ends what `text` started.
 
-    archive, memory: of responses, and of the tokens of answers; None: they end with the process.
+    archive, memory: of responses, and of the tokens of answers; None: they end with the process.  frozen: what aged
+    messages were frozen to; None: they are not.
     """
     archive, memory = Archive() if archive is None else archive, TurnMemory() if memory is None else memory
-    edge = Edge(door, text, options, metrics, archive, memory)
+    edge = Edge(door, text, options, metrics, archive, memory, frozen)
     metrics.watch_turns(memory.figures)
     metrics.watch_listeners(lambda: edge.watch.listeners)
 
@@ -117,6 +120,7 @@ class Edge:
     metrics: Metrics
     archive: Archive
     memory: TurnMemory
+    frozen: FrozenMessages | None
     turnover: Turnover = field(factory=Turnover)
     missed: MissLog = field(factory=MissLog)
     sessions: Sessions = field(factory=Sessions)
@@ -174,6 +178,7 @@ class Edge:
             tail=asked.tail,
             tools=asked.tools,
             sessions=self.sessions,
+            frozen=self.frozen,
         )
         self.memory.count(0 if asked.turn is None else asked.turn.remembered)
         shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)

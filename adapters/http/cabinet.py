@@ -42,6 +42,7 @@ class Cabinet(ABC):
     folder: Folder | None = None
     _raw: OrderedDict[str, bytes] = field(factory=OrderedDict)  # those that were used longest ago first
     _bytes: int = 0
+    damaged: int = field(default=0, init=False)  # files that were found so
     _changed: dict[str, None] = field(factory=dict)  # kept or dropped, and the folder has not followed
     _news: anyio.Event = field(factory=anyio.Event)
     _failing: bool = False
@@ -106,7 +107,9 @@ class Cabinet(ABC):
         for _, name in sorted(written, reverse=True):
             raw = self._read(name)
             room = len(self._raw) < self.limits.count and self._bytes + len(raw) <= self.limits.size
-            if raw and room and self.is_whole(raw):
+            whole = self.is_whole(raw)
+            self.damaged += not whole
+            if room and whole:
                 self._put(name, raw)
                 self._raw.move_to_end(name, last=False)
             else:

@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from attrs import define, evolve, field, frozen
 
 from adapters.http.errors import context_exceeded, invalid
-from adapters.http.fields import Fields, shown
+from adapters.http.fields import Fields
+from adapters.http.freezing import frozen_length
 from adapters.text.answer.reader import AnswerReader
 from adapters.text.conversation import ChatMessage
 from effects.compression import WHOLE, Compression, Mode, PromptPart
 from effects.ids import Tokens
-from effects.job import Job, uncompressed
+from effects.job import Job, aged, freezes, uncompressed
 
-KEYS = ("mode", "threshold", "keep_ratio", "session")
+KEYS = ("mode", "threshold", "keep_ratio", "session", "freeze")
 MODES: tuple[Mode, ...] = ("off", "auto", "always")
 MOST_THRESHOLD = 1 << 21
+CONTEXTS = 20  # that a prompt may have before it is scored: at the default ratio, what is kept of more fits none
 MAX_SESSION = 200  # characters
 SESSIONS = 1024  # that are remembered: 200 bytes each and their names, at most half a MiB
 FIRST, LEAST, MOST = 100, 25, 200  # thousandths that a session keeps: at first, and within which it stays
@@ -31,7 +33,8 @@ Points = tuple[tuple[int, int], ...]
 @frozen
 class CompressionDefaults:
     """What the server was started with. keep, curve: thousandths, and those by tokens of the prompt, ascending; the
-    curve decides where there is one. drafter: tokens of a prompt that it scores at most; 0: there is none.
+    curve decides where there is one. drafter: tokens of a prompt that it scores at most; 0: there is none.  freeze:
+    messages that have aged are shortened once and for all.
     """
 
     mode: Mode = "off"
@@ -39,6 +42,7 @@ class CompressionDefaults:
     keep: int = 50
     curve: Points = ()
     drafter: int = 0
+    freeze: bool = False
 
 
 @frozen
@@ -49,20 +53,21 @@ class AskedCompression:
     threshold: int = 0
     keep: int | None = None
     session: str = ""
+    freeze: bool = False
 
 
 def read_compression(fields: Fields, defaults: CompressionDefaults) -> AskedCompression:
     """Raises ApiError."""
-    found = AskedCompression(defaults.mode, defaults.threshold)
-    asked = fields.within("compression")
+    found = AskedCompression(defaults.mode, defaults.threshold, freeze=defaults.freeze)
+    asked = fields.within("compression", KEYS)
     if asked is None:
         return found
-    for name in asked.data:
-        if name not in KEYS:
-            raise invalid(asked.path, f"{shown(name)} is not a key of it; accepted are {', '.join(KEYS)}")
     mode = asked.choice("mode", MODES)
     if mode not in {None, "off"} and not defaults.drafter:
         raise invalid(asked.at("mode"), "this server has no drafter (--prefill-drafter); accepted: 'off'")
+    freeze = asked.flag("freeze", defaults.freeze)
+    if freeze and not defaults.freeze:
+        raise invalid(asked.at("freeze"), "this server freezes nothing (--disk-prefix-cache-compress); accepted: false")
     threshold = asked.integer("threshold", 0, MOST_THRESHOLD)
     keep = asked.number("keep_ratio", 1 / WHOLE, 1)
     return AskedCompression(
@@ -70,6 +75,7 @@ def read_compression(fields: Fields, defaults: CompressionDefaults) -> AskedComp
         found.threshold if threshold is None else threshold,
         None if keep is None else round(keep * WHOLE),
         asked.text("session", MAX_SESSION) or "",
+        freeze,
     )
 
 
@@ -86,8 +92,15 @@ def compression_of(
     asked: AskedCompression, prompt: Tokens, defaults: CompressionDefaults, session: int | None
 ) -> Compression:
     """Of one prompt, before it is known what is in it. session: thousandths that its session keeps."""
-    curve = kept(defaults.curve, len(prompt)) if defaults.curve else defaults.keep
-    return Compression(asked.mode, asked.threshold, next(one for one in (asked.keep, session, curve) if one))
+    keep = session if asked.keep is None and session else ratio_of(asked, defaults, len(prompt))
+    return Compression(asked.mode, asked.threshold, keep, freeze=asked.freeze)
+
+
+def ratio_of(asked: AskedCompression, defaults: CompressionDefaults, tokens: int) -> int:
+    """Thousandths of so many tokens, where no session says otherwise."""
+    if asked.keep is not None:
+        return asked.keep
+    return kept(defaults.curve, tokens) if defaults.curve else defaults.keep
 
 
 def with_parts(
@@ -127,15 +140,13 @@ def fitted(job: Job, asked: int | None, context: int, drafter: int, path: str) -
     answer. Raises ApiError with what there is and what could be kept.
     """
     count = len(job.prompt)
-    why = uncompressed(job, drafter)
+    why = ("" if aged(job) else "nothing_aged") if freezes(job) else uncompressed(job, drafter)
     if why:
         error = context_exceeded(count, context, path)
         if job.compression.mode != "off":
             error.message += f" It cannot be compressed: {why}."
         raise error
-    parts = job.compression.parts
-    protected = sum(part.stop - part.start for part in parts if part.protected)
-    keep = max(count * job.compression.keep // WHOLE, protected + ROOM)
+    keep = frozen_length(job) if freezes(job) else kept_length(job)
     if keep >= context:
         error = context_exceeded(count, context, path)
         ratio = job.compression.keep / WHOLE
@@ -144,6 +155,12 @@ def fitted(job: Job, asked: int | None, context: int, drafter: int, path: str) -
         raise error
     room = context - keep
     return evolve(job, max_tokens=room if asked is None else max(1, min(room, asked)))
+
+
+def kept_length(job: Job) -> int:
+    """Tokens of a prompt that is compressed as a whole."""
+    protected = sum(part.stop - part.start for part in job.compression.parts if part.protected)
+    return max(len(job.prompt) * job.compression.keep // WHOLE, protected + ROOM)
 
 
 @frozen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -14,12 +15,14 @@ from adapters.http.compression import (
     Sessions,
     compression_of,
     fitted,
+    ratio_of,
     read_compression,
     with_parts,
 )
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
 from adapters.http.form import Form, read_form
+from adapters.http.freezing import Aging, FrozenMessages
 from adapters.http.models import check_name
 from adapters.http.options import EdgeOptions
 from adapters.http.sampling import read_sampling
@@ -28,6 +31,7 @@ from adapters.http.unsupported import Missing, refuse_missing
 from adapters.text.answer.reader import PLAIN, AnswerReader
 from adapters.text.boundaries import Openings
 from adapters.text.conversation import ChatMessage
+from effects.compression import remaining, tokens_in
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.scope import ACCEPTED, MOST, Scope, count, parse
@@ -186,12 +190,9 @@ def check_tokens(tokens: list[Any], path: str, options: EdgeOptions) -> Tokens:
 
 def read_scope(fields: Fields, default: Scope) -> Scope:
     """prefix_cache: its scope, or the server's. A window is the N of `auto`, where that is what holds."""
-    cache = fields.within("prefix_cache")
+    cache = fields.within("prefix_cache", SCOPE_KEYS)
     if cache is None:
         return default
-    for name in cache.data:
-        if name not in SCOPE_KEYS:
-            raise invalid(cache.path, f"{shown(name)} is not a key of it; accepted are {', '.join(SCOPE_KEYS)}")
     scope, asked, window = default, cache.data.get("scope"), cache.data.get("window")
     if asked is not None:
         try:
@@ -226,15 +227,20 @@ def plan(
     tail: int | None = None,
     tools: bool = False,
     sessions: Sessions | None = None,
+    frozen: FrozenMessages | None = None,
 ) -> tuple[Planned, ...]:
     """One job for each prompt and choice. `max_tokens` is cut to the room that a prompt leaves.
 
     Choice i draws with seed + i.  cuts: safe boundaries of the one prompt, besides where its messages open.
     opens: it is a conversation's first.  stabilized: by which rules it is another than was sent.  tail: from here on no
     later one will be the same, so no boundaries follow.  tools: it describes some.  sessions: what
-    they taught. Raises ApiError for a prompt that is empty or leaves no room.
+    they taught.  frozen: what aged messages were frozen to.
+
+    Raises ApiError for a prompt that is empty or leaves no room.
     """
     jobs, how = len(prompts) * controls.choices, controls.compression
+    if controls.scope.kind == "off":
+        how = evolve(how, freeze=False)  # nothing of it is kept
     if jobs > options.max_jobs:
         message = (
             f"asks for {jobs} answers at once; this server takes at most {options.max_jobs} (--slots, --max-queue)"
@@ -245,7 +251,6 @@ def plan(
         controls.echo and controls.sampling.logprobs >= 0,
     )  # nothing of it comes from, or goes to, others
     for number, (prompt, path) in enumerate(zip(prompts, paths, strict=True)):
-        room = options.max_ctx - len(prompt)
         if not prompt:
             raise invalid(path, "must have at least one token")
         opened = openings.boundaries(prompt)
@@ -259,6 +264,10 @@ def plan(
             reader=reader,
             tools=tools,
         )
+        if frozen is not None:
+            ratio, longest = partial(ratio_of, how, options.compression), options.compression.drafter
+            compression = Aging(frozen, ratio, longest, controls.salt).applied(compression, prompt, len(messages))
+        room = options.max_ctx - tokens_in(remaining(compression.parts, len(prompt)))
         boundaries = tuple(sorted({*opened, *cuts}))
         if tail is not None:
             boundaries = boundaries[: bisect_right(boundaries, tail)]

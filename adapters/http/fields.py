@@ -81,8 +81,14 @@ class Fields:
             raise invalid(self.at(name), f"must have at most {most} entries, not {len(value)}")
         return value
 
-    def within(self, name: str) -> Fields | None:
-        return Fields.of(self.data[name], self.at(name)) if self.has(name) else None
+    def within(self, name: str, keys: Collection[str] = ()) -> Fields | None:
+        """keys: that the object may have; none given: any."""
+        found = Fields.of(self.data[name], self.at(name)) if self.has(name) else None
+        for key in found.data if found is not None and keys else ():
+            if key not in keys:
+                accepted = ", ".join(keys)
+                raise invalid(self.at(name), f"{shown(key)} is not a key of it; accepted are {accepted}")
+        return found
 
 
 def shown(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from adapters.http.compression import CompressionDefaults
+from adapters.http.compression import CONTEXTS, CompressionDefaults
 from effects.job import Sampling
 from effects.scope import Scope
 
@@ -60,7 +60,8 @@ class EdgeOptions:
     @property
     def longest(self) -> int:
         """Prompts of so many tokens are refused, whatever is in them."""
-        return max(self.max_ctx, self.compression.drafter + 1)
+        frozen = CONTEXTS * self.max_ctx if self.compression.freeze else 0  # whose messages are scored one by one
+        return max(self.max_ctx, self.compression.drafter + 1, frozen)
 
     @property
     def counted(self) -> int:

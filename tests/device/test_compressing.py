@@ -16,6 +16,7 @@ from adapters.models.scorer import TAIL as QUERIES
 from adapters.models.scorer import Scorer
 from adapters.models.synthetic import RandomWeights
 from effects.all import Ask, Launch, Outcome
+from effects.compression import PromptPart, tokens_in
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
@@ -226,3 +227,30 @@ def test_marks_are_read_off_the_pieces() -> None:
     assert [at for at in range(7) if marks.ends(at, marks.lines)] == [1, 2]
     assert [at for at in range(7) if marks.ends(at, marks.sentences)] == [1, 3, 4, 6]
     assert not marks.ends(99, marks.lines)
+
+
+AGED = (PromptPart("user", 20, 120, keep=200), PromptPart("assistant", 120, 180, keep=500))
+
+
+async def test_messages_are_shortened_one_by_one_each_to_its_own_ratio(driver: Driver) -> None:
+    """Pieces of neighbours' length, one parking window; nothing between the messages is looked at."""
+    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    stops, made = await compressed(driver, CompressPrompt(0, PROMPT, parts=AGED, apart=True))
+    assert isinstance(made, PromptCompressed)
+    assert made.prompt == ()
+    assert stops, "messages take turns with what others ask for"
+    for part in AGED:
+        mine = [span for span in made.kept if part.start <= span[0] and span[1] <= part.stop]
+        length = part.stop - part.start
+        assert 0 < tokens_in(mine) <= length * part.keep // 1000 + 8
+        assert mine[-1][1] == part.stop, "what closes it"
+    assert all(any(part.start <= start < stop <= part.stop for part in AGED) for start, stop in made.kept)
+
+
+async def test_what_a_message_is_shortened_to_does_not_depend_on_what_is_around_it(driver: Driver) -> None:
+    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    _, both = await compressed(driver, CompressPrompt(0, PROMPT, parts=AGED, apart=True))
+    text, (_, later) = PROMPT[120:180], AGED
+    alone = CompressPrompt(0, text, parts=(PromptPart("assistant", 0, 60, keep=later.keep),), apart=True)
+    _, one = await compressed(driver, alone)
+    assert [(start - 120, stop - 120) for start, stop in both.kept if start >= 120] == list(one.kept)

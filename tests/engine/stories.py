@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from attrs import define, evolve, field
@@ -133,6 +134,27 @@ def everything_goes_wrong_and_the_answer_comes() -> str:
     return story.end()
 
 
+def a_conversation_that_is_frozen() -> str:
+    """Two messages have aged: both are shortened in one go. The next turn is served them so, and goes on from there."""
+    story, size = Teller(evolve(RICH, block=0)), (0, 20, 60, 100, 130, 150)
+    ends, roles = ((0, 5), (35, 40)), ("system", "user", "assistant", "tool", "assistant")
+    parts = [PromptPart(role, *span) for role, span in zip(roles, pairwise(size), strict=True)]
+    parts[1:3] = [evolve(part, keep=250, name=part.role) for part in parts[1:3]]
+    asked = Compression("auto", 80, 250, tuple(parts), continues=True, freeze=True, least=16)
+    story.tell(A, Submitted(Job(tuple(range(150)), 2, compression=asked)), PrefixMissed("empty_store"))
+    story.tell(A, ModelLoaded(900, 7, "drafter"), PromptScored(32))
+    kept = ((20, 25), (55, 60), (60, 65), (95, 100))
+    story.tell(A, PromptCompressed((), kept, ns=4000), ModelUnloaded(900), PrefixMissed("empty_store"))
+    story.tell(A, PrefillAdvanced(32), PrefillAdvanced(64), PrefillAdvanced(89), Decoded((60,)), Decoded((61,)))
+    story.tell(A, SnapshotSaved(80, 5120))
+    parts[1:3] = [evolve(part, kept=ends) for part in parts[1:3]]
+    later = evolve(asked, parts=(*parts, PromptPart("user", 150, 170)))
+    job = Job((*range(150), 60, 61, *range(200, 218)), 1, compression=later)
+    story.tell(B, Submitted(job), PrefixMissed("diverged_at:80", length=80))
+    story.tell(B, PrefillAdvanced(109), Decoded((7,)), SnapshotSaved(96, 1024))
+    return story.end()
+
+
 def compressed_restored_and_speculated() -> str:
     """A long prompt is compressed, found on disk in its short form, loaded while its front is computed, and drafted."""
     story, short = Teller(RICH), tuple(range(0, 160, 2))
@@ -218,6 +240,7 @@ STORIES: dict[str, Callable[[], str]] = {
         a_disconnect_while_a_neighbour_decodes,
         a_full_house,
         everything_goes_wrong_and_the_answer_comes,
+        a_conversation_that_is_frozen,
         compressed_restored_and_speculated,
         sessions_of_one_agent,
         reasoning_that_is_left_out,

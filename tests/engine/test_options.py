@@ -45,6 +45,9 @@ def test_flags_win_over_environment_and_that_over_the_file(
     assert (served[0].port, served[0].slots, served[0].max_queue, served[0].api_key) == (9, 5, 7, ("one", "two"))
 
 
+FREEZING = ("--disk-prefix-cache-compress", "--prefill-compression", "auto", "--prefill-drafter", "demo")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -83,6 +86,11 @@ def test_flags_win_over_environment_and_that_over_the_file(
         (["--dtype", "int4"], ["--dtype", "bfloat16"]),
         (["--prefill-compression", "on"], ["--prefill-compression", '"off", "auto", "always"']),
         (["--prefill-compression", "auto"], ["--prefill-compression auto", "name one with --prefill-drafter"]),
+        (["--disk-prefix-cache-compress"], ["--disk-prefix-cache-compress", "accepted with it: auto, always"]),
+        (
+            [*FREEZING, "--kv-cache-budget", "0"],
+            ["--disk-prefix-cache-compress", "--kv-cache-budget 0", "leave one out"],
+        ),
         (["--prefill-drafter-device", "cpu"], ["--prefill-drafter-device", "name one with --prefill-drafter"]),
         (["--prefill-drafter-device", "tpu"], ["--prefill-drafter-device", "auto, cpu, cuda"]),
         (["--prefill-threshold", "-1"], ["--prefill-threshold", "0"]),

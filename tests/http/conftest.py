@@ -14,6 +14,7 @@ from attrs import define, evolve
 
 from adapters.http.app import build_app
 from adapters.http.archive import Archive
+from adapters.http.freezing import FrozenMessages
 from adapters.http.options import EdgeOptions
 from adapters.http.server import Serving, serve
 from adapters.http.turn_memory import TurnMemory
@@ -36,6 +37,7 @@ class Site:
     serving: Serving
     metrics: Metrics
     memory: TurnMemory
+    frozen: FrozenMessages | None = None
 
     async def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return await self.client.post(path, json=body, **more)
@@ -71,6 +73,7 @@ async def served(
     server: dict[str, Any] | None = None,
     kept: Path | None = None,
     turns: Path | None = None,
+    frozen: FrozenMessages | None = None,
     **options: Any,
 ) -> AsyncIterator[Site]:
     """kept: where responses are.  turns: where the tokens of answers are."""
@@ -90,7 +93,7 @@ async def served(
         ready.set()
 
     async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
-        app = build_app(fake, text, edge, metrics, archive, memory=memory)
+        app = build_app(fake, text, edge, metrics, archive, memory=memory, frozen=frozen)
 
         async def run() -> None:
             await serve(app, "127.0.0.1", 0, on_listening=on_listening, grace_s=2, **server or {})
@@ -102,7 +105,7 @@ async def served(
         address = f"http://127.0.0.1:{listening[0].port}"
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=address, timeout=20, limits=limits, trust_env=False) as client:
-            yield Site(client, fake, text, edge, listening[0], metrics, memory)
+            yield Site(client, fake, text, edge, listening[0], metrics, memory, frozen)
         listening[0].stop(now=True)
         await listening[0].ended.wait()
         await archive.close()

@@ -80,7 +80,7 @@ async def test_a_request_may_say_otherwise(drafting: Site, asked: dict[str, Any]
         ({"keep_ratio": "half"}, "$.compression.keep_ratio", 'not "half"'),
         ({"session": 7}, "$.compression.session", "a string"),
         ({"session": "s" * 201}, "$.compression.session", "at most 200 characters"),
-        ({"keep": 0.5}, "$.compression", "accepted are mode, threshold, keep_ratio, session"),
+        ({"keep": 0.5}, "$.compression", "accepted are mode, threshold, keep_ratio, session, freeze"),
     ],
 )
 async def test_every_wrong_value_is_named(drafting: Site, asked: Any, param: str, words: str) -> None:

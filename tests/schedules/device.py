@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from attrs import define, evolve, field, frozen
 
 from effects.all import Ask, Launch
+from effects.compression import PromptPart
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, FailureKind, LeaseId, ModelName, RequestId, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
@@ -60,6 +61,11 @@ def alike(one: Tokens, other: Tokens) -> int:
 
 def whole(settings: Settings, tokens: int) -> int:
     return tokens // settings.block_size * settings.block_size
+
+
+def as_frozen(part: PromptPart) -> PromptPart:
+    """A message that has aged, with what it is frozen to: every other token."""
+    return evolve(part, kept=tuple((at, at + 1) for at in range(0, part.stop - part.start, 2)))
 
 
 def shortened(prompt: Tokens) -> Tokens:
@@ -181,17 +187,21 @@ class Device:
         assert bool(asked.tokens) == (start == 0), "the prompt is said once"
         first, done = self.scored.pop(request, (asked, 0)) if start else (asked, 0)
         assert done == start, "a prompt is scored from its beginning, without a gap"
-        assert 0 < first.keep <= len(first.tokens)
+        assert first.apart or 0 < first.keep <= len(first.tokens)
         if failed is not None:
             return failed
         stop = start + self.settings.chunk
         if stop < len(first.tokens):
             self.scored[request] = first, stop
             return PromptScored(stop)
+        ns = self.rng.choice((0, 50, 9000))
+        if first.apart:
+            made_of = [(part.start, as_frozen(part).kept or ()) for part in first.parts]
+            return PromptCompressed((), tuple((at + a, at + b) for at, kept in made_of for a, b in kept), ns=ns)
         made = shortened(first.tokens)
         if self.rng.random() < 0.7:
             self.store.memo[first.tokens] = made
-        return PromptCompressed(made, ((0, 4),), ns=self.rng.choice((0, 50, 9000)))
+        return PromptCompressed(made, ((0, 4),), ns=ns)
 
     def perform_in(self, slot: DeviceSlot, effect: Any, failed: DeviceFailed | None) -> Any:
         match effect:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from attrs import define, evolve, field
 
 from effects.all import Ask, Launch
-from effects.compression import Compression
+from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
 from effects.ids import RequestId, SlotId, Tokens
-from effects.job import Job, Sampling, uncompressed
+from effects.job import Job, Sampling, aged, freezes, uncompressed
 from effects.lookup import FindPrefix, ReleasePrefix
+from effects.pflash import KeepFrozen
 from effects.prefill import OpenSlot, RunPrefill
 from effects.scope import Scope
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.invariants import check
-from states.life import Speculating
+from states.life import Speculating, begun
 from states.rates import Rates
 from states.residency import IDLE, Resolved, after_use
 from states.settings import Settings
 from states.world import Out, advance, begin
-from tests.schedules.device import Answer, CheckedStore, CheckedTransfer, Device, answer_of, rows_of, shortened
+from tests.schedules.device import (
+    Answer,
+    CheckedStore,
+    CheckedTransfer,
+    Device,
+    answer_of,
+    as_frozen,
+    rows_of,
+    shortened,
+)
 
 SCOPES = (*(Scope("full"),) * 4, Scope("off"), Scope("fixed", 9), Scope("auto", 2), Scope("auto", 30))
 REASONS = ("client_gone", "deadline", "stop_string", "shutdown")
@@ -80,7 +91,8 @@ class Client:
         assert self.closing is not None, "a stream that never closed"
         finish, report, job = self.closing.finish, self.closing.report, self.job
         may_shorten = not uncompressed(job, settings.drafter)
-        assert self.served == job.prompt or (may_shorten and self.served == shortened(job.prompt))
+        made = thawed(job) if freezes(job) else shortened(job.prompt) if may_shorten else job.prompt
+        assert self.served in (begun(job).tokens, made)
         assert self.tokens == answer_of(self.served, job.sampling.seed, len(self.tokens)), "another answer than alone"
         assert len(self.tokens) <= job.max_tokens
         assert not set(self.tokens[:-1]) & set(job.stop_tokens), "tokens after a stop token"
@@ -103,9 +115,7 @@ class Client:
             case _:
                 assert finish in self.cancelled
         if finish != "queue_full":
-            decided = (
-                len(shortened(job.prompt)) if may_shorten and not self.tokens else 0
-            )  # and the slot not yet opened
+            decided = len(made) if not self.tokens else 0  # and the slot not yet opened
             assert report.prompt_tokens in {len(self.served), decided}
         assert report.completion_tokens == len(self.tokens)
         assert report.restored_tokens < max(report.prompt_tokens, 1)
@@ -119,7 +129,7 @@ class Client:
         assert settings.store, "there is nothing to keep it in"
         assert len(tokens) + settings.block_size > settings.min_tokens, "so few tokens are not worth keeping"
         match scope.kind:
-            case "full" if self.losses and tokens == prompt[: len(tokens)]:
+            case "full" if self.losses and tokens == begun(self.job).tokens[: len(tokens)]:
                 pass  # kept before the loss; it was compressed only then
             case "full":
                 assert (
@@ -132,6 +142,13 @@ class Client:
                 assert tokens == prompt[: min(scope.count, len(tokens))]
             case "off":
                 raise AssertionError("kept although nothing should be")
+
+
+def thawed(job: Job) -> Tokens:
+    """What is served once all that has aged is frozen."""
+    waiting = aged(job)
+    parts = tuple(as_frozen(part) if part in waiting else part for part in job.compression.parts)
+    return begun(evolve(job, compression=evolve(job.compression, parts=parts))).tokens
 
 
 class Simulator:
@@ -204,10 +221,20 @@ class Simulator:
             scope, stops = rng.choice(SCOPES), rng.choice(((), (0,), (0, 3)))
             messages = tuple(at for at in range(1, len(prompt) + 1) if rng.random() < 0.3)
             compression = Compression(*how, continues=rng.random() < 0.1, tools=rng.random() < 0.1)
+            if number % 4 == 3:
+                parts = tuple(self.some_parts(len(prompt)))
+                compression = evolve(compression, parts=parts, continues=True, freeze=True, least=2)
             job = Job(prompt, rng.randint(1, 9), sampling, stops, scope, messages, compression, speculate)
             job = evolve(job, opens=number % 3 == 1)
             jobs.append(evolve(job, salt="a") if number % 5 in SALTED else job)
         return jobs
+
+    def some_parts(self, length: int) -> Iterator[PromptPart]:
+        """Of a conversation: its first message stays as it is, others have aged, and were perhaps frozen before."""
+        edges = sorted({self.rng.randint(0, length) for _ in range(4)})
+        for number, (start, stop) in enumerate(pairwise(edges)):
+            part = PromptPart("user", start, stop, keep=500 * (number > 0), name=f"{start}" if number else "")
+            yield as_frozen(part) if number and self.rng.random() < 0.4 else part
 
     def remember(self, jobs: list[Job]) -> None:
         """What an earlier life of the server left in the store."""
@@ -251,7 +278,7 @@ class Simulator:
         return [step for queue, step in steps if queue]
 
     def submit(self, request: RequestId, job: Job) -> None:
-        self.clients[request] = Client(job, job.prompt)
+        self.clients[request] = Client(job, begun(job).tokens)
         self.feed(request, Submitted(job))
 
     def cancel(self, request: RequestId) -> None:
@@ -321,6 +348,8 @@ class Simulator:
                 self.lost.discard(opening.slot)
                 self.clients[request].served = opening.prompt
                 self.device.lane.append(out)
+            case Ask(request, KeepFrozen(kept)):
+                assert [name for name, _ in kept] == [part.name for part in aged(self.clients[request].job)]
             case Ask(_, ReleasePrefix() as release):
                 self.store.release(release)
             case Ask(request, ReportProgress() | EmitTokens() | CloseStream() as said):

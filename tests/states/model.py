@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from typing import Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
 from effects.all import Effect
-from effects.compression import Compression
+from effects.compression import Compression, PromptPart
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, LeaseId, PlaceId, Side, SlotId, StoreFailed
-from effects.job import Job
+from effects.job import Job, freezes
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -36,6 +36,8 @@ from states.settings import Known, Settings
 STOP = 0
 JOB = Job(prompt=(1, 2, 3, 4), max_tokens=2, stop_tokens=(STOP,), compression=Compression("auto", 2, 500))
 EAGER = evolve(JOB, compression=Compression("always", keep=500))
+AGED = PromptPart("user", 1, 3, keep=500, name="aged")
+FREEZING = evolve(JOB, compression=Compression("always", keep=500, parts=(AGED,), continues=True, freeze=True))
 JOBS = (
     JOB,
     *(evolve(JOB, scope=scope, boundaries=(1, 3)) for scope in (Scope("off"), Scope("fixed", 3), Scope("auto", 2))),
@@ -137,9 +139,11 @@ def outcomes(effect: Effect) -> Iterator[Any]:
         yield from DEVICE_FAILURES
 
 
-def scorings(start: int) -> Iterator[Any]:
+def scorings(start: int, *, apart: bool = False) -> Iterator[Any]:
     if start < 2:
         yield PromptScored(start + 2)
+    elif apart:
+        yield from (PromptCompressed((), ((1, 2),)), PromptCompressed((), ((1, 3),)))
     else:
         yield from (PromptCompressed(SERVED, ((0, 1),)), PromptCompressed(JOB.prompt, ((0, 4),)))
 
@@ -165,7 +169,8 @@ def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
     match node.state:
         case New():
             scoped = settings.store and settings.block_size == 1 and not settings.block and settings.keep_decoded
-            jobs = JOBS if scoped else (JOB, EAGER) if settings == FITTING else (JOB,)
+            others = (JOB, EAGER, FREEZING) if settings == FITTING else (JOB, FREEZING) if settings == TIGHT else (JOB,)
+            jobs = JOBS if scoped else others
             yield from ((Submitted(job), None) for job in jobs)
             yield Rejected(3), None
             return
@@ -178,6 +183,10 @@ def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
     if isinstance(node.state, Held) and node.losses < 2 and settings in LOSING:
         yield from ((SlotEmptied(), None),) if remains(node.state).prompt.job == JOB else ()
     for effect in node.flying:
+        if isinstance(effect, CompressPrompt) and freezes(remains(node.state).prompt.job):
+            asked = chain(scorings(effect.start, apart=True), DEVICE_FAILURES)
+            yield from ((outcome, effect) for outcome in asked)
+            continue
         stateful = settings.stateful and isinstance(effect, FindPrefix | RestoreBlocks)
         yield from ((outcome, effect) for outcome in (checkpoints_of if stateful else outcomes)(effect))
 

@@ -1,0 +1,218 @@
+"""Freezing: messages that have aged are shortened once, and what is served only grows until more of them are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from effects.compression import Compressed, Compression, PromptPart, taken
+from effects.ids import DeviceFailed
+from effects.job import Job
+from effects.job import aged as aged_of
+from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
+from effects.residency import ModelLoaded, ModelUnloaded
+from effects.scope import Scope
+from effects.stream import CloseStream
+from states import compress, policy
+from states.events import ForRequest, Submitted
+from states.life import Compressing, Done, Prefilling, Releasing, begun
+from states.onward import report
+from states.scope import opened, select
+from states.settings import Settings
+from states.world import advance, begin
+from tests.states.builders import ONE, PFLASH, PROMPT, STORE, Flat, a, a_job, a_waiting, knowing, some
+from tests.states.test_compress import RELEASE
+
+SYSTEM, HOT = PromptPart("system", 0, 6), PromptPart("user", 16, 21)
+FIRST = PromptPart("user", 6, 11, keep=400, name="first")
+SECOND = PromptPart("assistant", 11, 16, keep=400, name="second")
+PARTS = (SYSTEM, FIRST, SECOND, HOT)
+ALWAYS = Compression("always", keep=400, parts=PARTS, continues=True, freeze=True, least=10)
+KEPT = ((6, 7), (10, 11), (11, 12), (15, 16))  # the ends of both
+SERVED = (*PROMPT[:7], *PROMPT[10:12], *PROMPT[15:])
+
+
+def job(**changes: Any) -> Job:
+    return a_job(compression=evolve(ALWAYS, **changes))
+
+
+def known_to(first: bool, second: bool = False) -> tuple[PromptPart, ...]:
+    """Those that were frozen before."""
+    ends = ((0, 1), (4, 5))
+    return (
+        SYSTEM,
+        evolve(FIRST, kept=ends if first else None),
+        evolve(SECOND, kept=ends if second else None),
+        HOT,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "state", "expected"),
+    [
+        (PFLASH, {}, {}, (True, "always")),
+        (STORE, {}, {}, (False, "no_drafter")),
+        (PFLASH, {"mode": "auto", "threshold": 10}, {}, (True, "aged")),
+        (PFLASH, {"mode": "auto", "threshold": 11}, {}, (False, "below_threshold")),
+        (PFLASH, {"least": 11}, {}, (False, "nothing_aged")),
+        (PFLASH, {"parts": known_to(first=True)}, {}, (False, "nothing_aged")),
+        (PFLASH, {"parts": known_to(first=True), "least": 5}, {}, (True, "always")),
+        (PFLASH, {"parts": known_to(first=True, second=True), "least": 0}, {}, (False, "nothing_aged")),
+        (PFLASH, {}, {"compressed": True}, (False, "already_tried")),
+        (PFLASH, {}, {"heard": (7,)}, (False, "answer_begun")),
+        (PFLASH, {}, {"heard": ()}, (True, "always")),
+        (evolve(PFLASH, max_context=20), {"mode": "auto", "threshold": 99}, {}, (True, "does_not_fit")),
+        (evolve(PFLASH, max_context=20), {"least": 11}, {}, (False, "nothing_aged")),
+        # what is no conversation that goes on is for the other gate
+        (PFLASH, {"continues": False}, {}, (False, "first_turn")),
+        (PFLASH, {"continues": False, "parts": ()}, {}, (True, "always")),
+        (evolve(PFLASH, max_context=20), {"continues": False}, {}, (True, "does_not_fit")),
+        (PFLASH, {"freeze": False}, {}, (False, "continues")),
+        (PFLASH, {"mode": "off"}, {}, (False, "off")),
+    ],
+)
+def test_the_gate(settings: Settings, changes: Any, state: Any, expected: tuple[bool, str]) -> None:
+    asked = job(**changes)
+    prompt = evolve(begun(asked), **state)
+    assert policy.compress(knowing(settings), prompt, prompt.target) == policy.Decision(*expected)
+
+
+def test_a_one_off_is_compressed_as_a_whole_although_messages_are_frozen_here() -> None:
+    prompt = begun(evolve(job(continues=False), one_off=True))
+    assert policy.compress(knowing(PFLASH), prompt, prompt.target).go
+
+
+def frozen(flat: Flat, settings: Settings = PFLASH, kept: Any = KEPT) -> Any:
+    return compress.compressed(a(Compressing, flat), PromptCompressed((), kept, ns=9), knowing(settings))
+
+
+def test_all_that_has_aged_is_asked_for_at_once_and_nothing_else() -> None:
+    then = compress.fetched(a(compress.Fetching, some(PFLASH, job=job())), ModelLoaded(name="drafter"), knowing(PFLASH))
+    assert then.effects == (CompressPrompt(0, PROMPT, parts=(FIRST, SECOND), apart=True),)
+
+
+def test_what_they_were_frozen_to_is_kept_by_name_and_served() -> None:
+    then = frozen(some(PFLASH, job=job(), valid=8, restored=8, tier="device"))
+    ends = ((0, 1), (4, 5))
+    assert then.effects == (KeepFrozen((("first", ends), ("second", ends))), RELEASE)
+    spans = ((0, 7), (10, 12), (15, 21))
+    assert isinstance(then.state, Releasing)
+    assert then.state.prompt.tokens == SERVED == taken(PROMPT, spans)
+    assert then.state.prompt.compression == Compressed(21, "", spans, (), 400, 9)
+    assert then.state.seat.valid == 4, "whole blocks of what stayed the same"
+    told = report(knowing(PFLASH), then.state)
+    assert (told.prompt_tokens, told.compression) == (len(SERVED), then.state.prompt.compression)
+
+
+def test_the_next_request_is_served_what_they_were_frozen_to_from_the_start() -> None:
+    asked = job(parts=known_to(first=True, second=True))
+    prompt = begun(asked)
+    assert prompt.tokens == SERVED
+    assert not prompt.compressed
+    world, _ = advance(begin(PFLASH), ForRequest(ONE, Submitted(asked)))
+    assert isinstance(world.requests[ONE], Prefilling)
+    assert world.requests[ONE].prompt.tokens == SERVED
+
+
+def test_only_those_that_are_new_are_shortened_later_and_the_others_stay_as_they_are() -> None:
+    flat = some(PFLASH, job=job(parts=known_to(first=True), least=5), prompt=begun(job(parts=known_to(True))).tokens)
+    then = frozen(flat, kept=((11, 12), (15, 16)))
+    assert then.effects[0] == KeepFrozen((("second", ((0, 1), (4, 5))),))
+    assert then.state.prompt.tokens == SERVED
+
+
+def test_a_message_of_which_nothing_could_be_left_out_is_remembered_as_such() -> None:
+    then = frozen(some(PFLASH, job=job()), kept=((6, 11), (11, 16)))
+    assert then.effects[0] == KeepFrozen((("first", ((0, 5),)), ("second", ((0, 5),))))
+    assert then.state.prompt.tokens == PROMPT
+    assert then.state.prompt.compression.why_not == "not_shorter"
+
+
+def test_a_drafter_that_fails_costs_nothing_that_was_frozen_before() -> None:
+    asked = job(parts=known_to(first=True), least=5)
+    before = begun(asked)
+    flat = some(PFLASH, job=asked, prompt=before.tokens, compression=before.compression)
+    then = compress.failed(a(Compressing, flat), DeviceFailed("out_of_memory", ""), knowing(PFLASH))
+    assert then.state.prompt.tokens == before.tokens
+    assert then.state.prompt.compression.why_not == "drafter_out_of_memory"
+    assert then.state.prompt.compression.kept == ((0, 7), (10, 21))
+
+
+def test_a_conversation_that_does_not_fit_even_frozen_is_too_long_and_not_the_drafters_fault() -> None:
+    tight = evolve(PFLASH, max_context=20)
+    then = frozen(some(tight, job=job()), settings=tight, kept=((6, 11), (11, 16)))
+    then = compress.released(then.state, ModelUnloaded(), knowing(tight))
+    assert isinstance(then.state, Done)
+    assert isinstance(then.effects[0], CloseStream)
+    assert then.effects[0].finish == "too_long"
+
+
+def test_scoring_messages_goes_on_piece_by_piece_and_teaches_nothing_of_whole_prompts() -> None:
+    world, _ = advance(begin(PFLASH), ForRequest(ONE, Submitted(job())))
+    for event in (ModelLoaded(9, name="drafter"), PromptScored(8), PromptCompressed((), KEPT, ns=2100)):
+        world, _ = advance(world, ForRequest(ONE, event))
+    assert world.rates.drafter == 0
+    assert world.models["drafter"].leases == (ONE,)
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        (Scope("full"), ("whole", len(SERVED), 12)),
+        (Scope("auto", 30), ("frozen", 6, 4)),
+        (Scope("fixed", 20), ("frozen", 6, 4)),
+        (Scope("fixed", 3), ("frozen", 0, 0)),
+    ],
+)
+def test_fixed_scopes_keep_the_system_prompt_that_stayed(scope: Scope, expected: tuple[str, int, int]) -> None:
+    asked = evolve(job(parts=known_to(True, True)), scope=scope, boundaries=(6, 11, 16))
+    flat = some(STORE, job=asked, prompt=SERVED, valid=14, shared=20, compression=begun(asked).compression)
+    picked = select(STORE, flat.remains)
+    assert (picked.reason, picked.boundary, picked.rows) == expected
+
+
+def test_messages_open_where_they_are_now() -> None:
+    asked = evolve(job(parts=known_to(True, True)), boundaries=(1, 6, 9, 11, 16, 21))
+    assert opened(begun(asked)) == (1, 6, 8, 10, 15), "one that was left out is nowhere"
+    assert opened(begun(evolve(job(), boundaries=(1, 6)))) == (1, 6)
+    assert opened(a_waiting().prompt) == a_waiting().prompt.job.boundaries
+
+
+ROOMY = evolve(PFLASH, max_context=4096)
+
+
+def turn(messages: int, memo: dict[str, Any], length: int) -> tuple[int, ...]:
+    """What is served of one more request of a conversation, with messages of so many tokens each."""
+    prompt, parts = tuple((7 * at) % 31 + 1 for at in range(messages * length)), list[PromptPart]()
+    for at in range(messages):
+        aged = 1 <= at < messages - 2
+        name = f"message {at}" if aged else ""
+        parts.append(PromptPart("user", at * length, (at + 1) * length, False, 400 * aged, name, memo.get(name)))
+    how = Compression("auto", 3 * length, 400, tuple(parts), continues=messages > 1, freeze=True)
+    asked = begun(Job(prompt, 1, compression=how))
+    if not policy.compress(knowing(ROOMY), asked, 0).go:
+        return asked.tokens
+    kept = tuple((part.start, part.start + 2) for part in aged_of(asked.job))
+    then = frozen(Flat(asked.job, asked.tokens, compression=asked.compression), ROOMY, kept)
+    memo |= dict(then.effects[0].frozen)
+    served: tuple[int, ...] = then.state.prompt.tokens
+    return served
+
+
+@pytest.mark.parametrize("length", [3, 8])
+def test_from_turn_to_turn_the_prompt_only_grows_unless_more_is_frozen(length: int) -> None:
+    memo: dict[str, Any] = {}
+    before, freezings = tuple[int, ...](), 0
+    for number in range(1, 20):
+        known = len(memo)
+        served = turn(2 * number - 1, memo, length)
+        if len(memo) > known:
+            freezings += 1
+            assert len(memo) - known >= 3, "not one by one"
+            assert served[:length] == before[:length], "the system prompt"
+        else:
+            assert served[: len(before)] == before
+        before = served
+    assert 5 < freezings < 11
