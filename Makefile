@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= 2
 DRAFT_ARGS ?=
 
-.PHONY: install serve test lint types imports check diagram pictures train-demo train-demo-draft train-demo-hybrid bench clean
+.PHONY: install serve test lint types imports check docs reference diagram pictures train-demo train-demo-draft train-demo-hybrid bench clean
 
 install: .venv/develops  ## set up .venv with rekindle and what its tests and benchmarks need
 
@@ -39,6 +39,16 @@ imports: install
 	$(BIN)/lint-imports
 
 check: lint types imports test  ## what CI runs
+
+docs: .venv/documents  ## the documentation as a site, in build/site; a broken link is an error
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+.venv/documents: .venv/serves
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
+reference: install  ## write docs/REFERENCE.md anew
+	$(BIN)/python -m tests.docs.reference
 
 pictures: install  ## draw the documentation's pictures anew; needs Chromium
 	$(BIN)/python -m tests.pictures

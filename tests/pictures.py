@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from threading import Thread
 
 import anyio
 
 from benchmarks.trace_view import record
 from engine.timeline.view import written
 from tests import browser
-from tests.browser import Browser
+from tests.browser import Browser, Page
+from tests.e2e.server import serving
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SCHEMES = ("light", "dark")
@@ -26,14 +28,49 @@ async def timeline(chromium: Browser, folder: Path) -> None:
         async with chromium.page(
             trace.with_suffix(".html").as_uri(), width=1280, height=800, color_scheme=scheme
         ) as page:
-            await page.until("document.documentElement.dataset.ready")
-            await page.js(
-                "document.getElementById('search').value = '117', document.getElementById('tools').requestSubmit()"
-            )
-            for action in ("one", "out"):
-                await page.click(f"[data-do={action}]")
-            await page.js("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+            await shown(page, "117")
             (IMAGES / f"timeline-{scheme}.png").write_bytes(await page.picture())
+
+
+def asked(folder: Path, name: str) -> Path:
+    """A server's trace of a long prompt, with a short one beside it: cold at first, then after a restart."""
+    trace, question = folder / f"{name}.jsonl", " ".join(f"Rule {n}: say what step {n} did." for n in range(110))
+    with serving("--kv-cache-dir", str(folder / "kv"), "--trace", str(trace)) as running:
+        running.chat("What is Rekindle?", max_tokens=8)  # so that nothing below is a process's first
+        beside = Thread(
+            target=running.chat, args=("Write a function that reverses a string.",), kwargs={"max_tokens": 60}
+        )
+        beside.start()
+        while not running.client.get("/props").json()["running"]:
+            beside.join(0.01)
+        running.chat(f"{question} What is Rekindle?", max_tokens=60, temperature=0).raise_for_status()
+        beside.join()
+        running.stop()
+    return trace
+
+
+async def story(chromium: Browser, folder: Path) -> None:
+    """docs/STORY.md: the same prompt cold and after a restart."""
+    for name in ("cold", "warm"):
+        trace = await anyio.to_thread.run_sync(asked, folder, name)
+        written(trace)
+        for scheme in SCHEMES:
+            async with chromium.page(
+                trace.with_suffix(".html").as_uri(), width=1280, height=560, color_scheme=scheme
+            ) as page:
+                await shown(page, "3")
+                (IMAGES / f"story-{name}-{scheme}.png").write_bytes(await page.picture())
+
+
+async def shown(page: Page, number: str) -> None:
+    """A request, with some room around it."""
+    await page.until("document.documentElement.dataset.ready")
+    await page.js(
+        f"document.getElementById('search').value = '{number}', document.getElementById('tools').requestSubmit()"
+    )
+    for action in ("one", "out"):
+        await page.click(f"[data-do={action}]")
+    await page.js("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
 
 
 async def main() -> None:
@@ -44,6 +81,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with Browser.opened(program, Path(folder) / "chromium") as chromium:
             await timeline(chromium, Path(folder))
+            await story(chromium, Path(folder))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ MISSING: Mapping[str, Missing] = {
     "dynatemp_range": Missing(SAMPLER, (0,)),
     "mirostat": Missing(SAMPLER, (0,)),
     "dry_multiplier": Missing(SAMPLER, (0,)),
-    "samplers": Missing("is not supported: the order of samplers is fixed (see README)"),
+    "samplers": Missing("is not supported: the order of samplers is fixed (see docs/APIS.md)"),
     "use_beam_search": Missing("is not supported: this server samples"),
     "length_penalty": Missing("is not supported: it is for beam search", (1,)),
     "min_keep": Missing("is not supported", (0, 1)),

@@ -1,0 +1,1 @@
+"""The documentation, held to the code that it tells of."""

@@ -1,0 +1,201 @@
+"""docs/REFERENCE.md, from the code: `python -m tests.docs.reference` (`make reference`) writes it anew."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+from prometheus_client import Metric
+from starlette.routing import Route
+
+from adapters.http import chat, completions, llamacpp, messages, responses
+from adapters.http.api import Api, Asker
+from adapters.http.app import Edge
+from adapters.http.archive import Archive, Shelf
+from adapters.http.controls import Words
+from adapters.http.fields import Fields
+from adapters.http.options import EdgeOptions
+from adapters.http.turn_memory import TurnMemory
+from adapters.metrics import DISK_COUNTERS, Metrics
+from adapters.text.text import Text
+from effects.job import Report
+from effects.ports import Closed
+from engine.__main__ import app
+from tests.text import small
+
+PAGE = Path(__file__).parents[2] / "docs" / "REFERENCE.md"
+HEAD = """# Reference
+
+Written by `make reference` from the code, and compared with it by the tests: what commands and requests take, which
+paths and metrics there are. [APIS.md](APIS.md) tells what fields of requests mean, [OPERATIONS.md](OPERATIONS.md) what
+figures do.
+
+Every option of `rekindle serve` is also an environment variable (`--kv-cache-budget` is `REKINDLE_KV_CACHE_BUDGET`) and
+a line of the TOML file that `--config` names (`kv-cache-budget = 4096`). A flag comes before the variable, that before
+the file.
+"""
+ENDPOINTS = {  # a line for each path
+    "/v1/chat/completions": "OpenAI's chat",
+    "/v1/chat/completions/input_tokens": "counts what the same request would have as its prompt",
+    "/v1/completions": "OpenAI's completions of text or token ids",
+    "/completion": "llama.cpp's completions",
+    "/v1/messages": "Anthropic's messages",
+    "/v1/messages/count_tokens": "counts what the same request would have as its prompt",
+    "/v1/responses": "OpenAI's responses",
+    "/v1/responses/input_tokens": "counts what the same request would have as its prompt",
+    "/v1/responses/{id}": "a response that is kept: shown, deleted",
+    "/v1/responses/{id}/cancel": "ends one that is in progress",
+    "/v1/responses/{id}/input_items": "what it answered",
+    "/tokenize": "text to token ids",
+    "/detokenize": "token ids to text",
+    "/apply-template": "the prompt that the chat template makes of messages",
+    "/v1/models": "what is served, in OpenAI's and Anthropic's shape, with `meta` as llama.cpp has it",
+    "/v1/models/{model:path}": "one of its names",
+    "/health": "200 while requests are taken, 503 while the model loads or the server stops; needs no key",
+    "/props": "all that the server tells of itself",
+    "/slots": "what each slot holds; `?fail_on_no_slot=1`: 503 where none is free",
+    "/events": "what `/props` shows, as it changes: server-sent events",
+    "/debug/misses": "why the caller's last prompts were not there",
+    "/metrics": "Prometheus",
+    "/": "the page in a browser; JSON for programs",
+}
+MESSAGE = [{"role": "user", "content": "Hello"}]
+NESTED: dict[str, Any] = {"stream_options": {}, "prefix_cache": {}, "compression": {}, "chat_template_kwargs": {}}
+"""A small request of each API, in which what has parts is there, since only then its parts are asked for."""
+REQUESTS: tuple[tuple[Api, dict[str, Any], Words], ...] = (
+    (chat.CHAT, {"messages": MESSAGE, **NESTED}, chat.WORDS),
+    (completions.COMPLETIONS, {"prompt": "Hello", **NESTED}, completions.WORDS),
+    (llamacpp.LLAMACPP, {"prompt": "Hello", **NESTED}, llamacpp.WORDS),
+    (messages.MESSAGES, {"messages": MESSAGE, "output_config": {}, **NESTED}, messages.WORDS),
+    (
+        responses.responses(Shelf(Archive(), "")),
+        {"input": "Hello", "reasoning": {}, "text": {}, **NESTED},
+        responses.WORDS,
+    ),
+)
+
+
+class HeardObject(dict[str, Any]):
+    """An object of a request, and who asked for what in it."""
+
+    def __init__(self, data: Mapping[str, Any], at: str, seen: dict[str, str]) -> None:
+        parts = {name: HeardObject(one, f"{at}{name}.", seen) for name, one in data.items() if isinstance(one, dict)}
+        super().__init__({**data, **parts})
+        self.at, self.seen = at, seen
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.seen.setdefault(f"{self.at}{name}", "")
+        return super().get(name, default)
+
+
+class HeardFields(Fields):
+    """Writes down what each field accepts."""
+
+    def read(self, name: str, accepts: Callable[[Any], bool], accepted: str) -> Any:
+        value = super().read(name, accepts, accepted)
+        if isinstance(self.data, HeardObject):
+            self.data.seen[f"{self.data.at}{name}"] = accepted
+        return value
+
+    def within(self, name: str) -> Fields | None:
+        found = super().within(name)
+        if isinstance(self.data, HeardObject):
+            self.data.seen[f"{self.data.at}{name}"] = "an object"
+        return found and HeardFields(found.data, found.path)
+
+
+def commands() -> str:
+    """As `--help` has them."""
+    text = app.generate_docs(heading_level=2, usage_name="rekindle")
+    text = re.sub(r"^(rekindle(?: [a-z]+)*) -m \S+", r"\1", text, flags=re.MULTILINE)  # how this program was started
+    text = re.sub(r"\n {4,}(?=[^\s-])", " ", text)  # of a meaning that goes over several lines
+    text = re.sub(r"## Table of Contents\n.*?(?=\*\*Commands)", "", text, flags=re.DOTALL)  # sites have their own
+    text = re.sub(r' \*\[default: (?:\(\)|False|"")\]\*', "", text)  # which say nothing
+    return text.replace("## rekindle\n", "## Commands\n", 1)
+
+
+def endpoints(routes: Sequence[Route]) -> Iterator[str]:
+    yield "## Endpoints\n"
+    yield "With and without `/v1`; slashes at the end do not matter.\n"
+    yield "| | path | |\n|---|---|---|"
+    for route in routes:
+        methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))
+        yield f"| {methods} | `{route.path}` | {ENDPOINTS[route.path]} |"
+
+
+async def stays() -> bool:
+    return False
+
+
+async def requests(text: Text) -> AsyncIterator[str]:
+    """What is asked of a small request of each API."""
+    yield "## Fields of requests\n"
+    yield "What is accepted, in the words of the error that says so. Where there are none, [APIS.md](APIS.md) has them;"
+    yield "`null` is as good as absent, and what stands nowhere here is ignored.\n"
+    options, asker = EdgeOptions("small", 4096, text.tokenizer.size), Asker(stays, TurnMemory())
+    for api, body, words in REQUESTS:
+        seen = dict[str, str]()
+        await api.read(HeardFields(HeardObject(body, "", seen)), options, text, asker)
+        yield f"### POST {api.path}\n"
+        yield "| field | accepted |\n|---|---|"
+        for name in sorted(seen.keys() - words.missing.keys()):
+            yield f"| `{name}` | {seen[name]} |"
+        refused = ", ".join(f"`{name}`" for name in sorted(words.missing))
+        yield f"\nRefused by name, since they would change the answer: {refused}.\n"
+
+
+def every_metric() -> Metrics:
+    """As a server has them that has everything: a disk, shards elsewhere, and a request behind it."""
+    metrics = Metrics()
+    tier: dict[str, Any] = {"bytes": 0, "budget": 1, "entries": 0, "evictions": 0}
+    loaded = {"device": {"count": 0, "seconds": 0.0, "bytes": 0}}
+    counted = {**dict.fromkeys(DISK_COUNTERS, 0), "queued_bytes": 0}
+    metrics.watch_cache(
+        lambda: {**tier, "host": tier, "hits": {"host": 0}, "misses": {"cold": 0}, "restores": loaded, **counted}
+    )
+    metrics.watch_damage(lambda: {"run": 0})
+    metrics.watch_turns(lambda: {"turns": 0, "bytes": 0, "prompts": 0, "tokens": 0})
+    metrics.watch_listeners(lambda: 0)
+    metrics.watch_shards(lambda: {"0-1": {"hops": 0, "hop_seconds": 0.0, "compute_seconds": 0.0, "restarts": 0}})
+    report = Report(prompt_tokens=2, completion_tokens=1, restored_tokens=1, tier="disk", miss="cold")
+    metrics.closed(Closed("stop", report, "", {}))
+    metrics.stage("prefill", 0.1)
+    metrics.gauges(0, 0, 1)
+    metrics.http("/v1/models", 200)
+    return metrics
+
+
+def exposed() -> Iterator[tuple[str, Metric]]:
+    """Each metric by the name that it is asked for by."""
+    for one in sorted(every_metric().registry.collect(), key=lambda one: one.name):
+        yield one.name + ("_total" if one.type == "counter" else ""), one
+
+
+def metrics() -> Iterator[str]:
+    yield "## Metrics\n"
+    yield "Histograms have `_bucket`, `_sum` and `_count`, summaries the last two.\n"
+    yield "| metric | kind | labels | |\n|---|---|---|---|"
+    for name, one in exposed():
+        labels = sorted({label for sample in one.samples for label in sample.labels} - {"le"})
+        yield f"| `{name}` | {one.type} | {', '.join(f'`{label}`' for label in labels)} | {one.documentation} |"
+
+
+async def page() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        text = Text.load(small.write(Path(folder)))
+        fields = [line async for line in requests(text)]
+        await text.aclose()
+    edge = Edge(None, None, EdgeOptions("small", 4096, 512), Metrics(), Archive(), TurnMemory())
+    return "\n".join([HEAD, commands(), *endpoints(edge.routes()), "", *fields, *metrics(), ""])
+
+
+async def main() -> None:
+    await anyio.Path(PAGE).write_text(await page())
+
+
+if __name__ == "__main__":
+    anyio.run(main)
