@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,8 @@ class HeardFields(Fields):
             self.data.seen[f"{self.data.at}{name}"] = accepted
         return value
 
-    def within(self, name: str) -> Fields | None:
-        found = super().within(name)
+    def within(self, name: str, keys: Collection[str] = ()) -> Fields | None:
+        found = super().within(name, keys)
         if isinstance(self.data, HeardObject):
             self.data.seen[f"{self.data.at}{name}"] = "an object"
         return found and HeardFields(found.data, found.path)
