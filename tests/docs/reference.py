@@ -14,11 +14,12 @@ from starlette.routing import Route
 
 from adapters.http import chat, completions, llamacpp, messages, responses
 from adapters.http.api import Api, Asker
-from adapters.http.app import Edge
+from adapters.http.app import build_app
 from adapters.http.archive import Archive, Shelf
 from adapters.http.controls import Words
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
+from adapters.http.page import files
 from adapters.http.turn_memory import TurnMemory
 from adapters.metrics import DISK_COUNTERS, Metrics
 from adapters.text.text import Text
@@ -188,9 +189,11 @@ async def page() -> str:
     with tempfile.TemporaryDirectory() as folder:
         text = Text.load(small.write(Path(folder)))
         fields = [line async for line in requests(text)]
+        served = build_app(None, text, EdgeOptions("small", 4096, 512), Metrics())
         await text.aclose()
-    edge = Edge(None, None, EdgeOptions("small", 4096, 512), Metrics(), Archive(), TurnMemory())
-    return "\n".join([HEAD, commands(), *endpoints(edge.routes()), "", *fields, *metrics(), ""])
+    own = {route.path for route in files.routes()}  # of the page
+    routes = [route for route in served.routes if isinstance(route, Route) and route.path not in own]
+    return "\n".join([HEAD, commands(), *endpoints(routes), "", *fields, *metrics(), ""])
 
 
 async def main() -> None:
