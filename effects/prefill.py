@@ -37,7 +37,7 @@ class OpenSlot:
 
 @frozen
 class PrefillAdvanced:
-    """Rows `[start, stop)` as asked for are computed."""
+    """Rows `[start, stop)` are computed: as asked for, or, of several chunks, those before it was given up."""
 
     stop: int
     ns: int = 0  # what that took on the lane; 0: not measured
@@ -46,7 +46,8 @@ class PrefillAdvanced:
 
 @frozen
 class RunPrefill:
-    """Compute rows `[start, stop)` of the slot's prompt: one chunk, at most C rows.
+    """Compute rows `[start, stop)` of the slot's prompt: a chunk of at most C rows, or as many of them as the settings
+    say, which run side by side over the shards of a target. Before each it is looked whether it was given up.
 
     checkpoint: the model's positional state at `stop` is copied out to be kept, too. A failure to keep it is none here.
     place: the device keeps it there. logprobs: alternatives beside each token that follows one of these rows; -1:

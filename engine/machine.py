@@ -20,9 +20,10 @@ from adapters.models.family import ModelConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import ProductPlan
 from adapters.models.numerics import Numerics, joined
-from adapters.models.pipeline import Pipeline, current
+from adapters.models.pipeline import Pipeline
 from adapters.models.probe import probe, probe_key
 from adapters.models.shard import Shard
+from adapters.models.waves import current
 from adapters.remote.loading import loading
 from adapters.remote.messages import Facts, Offer, Prove
 from adapters.remote.peer import Peer

@@ -22,9 +22,9 @@ from adapters.layout import torch_dtype
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics
-from adapters.models.pipeline import current
 from adapters.models.probe import probe_key
 from adapters.models.shard import Shard
+from adapters.models.waves import current
 from adapters.remote import shared
 from adapters.remote.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
 from adapters.remote.daemon import Daemon

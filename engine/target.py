@@ -315,6 +315,7 @@ def decide(
         max_context=context,
         max_queue=options.max_queue,
         chunk=numerics.chunk,
+        span=shard.span,
         block_size=numerics.block_size,
         keep_decoded=numerics.mode == "buckets",
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),

@@ -11,6 +11,7 @@ from effects.all import Ask, Effect, Launch, Outcome
 from effects.decode import RunDecode
 from effects.ids import MAIN, LaneId, RequestId
 from effects.pflash import CompressPrompt
+from effects.prefill import RunPrefill
 from effects.residency import LoadModel, UnloadModel
 from states import residency
 from states import speculation_control as control
@@ -104,7 +105,16 @@ def choose(
             for ask, one, propose in pairs
         )
         return start(lane, batch, plan), models, Launch(batch)
-    return start(lane, (others[0],)), models, Launch((others[0],))
+    one = shortened(others[0], settings) if decode_steps else others[0]
+    return start(lane, (one,)), models, Launch((one,))
+
+
+def shortened(ask: Ask, settings: Settings) -> Ask:
+    """Of several chunks the first: somebody waits who decodes."""
+    effect = ask.effect
+    if not isinstance(effect, RunPrefill) or effect.stop - effect.start <= settings.chunk:
+        return ask
+    return Ask(ask.request, evolve(effect, stop=effect.start + settings.chunk, checkpoint=False))
 
 
 def planned(

@@ -122,9 +122,10 @@ def prefill(settings: Settings, seat: Seat, prompt: Prompt, speculation: Specula
 
 
 def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPrefill:
-    """The next rows of `[valid, target)`: C of them, or up to where the positional state is kept."""
-    stop, mark = min(seat.valid + settings.chunk, target), scope.mark(settings, seat, prompt)
+    """The next rows of `[valid, target)`: a chunk, or several at once, or up to where the positional state is kept."""
     logprobs = prompt.job.prompt_logprobs
+    rows = settings.chunk * (settings.span if logprobs < 0 else 1)
+    stop, mark = min(seat.valid + rows, target), scope.mark(settings, seat, prompt)
     if mark is None or mark.at > stop:
         return RunPrefill(seat.slot, seat.valid, stop, logprobs=logprobs)
     return RunPrefill(seat.slot, seat.valid, mark.at, checkpoint=mark.beyond, logprobs=logprobs)

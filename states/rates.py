@@ -90,9 +90,10 @@ def load_time(rates: Rates, tier: Tier) -> int:
 
 def computed(rates: Rates, asked: RunPrefill, done: PrefillAdvanced, chunk: int, *, beside: bool) -> Rates:
     """What an acknowledgement says of the next one: only of whole chunks, and where it was timed."""
-    if not done.ns or done.stop - asked.start != chunk:
+    rows = done.stop - asked.start
+    if not done.ns or not rows or rows % chunk:
         return rates
-    return prefilled(rates, asked.start, chunk, done.ns, beside=beside)
+    return prefilled(rates, asked.start, rows, done.ns, beside=beside)
 
 
 def loaded(rates: Rates, tier: Tier, done: BlocksRestored, chunk: int, state: int, *, beside: bool) -> Rates:
@@ -105,7 +106,7 @@ def loaded(rates: Rates, tier: Tier, done: BlocksRestored, chunk: int, state: in
 
 
 def prefilled(rates: Rates, start: int, rows: int, took_ns: int, *, beside: bool) -> Rates:
-    """A whole chunk was computed; beside: while rows were loaded for the same prompt."""
+    """Whole chunks were computed; beside: while rows were loaded for the same prompt."""
     if beside:
         alone = prefill_time(rates, start, start + rows)
         return evolve(rates, prefill_beside=slowed(rates.prefill_beside, took_ns, alone))

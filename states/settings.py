@@ -33,11 +33,12 @@ class Settings:
     residency: Resolved = field(factory=Resolved)  # what becomes of the draft's weights between requests
     drafter: int = 0  # tokens of a prompt that can be scored at most; 0: there is no drafter
     drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or one of its own
+    span: int = 1  # chunks that one prefill may be of: more where the target's shards compute side by side
     rates: Rates = field(factory=Rates)  # as measured at start
 
     def __attrs_post_init__(self) -> None:
         """Settings also come out of traces, which are hostile input: ValueError for what no engine runs with."""
-        positive = (self.slots, self.max_context, self.chunk, self.block_size, self.batch_rows)
+        positive = (self.slots, self.max_context, self.chunk, self.span, self.block_size, self.batch_rows)
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
             *(self.drafter, self.drafter_lane, self.state_places, self.state_tokens),

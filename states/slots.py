@@ -241,9 +241,13 @@ def given(
 
 
 def acknowledged(slots: Slots, ask: Ask, outcome: Outcome, requests: Mapping[RequestId, State]) -> Slots:
-    """A chunk was computed, and its place has the state behind it; unless the slot's rows were lost meanwhile."""
+    """Rows were computed, and their place has the state behind them; unless the slot's rows were lost meanwhile, or
+    they were given up before their end.
+    """
     effect, state = ask.effect, requests.get(ask.request)
     if not (isinstance(effect, RunPrefill) and effect.place is not None and isinstance(outcome, PrefillAdvanced)):
+        return slots
+    if outcome.stop != effect.stop:
         return slots
     if not (isinstance(state, Prefilling) or (isinstance(state, Draining) and not state.lost)):
         return slots

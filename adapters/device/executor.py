@@ -27,11 +27,12 @@ from adapters.device.checkpoints import Checkpoints, KeepState
 from adapters.device.constraint import Match, no_grammars
 from adapters.device.lane import DeviceLane, waker
 from adapters.device.memory import out_of_memory, ran_out_of_memory
+from adapters.device.prefilling import misfit, prefilled
 from adapters.device.prompt_logprobs import told
 from adapters.device.proposer import Proposer, proposed
 from adapters.device.sampling import Sampler, picker
 from adapters.device.slots import SlotState, abandoned, begun, check, clipped, lost_with, unfit, unopened
-from adapters.models.shard import Forward, Kept, Segment, Shard, Step
+from adapters.models.shard import Forward, Kept, Shard, Step
 from effects.all import Ask, Launch, Outcome
 from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
@@ -249,24 +250,24 @@ class DeviceExecutor:
         state = self.serving(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
-        start, stop = effect.start, effect.stop
-        if start != state.valid:
-            return DeviceFailed("broken", f"slot {effect.slot} has {state.valid} rows; a chunk cannot start at {start}")
-        if not 0 < stop - start <= self._chunk or stop > len(state.tokens):
-            limits = f"at most {self._chunk} of the prompt's {len(state.tokens)}"
-            return DeviceFailed("broken", f"slot {effect.slot}: rows {start}..{stop} are not {limits}")
+        if (odd := misfit(self._shard, self._chunk, state, effect)) is not None:
+            return odd
         state.ahead, started = 0, time.perf_counter_ns()
         if effect.logprobs >= 0:
             return told(self._shard, self._buckets, state, effect)
-        bucket = bucket_of(self._buckets, stop - start)
-        step = Step((Segment(effect.slot, start, stop - start),), bucket, rows_only=True)
-        forward = self._shard.forward(step, torch.tensor(state.tokens[start:stop]))
-        self._follow(step, forward, [stop - start], [state])
+        try:
+            for step, forward in prefilled(self._shard, self._buckets, state, effect, partial(self.abandoned, request)):
+                self._follow(step, forward, [step.rows], [state])
+                state.advance(step.segments[0].start + step.rows)
+        except Exception as error:
+            if effect.stop - effect.start > self._chunk and self._shard.state_specs and ran_out_of_memory(error):
+                return self._half_settled(effect.slot, error)
+            raise
         self._shard.synchronize()  # or the host would run ahead of what it acknowledges
-        state.advance(stop)
         took = time.perf_counter_ns() - started
-        self._checkpoints.computed(request, effect, state)
-        return PrefillAdvanced(stop, took)
+        if state.valid == effect.stop:
+            self._checkpoints.computed(request, effect, state)
+        return PrefillAdvanced(state.valid, took)
 
     def _decode_steps(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adapters.layout import RowSpec, TensorSpec
 from adapters.models.shard import Forward, Kept, NamedTensors, OutputHead, Shard, Step, TargetHead
+from adapters.models.waves import SPAN, Waves, current
 
 
 class Pipeline:
@@ -34,6 +35,7 @@ class Pipeline:
         if len({part.state_block for part in self._stateful}) > 1:
             raise ValueError("the shards have their states at different multiples")
         self._embedding: Tensor | None = None  # a copy beside the head, where another device has it
+        self._waves = Waves(self._parts, self.device)
 
     # --- what it is ---
 
@@ -123,6 +125,15 @@ class Pipeline:
                 found |= {layer: hidden.to(self.device) for layer, hidden in left.aux_hidden_states.items()}
         return Forward(inputs, found)
 
+    @property
+    def span(self) -> int:
+        """Chunks that one prefill may be of: more than one where shards compute side by side."""
+        return SPAN if self._waves.beside else 1
+
+    def prefill(self, chunks: Iterable[tuple[Step, Tensor]]) -> Iterator[Forward]:
+        """`forward` of steps of `rows_only`, side by side; see `Waves`."""
+        return self._waves.run(chunks)
+
     @contextmanager
     def settling(self, step: Step) -> Iterator[None]:
         with ExitStack() as settled:
@@ -196,13 +207,9 @@ class Pipeline:
 
     def close(self) -> None:
         self._embedding = None
+        self._waves.close()
         for part in self._parts:
             part.close()
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """What is launched inside is launched there; kernels of Triton go by the current device, whatever their tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_names(given: NamedTensors, own: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from adapters.remote.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malfo
 from adapters.remote.tensors import flattened
 
 BULK = 1 << 16  # bytes of a payload from which on shared memory is quicker than sending it
+AHEAD = 1 << 15  # bytes of a read at least: so most frames of a decode step are one system call
 SHORTEST = 1e-3  # seconds: none at all would mean not to wait, and what is there already is taken
 FRAGMENTS = 512  # pieces of one system call; it takes no more than 1,024
 
@@ -57,7 +58,8 @@ class Channel:
     shared: Shared | None = None
     why: str = ""
     _buffer: memoryview = field(factory=lambda: memoryview(bytearray(frames.MOST_PAYLOAD)))
-    _head: memoryview = field(factory=lambda: memoryview(bytearray(HEAD.size)))
+    _ahead: memoryview = field(factory=lambda: memoryview(bytearray(AHEAD)))
+    _here: memoryview = field(factory=lambda: memoryview(b""))  # of what was read ahead, what nobody has taken yet
 
     def send(
         self,
@@ -86,18 +88,22 @@ class Channel:
 
         Raises Broken; Ended where the other end has closed the connection and left nothing half said.
         """
-        begun = self._read(self._head[:1], None if patient else time.monotonic() + seconds, begins=True)
-        until = time.monotonic() + seconds if patient else begun
+        if self.why:
+            raise ConnectionBroken(self.why)  # whatever was read ahead
+        until = None if patient else time.monotonic() + seconds
+        data = bytearray(HEAD.size)
+        self._read(memoryview(data)[:1], until, begins=True)
+        until = time.monotonic() + seconds if patient else until
         try:
-            self._read(self._head[1:], until)
-            head = frames.read(self._head, self.limit)
-            arguments = memoryview(bytearray(head.arguments))
-            self._read(arguments, until)
+            self._read(memoryview(data)[1:], until)
+            head = frames.read(data, self.limit)
+            arguments = bytearray(head.arguments)
+            self._read(memoryview(arguments), until)
             if head.follows > self._buffer.nbytes:
                 self._buffer = memoryview(bytearray(head.follows))
             payload = self._buffer[: head.follows]
             self._read(payload, until)
-            frames.check(head, self._head, bytes(arguments), payload)
+            frames.check(head, data, arguments, payload)
         except Malformed as error:
             raise self.broken(str(error)) from error
         if head.flags & SHARED:
@@ -136,15 +142,25 @@ class Channel:
             if sent:
                 pieces[at] = pieces[at][sent:]
 
-    def _read(self, into: memoryview, until: float | None, *, begins: bool = False) -> float | None:
+    def _read(self, into: memoryview, until: float | None, *, begins: bool = False) -> None:
+        """What was read ahead, and the rest: what is short with all that has come behind it."""
         got = 0
-        while got < into.nbytes:
-            count = self._done(lambda: self.socket.recv_into(into[got:]), until)  # noqa: B023 - called now
+        while True:
+            taken = min(into.nbytes - got, self._here.nbytes)
+            into[got : got + taken] = self._here[:taken]
+            got, self._here = got + taken, self._here[taken:]
+            if got == into.nbytes:
+                return
+            short = into.nbytes - got < AHEAD
+            place = self._ahead if short else into[got:]
+            count = self._done(lambda: self.socket.recv_into(place), until)  # noqa: B023 - called now
             if not count:
                 error = self.broken("the other end has closed the connection")
                 raise ConnectionEnded(error.args[0]) if begins and not got else error
-            got += count
-        return until
+            if short:
+                self._here = self._ahead[:count]
+            else:
+                got += count
 
     def _done(self, work: Callable[[], int], until: float | None) -> int:
         if self.why:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from adapters.device.memory import ran_out_of_memory
 from adapters.layout import dtype_name
-from adapters.models.pipeline import current
 from adapters.models.shard import NamedTensors, Shard, Step
+from adapters.models.waves import current
 from adapters.remote import hello
 from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.frames import FAILED, REPLY
@@ -51,7 +51,7 @@ from adapters.remote.messages import (
     step_of,
     with_logits,
 )
-from adapters.remote.tensors import described, unpacked
+from adapters.remote.tensors import TensorBytes, bytes_of, described, unpacked
 
 log = logging.getLogger("rekindle.shard")
 SECONDS = 120  # for what is left of a frame once it has begun, and for an answer to be taken
@@ -144,12 +144,11 @@ class Daemon:
             raise Unacceptable(f"there is no op {frame.head.op}")
         kind, work = OPS[Op(frame.head.op)]
         asked = decoded(frame.arguments, kind)
-        given: tuple[Described, ...] = getattr(asked, "tensors", ())
-        tensors = unpacked(given, frame.payload)
+        given = unpacked(getattr(asked, "tensors", ()), frame.payload)
         if kind is Prove or kind is LoadLayers:
-            return work(self, asked, tensors)
+            return work(self, asked, given)
         with current(self.shard.device):
-            return work(self, asked, tensors)
+            return work(self, asked, given)
 
     @property
     def shard(self) -> Shard:
@@ -159,10 +158,10 @@ class Daemon:
 
     # --- to begin with ---
 
-    def prove(self, asked: Prove, _: NamedTensors) -> Answering:
+    def prove(self, asked: Prove, _: TensorBytes) -> Answering:
         return Answering(self.model.prove(asked))
 
-    def load(self, asked: LoadLayers, _: NamedTensors) -> Answering:
+    def load(self, asked: LoadLayers, _: TensorBytes) -> Answering:
         if self._shard is not None:
             raise Unacceptable("layers are loaded already: connect again for others")
         shared = self.join(asked.shared) if all(asked.shared) else None
@@ -193,7 +192,7 @@ class Daemon:
 
     # --- steps ---
 
-    def forward(self, asked: RunStep, given: NamedTensors) -> Answering:
+    def forward(self, asked: RunStep, given: TensorBytes) -> Answering:
         """Logits come with the hidden states they are of: they will be asked for."""
         shard, step, began = self.shard, self._step(step_of(asked.step)), time.perf_counter_ns()
         left = shard.forward(step, self._input(step, given))
@@ -205,7 +204,7 @@ class Daemon:
         shard.synchronize()
         return self._forwarded(step, found, began)
 
-    def logits(self, asked: RunStep, given: NamedTensors) -> Answering:
+    def logits(self, asked: RunStep, given: TensorBytes) -> Answering:
         if not self._last:
             raise Unacceptable("these layers have no head")
         step, began = self._step(step_of(asked.step)), time.perf_counter_ns()
@@ -238,27 +237,26 @@ class Daemon:
         if place >= self.shard.state_places:
             raise Unacceptable(f"place {place} is not one of {self.shard.state_places}")
 
-    def _input(self, step: Step, given: NamedTensors) -> Tensor:
+    def _input(self, step: Step, given: TensorBytes) -> Tensor:
         """Tokens, or hidden states, of which only real rows came: those after them are finite, and nobody's."""
-        if set(given) == {"tokens"} and self.shard.layers.start == 0:
-            return given["tokens"].clone()
-        hidden = given.get("hidden")
-        if hidden is None or len(given) != 1 or hidden.dim() != 2 or hidden.dtype != self.shard.dtype:
-            raise Unacceptable("a step is given tokens, or hidden states in the model's dtype")
-        width = self.model.hidden_size
-        if hidden.shape != (step.rows, width):
-            raise Unacceptable(f"hidden states of shape {list(hidden.shape)}; accepted here: {[step.rows, width]}")
+        shard, rows = self.shard, step.rows
+        if [one.name for one in given.tensors] == ["tokens"] and shard.layers.start == 0:
+            return given.views()["tokens"].clone()
+        accepted = Described("hidden", dtype_name(shard.dtype), (rows, self.model.hidden_size))  # type: ignore[arg-type]
+        if given.tensors != (accepted,):
+            raise Unacceptable(f"a step is given tokens, or hidden states in the model's dtype; here {accepted}")
         if step.bucket not in self._inputs:
-            shape = (step.bucket, width)
-            self._inputs[step.bucket] = torch.zeros(shape, dtype=self.shard.dtype, device=self.shard.device)
-        self._inputs[step.bucket][: step.rows].copy_(hidden)
-        return self._inputs[step.bucket]
+            shape = (step.bucket, self.model.hidden_size)
+            self._inputs[step.bucket] = torch.zeros(shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
+        (piece,), own = given.pieces, self._inputs[step.bucket]
+        bytes_of(own)[: piece.nbytes] = piece
+        return own.to(shard.device)
 
-    def commit(self, asked: Commit, _: NamedTensors) -> Answering:
+    def commit(self, asked: Commit, _: TensorBytes) -> Answering:
         self.shard.commit(self._step(step_of(asked.step)), asked.kept)
         return Answering(Nothing())
 
-    def settle(self, asked: Settle, _: NamedTensors) -> Answering:
+    def settle(self, asked: Settle, _: TensorBytes) -> Answering:
         """What the next forward settles is put back if a later shard fails."""
         if self._settling is not None:
             raise Unacceptable("a step is being settled already")
@@ -267,7 +265,7 @@ class Daemon:
         self._settling = settling
         return Answering(Nothing())
 
-    def settled(self, asked: StepSettled, _: NamedTensors) -> Answering:
+    def settled(self, asked: StepSettled, _: TensorBytes) -> Answering:
         if self._settling is None:
             raise Unacceptable("no step is being settled")
         settling, self._settling = self._settling, None
@@ -284,40 +282,40 @@ class Daemon:
 
     # --- rows and states ---
 
-    def copy_rows(self, asked: CopyRows, _: NamedTensors) -> Answering:
+    def copy_rows(self, asked: CopyRows, _: TensorBytes) -> Answering:
         self._slot(asked.source, asked.target)
         self.shard.copy_rows(asked.source, asked.target, asked.count)
         return Answering(Nothing())
 
-    def copy_state(self, asked: CopyState, _: NamedTensors) -> Answering:
+    def copy_state(self, asked: CopyState, _: TensorBytes) -> Answering:
         self._slot(asked.source, asked.target)
         self.shard.copy_state(asked.source, asked.target)
         return Answering(Nothing())
 
-    def export_rows(self, asked: RowSpan, _: NamedTensors) -> Answering:
+    def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
         return _moved(self.shard.export_rows(asked.slot, asked.start, asked.stop))
 
-    def import_rows(self, asked: ImportRows, given: NamedTensors) -> Answering:
+    def import_rows(self, asked: ImportRows, given: TensorBytes) -> Answering:
         self._slot(asked.slot)
-        self.shard.import_rows(asked.slot, asked.start, given)
+        self.shard.import_rows(asked.slot, asked.start, given.views())
         return Answering(Nothing())
 
-    def export_state(self, asked: OneSlot, _: NamedTensors) -> Answering:
+    def export_state(self, asked: OneSlot, _: TensorBytes) -> Answering:
         self._slot(asked.slot)
         return _moved(self.shard.export_state(asked.slot))
 
-    def import_state(self, asked: ImportState, given: NamedTensors) -> Answering:
+    def import_state(self, asked: ImportState, given: TensorBytes) -> Answering:
         self._slot(asked.slot)
-        self.shard.import_state(asked.slot, given)
+        self.shard.import_state(asked.slot, given.views())
         return Answering(Nothing())
 
-    def keep_state(self, asked: SlotPlace, _: NamedTensors) -> Answering:
+    def keep_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
         self._slot(asked.slot)
         self._place(asked.place)
         self.shard.keep_state(asked.slot, asked.place)
         return Answering(Nothing())
 
-    def load_state(self, asked: SlotPlace, _: NamedTensors) -> Answering:
+    def load_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
         self._slot(asked.slot)
         self._place(asked.place)
         self.shard.load_state(asked.place, asked.slot)
@@ -328,7 +326,7 @@ def _moved(found: NamedTensors) -> Answering:
     return Answering(Exported(described(found)), found)
 
 
-OPS: Mapping[Op, tuple[type[Any], Callable[[Daemon, Any, NamedTensors], Answering]]] = {
+OPS: Mapping[Op, tuple[type[Any], Callable[[Daemon, Any, TensorBytes], Answering]]] = {
     Op.PROVE: (Prove, Daemon.prove),
     Op.LOAD: (LoadLayers, Daemon.load),
     Op.FORWARD: (RunStep, Daemon.forward),

@@ -71,13 +71,13 @@ def read(data: bytes | bytearray | memoryview, most_payload: int) -> FrameHead:
     return FrameHead(op, flags, request, arguments, payload, summed)
 
 
-def check(head: FrameHead, data: bytes | memoryview, arguments: bytes, payload: memoryview) -> None:
+def check(head: FrameHead, data: bytes | bytearray, arguments: bytes | bytearray, payload: memoryview) -> None:
     """Raises Malformed where something was changed on its way. data: the head's bytes; payload: what followed."""
     if checksum(data, arguments, (payload,)) != head.checksum:
         raise Malformed("a frame whose checksum does not hold")
 
 
-def checksum(head: bytes | memoryview, arguments: bytes, payload: Iterable[memoryview]) -> int:
+def checksum(head: bytes | bytearray, arguments: bytes | bytearray, payload: Iterable[memoryview]) -> int:
     found = zlib.crc32(arguments, zlib.crc32(head[:SUMMED]))
     for piece in payload:
         found = zlib.crc32(piece, found)

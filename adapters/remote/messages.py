@@ -178,23 +178,16 @@ class Forwarded(WireMessage, frozen=True):
     memory: Bytes | None = None
 
 
-class Commit(WireMessage, frozen=True):
-    step: Stepped
-    kept: Annotated[tuple[Count | tuple[Count, ...], ...], Meta(max_length=4096)]
-
-
 class Settle(WireMessage, frozen=True):
     step: Stepped
 
 
+class Commit(Settle, frozen=True):
+    kept: Annotated[tuple[Count | tuple[Count, ...], ...], Meta(max_length=4096)]
+
+
 class StepSettled(WireMessage, frozen=True):
     raised: bool
-
-
-class CopyRows(WireMessage, frozen=True):
-    source: Count
-    target: Count
-    count: Count
 
 
 class CopyState(WireMessage, frozen=True):
@@ -202,29 +195,29 @@ class CopyState(WireMessage, frozen=True):
     target: Count
 
 
-class RowSpan(WireMessage, frozen=True):
-    slot: Count
-    start: Count
-    stop: Count
-
-
-class ImportRows(WireMessage, frozen=True):
-    slot: Count
-    start: Count
-    tensors: Tensors
+class CopyRows(CopyState, frozen=True):
+    count: Count
 
 
 class OneSlot(WireMessage, frozen=True):
     slot: Count
 
 
-class ImportState(WireMessage, frozen=True):
-    slot: Count
+class RowSpan(OneSlot, frozen=True):
+    start: Count
+    stop: Count
+
+
+class ImportRows(OneSlot, frozen=True):
+    start: Count
     tensors: Tensors
 
 
-class SlotPlace(WireMessage, frozen=True):
-    slot: Count
+class ImportState(OneSlot, frozen=True):
+    tensors: Tensors
+
+
+class SlotPlace(OneSlot, frozen=True):
     place: Count
 
 

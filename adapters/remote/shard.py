@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from attrs import define, field
@@ -24,6 +24,7 @@ from adapters.remote.messages import (
     Commit,
     CopyRows,
     CopyState,
+    Described,
     Exported,
     Forwarded,
     Having,
@@ -44,7 +45,7 @@ from adapters.remote.messages import (
     with_logits,
 )
 from adapters.remote.peer import Peer
-from adapters.remote.tensors import described, unpacked
+from adapters.remote.tensors import TensorBytes, bytes_of, described, unpacked
 from effects.ports import RowsLost
 
 
@@ -63,17 +64,26 @@ class Ends(Protocol):
         ...
 
 
-Expected: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of an answer's tensors
-
-
 @define(eq=False)
 class StepBuffers:
-    """Of one bucket, in this process. fresh: the logits are those of the hidden states."""
+    """Of one bucket, in this process, and their bytes by the names they cross with. fresh: the logits are those of the
+    hidden states. expected: what steps are answered with, by their rows, and whether they are `rows_only`.
+    """
 
     hidden: Tensor
     aux_hidden_states: dict[int, Tensor]
     logits: Tensor | None = None
     fresh: bool = False
+    bytes: dict[str, memoryview] = field(init=False)
+    expected: dict[tuple[int, bool], tuple[Described, ...]] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        named = {"hidden": self.hidden, **{f"aux.{layer}": own for layer, own in self.aux_hidden_states.items()}}
+        self.bytes = {name: bytes_of(own) for name, own in named.items()}
+
+    def take(self, found: TensorBytes) -> None:
+        for one, piece in zip(found.tensors, found.pieces, strict=True):
+            self.bytes[one.name][: piece.nbytes] = piece
 
 
 @define(eq=False)
@@ -169,24 +179,18 @@ class RemoteShard:
         name = "hidden" if self.layers.start else "tokens"
         buffers = self._at(step.bucket)
         with self.peer.lock:
-            found = self._step(Op.FORWARD, step, {name: inputs[: step.rows]}, self._expected(step))
-            for layer, own in buffers.aux_hidden_states.items():
-                own[: step.rows].copy_(found[f"aux.{layer}"])
-            if "hidden" in found:
-                buffers.hidden[: step.rows].copy_(found["hidden"])
-            buffers.fresh = "logits" in found
-            if buffers.fresh:
-                self._logits(buffers, step)[: step.rows].copy_(found["logits"])
+            buffers.take(self._step(Op.FORWARD, step, {name: inputs[: step.rows]}, self._expected(step, buffers)))
+            buffers.fresh = self._last and with_logits(step)
         return Forward(buffers.hidden, buffers.aux_hidden_states)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         self._check_end(first=False)
         buffers = self._at(step.bucket)
-        own = self._logits(buffers, step)
+        own = self._logits(buffers)
         if hidden is not buffers.hidden or not buffers.fresh:
             with self.peer.lock:
-                shape: Expected = {"logits": ((step.rows, self.vocab_size), torch.float32)}
-                own[: step.rows].copy_(self._step(Op.LOGITS, step, {"hidden": hidden[: step.rows]}, shape)["logits"])
+                shape = (Described("logits", "F32", (step.rows, self.vocab_size)),)
+                buffers.take(self._step(Op.LOGITS, step, {"hidden": hidden[: step.rows]}, shape))
             buffers.fresh = hidden is buffers.hidden
         return own
 
@@ -215,16 +219,21 @@ class RemoteShard:
     def synchronize(self) -> None:
         """Every answer has been waited for, but for those of commits."""
 
-    def _expected(self, step: Step) -> Expected:
-        wide, rows = (step.rows, self.hidden_size), step.rows
-        found: Expected = {f"aux.{layer}": (wide, self.dtype) for layer in self._at(step.bucket).aux_hidden_states}
+    def _expected(self, step: Step, buffers: StepBuffers) -> tuple[Described, ...]:
+        """In the order that the daemon names them in."""
+        asked = step.rows, step.rows_only
+        if (known := buffers.expected.get(asked)) is not None:
+            return known
+        wide, dtype = (step.rows, self.hidden_size), self._loaded.dtype
+        found = [Described(f"aux.{layer}", dtype, wide) for layer in buffers.aux_hidden_states]
         if not (step.rows_only and self._last):
-            found["hidden"] = wide, self.dtype
+            found.append(Described("hidden", dtype, wide))
         if self._last and with_logits(step):
-            found["logits"] = (rows, self.vocab_size), torch.float32
-        return found
+            self._logits(buffers)
+            found.append(Described("logits", "F32", (step.rows, self.vocab_size)))
+        return buffers.expected.setdefault(asked, tuple(found))
 
-    def _step(self, op: Op, step: Step, given: NamedTensors, expected: Expected) -> NamedTensors:
+    def _step(self, op: Op, step: Step, given: NamedTensors, expected: tuple[Described, ...]) -> TensorBytes:
         began = time.perf_counter_ns()
         message = messages.RunStep(told(step), described(given))
         done, found = self._asked(op, message, Forwarded, given, expected)
@@ -241,9 +250,10 @@ class RemoteShard:
             )
         return self._buffers[bucket]
 
-    def _logits(self, buffers: StepBuffers, step: Step) -> Tensor:
+    def _logits(self, buffers: StepBuffers) -> Tensor:
         if buffers.logits is None:
-            buffers.logits = torch.zeros(step.bucket, self.vocab_size)
+            buffers.logits = torch.zeros(len(buffers.hidden), self.vocab_size)
+            buffers.bytes["logits"] = bytes_of(buffers.logits)
         return buffers.logits
 
     # --- rows and states ---
@@ -277,10 +287,10 @@ class RemoteShard:
         self.peer.ask(Op.LOAD_STATE, SlotPlace(slot, place), Nothing)
 
     def _taken(self, op: Op, message: WireMessage, specs: Sequence[TensorSpec]) -> NamedTensors:
-        expected: Expected = {one.name: (one.shape, torch_dtype(one.dtype)) for one in specs}
+        expected = tuple(Described(one.name, one.dtype, one.shape) for one in specs)  # type: ignore[arg-type]
         with self.peer.lock:
             _, found = self._asked(op, message, Exported, {}, expected)
-            return {name: tensor.clone() for name, tensor in found.items()}
+            return {name: tensor.clone() for name, tensor in found.views().items()}
 
     def _asked(
         self,
@@ -288,17 +298,17 @@ class RemoteShard:
         message: WireMessage,
         kind: type[messages.T],
         given: NamedTensors,
-        expected: Expected,
-    ) -> tuple[messages.T, NamedTensors]:
-        """The tensors are views of what came: to be read before anything else is asked. Anything but what is expected
-        is a violation, and the daemon is not believed any more.
+        expected: tuple[Described, ...],
+    ) -> tuple[messages.T, TensorBytes]:
+        """What came is to be read before anything else is asked. Anything but what is expected, in that order, is a
+        violation, and the daemon is not believed any more.
         """
         done, frame = self.peer.ask(op, message, kind, list(given.values()))
         try:
             found = unpacked(done.tensors, frame.payload)  # type: ignore[attr-defined]
         except Unacceptable as error:
             raise self.peer.lose(ConnectionBroken(str(error))) from error
-        if {name: (tuple(one.shape), one.dtype) for name, one in found.items()} != expected:
+        if found.tensors != expected:
             raise self.peer.lose(ConnectionBroken("it answered with other tensors than were asked for"))
         return done, found
 

@@ -4,10 +4,11 @@ at a multiple of 64 bytes.
 
 from __future__ import annotations
 
-import math
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from adapters.layout import dtype_name, torch_dtype
@@ -30,14 +31,24 @@ def places(tensors: Sequence[Described]) -> tuple[list[int], int]:
     return found, at
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Of a contiguous tensor in host memory, where they are; it lives as long as this does.
+
+    By its address: what torch and numpy would make of it on the way takes longer than what a decode step sends.
+    """
+    block = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    block.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(block).cast("B")
+
+
 def flattened(tensors: Iterable[Tensor]) -> list[memoryview]:
     """The payload in pieces: each tensor's bytes, and what lies between."""
     found, at = list[memoryview](), 0
     for one in tensors:
         if gap := -at % ALIGN:
             found.append(_GAP[:gap])
-        host = one.detach().to("cpu").contiguous()
-        found.append(host.view(-1).view(torch.uint8).numpy().data)
+        host = (one if one.device.type == "cpu" else one.cpu()).contiguous()
+        found.append(bytes_of(host))
         at += gap + host.nbytes
     return [piece for piece in found if piece.nbytes]
 
@@ -45,20 +56,28 @@ def flattened(tensors: Iterable[Tensor]) -> list[memoryview]:
 _GAP = memoryview(bytes(ALIGN))
 
 
-def unpacked(tensors: Sequence[Described], payload: memoryview) -> dict[str, Tensor]:
-    """Views of the payload. Raises Refused for one that does not hold exactly these."""
+@frozen(eq=False)
+class TensorBytes:
+    """What a payload holds: the bytes of each tensor, where they are."""
+
+    tensors: tuple[Described, ...]
+    pieces: tuple[memoryview, ...]
+
+    def views(self) -> dict[str, Tensor]:
+        """As tensors, without a copy."""
+        found = dict[str, Tensor]()
+        for one, piece in zip(self.tensors, self.pieces, strict=True):
+            dtype = torch_dtype(one.dtype)
+            flat = torch.frombuffer(piece, dtype=dtype) if piece.nbytes else torch.empty(0, dtype=dtype)
+            found[one.name] = flat.view(one.shape)
+        return found
+
+
+def unpacked(tensors: tuple[Described, ...], payload: memoryview) -> TensorBytes:
+    """Raises Unacceptable for a payload that does not hold exactly these."""
     begins, total = places(tensors)
     if total != payload.nbytes:
         raise Unacceptable(f"tensors of {total} bytes in a payload of {payload.nbytes}")
-    found = dict[str, Tensor]()
-    for one, at in zip(tensors, begins, strict=True):
-        dtype = torch_dtype(one.dtype)
-        if not one.nbytes:
-            found[one.name] = torch.empty(one.shape, dtype=dtype)
-        else:
-            found[one.name] = torch.frombuffer(payload, dtype=dtype, count=math.prod(one.shape), offset=at).view(
-                one.shape
-            )
-    if len(found) != len(tensors):
+    if len({one.name for one in tensors}) != len(tensors):
         raise Unacceptable("two tensors of one name")
-    return found
+    return TensorBytes(tensors, tuple(payload[at : at + one.nbytes] for one, at in zip(tensors, begins, strict=True)))

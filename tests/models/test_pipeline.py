@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,103 +12,20 @@ from torch import Tensor
 from adapters.checkpoint.weights import TensorEntry
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.pipeline import Pipeline
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
-from tests.models.checkpoints import proven, same_bits, save_qwen3, tokens_of
-from tests.models.test_hybrid_exact import config as hybrid
-
-CONFIGS: dict[str, DenseConfig] = {
-    "dense": Qwen3Config(512, 96, 160, 5, 4, 2, 24, 2048, 1e6, tie_word_embeddings=True),
-    "experts": Qwen3MoeConfig(
-        512, 96, 160, 5, 4, 2, 24, 2048, 1e6, experts=ExpertsShape(7, 2, 48, normed=True), dense_layers=(1,)
-    ),
-    "hybrid": hybrid((2, 4, 32, 32), 512, 96, 160, 5, 3, 1, 32, 2048, 1e6, rotated=8, kinds="llflf"),
-}
-CUTS: dict[str, tuple[int, ...]] = {"one": (5,), "two": (3, 5), "three": (1, 4, 5), "one a layer": (1, 2, 3, 4, 5)}
-AUX = (0, 2, 4)
-TOKENS = tokens_of(400, 512)
+from tests.models.checkpoints import proven, same_bits, save_qwen3
+from tests.models.splits import CONFIGS, CUTS, TOKENS, assert_alike, chunk, pipeline, step, story, whole_of
 
 
-def pipeline(kind: str, cuts: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Pipeline:
-    own, begin, parts = CONFIGS[kind], 0, list[DenseShard]()
-    kernels = proven(own, dtype, 512)
-    for end in cuts:
-        weights = RandomWeights(own, scale=own.hidden_size**-0.5)
-        how = {"slots": 3, "capacity": 512, "aux_layers": AUX, "state_places": 2, "layers": range(begin, end)}
-        parts.append(DenseShard(own, weights, kernels.fresh(), dtype=dtype, **how))
-        begin = end
-    return Pipeline(parts)
-
-
-@pytest.fixture(scope="module", params=[*CONFIGS])
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def whole(kind) -> DenseShard:
-    """All layers in one shard, and nothing around it."""
-    (part,) = pipeline(kind, (5,)).parts
-    return part
-
-
-def chunk(shard, slot: int, start: int, stop: int) -> None:
-    bucket = next(bucket for bucket in shard.buckets if bucket >= stop - start)
-    shard.forward(Step((Segment(slot, start, stop - start),), bucket, rows_only=True), TOKENS[start:stop])
-
-
-def step(shard, *parts: tuple[int, int, int], kept: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """Logits and auxiliary hidden states of (slot, start, count) rows, of which so many are kept."""
-    rows = sum(count for _, _, count in parts)
-    own = Step(tuple(Segment(*part) for part in parts), next(bucket for bucket in shard.buckets if bucket >= rows))
-    left = shard.forward(own, torch.cat([TOKENS[start : start + count] for _, start, count in parts]))
-    found = shard.logits(own, left.hidden)[:rows].clone(), [left.aux_hidden_states[one][:rows].clone() for one in AUX]
-    shard.commit(own, kept)
-    return found
-
-
-def story(shard) -> str:
-    """A digest of all bits that a life of some slots leaves: chunks, decode steps, roll back, copies, a checkpoint."""
-    heard = list[Tensor]()
-
-    def told(found: tuple[Tensor, list[Tensor]]) -> None:
-        heard.extend((found[0], *found[1]))
-
-    chunk(shard, 0, 0, 256)
-    chunk(shard, 0, 256, 300)
-    told(step(shard, (0, 300, 1), kept=[1]))
-    told(step(shard, (0, 301, 9), kept=[4]))
-    told(step(shard, (0, 305, 16), kept=[16]))
-    shard.copy_rows(0, 1, 321)
-    shard.copy_state(0, 1)
-    told(step(shard, (0, 321, 3), (1, 321, 2), kept=[3, 1]))
-    if shard.state_specs:
-        shard.keep_state(0, 1)
-        shard.load_state(1, 2)
-    shard.import_rows(2, 0, shard.export_rows(0, 0, 320))
-    shard.import_state(2, shard.export_state(0))
-    told(step(shard, (2, 320, 5), kept=[5]))
-    heard += [one for _, one in sorted({**shard.export_rows(2, 0, 325), **shard.export_state(2)}.items())]
-    digest = hashlib.blake2b()
-    for one in heard:
-        digest.update(one.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
+@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-def test_any_split_gives_the_bits_of_one_shard(kind: str, whole: DenseShard, cuts: tuple[int, ...]) -> None:
+def test_any_split_gives_the_bits_of_one_shard(kind: str, cuts: tuple[int, ...]) -> None:
+    whole = whole_of(kind)
     split = pipeline(kind, cuts)
     assert story(split) == story(whole)
-    assert (split.layers, split.row_spec, split.state_specs) == (whole.layers, whole.row_spec, whole.state_specs)
-    assert (split.capacity, split.slots, split.buckets) == (whole.capacity, whole.slots, whole.buckets)
-    assert (split.vocab_size, split.dtype, split.device) == (whole.vocab_size, whole.dtype, whole.device)
-    assert (split.state_block, split.state_places) == (whole.state_block, whole.state_places)
-    assert split.memory()["kv"] == whole.memory()["kv"]
+    assert_alike(split, whole)
 
 
 def test_trees_branch_over_all_shards() -> None:
@@ -126,12 +41,14 @@ def test_trees_branch_over_all_shards() -> None:
     assert same_bits(found[1], found[3])
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("start", [128, 130])
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_what_some_shards_have_settled_is_taken_back_where_a_later_one_fails(
-    whole: DenseShard, kind: str, start: int, broken: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, start: int, broken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk that finds no memory has not happened: the slot goes on from where it was."""
+    whole = whole_of(kind)
     split = pipeline(kind, CUTS["three"])
     for shard in (whole, split):
         chunk(shard, 0, 0, start)
@@ -185,6 +102,7 @@ def test_what_is_no_pipeline_is_refused() -> None:
         Pipeline((*parts[:2], few))
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_rows_and_states_of_others_are_refused_by_name(kind: str) -> None:
     split = pipeline(kind, CUTS["two"])
     chunk(split, 0, 0, 64)

@@ -24,7 +24,7 @@ from adapters.remote.peer import Deadlines
 from adapters.remote.shard import RemoteShard
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
-from tests.models.test_pipeline import CONFIGS, chunk, pipeline, step
+from tests.models.splits import CONFIGS, chunk, pipeline, step
 from tests.remote.daemons import (
     QUICK,
     SECRET,

@@ -241,7 +241,10 @@ class Device:
     def prefill(self, slot: DeviceSlot, effect: RunPrefill, failed: DeviceFailed | None) -> Any:
         start, stop = effect.start, effect.stop
         assert slot.done == start or not self.settings.stateful, "a chunk on another state"
-        assert 0 < stop - start <= self.settings.chunk, "a chunk has a limit"
+        chunk = self.settings.chunk
+        assert 0 < stop - start <= chunk * self.settings.span, "a prefill has a limit"
+        if stop - start > chunk and self.rng.random() < 0.3:
+            stop = start + chunk  # given up before its second chunk
         assert stop < len(slot.tokens), "the last prompt token is fed by a decode step"
         assert slot.rows[:start] == rows_of(tuple(slot.tokens[:start])), "a chunk on rows that are not there"
         below = slot.rows[start - 1] if start else 0
@@ -250,9 +253,9 @@ class Device:
             self.forget(slot, stop)
         if failed is None:
             slot.done = stop
-            if effect.checkpoint:
+            if effect.checkpoint and stop == effect.stop:
                 self.keep_state(slot, stop)
-            if effect.place is not None:
+            if effect.place is not None and stop == effect.stop:
                 assert stop == self.live(slot), "a place for a state that is not there"
                 self.places[effect.place] = tuple(slot.tokens[:stop])
             return PrefillAdvanced(stop, ns=self.rng.choice((0, 30, 500)))

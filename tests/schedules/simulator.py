@@ -202,6 +202,7 @@ class Simulator:
             state_tokens=rng.choice((0, 3)),
             interval=rng.choice((0, 3, 8)),
             cold_max=rng.choice((0, 12)),
+            span=rng.choice((1, 1, 3)),
             rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90, decode=decode_steps))),
         )
 

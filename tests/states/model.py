@@ -72,7 +72,8 @@ STATEFUL = tuple(
 )
 TIGHT = evolve(BLOCKS[0], drafter=9, max_context=5)  # the prompt fits once it is compressed
 FITTING = evolve(TIGHT, max_context=6)  # and here as it is, too
-SETTINGS = (*BLOCKS, TIGHT, FITTING, *STATEFUL)
+SPANNING = evolve(BLOCKS[2], span=2)  # a prefill of two chunks
+SETTINGS = (*BLOCKS, TIGHT, FITTING, *STATEFUL, SPANNING)
 LOSING = (
     *(
         one
@@ -126,8 +127,8 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield from scorings(start)
         case LoadModel(name):
             yield ModelLoaded(name=name)
-        case RunPrefill(stop=stop):
-            yield PrefillAdvanced(stop)
+        case RunPrefill(start=start, stop=stop):
+            yield from map(PrefillAdvanced, range(max(start + 1, stop - 1), stop + 1))  # it may be given up before
         case RunDecode(propose=propose):
             yield from (Decoded(tokens[: propose + 1], propose) for tokens in ((7, 8), (7, STOP), (STOP, 8), (7,)))
             yield from (Decoded((STOP,), propose, accepted=propose), Decoded((7,))) if propose else ()

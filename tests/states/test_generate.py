@@ -66,6 +66,14 @@ def test_prefill_goes_on_chunk_by_chunk_and_stops_before_the_last_token() -> Non
     assert then == Then(a(Prefilling, some(valid=16)), ReportProgress(16, 21, 0), RunPrefill(HERE, 16, 20))
 
 
+def test_several_chunks_are_asked_for_at_once_where_shards_compute_side_by_side() -> None:
+    wide = evolve(PLAIN, span=2)
+    then = generate.prefilled(a(Prefilling, some()), PrefillAdvanced(2), knowing(wide))
+    assert then == Then(a(Prefilling, some(valid=2)), ReportProgress(2, 21, 0), RunPrefill(HERE, 2, 18))
+    then = generate.prefilled(a(Prefilling, some()), PrefillAdvanced(8), knowing(wide))
+    assert then == Then(a(Prefilling, some(valid=8)), ReportProgress(8, 21, 0), RunPrefill(HERE, 8, 20))
+
+
 def test_the_last_prompt_token_is_fed_by_the_first_round() -> None:
     then = generate.prefilled(a(Prefilling, some(valid=16)), PrefillAdvanced(20), knowing())
     assert then == Then(a(Speculating, prefilled()), ReportProgress(20, 21, 0), RunDecode(HERE, 20, 120))

@@ -65,6 +65,14 @@ def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
     assert launched(a_decode(2), decode_last=True) == (a_decode(2),)
 
 
+def test_of_a_prefill_of_several_chunks_one_runs_where_somebody_decodes() -> None:
+    many = Ask(RequestId(1), RunPrefill(SlotId(1), 8, 40, checkpoint=True))
+    assert launched(many) == (many,)
+    assert launched(many, chunk(2)) == (many,)
+    (one,) = lane.choose(Lane((many, a_decode(2)), (), True), NOBODY, DRAFT, {}, Rates())[2].asks  # type: ignore[union-attr]
+    assert one == Ask(RequestId(1), RunPrefill(SlotId(1), 8, 8 + DRAFT.chunk))
+
+
 def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> None:
     assert launched(chunk(2), chunk(1), unpark(3), models={"draft": Residence("parked")}) == (chunk(2),)
 

@@ -1,0 +1,57 @@
+"""A prefill on the device: chunk by chunk, or several of them over shards that compute side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from adapters.device.buckets import bucket_of
+from adapters.device.slots import SlotState
+from adapters.models.pipeline import Pipeline
+from adapters.models.shard import Forward, Segment, Shard, Step
+from effects.ids import DeviceFailed
+from effects.prefill import RunPrefill
+
+
+def misfit(shard: Shard, chunk: int, state: SlotState, effect: RunPrefill) -> DeviceFailed | None:
+    """Why the slot's next rows cannot be these."""
+    slot, start, stop = effect.slot, effect.start, effect.stop
+    if start != state.valid:
+        return DeviceFailed("broken", f"slot {slot} has {state.valid} rows; a chunk cannot start at {start}")
+    most = chunk * (shard.span if isinstance(shard, Pipeline) else 1)
+    if not 0 < stop - start <= most or stop > len(state.tokens):
+        limits = f"at most {most} of the prompt's {len(state.tokens)}"
+        return DeviceFailed("broken", f"slot {slot}: rows {start}..{stop} are not {limits}")
+    return None
+
+
+def prefilled(
+    shard: Shard,
+    buckets: Sequence[int],
+    state: SlotState,
+    effect: RunPrefill,
+    given_up: Callable[[], bool],
+) -> Iterator[tuple[Step, Forward]]:
+    """What each chunk leaves, in order, to be read before the next one. buckets: a chunk is the largest. No other one
+    begins once it is given up; those that have begun are finished, so that all shards have the same rows.
+    """
+    chunk = max(buckets)
+    begun = list[Step]()
+
+    def chunks() -> Iterator[tuple[Step, Tensor]]:
+        for start in range(effect.start, effect.stop, chunk):
+            if begun and given_up():
+                return
+            rows = min(chunk, effect.stop - start)
+            step = Step((Segment(effect.slot, start, rows),), bucket_of(buckets, rows), rows_only=True)
+            begun.append(step)
+            yield step, torch.tensor(state.tokens[start : start + rows])
+
+    if effect.stop - effect.start > chunk and isinstance(shard, Pipeline):
+        left = shard.prefill(chunks())
+    else:
+        left = (shard.forward(*one) for one in chunks())
+    for number, forward in enumerate(left):
+        yield begun[number], forward

@@ -1,0 +1,164 @@
+"""Chunks of a prompt side by side over shards leave what they leave one after the other, as far as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.dense import DenseShard
+from adapters.models.pipeline import Pipeline
+from adapters.models.shard import Forward, Segment, Step
+from adapters.models.waves import SPAN
+from effects.all import Ask, Launch
+from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.job import Sampling
+from effects.ports import RowsLost
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from tests.models.checkpoints import same_bits
+from tests.models.splits import AUX, CONFIGS, CUTS, TOKENS, pipeline
+from tests.remote.daemons import RandomModel, Threads, split
+
+ONE, SLOT = RequestId(1), SlotId(0)
+BOUNDS = (0, 64, 128, 192, 236)
+BUCKETS = (4, 8, 16, 32, 64)
+
+
+def chunks(bounds: tuple[int, ...] = BOUNDS) -> Iterator[tuple[Step, Tensor]]:
+    for start, stop in pairwise(bounds):
+        yield Step((Segment(0, start, stop - start),), 64, rows_only=True), TOKENS[start:stop]
+
+
+def heard(forwards: Iterator[Forward]) -> list[Tensor]:
+    """What a draft would read of each chunk, while it is there."""
+    return [
+        left.aux_hidden_states[layer][:rows].clone()
+        for left in forwards
+        for layer, rows in dict.fromkeys(AUX, 44).items()
+    ]
+
+
+def left_in(shard: Pipeline, stop: int) -> dict[str, Tensor]:
+    return {**shard.export_rows(0, 0, stop), **(shard.export_state(0) if shard.state_specs else {})}
+
+
+def far(kind: str, cuts: str) -> Pipeline:
+    return split(CONFIGS[kind], CUTS[cuts], lambda: Threads(RandomModel(CONFIGS[kind])))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_chunks_in_waves_leave_the_bits_of_one_after_the_other(kind: str, where: str) -> None:
+    waves = pipeline(kind, CUTS["three"]) if where == "here" else far(kind, "three")
+    one = pipeline(kind, CUTS["one"])
+    assert (waves.span, one.span) == (1 if where == "here" else SPAN, 1)
+    ours, theirs = heard(waves.prefill(chunks())), heard(one.forward(*chunk) for chunk in chunks())
+    assert len(ours) == len(AUX) * (len(BOUNDS) - 1)
+    assert all(same_bits(mine, other) for mine, other in zip(ours, theirs, strict=True))
+    mine, other = left_in(waves, BOUNDS[-1]), left_in(one, BOUNDS[-1])
+    assert all(same_bits(mine[name], tensor) for name, tensor in other.items())
+    waves.close()
+
+
+def test_what_has_begun_is_finished_where_no_other_chunk_begins() -> None:
+    waves, one = far("hybrid", "three"), pipeline("hybrid", CUTS["one"])
+    assert len(list(waves.prefill(chunks(BOUNDS[:3])))) == 2
+    for chunk in chunks(BOUNDS[:3]):
+        one.forward(*chunk)
+    mine, other = left_in(waves, BOUNDS[2]), left_in(one, BOUNDS[2])
+    assert all(same_bits(mine[name], tensor) for name, tensor in other.items())
+    waves.close()
+
+
+# --- as the executor carries it out ---
+
+
+def executor_of(shard: Pipeline) -> DeviceExecutor:
+    return DeviceExecutor(shard, BUCKETS, lane=DeviceLane())
+
+
+async def prefill(executor: DeviceExecutor, *spans: tuple[int, int]) -> list[object]:
+    executor.open(ONE, OpenSlot(SLOT, SLOT, 0, tuple(TOKENS[:300].tolist()), Sampling()))
+    return [(await executor.perform(Launch((Ask(ONE, RunPrefill(SLOT, *span)),))))[0] for span in spans]
+
+
+def stops(outcomes: list[object]) -> list[int]:
+    return [one.stop for one in outcomes if isinstance(one, PrefillAdvanced)]
+
+
+async def test_a_prefill_of_several_chunks_is_one_of_each() -> None:
+    executor, other = executor_of(waves := far("hybrid", "two")), executor_of(one := pipeline("hybrid", CUTS["one"]))
+    assert stops(await prefill(executor, (0, 256), (256, 299))) == [256, 299]
+    bounds = (*range(0, 257, 64), 299)
+    assert stops(await prefill(other, *pairwise(bounds))) == list(bounds[1:])
+    mine, theirs = left_in(waves, 299), left_in(one, 299)
+    assert all(same_bits(mine[name], tensor) for name, tensor in theirs.items())
+    most = 64 * SPAN
+    (odd,) = await prefill(executor, (0, most + 1))
+    assert isinstance(odd, DeviceFailed)
+    assert f"at most {most}" in odd.detail
+    (odd,) = await prefill(other, (0, 65))
+    assert isinstance(odd, DeviceFailed)
+    assert "at most 64" in odd.detail
+    assert executor.close()
+    assert other.close()
+
+
+async def test_one_that_is_given_up_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, real, seen = executor_of(far("hybrid", "two")), DenseShard.forward, list[int]()
+
+    def given_up(shard: DenseShard, step: Step, inputs: Tensor) -> Forward:
+        if not shard.layers.start:
+            seen.append(step.segments[0].start)
+            if len(seen) == 2:
+                executor.abandon(ONE)
+        return real(shard, step, inputs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DenseShard, "forward", given_up)
+        assert stops(await prefill(executor, (0, 299))) == [128]
+    assert seen == [0, 64]
+    (then,) = await executor.perform(Launch((Ask(ONE, RunPrefill(SLOT, 128, 299)),)))  # from where all shards are
+    assert stops([then]) == [299]
+    assert executor.close()
+
+
+@pytest.mark.parametrize(("kind", "said"), [("dense", "out_of_memory"), ("hybrid", "broken")])
+async def test_where_a_later_shard_finds_no_memory_states_are_not_believed(
+    kind: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are computed again; a state of which some layers have gone on is of no use."""
+    executor, real = executor_of(far(kind, "two")), DenseShard.forward
+
+    def fails(shard: DenseShard, step: Step, inputs: Tensor) -> Forward:
+        if shard.layers.start and step.segments[0].start == 64:
+            raise torch.OutOfMemoryError("no memory")
+        return real(shard, step, inputs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DenseShard, "forward", fails)
+        (odd,) = await prefill(executor, (0, 256))
+    assert isinstance(odd, DeviceFailed)
+    assert odd.kind == said
+    assert isinstance(executor.serving(SLOT, ONE), DeviceFailed) == (kind == "hybrid")
+    assert stops(await prefill(executor, (0, 256))) == [256]
+    assert executor.close()
+
+
+async def test_a_shard_that_dies_meanwhile_is_a_loss() -> None:
+    shard = far("dense", "two")
+    executor = executor_of(shard)
+    (_, remote) = shard.parts
+    remote.peer.lost_to(executor.lose)  # type: ignore[attr-defined]
+    remote.peer.pause_s = 0  # type: ignore[attr-defined]
+    remote.peer.dial.kill()  # type: ignore[attr-defined]
+    with pytest.raises(RowsLost):
+        await prefill(executor, (0, 256))
+    assert isinstance(executor.serving(SLOT, ONE), DeviceFailed)
+    assert stops(await prefill(executor, (0, 256))) == [256]
+    assert executor.close()
