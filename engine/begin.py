@@ -12,6 +12,7 @@ from attrs import field, frozen
 from adapters.checkpoint.errors import CheckpointError
 from adapters.device.lane import DeviceLane
 from engine import startup
+from engine.draft import draft_device
 from engine.machine import choose_devices
 from engine.options import Options
 from engine.refusal import Refusal
@@ -60,7 +61,7 @@ class GivenUp(Exception):
 def begin(options: Options, step: startup.StepHeard = startup.silent, only: str | None = None) -> Beginning:
     """Load it, on its lane. only: Mismatched is raised before memory is allocated where the identity is another one."""
     *others, last = choose_devices(options)
-    beginning = Beginning(DeviceLane(last, others))
+    beginning = Beginning(DeviceLane(last, (*others, draft_device(options, last))))
 
     def next_step(step_: str, done: int = 0, total: int = 0) -> None:
         if step_ in startup.TIMED and not total:

@@ -16,19 +16,24 @@ from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.weights import StoredTensor
 from adapters.models.checkpoint import Checkpoint
+from adapters.models.dense_config import HEAD_ROWS
 from adapters.models.dflash.checkpoint import DraftCheckpoint
 from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.dflash.weights import products as block_products
 from adapters.models.draft import CachedDraft, DraftShape
+from adapters.models.ends import CopiedEnds
 from adapters.models.family import ModelConfig
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.products import Products
+from adapters.models.kernels.products import Products, Weight
 from adapters.models.mtp.checkpoint import HeadCheckpoint
 from adapters.models.mtp.draft import MtpDraft
 from adapters.models.mtp.weights import head_products
 from adapters.models.numerics import Numerics, kept_under, plan_from_json, plan_to_json
 from adapters.models.pipeline import Pipeline
+from adapters.models.shard import TargetHead
+from adapters.models.waves import current
 from engine.kept import Kept
+from engine.machine import build_kernels, choose_device
 from engine.options import Options
 from engine.refusal import Refusal
 
@@ -95,6 +100,14 @@ def weights_of(tensors: Mapping[str, StoredTensor]) -> int:
     return sum(math.prod(entry.shape) for entry in tensors.values())
 
 
+def draft_device(options: Options, target: torch.device) -> torch.device:
+    """target: of its last layers, beside which a draft is where nobody says otherwise. Raises Refusal."""
+    if not options.draft_device:
+        return target
+    found = choose_device(options.draft_device, "--draft-device")
+    return torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
+
+
 def draft_kernels(
     found: FoundDraft,
     config: ModelConfig,
@@ -120,13 +133,53 @@ def draft_kernels(
     return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
-def load_draft(found: FoundDraft, shard: Pipeline, kernels: Kernels) -> CachedDraft[Any]:
-    """Beside the target, whose embedding and head it shares."""
+def kernels_apart(
+    found: FoundDraft, config: ModelConfig, shard: Pipeline, device: torch.device, *, kept: Kept, fast: bool
+) -> Kernels:
+    """Of a device that has no layers of the target: all that the draft multiplies is proven there, the head, too."""
+    with current(device):
+        kernels, threads = build_kernels(device, shard.dtype), torch.get_num_threads()
+        target = config.products(shard.buckets, capacity=shard.capacity, dtype=shard.dtype, threads=threads)
+        own = found.products(target, capacity=shard.capacity, vocab=config.vocab_size)
+        head = Weight(config.vocab_size, config.hidden_size, most=HEAD_ROWS)
+        listed = evolve(own, weights=(*own.weights, head))
+        key = kept_under(listed, kernels, device, (str(shard.dtype), "apart"))
+        proven = kept.made(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
+        return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
+
+
+def placed_draft(
+    found: FoundDraft,
+    options: Options,
+    checkpoint: Checkpoint,
+    shard: Pipeline,
+    *,
+    kernels: Kernels,
+    numerics: Numerics,
+    kept: Kept,
+) -> CachedDraft[Any]:
+    """Where it was asked for. kernels: of the target's last layers. Raises Refusal."""
+    device, fast, config = draft_device(options, shard.device), options.numerics == "fast", checkpoint.config
+    if device == shard.device:
+        own = draft_kernels(found, config, shard, kernels, numerics=numerics, kept=kept, fast=fast)
+    else:
+        own = kernels_apart(found, config, shard, device, kept=kept, fast=fast)
+    return load_draft(found, shard, own, device, checkpoint)
+
+
+def load_draft(
+    found: FoundDraft, shard: Pipeline, kernels: Kernels, device: torch.device, checkpoint: Checkpoint
+) -> CachedDraft[Any]:
+    """Beside the target, whose embedding and head it shares; on another device with copies of them."""
+
+    def copies() -> TargetHead:
+        return CopiedEnds(checkpoint.config, checkpoint, kernels, shard.dtype, device).head
+
     try:
         return found.build(
             kernels,
-            shard.head,
-            device=shard.device,
+            shard.head if device == shard.device else copies,
+            device=device,
             dtype=shard.dtype,
             slots=shard.slots,
             capacity=shard.capacity,
@@ -134,7 +187,7 @@ def load_draft(found: FoundDraft, shard: Pipeline, kernels: Kernels) -> CachedDr
         )
     except torch.OutOfMemoryError as error:
         why = "fewer --slots, a smaller --max-ctx or --draft none may help"
-        raise Refusal(f"the draft does not fit {shard.device} beside the model: {why}") from error
+        raise Refusal(f"the draft does not fit {device} beside the model: {why}") from error
     except ValueError as error:
         raise Refusal(f"--draft {found.name}: {error}") from error
 

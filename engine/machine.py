@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from adapters.layout import dtype_name
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.draft import DraftShape
-from adapters.models.ends import HostEnds
+from adapters.models.ends import CopiedEnds
 from adapters.models.family import ModelConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import ProductPlan
@@ -150,10 +150,10 @@ class SlotMemory:
 def host_rows(
     config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, plan: Sequence[Placement]
 ) -> SlotMemory:
-    """Of the layers that host memory keeps them for, with the draft's context, which is where the last layers are."""
+    """Of the layers that host memory keeps them for. draft: one that is there, too."""
     here = [one.layers for one in plan if one.on_host]
     token = sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
-    if draft is not None and plan[-1].device.type == "cpu":
+    if draft is not None:
         token += draft.kv_bytes_per_token(dtype)
     states = [config.state_bytes(dtype, "cpu", layers) for layers in here]
     return SlotMemory(token, sum(held for held, _ in states), sum(place for _, place in states))
@@ -250,7 +250,7 @@ def shards(
     parts = list[Shard]()
     for place, own in zip(plan, kernels, strict=True):
         if place.peer is not None:
-            ends = HostEnds(checkpoint.config, checkpoint, own, dtype)
+            ends = CopiedEnds(checkpoint.config, checkpoint, own, dtype, place.device)
             asked = loading(checkpoint.config, dtype, place.layers, fast=fast, **how)
             shape = checkpoint.config.hidden_size, checkpoint.config.num_layers
             parts.append(RemoteShard(place.peer, asked, ends, *shape))

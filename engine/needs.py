@@ -10,10 +10,10 @@ import torch
 
 from adapters.models.dense_config import HEAD_ROWS
 from adapters.models.family import ModelConfig
-from engine.draft import FoundDraft
+from engine.draft import FoundDraft, draft_device
 from engine.fit import DeviceNeed, Fit, fitted
 from engine.human import size
-from engine.machine import Placement, check_memory, chunk_of, free_memory, host_memory, host_rows
+from engine.machine import Placement, boot_id, check_memory, chunk_of, free_memory, host_memory, host_rows
 from engine.options import Options
 from engine.refusal import Refusal
 
@@ -37,29 +37,34 @@ def chosen(
         if (taken := need.taken(found.slots, found.context)) > need.there:
             short = f"{size(taken)} are needed, and {size(need.there)} can be had"
             log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
-    check_memory(host_rows(config, None if draft is None else draft.shape, dtype, plan), options, found)
+    on_host = draft is not None and draft_device(options, plan[-1].device).type == "cpu"
+    check_memory(host_rows(config, draft.shape if draft and on_host else None, dtype, plan), options, found)
     return found
 
 
 def needs(
     options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], draft: FoundDraft | None
 ) -> list[DeviceNeed]:
-    """Of each device once. What a draft takes is where the last layers are."""
-    found = list[DeviceNeed]()
-    for memory in dict.fromkeys(one.memory for one in plan):
+    """Of each device once."""
+    beside = draft_device(options, plan[-1].device)
+    drafted, found = (boot_id(), str(beside)), list[DeviceNeed]()
+    for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted,)))):
         places = [one for one in plan if one.memory == memory]
-        here, device = [one.layers for one in places], places[0].computes
+        here, device = [one.layers for one in places], places[0].computes if places else beside
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
         fixed = sum(weights(config, dtype, device, layers) for layers in here)
         fixed += options.state_checkpoints * sum(place for _, place in states)
         row = sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
         if plan[-1] in places:
-            fixed += buffers(options, config, dtype, plan) * (1 if draft is None else 2)
-            if draft is not None:
-                fixed += draft.weights * multiplied_in(config, dtype, device)
-                row += draft.shape.kv_bytes_per_token(dtype)
+            fixed += buffers(options, config, dtype, plan)
+        if draft is not None and memory == drafted:
+            fixed += buffers(options, config, dtype, plan) + draft.weights * multiplied_in(config, dtype, device)
+            row += draft.shape.kv_bytes_per_token(dtype)
+            if plan[-1] not in places:  # with copies of the embedding and of the head
+                fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
         state = sum(held for held, _ in states)
-        name, free = str(device), there(device) if places[0].peer is None or places[0].on_host else far(places[0])
+        name = str(device)
+        free = there(device) if not places or places[0].peer is None or places[0].on_host else far(places[0])
         found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * rope(config)))
     return found
 

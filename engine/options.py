@@ -119,9 +119,11 @@ class Options(ModelOption):
     """Folder of a DFlash draft that was trained for the model; mtp: the model's own prediction head, if its checkpoint
     has one; none: no draft; auto: what a demo comes with."""
 
+    draft_device: Annotated[Device, flag(DRAFT, validator=known_drafter_device)] = ""
+    """Where it runs: cpu, cuda or cuda:N; by default where the model's last layers are."""
+
     ddtree: Annotated[bool, flag(DRAFT, negative="")] = False
-    """Verify trees of proposals instead of chains: more tokens a decode step, and more work in each. Tokens stay the
-    same."""
+    """Verify trees of proposals, not chains: more tokens a decode step, more work in each, and the same tokens."""
 
     ddtree_budget: Annotated[int, flag(DRAFT, converter=whole, validator=Number(gte=1, lte=63))] = 22
     """Proposals of such a tree."""
@@ -246,9 +248,7 @@ class Options(ModelOption):
             raise Refusal(f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one for each")
         self._check_shards()
         if self.lazy_draft and self.draft_residency == "persistent":
-            raise Refusal(
-                "--lazy-draft is --draft-residency request-scoped, and persistent is asked for: leave one out"
-            )
+            raise Refusal("--lazy-draft is --draft-residency request-scoped, not persistent: leave one out")
         if not self.prefill_drafter and (self.prefill_compression != "off" or self.prefill_drafter_device):
             asked = f"--prefill-compression {self.prefill_compression}, --prefill-drafter-device"
             raise Refusal(f"{asked}: there is no model that could score prompts; name one with --prefill-drafter")

@@ -41,6 +41,8 @@ def prepared(options: Options) -> Options:
         raise Refusal(
             f"--draft {options.draft}: no such folder; accepted: one with a DFlash draft, {', '.join(DRAFTS)}"
         )
+    if options.draft_device and options.draft == "none":
+        raise Refusal(f"--draft-device {options.draft_device} is for a draft, and --draft none asks for none")
     if options.trace is not None:
         check_trace(options.trace)
     if options.kv_cache_dir is not None and parse(options.disk_prefix_cache).kind != "off":

@@ -31,7 +31,7 @@ from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope
 from engine import startup
 from engine.catalog import served_name
-from engine.draft import FoundDraft, draft_kernels, find_draft, load_draft, provable, short_of_memory
+from engine.draft import find_draft, placed_draft, provable, short_of_memory
 from engine.drafter import Drafter, add_drafter, find_drafter, pflash
 from engine.folders import user_folder
 from engine.kept import Kept
@@ -217,9 +217,8 @@ def load_over(
     drafting = None
     if found is not None:
         step(startup.DRAFT)
-        shared = checkpoint.config, shard, beside_last(kernels)
-        beside = draft_kernels(found, *shared, numerics=numerics, kept=kept, fast=fast)
-        drafting = add_draft(found, shard, executor, beside, options.ddtree_budget)
+        shared: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept}
+        drafting = add_draft(placed_draft(found, options, checkpoint, shard, **shared), shard, executor, options)
     draft = None if drafting is None else drafting.draft
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
@@ -271,11 +270,10 @@ def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
 
 
 def add_draft(
-    found: FoundDraft, shard: Pipeline, executor: DeviceExecutor, kernels: Kernels, nodes: int
+    draft: CachedDraft[Any], shard: Pipeline, executor: DeviceExecutor, options: Options
 ) -> Drafting[CachedDraft[Any]]:
-    """Beside the target, at work for the executor. nodes: of its trees."""
-    draft = load_draft(found, shard, kernels)
-    drafting = Drafting(draft, shard.buckets, nodes)
+    """At work for the executor."""
+    drafting = Drafting(draft, shard.buckets, options.ddtree_budget)
     executor.proposed_to(drafting)
     executor.handle(LoadModel, drafting.unpark)
     executor.handle(UnloadModel, drafting.park)
@@ -309,7 +307,8 @@ def decide(
         log.warning(message)
     block = proposals(draft, shard)
     shape: dict[str, Any] = {"chunk": numerics.chunk, "context": context, "widths": widths(block, tree)}
-    times = key(named, None if draft is None else draft.identity, placement(shard.parts), shape)
+    places = placement(shard.parts) if draft is None else f"{placement(shard.parts)},draft@{draft.device}"
+    times = key(named, None if draft is None else draft.identity, places, shape)
     return Settings(
         slots=shard.slots,
         max_context=context,

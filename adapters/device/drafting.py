@@ -109,7 +109,8 @@ class Choosing:
         self.drafted = [[] for _ in self.requests]
 
     def __call__(self, parts: Sequence[Tensor]) -> list[list[int]]:
-        """Chains that need no look at what was proposed before are picked together."""
+        """Chains that need no look at what was proposed before are picked together; all where the target's are."""
+        parts = [part.to(one.state.sampler.device) for part, one in zip(parts, self.requests, strict=True)]
         found: list[list[int]] = [[] for _ in parts]
         together = [index for index, part in enumerate(parts) if len(part) and self._plain(index)]
         if together:

@@ -52,6 +52,11 @@ class Sampler:
             self._counts = torch.zeros(vocab, device=self._device)
 
     @property
+    def device(self) -> torch.device:
+        """Of the logits that it is used on."""
+        return self._device
+
+    @property
     def plain(self) -> bool:
         """The model's logits are used as they are, but for a grammar's mask."""
         return self._bias is None and self._seen is None and self._counts is None

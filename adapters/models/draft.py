@@ -23,6 +23,7 @@ from adapters.models.kv_cache import KvCache
 from adapters.models.parking import ParkedWeights, State
 from adapters.models.rope import Rotary
 from adapters.models.shard import NamedTensors, Segment, Step, TargetHead
+from adapters.models.waves import current
 
 
 class NotLoaded(RuntimeError):
@@ -89,15 +90,19 @@ class DraftShape(Protocol):
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int: ...
 
 
+# The target's own, or what makes copies of it for another device.
+AnyHead: TypeAlias = TargetHead | Callable[[], TargetHead]
 L = TypeVar("L")
+# What a draft parks: its weights, and its own copies of the head, where the target's is on another device.
+HeldWeights: TypeAlias = tuple[L, tuple[TargetHead, ...]]
 
 
 class CachedDraft(ABC, Generic[L]):
     """Called on the lane's thread only. L: its loaded weights.
 
-    kernels: an instance of its own, of the target's kind. head: what it shares with the target, on the same device
-    and in the same dtype. buckets: the row counts that `extend` accepts and `propose` pads to. A slot holds `capacity`
-    rows and room for what is proposed behind them.
+    kernels: an instance of its own, of its device's kind. head: what it shares with the target, on the same device and
+    in the same dtype; or makes copies for its own device, which come and go with its weights. buckets: the row counts
+    that `extend` accepts and `propose` pads to. A slot holds `capacity` rows and room for what is proposed behind them.
     """
 
     def __init__(
@@ -105,7 +110,7 @@ class CachedDraft(ABC, Generic[L]):
         shape: DraftShape,
         weights: DraftWeights,
         kernels: Kernels,
-        head: TargetHead,
+        head: AnyHead,
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -113,24 +118,34 @@ class CachedDraft(ABC, Generic[L]):
         capacity: int = 8192,
         buckets: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
     ) -> None:
-        self._shape, self._kernels, self._head = shape, kernels, head
+        self._shape, self._kernels, self._target = shape, kernels, head
         self._device, self._dtype = torch.device(device), dtype
         self._buckets = tuple(sorted(buckets))
-        _check_arguments(shape, head, dtype, (slots, capacity), self._buckets)
+        _check_arguments(shape, (slots, capacity), self._buckets)
         rows = cache_rows(capacity, shape.block, kernels.kv_tile)
         self._rope = shape.rotary.tables(rows, self._device)
         names = [f"draft.layers.{layer}" for layer in range(shape.num_layers)]
         size = (slots, shape.num_kv_heads, rows, shape.head_dim)
         self._cache = KvCache(names, size, dtype=dtype, device=self._device, capacity=capacity)
         self._make_buffers()
-        self._parking = ParkedWeights(partial(self._read, weights), self._device)
+        self._parking: ParkedWeights[HeldWeights[L]] = ParkedWeights(partial(self._read, weights), self._device)
         self._parking.unpark()
         self._try()
         facts = (weights.digest(), shape.row_facts(), str(dtype), kernels.numbers)
         self.identity = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
-    def _read(self, weights: DraftWeights) -> L:
-        return self._load(WeightReader(weights, self._device, self._dtype), weights)
+    def _read(self, weights: DraftWeights) -> HeldWeights[L]:
+        with current(self._device):
+            head = self._target if isinstance(self._target, TargetHead) else self._target()
+            self._check_head(head)
+            loaded = self._load(WeightReader(weights, self._device, self._dtype), weights)
+        return loaded, () if head is self._target else (head,)
+
+    def _check_head(self, head: TargetHead) -> None:
+        """Raises ValueError for one that it cannot draft for."""
+        if head.embedding.shape[1] != self._shape.hidden_size or head.embedding.dtype != self._dtype:
+            found = f"{head.embedding.dtype} {list(head.embedding.shape)}"
+            raise ValueError(f"the target's embedding is {found}, not {self._dtype} of {self._shape.hidden_size}")
 
     def _try(self) -> None:
         """A first forward of each kind, over nothing: what the kernels cannot do they say now, as a ValueError."""
@@ -191,6 +206,10 @@ class CachedDraft(ABC, Generic[L]):
     def block(self) -> int:
         """B; at most B - 1 proposals."""
         return self._shape.block
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @property
     def capacity(self) -> int:
@@ -273,10 +292,18 @@ class CachedDraft(ABC, Generic[L]):
         self._forget_buffers()
 
     def _loaded(self) -> L:
-        loaded = self._parking.loaded
-        if loaded is None:
+        return self._held[0]
+
+    @property
+    def _head(self) -> TargetHead:
+        return self._target if isinstance(self._target, TargetHead) else self._held[1][0]
+
+    @property
+    def _held(self) -> HeldWeights[L]:
+        held = self._parking.loaded
+        if held is None:
             raise NotLoaded(f"the draft is {self.state}")
-        return loaded
+        return held
 
     # --- arguments ---
 
@@ -314,15 +341,8 @@ def first_tokens(parts: Sequence[Tensor]) -> list[list[int]]:
     return [[0] * len(part) for part in parts]
 
 
-def _check_arguments(
-    shape: DraftShape, head: TargetHead, dtype: torch.dtype, caches: tuple[int, int], buckets: Sequence[int]
-) -> None:
+def _check_arguments(shape: DraftShape, caches: tuple[int, int], buckets: Sequence[int]) -> None:
     if min(caches) < 1:
         raise ValueError(f"{caches[0]} slots of {caches[1]} rows; accepted: at least 1 of 1")
     if not buckets or buckets[0] < 1 or buckets[-1] < shape.block:
         raise ValueError(f"buckets {tuple(buckets)} do not hold a block of {shape.block} rows")
-    if head.embedding.shape[1] != shape.hidden_size or head.embedding.dtype != dtype:
-        found = list(head.embedding.shape)
-        raise ValueError(
-            f"the target's embedding is {head.embedding.dtype} {found}, not {dtype} of {shape.hidden_size}"
-        )

@@ -1,4 +1,4 @@
-"""Embedding and head of a target whose layers are elsewhere, for a draft beside it."""
+"""Embedding and head of a target whose layers are elsewhere, for a draft that is here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from adapters.checkpoint.weights import WeightSource
 from adapters.models.decoder import WeightReader
 from adapters.models.kernels.interface import Kernels
 from adapters.models.parking import size_of
-from adapters.models.shard import OutputHead
+from adapters.models.shard import OutputHead, TargetHead
 
 
 @define(eq=False, slots=False)
-class HostEnds:
-    """In host memory, read when somebody first asks for them: without a draft nobody does.
+class CopiedEnds:
+    """On a device of this process, read when somebody first asks for them: without a draft nobody does.
 
     config: of a dense decoder. kernels: pack the head; None where there is no draft beside these layers.
     """
@@ -27,10 +27,16 @@ class HostEnds:
     weights: WeightSource
     kernels: Kernels | None
     dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def head(self) -> TargetHead:
+        output = self.output
+        return TargetHead(self.embedding, output.packed, output.norm)
 
     @property
     def _read(self) -> WeightReader:
-        return WeightReader(self.weights, torch.device("cpu"), self.dtype)
+        return WeightReader(self.weights, self.device, self.dtype)
 
     @cached_property
     def embedding(self) -> Tensor:

@@ -12,7 +12,7 @@ from adapters import demo
 from adapters.models.checkpoint import Checkpoint
 from engine.begin import load_target
 from engine.draft import find_draft
-from engine.machine import planned
+from engine.machine import Placement, planned
 from engine.needs import chosen, needs
 from engine.options import Options
 from tests.models.checkpoints import save_qwen3
@@ -80,3 +80,21 @@ def test_each_device_is_charged_for_its_own_layers_and_the_last_one_for_the_draf
     (drafted,) = needs(options, CONFIG, F32, plan, draft)
     assert drafted.row == both.row + draft.shape.kv_bytes_per_token(F32)
     assert drafted.fixed > both.fixed + 4 * draft.weights
+
+
+def test_a_draft_apart_is_charged_where_it_is_with_copies_of_the_embedding_and_the_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.needs.there", lambda _: 1 << 40)
+    monkeypatch.setattr("engine.needs.multiplied_in", lambda *_: 4)
+    draft = find_draft(Options(), Checkpoint.open(demo.FOLDER))
+    assert draft is not None
+    plan = (Placement(range(CONFIG.num_layers), torch.device("cuda:0")),)
+    together = needs(Options(), CONFIG, F32, plan, draft)
+    own, apart = needs(Options(draft_device="cpu"), CONFIG, F32, plan, draft)
+    assert [one.name for one in together] == ["cuda:0"]
+    assert (own.name, apart.name) == ("cuda:0", "cpu")
+    copied = 2 * CONFIG.vocab_size * CONFIG.hidden_size * 4
+    assert own.fixed + apart.fixed == together[0].fixed + copied
+    assert own.row + apart.row == together[0].row
+    assert apart.row == draft.shape.kv_bytes_per_token(F32)

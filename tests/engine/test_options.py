@@ -92,6 +92,7 @@ FREEZING = ("--disk-prefix-cache-compress", "--prefill-compression", "auto", "--
             ["--disk-prefix-cache-compress", "--kv-cache-budget 0", "leave one out"],
         ),
         (["--prefill-drafter-device", "cpu"], ["--prefill-drafter-device", "name one with --prefill-drafter"]),
+        (["--draft-device", "ipc+cpu:0"], ["--draft-device", "auto, cpu, cuda, cuda:N"]),
         (["--prefill-drafter-device", "tpu"], ["--prefill-drafter-device", "auto, cpu, cuda"]),
         (["--prefill-threshold", "-1"], ["--prefill-threshold", "0"]),
         (["--prefill-threshold", "1e4"], ["--prefill-threshold", "'1e4' is not an integer"]),

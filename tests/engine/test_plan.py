@@ -202,6 +202,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "chunk": 128,
         "threads": 1,
         "draft": str(demo.FOLDER / "draft"),
+        "draft_device": "cpu",
         "ddtree": True,
         "ddtree_budget": 9,
         "draft_residency": "request-scoped",

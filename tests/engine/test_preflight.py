@@ -187,3 +187,9 @@ def test_the_command_tells_it_in_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert command.main(["serve", "Qwen/Qwen3-0.6B"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rekindle: Qwen/Qwen3-0.6B: no such folder")
+
+
+def test_a_device_for_no_draft_is_refused() -> None:
+    assert said(draft="none", draft_device="cpu") == (
+        "--draft-device cpu is for a draft, and --draft none asks for none"
+    )

@@ -23,10 +23,11 @@ from adapters.models.decoder import WeightReader, finished, projected
 from adapters.models.dflash.blocks import MOST_ROWS, SMALLEST_BLOCK, block_rows, segment_of, turns
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.weights import LoadedDraft, load_draft
-from adapters.models.draft import BlockRequest, CachedDraft, DraftWeights, Pick
+from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, DraftWeights, Pick
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.interface import Kernels
 from adapters.models.shard import Step, TargetHead
+from adapters.models.waves import current
 
 
 @define(eq=False)
@@ -50,13 +51,16 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
     """As `CachedDraft` says; its blocks are behind the context rows of their slots."""
 
     def __init__(
-        self, config: DFlashConfig, weights: DraftWeights, kernels: Kernels, head: TargetHead, **place: Any
+        self, config: DFlashConfig, weights: DraftWeights, kernels: Kernels, head: AnyHead, **place: Any
     ) -> None:
-        """place: of `CachedDraft`."""
+        """head, place: of `CachedDraft`."""
         self._config = config
-        if config.mask_token_id >= len(head.embedding):
-            raise ValueError(f"mask token {config.mask_token_id} is not in 0..{len(head.embedding) - 1}")
         super().__init__(config, weights, kernels, head, **place)
+
+    def _check_head(self, head: TargetHead) -> None:
+        super()._check_head(head)
+        if self._config.mask_token_id >= len(head.embedding):
+            raise ValueError(f"mask token {self._config.mask_token_id} is not in 0..{len(head.embedding) - 1}")
 
     @property
     def config(self) -> DFlashConfig:
@@ -73,8 +77,9 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         loaded = self._loaded()
         self._check_step(step)
         buffers = self._context(step.bucket)
-        with torch.inference_mode():
-            torch.cat([aux_hidden_states[layer] for layer in self.aux_layers], 1, out=buffers.fused)
+        with torch.inference_mode(), current(self._device):
+            here = [aux_hidden_states[layer].to(self._device) for layer in self.aux_layers]
+            torch.cat(here, 1, out=buffers.fused)
             buffers.batch.load(step, None)
             self._kernels.prepare(buffers.batch)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
@@ -112,7 +117,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         for request, segment in zip(requests, segments, strict=True):
             tokens[row] = request.token
             row += segment.count
-        with torch.inference_mode():
+        with torch.inference_mode(), current(self._device):
             buffers.batch.before = tuple(request.first for request in requests)
             buffers.batch.load(step, tokens)
             self._kernels.prepare(buffers.batch)

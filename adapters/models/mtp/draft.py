@@ -22,12 +22,13 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder import WeightReader, finished, gated, projected
-from adapters.models.draft import BlockRequest, CachedDraft, DraftWeights, Pick
+from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, DraftWeights, Pick
 from adapters.models.kernels.batch import BlockBatch
 from adapters.models.kernels.interface import AttentionMask, Kernels
 from adapters.models.mtp.checkpoint import HeadConfig
 from adapters.models.mtp.weights import LoadedHead, load_head
-from adapters.models.shard import Segment, Step, TargetHead
+from adapters.models.shard import Segment, Step
+from adapters.models.waves import current
 
 KEPT = 64  # hidden states of a slot, of its last rows: sequences are continued at multiples of it
 ALONE = AttentionMask(causal=True)  # a row sees the context and itself
@@ -90,9 +91,9 @@ class MtpDraft(CachedDraft[LoadedHead]):
     """As `CachedDraft` says."""
 
     def __init__(
-        self, config: HeadConfig, weights: DraftWeights, kernels: Kernels, head: TargetHead, **place: Any
+        self, config: HeadConfig, weights: DraftWeights, kernels: Kernels, head: AnyHead, **place: Any
     ) -> None:
-        """place: of `CachedDraft`."""
+        """head, place: of `CachedDraft`."""
         self._config, self._eps = config, config.layer.rms_norm_eps
         super().__init__(config, weights, kernels, head, **place)
 
@@ -110,7 +111,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         loaded = self._loaded()
         self._check_step(step)
         buffers = self._at(step.bucket)
-        with torch.inference_mode():
+        with torch.inference_mode(), current(self._device):
             buffers.last.copy_(aux_hidden_states[self.aux_layers[0]])
             self._prepare(buffers.batch, step, tokens, [0] * len(step.segments), chained=False)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
@@ -142,7 +143,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         segments = tuple(Segment(request.slot, request.position + place, 1) for request in asking)
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= len(segments)))
         buffers = self._at(step.bucket)
-        with torch.inference_mode():
+        with torch.inference_mode(), current(self._device):
             if buffers.logits is None:
                 buffers.logits = torch.zeros(step.bucket, len(self._head.embedding), device=self._device)
             before = [request.first for request in asking]
