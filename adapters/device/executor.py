@@ -252,22 +252,22 @@ class DeviceExecutor:
             return state
         if (odd := misfit(self._shard, self._chunk, state, effect)) is not None:
             return odd
-        state.ahead, started = 0, time.perf_counter_ns()
+        state.ahead, started, stop = 0, time.perf_counter_ns(), effect.start
         if effect.logprobs >= 0:
             return told(self._shard, self._buckets, state, effect)
         try:
             for step, forward in prefilled(self._shard, self._buckets, state, effect, partial(self.abandoned, request)):
                 self._follow(step, forward, [step.rows], [state])
-                state.advance(step.segments[0].start + step.rows)
+                state.advance(stop := step.segments[0].start + step.rows)
         except Exception as error:
             if effect.stop - effect.start > self._chunk and self._shard.state_specs and ran_out_of_memory(error):
                 return self._half_settled(effect.slot, error)
             raise
         self._shard.synchronize()  # or the host would run ahead of what it acknowledges
         took = time.perf_counter_ns() - started
-        if state.valid == effect.stop:
+        if stop == effect.stop:
             self._checkpoints.computed(request, effect, state)
-        return PrefillAdvanced(state.valid, took)
+        return PrefillAdvanced(stop, took)
 
     def _decode_steps(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)

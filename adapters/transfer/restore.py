@@ -171,9 +171,12 @@ class Restorer:
         else:
             move.failure = move.failure or await now.fence.wait()
             move.buffer = buffer if move.kind == "state" else None
-            for mover in tuple(move.left):
+            far = [mover for mover in move.left if not mover.anywhere]
+            for mover in [mover for mover in move.left if mover.anywhere]:
                 if move.failure is None:
-                    await self._beside_or_on_the_lane(mover, partial(move.put, mover, now.effect.slot, buffer))
+                    await self._beside(partial(move.put, mover, now.effect.slot, buffer))
+            if far and move.failure is None:
+                await self.lane.run(partial(self._side_by_side, move, far, now.effect.slot, buffer))
         if move.kind != "rows" and move.failure is not None:
             log.warning("what goes with a target's rows is missing (%s): %s", move.kind, move.failure.detail)
 
@@ -184,8 +187,15 @@ class Restorer:
             return self.store.host.rows[part.entry.handle]
         return await disk.read(part.entry, self.store.memory, self.workers, then)
 
-    async def _beside_or_on_the_lane(self, mover: Mover, work: Callable[[], None]) -> None:
-        await (self._beside(work) if mover.anywhere else self.lane.run(work))
+    def _side_by_side(self, move: Move, far: Sequence[Mover], slot: SlotId, buffer: Buffer) -> None:
+        """On the lane, for shards that are asked by name: all at once, each on a thread, while the lane waits for them.
+        So it takes as long as the slowest, and what one of them loses is known before the lane does anything else.
+        """
+        first, *others = far
+        asked = [self.workers.submit(move.put, mover, slot, buffer) for mover in others]
+        move.put(first, slot, buffer)
+        for one in asked:
+            one.result()
 
     async def _beside(self, work: Callable[[], T]) -> T:
         """On one of our threads. Nothing that a request waits for is done on those that the whole process shares."""

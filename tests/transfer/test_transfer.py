@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from adapters.store.format import Layout
 from adapters.store.host import HostTier
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
-from adapters.transfer.copy import Mover
+from adapters.transfer.copy import Mover, movers
 from adapters.transfer.transfer import Transfer, transfer
 from effects.all import Ask, Launch
 from effects.decode import RunDecode
@@ -256,6 +256,39 @@ async def test_a_lookup_tells_what_recent_prompts_share(
     bench.moving.lookup.release(RequestId(1), ReleasePrefix(found.lease))
     missed = await bench.moving.lookup.find(RequestId(1), FindPrefix(PROMPT, 96))
     assert missed == PrefixMissed("diverged_at:96", length=96)
+
+
+class LayerByName:
+    """One layer of a shard, as if it were in another process. meeting: of all that are given rows at once."""
+
+    addressed = False
+
+    def __init__(self, shard: DenseShard, layer: int, meeting: threading.Barrier) -> None:
+        self.shard, self.layer, self.meeting = shard, layer, meeting
+        self.row_spec = evolve(shard.row_spec, names=shard.row_spec.names[2 * layer : 2 * layer + 2])
+
+    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        raise AssertionError("rows go by their names")
+
+    def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        return dict(zip(self.row_spec.names, self.shard.rows(slot, start, stop)[self.layer], strict=True))
+
+    def import_rows(self, slot: int, start: int, rows: Mapping[str, torch.Tensor]) -> None:
+        self.meeting.wait()
+        for name, own in self.export_rows(slot, start, start + rows[self.row_spec.names[0]].shape[1]).items():
+            own.copy_(rows[name])
+
+
+async def test_shards_that_are_asked_by_name_are_given_their_rows_at_once(bench: Bench) -> None:
+    cold, meeting = await bench.kept(), threading.Barrier(2, timeout=60)
+    restorer = bench.moving.restorer
+    parts = [LayerByName(bench.shard, layer, meeting) for layer in range(2)]
+    restorer.target = movers(parts, bench.moving.store.layout.rows)
+    bench.open(2, 3)
+    restored = await bench.restore(2, await bench.found(2), 3)
+    assert restored == BlocksRestored(0, 96, 96 * bench.moving.store.layout.token_bytes)
+    await bench.prefill(2, 3, 96)
+    assert await bench.answer(2, 3) == cold
 
 
 def test_loaded_rows_count_when_those_before_them_do() -> None:
