@@ -134,7 +134,7 @@ def test_every_product_of_the_cpu_kernels_can_be_proven_here(dtype):
     found = measure(CpuKernels(dtype), dtype)
     assert (found.mode, found.buckets, found.block_size, found.chunk) == ("buckets", (4, 8, 16, 32, 64), 64, 64)
     assert found.batch_rows == 64
-    assert found.checks > 500
+    assert found.checks > 400
     assert found.shapes > 50
     assert found.threads == torch.get_num_threads()
     assert {served.weight for served in found.plan.weights} == {

@@ -1,4 +1,5 @@
-"""Attention on a CPU: a product with the keys, softmax, and products with the values, over spans of a slot's cache.
+"""Attention on a CPU: our own in C, or a product with the keys, softmax, and products with the values, over spans of a
+slot's cache.
 
 Spans are whole tiles, and products run with numbers of rows that were proven. A key that is not seen weighs exactly
 zero, and zeros change no bit of a sum.
@@ -14,7 +15,17 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.interface import AttentionMask, Rope
-from adapters.models.kernels.products import QUERIES, TILE, Heads, ProductPlan, ServedHeads, Unproven, queries, span_of
+from adapters.models.kernels.products import (
+    NATIVE,
+    QUERIES,
+    TILE,
+    Heads,
+    ProductPlan,
+    ServedHeads,
+    Unproven,
+    queries,
+    span_of,
+)
 from adapters.models.kernels.proof import COUNTS, Multiplier
 from adapters.models.kernels.trials import name_of
 from adapters.models.shard import Segment
@@ -48,6 +59,17 @@ class StepPlan:
     segments: list[tuple[int, Segment]]  # with their first rows of the batch
     _angles: tuple[Tensor, Tensor] | None = None
     _spans: dict[AttentionMask | None, list[Span]] = field(init=False, factory=dict)
+    _seen: dict[AttentionMask, tuple[Tensor, Tensor]] = field(init=False, factory=dict)
+
+    def seen(self, mask: AttentionMask, batch: BlockBatch) -> tuple[Tensor, Tensor]:
+        """The first key that each row of blocks sees, and the first one behind the last: int64 `[R]`."""
+        found = self._seen.get(mask)
+        if found is None:
+            low = batch.firsts
+            if mask.window:
+                low = torch.maximum(low, batch.positions - mask.window + 1)
+            found = self._seen[mask] = low, batch.positions + 1 if mask.causal else batch.lengths
+        return found
 
     def spans(self, mask: AttentionMask | None, make: Callable[[], list[Span]]) -> list[Span]:
         """Made once a step for every kind of mask."""
@@ -98,6 +120,8 @@ class CpuAttention:
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         plan, how, capacity = batch.plan, self._how(q), k_cache.shape[2]
+        if how.dtype == NATIVE:
+            return self._attend_own(q, k_cache, v_cache, batch, how, (None, batch.lengths))
 
         def make() -> list[Span]:
             return [span for row, one in plan.segments for span in self._causal(row, one, how, capacity)]
@@ -108,6 +132,8 @@ class CpuAttention:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
     ) -> Tensor:
         plan, how, capacity = batch.plan, self._how(q), k_cache.shape[2]
+        if how.dtype == NATIVE:
+            return self._attend_own(q, k_cache, v_cache, batch, how, plan.seen(mask, batch))
 
         def make() -> list[Span]:
             pairs = zip(plan.segments, batch.before, strict=True)
@@ -119,10 +145,28 @@ class CpuAttention:
         _, _, group, size = q.shape
         found = self._attentions.get((group, size))
         if found is None:
-            unproven = ServedHeads(Heads(group, size, 0), name_of(self.kernels.dtypes()[0]), COUNTS, _TERMS)
+            way = NATIVE if self.kernels.own_attention is not None else name_of(self.kernels.dtypes()[0])
+            unproven = ServedHeads(Heads(group, size, 0), way, () if way == NATIVE else COUNTS, _TERMS)
             found = unproven if self.plan is None else self.plan.attention(group, size)
             self._attentions[group, size] = found
         return found
+
+    def _attend_own(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        how: ServedHeads,
+        seen: tuple[Tensor | None, Tensor],
+    ) -> Tensor:
+        own = self.kernels.own_attention
+        if own is None:
+            raise Unproven("a plan for attention of our own, and this installation has none")
+        if self.plan is not None and batch.bucket not in how.rows:
+            raise Unproven(f"attention of {batch.bucket} rows; proven: {how.rows}")
+        batch.plan.check(k_cache.shape[0], k_cache.shape[2])
+        return own.attend(q, batch.slots, seen, k_cache, v_cache)
 
     def _causal(self, row: int, segment: Segment, how: ServedHeads, capacity: int) -> Iterator[Span]:
         done, group = 0, how.heads.group

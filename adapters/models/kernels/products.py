@@ -22,7 +22,7 @@ SMALL = 96 << 20
 BATCHED = (4, 8, 16, 32, 64, 128)  # rows of the batched products of recurrent layers
 SCORES = 1 << 21  # attention scores at a time, float32, so that they stay in the processor's caches
 QUERIES = 256  # query rows that attend at a time
-NATIVE = "native"  # products of our own in C, a way to multiply with a weight; any other is a dtype of oneDNN's
+NATIVE = "native"  # our own in C, a way to multiply with a weight or to attend; any other is a dtype of oneDNN's
 _EXACT_TILES = 8
 
 
@@ -92,7 +92,8 @@ class ServedHeads:
     """How one kind of attention is computed.
 
     dtype: of the product of weights and values. terms: keys of one such product; the results are added up in float32.
-    rows: counts of query rows that agree, ascending.
+    rows: counts of query rows that agree, ascending. Where attention is our own, dtype says so, rows are those of
+    steps, and terms mean nothing.
     """
 
     heads: Heads
@@ -135,7 +136,7 @@ class ProductPlan:
         )
         heads = (
             f"attention, {one.heads.group} query heads of {one.heads.size} a key head: {one.dtype}, "
-            f"rows {', '.join(map(str, one.rows))}, values by {one.terms}"
+            f"rows {', '.join(map(str, one.rows))}{'' if one.dtype == NATIVE else f', values by {one.terms}'}"
             for one in self.heads
         )
         deltas = (
@@ -214,8 +215,8 @@ def checked(plan: ProductPlan) -> ProductPlan:
         raise ValueError("a plan of products with impossible row counts")
     if any(one.wide not in one.rows for one in plan.weights) or any(one.terms < TILE for one in plan.heads):
         raise ValueError("a plan of products with impossible pieces")
-    ways, dtypes = {one.way for one in plan.weights} - {NATIVE}, {one.dtype for one in plan.heads}
-    if not ways | dtypes <= {"float32", "bfloat16", "float16"}:
+    ways = {one.way for one in plan.weights} | {one.dtype for one in plan.heads}
+    if not ways <= {NATIVE, "float32", "bfloat16", "float16"}:
         raise ValueError("a plan of products in an unknown way")
     if min(plan.threads) < 1:
         raise ValueError("a plan of products for no thread")

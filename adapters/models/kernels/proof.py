@@ -17,8 +17,10 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from adapters.models.kernels.delta import DeltaShape
+from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.products import (
     BATCHED,
+    NATIVE,
     QUERIES,
     TILE,
     Heads,
@@ -31,7 +33,16 @@ from adapters.models.kernels.products import (
     batched,
     spans,
 )
-from adapters.models.kernels.trials import Group, ScoresTrial, Trial, ValuesTrial, bits, cancelling, name_of
+from adapters.models.kernels.trials import (
+    Group,
+    ScoresTrial,
+    Trial,
+    ValuesTrial,
+    attention_trial,
+    bits,
+    cancelling,
+    name_of,
+)
 
 TERMS = (1024, 512, 256)  # keys of one product with values; the longest that can be proven saves the most calls
 COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)  # query rows that attend together
@@ -65,6 +76,11 @@ class Multiplier(Protocol):
         ...
 
     def multiply_gated(self, x: Tensor, gate: Any, up: Any) -> Tensor: ...
+
+    @property
+    def own_attention(self) -> NativeAttention | None:
+        """Attention of our own, if there is one: it serves before any other."""
+        ...
 
 
 @frozen
@@ -172,6 +188,8 @@ class Prover:
         return Trial(f"gated {name}", way, x, self.regimes, lambda rows: kernels.multiply_gated(rows, packed, up))
 
     def attention(self, heads: Heads) -> ServedHeads | None:
+        if (served := self._own_attention(heads)) is not None:
+            return served
         least = next(count for count in COUNTS if count >= heads.group)
         counts = [count for count in COUNTS if count <= max(QUERIES, least)]
         if (served := self._further(heads, counts[-1], least)) is not None:
@@ -203,6 +221,22 @@ class Prover:
         self._keep(scores, Group(list(served.rows), group.reference), each * len(scores.spans))
         self._keep(values, Group(list(served.rows), weighed.reference), each * (served.terms // TILE))
         return served
+
+    def _own_attention(self, heads: Heads) -> ServedHeads | None:
+        """None where there is none. Its tiles stand where they stand, so how many keys there are is not on the list."""
+        own, rows = self.kernels.own_attention, self.products.rows
+        if own is None:
+            return None
+        known = self._known_heads(heads)
+        if known is not None and known.dtype == NATIVE:
+            return evolve(known, heads=heads)
+        trial = attention_trial(own, self.kernels.rows_in(NATIVE), (heads.group, heads.size), rows[-1], self.regimes)
+        groups = trial.groups(rows)
+        self._counted(trial)
+        if [group.rows for group in groups] != [list(rows)]:
+            return None
+        self._keep(trial, groups[0], len(rows) * len(self.regimes))
+        return ServedHeads(heads, NATIVE, rows, TILE)
 
     @staticmethod
     def _ways(heads: Heads, weighed: list[Group], scored: list[Group]) -> list[tuple[tuple[int, ...], Group, Group]]:
@@ -255,15 +289,17 @@ class Prover:
         same = known is not None and (known.steps, known.threads) == (self.products.rows, self.threads)
         return known if same else None
 
+    def _known_heads(self, heads: Heads) -> ServedHeads | None:
+        known = () if (plan := self._known()) is None else plan.heads
+        return next((one for one in known if (one.heads.group, one.heads.size) == (heads.group, heads.size)), None)
+
     def _further(self, heads: Heads, rows: int, least: int) -> ServedHeads | None:
         """What is known of such attention, if it holds over the keys that it was not proven for, too.
 
         Those are multiplied, and compared with a span that was proven: it ties them to all others.
         """
-        of = (heads.group, heads.size)
-        all_known = () if (known := self._known()) is None else known.heads
-        served = next((one for one in all_known if (one.heads.group, one.heads.size) == of), None)
-        if served is None:
+        served = self._known_heads(heads)
+        if served is None or served.dtype == NATIVE:
             return None
         before, wanted = set(spans(served.heads.keys)), set(spans(heads.keys))
         if wanted <= before:

@@ -30,6 +30,7 @@ from adapters.models.kernels.cpu_delta import CpuDelta
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.experts import Experts, experts_feed
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
+from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.native.compiled import compiled
 from adapters.models.kernels.native.products import FORMS, NativeProducts, NativeWeight
 from adapters.models.kernels.native.rows import Heads, NativeRows
@@ -102,8 +103,10 @@ class CpuKernels:
         self._dtype, self._plan = dtype, plan
         found = compiled() if own else None
         self._native = None if found is None else NativeProducts(found, found.level, dtype if dtype in FORMS else None)
-        self._rows = None if found is None or dtype not in FORMS else NativeRows(found, found.level)
+        fits = found is not None and dtype in FORMS
+        self._rows = NativeRows(found, found.level) if found is not None and fits else None
         self._preps: dict[tuple[int, int], tuple[HeadPrep, Heads]] = {}
+        self._own_attention = NativeAttention(found, found.level, dtype) if found is not None and fits else None
         self._attention = CpuAttention(self, dtype, plan)
         self.delta: DeltaKernels | None = CpuDelta(plan)
 
@@ -150,6 +153,10 @@ class CpuKernels:
     def _multiply_own(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
         assert self._native is not None
         return self._native.multiply(x, weight, up)
+
+    @property
+    def own_attention(self) -> NativeAttention | None:
+        return self._own_attention
 
     # --- what is proven of them ---
 

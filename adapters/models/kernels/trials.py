@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
-from adapters.models.kernels.products import SCORES, TILE
+from adapters.models.kernels.native.attention import NativeAttention
+from adapters.models.kernels.products import NATIVE, SCORES, TILE
 
 _MOST = 1 << 22  # random elements of a weight; a larger one repeats them
 _RUNS = 4
@@ -136,6 +137,27 @@ class ValuesTrial(Trial):
             if not self.same(self.product(short, self.values[:terms]), self.multiply(padded)):
                 return f"{count} rows: {terms} values and {len(self.values)} differ ({threads} threads)"
         return None
+
+
+def attention_trial(
+    own: NativeAttention, dtype: torch.dtype, shape: tuple[int, int], rows: int, threads: tuple[int, ...]
+) -> Trial:
+    """Attention of our own by `rows` rows, all of which see the same keys: some of the first of its tiles and of the
+    last, and all between. What rows see otherwise is tried layer by layer (`probe.py`). shape: queries to a key head,
+    and their size. dtype: of keys and values; what is compared is never rounded to it.
+    """
+    group, size = shape
+    generator, keys = torch.Generator().manual_seed(size), 2 * TILE
+    x = torch.randn(rows, group * size, generator=generator) * size**-0.25
+    k, v = (torch.randn(2, 1, 1, keys, size, generator=generator) * size**-0.25).to(dtype)
+    slots, exact = torch.zeros(rows, dtype=torch.int64), evolve(own, to=torch.float32)
+    low, high = slots + 3, slots + keys - 131
+
+    def attend(some: Tensor) -> Tensor:
+        seen = low[: len(some)], high[: len(some)]
+        return exact.attend(some.view(-1, 1, group, size), slots[: len(some)], seen, k, v)
+
+    return Trial(f"attention of heads of {size}", NATIVE, x, threads, attend)
 
 
 def cancelling(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from attrs import frozen
 
 FOLDER = Path(__file__).parent
-SOURCES = ("pool.h", "tiles.h", "rows.h", "products.c")
+SOURCES = ("numbers.h", "pool.h", "tiles.h", "rows.h", "keys.h", "attention.h", "products.c")
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
 _SWITCHED = {"on": True, "off": False}
@@ -74,4 +74,8 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
         *(pointer, pointer, size, size, pointer, number, number, real, number, number),
     ]
     code.rekindle_heads.restype = None
+    code.rekindle_attend.argtypes = [
+        *(pointer, size, size, size, size, pointer, pointer, pointer, pointer, pointer, size, size, number),
+        *(pointer, number, number, number),
+    ]
     return NativeCode(code, code.rekindle_level()), ""

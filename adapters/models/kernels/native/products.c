@@ -1,102 +1,15 @@
 // Matrix products whose bits are fixed by what they are, not by how they are computed: see tiles.h and docs/DETERMINISM.md.
 // Compiled at installation (hatch_build.py), loaded by compiled.py, which checks all arguments; nothing here does.
 #define _GNU_SOURCE
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
+#include "numbers.h"
 #include "pool.h"
 
 #define ROWS 256  // at once, so that a panel's sums stay near
 #define TERMS 384 // of a chain before it is set down, in wide products: a panel's weights stay near as well
 #define NARROW 12 // rows: so few take a chain in one go
 #define AHEAD 1024 // bytes of a panel that are fetched before they are multiplied
+#define KEYS 128   // of a tile of attention
 #define PANELS 4   // that go together at most: of 32 outputs each
-
-enum { FLOATS, BRAINS }; // how weights are stored: float32, bfloat16
-
-static inline float float_of(uint32_t bits) {
-    float one;
-    memcpy(&one, &bits, sizeof one);
-    return one;
-}
-
-static inline uint32_t bits_of(float one) {
-    uint32_t bits;
-    memcpy(&bits, &one, sizeof bits);
-    return bits;
-}
-
-static inline __attribute__((always_inline)) float widened(uint16_t brain) { return float_of((uint32_t)brain << 16); }
-
-static inline __attribute__((always_inline)) uint16_t rounded(float one) { // to the nearest, or the even one of two
-    const uint32_t bits = bits_of(one);
-    const uint32_t found = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : found);
-}
-
-// Within two units in the last place. Only operations that every processor rounds alike.
-static inline __attribute__((always_inline)) float exponential(float x) {
-    x = x > 104.0f ? 104.0f : x; // what is no number stays none
-    x = x < -104.0f ? -104.0f : x;
-    const float shifted = __builtin_fmaf(x, 1.44269504088896341f, 12582912.0f);
-    const float whole = shifted - 12582912.0f;
-    const uint32_t power = bits_of(shifted) - bits_of(12582912.0f);
-    float r = __builtin_fmaf(whole, -0.693359375f, x);
-    r = __builtin_fmaf(whole, 2.12194440e-4f, r);
-    float found = 1.9875691500e-4f;
-    found = __builtin_fmaf(found, r, 1.3981999507e-3f);
-    found = __builtin_fmaf(found, r, 8.3334519073e-3f);
-    found = __builtin_fmaf(found, r, 4.1665795894e-2f);
-    found = __builtin_fmaf(found, r, 1.6666665459e-1f);
-    found = __builtin_fmaf(found, r, 5.0000001201e-1f);
-    found = __builtin_fmaf(found * r, r, r) + 1.0f;
-    const uint32_t half = (power + 256) / 2 - 128; // in two steps, since 2^power may be no float
-    return found * float_of((half + 127) << 23) * float_of((power - half + 127) << 23);
-}
-
-static inline __attribute__((always_inline)) float number(const void *of, long at, int brain) {
-    return brain ? widened(((const uint16_t *)of)[at]) : ((const float *)of)[at];
-}
-
-static inline __attribute__((always_inline)) void put(void *to, long at, float one, int brain) {
-    if (brain) ((uint16_t *)to)[at] = rounded(one);
-    else ((float *)to)[at] = one;
-}
-
-static inline __attribute__((always_inline)) float swish(float x) { return x / (1.0f + exponential(-x)); }
-
-typedef struct { // of rows of `width` numbers
-    void *residual;
-    const void *delta, *weight;
-    void *out;
-    long width;
-    int brain, weight_brain;
-    float eps;
-} norm_t;
-
-typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of keys, `kv` heads of values
-    const void *projected;
-    long stride, queries, kv, head;
-    const float *bias, *weight, *cos, *sin; // bias: of all heads, or not there. weight: of queries and keys
-    long turned;                            // half of the numbers of a head that are rotated
-    const int64_t *slots, *positions;
-    void *keys, *values;
-    long slot, group; // numbers between slots, and between heads, of keys and values alike
-    float *out;
-    int brain, normed;
-    float eps;
-} heads_t;
-
-typedef struct { // one instruction set's
-    void (*multiply)(long, int, int, const float *, long, const char *, long, long, float *, long, int);
-    void (*widen)(const uint16_t *, float *, long);
-    void (*gate)(float *, const float *, long);
-    void (*round)(const float *, uint16_t *, long);
-    void (*norm)(const norm_t *, long);
-    void (*prepare)(const heads_t *, long);
-} isa_t;
 
 typedef struct {
     float of[16];
@@ -125,6 +38,20 @@ static inline plain_t plain_half(const char *from, int odd) {
     return found;
 }
 
+static inline plain_t plain_words(const float *from, int apart) {
+    plain_t found;
+    for (int i = 0; i < 16; i++) found.of[i] = from[(long)i * apart];
+    return found;
+}
+
+static inline plain_t plain_halves(plain_t words, int high) {
+    for (int i = 0; i < 16; i++) {
+        const uint32_t bits = bits_of(words.of[i]);
+        words.of[i] = float_of(high ? bits & 0xffff0000 : bits << 16);
+    }
+    return words;
+}
+
 #define ON(name) name##_plain
 #define FOR
 #define V plain_t
@@ -137,9 +64,13 @@ static inline plain_t plain_half(const char *from, int odd) {
 #define HALVES(at, low, high)                                                                                          \
     low = plain_half(at, 0);                                                                                           \
     high = plain_half(at, 1)
+#define WORDS(at, apart) plain_words(at, apart)
+#define WORDS_LOW(words) plain_halves(words, 0)
+#define WORDS_HIGH(words) plain_halves(words, 1)
 #define TILES ON_TILE(1, 1)
 #include "tiles.h"
 #include "rows.h"
+#include "keys.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -157,9 +88,14 @@ static inline plain_t plain_half(const char *from, int odd) {
     const __m256i both = _mm256_loadu_si256((const __m256i *)(at));                                                    \
     low = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));                                                            \
     high = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)))
+#define WORDS(at, apart) _mm256_i32gather_ps(at, _mm256_mullo_epi32(_mm256_set1_epi32(apart), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)), 4)
+#define WORDS_LOW(words) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16))
+#define WORDS_HIGH(words)                                                                                              \
+    _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(words), _mm256_set1_epi32((int)0xffff0000)))
 #define TILES ON_TILE(6, 1) ON_TILE(4, 1) ON_TILE(2, 2) ON_TILE(1, 4)
 #include "tiles.h"
 #include "rows.h"
+#include "keys.h"
 
 #define ON(name) name##_avx512
 #define FOR __attribute__((target("avx512f,avx2,fma,prefer-vector-width=512")))
@@ -174,9 +110,20 @@ static inline plain_t plain_half(const char *from, int odd) {
     const __m512i both = _mm512_loadu_si512(at);                                                                       \
     low = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));                                                            \
     high = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)))
+#define WORDS(at, apart)                                                                                               \
+    _mm512_i32gather_ps(                                                                                               \
+        _mm512_mullo_epi32(                                                                                            \
+            _mm512_set1_epi32(apart), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)          \
+        ),                                                                                                             \
+        at, 4                                                                                                          \
+    )
+#define WORDS_LOW(words) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words), 16))
+#define WORDS_HIGH(words)                                                                                              \
+    _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32((int)0xffff0000)))
 #define TILES ON_TILE(12, 1) ON_TILE(8, 1) ON_TILE(4, 2) ON_TILE(2, 4) ON_TILE(1, 4)
 #include "tiles.h"
 #include "rows.h"
+#include "keys.h"
 #endif
 
 static const isa_t *isa_of(int level) {
@@ -335,3 +282,5 @@ void rekindle_heads(
     rows_t job = {isa_of(level), &heads, rows, 1};
     share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
 }
+
+#include "attention.h"

@@ -86,17 +86,3 @@ static FOR void ON(prepare)(const heads_t *heads, long row) {
     if (heads->brain) ON(prepare_as)(heads, row, 1);
     else ON(prepare_as)(heads, row, 0);
 }
-
-static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(norm), ON(prepare)};
-
-#undef ON
-#undef FOR
-#undef V
-#undef LANES
-#undef ZERO
-#undef LOAD
-#undef STORE
-#undef SPREAD
-#undef FMA
-#undef HALVES
-#undef TILES

@@ -1,0 +1,107 @@
+// Numbers and what is made of one, alike on every processor; and what each instruction set brings.
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { FLOATS, BRAINS }; // how weights are stored: float32, bfloat16
+
+static inline float float_of(uint32_t bits) {
+    float one;
+    memcpy(&one, &bits, sizeof one);
+    return one;
+}
+
+static inline uint32_t bits_of(float one) {
+    uint32_t bits;
+    memcpy(&bits, &one, sizeof bits);
+    return bits;
+}
+
+static inline __attribute__((always_inline)) float widened(uint16_t brain) { return float_of((uint32_t)brain << 16); }
+
+static inline __attribute__((always_inline)) uint16_t rounded(float one) { // to the nearest, or the even one of two
+    const uint32_t bits = bits_of(one);
+    const uint32_t found = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : found);
+}
+
+// e^x is what is returned times 2^power, within two units in the last place. Only operations that every processor rounds
+// alike. x: between -104 and 104, or no number.
+static inline __attribute__((always_inline)) float powered(float x, uint32_t *power) {
+    const float shifted = __builtin_fmaf(x, 1.44269504088896341f, 12582912.0f);
+    const float whole = shifted - 12582912.0f;
+    *power = bits_of(shifted) - bits_of(12582912.0f);
+    float r = __builtin_fmaf(whole, -0.693359375f, x);
+    r = __builtin_fmaf(whole, 2.12194440e-4f, r);
+    float found = 1.9875691500e-4f;
+    found = __builtin_fmaf(found, r, 1.3981999507e-3f);
+    found = __builtin_fmaf(found, r, 8.3334519073e-3f);
+    found = __builtin_fmaf(found, r, 4.1665795894e-2f);
+    found = __builtin_fmaf(found, r, 1.6666665459e-1f);
+    found = __builtin_fmaf(found, r, 5.0000001201e-1f);
+    return __builtin_fmaf(found * r, r, r) + 1.0f;
+}
+
+static inline __attribute__((always_inline)) float exponential(float x) {
+    x = x > 104.0f ? 104.0f : x; // what is no number stays none
+    x = x < -104.0f ? -104.0f : x;
+    uint32_t power;
+    const float found = powered(x, &power);
+    const uint32_t half = (power + 256) / 2 - 128; // in two steps, since 2^power may be no float
+    return found * float_of((half + 127) << 23) * float_of((power - half + 127) << 23);
+}
+
+// e^x of what is not above zero; zero where that is hardly more.
+static inline __attribute__((always_inline)) float weight_of(float x) {
+    uint32_t power;
+    const float kept = x < -87.0f ? -87.0f : x, found = powered(kept, &power) * float_of((power + 127) << 23);
+    return x < -87.0f ? 0.0f : found;
+}
+
+static inline __attribute__((always_inline)) float number(const void *of, long at, int brain) {
+    return brain ? widened(((const uint16_t *)of)[at]) : ((const float *)of)[at];
+}
+
+static inline __attribute__((always_inline)) void put(void *to, long at, float one, int brain) {
+    if (brain) ((uint16_t *)to)[at] = rounded(one);
+    else ((float *)to)[at] = one;
+}
+
+static inline __attribute__((always_inline)) float swish(float x) { return x / (1.0f + exponential(-x)); }
+
+typedef struct { // of rows of `width` numbers
+    void *residual;
+    const void *delta, *weight;
+    void *out;
+    long width;
+    int brain, weight_brain;
+    float eps;
+} norm_t;
+
+typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of keys, `kv` heads of values
+    const void *projected;
+    long stride, queries, kv, head;
+    const float *bias, *weight, *cos, *sin; // bias: of all heads, or not there. weight: of queries and keys
+    long turned;                            // half of the numbers of a head that are rotated
+    const int64_t *slots, *positions;
+    void *keys, *values;
+    long slot, group; // numbers between slots, and between heads, of keys and values alike
+    float *out;
+    int brain, normed;
+    float eps;
+} heads_t;
+
+typedef struct { // one instruction set's
+    void (*multiply)(long, int, int, const float *, long, const char *, long, long, float *, long, int);
+    void (*widen)(const uint16_t *, float *, long);
+    void (*gate)(float *, const float *, long);
+    void (*round)(const float *, uint16_t *, long);
+    void (*norm)(const norm_t *, long);
+    void (*prepare)(const heads_t *, long);
+    void (*turn)(const void *, long, long, float *, int);
+    void (*align)(const void *, long, long, float *, int);
+    void (*weigh)(float *, long, long, long, float *);
+    void (*join)(float *, const float *, long, int);
+    void (*finish)(const float *, long, void *, long, int);
+} isa_t;
