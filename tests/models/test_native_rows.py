@@ -9,7 +9,7 @@ from attrs import evolve
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.rows import Heads, NativeRows
+from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.shard import Segment, Step
 
@@ -124,7 +124,7 @@ def test_heads_are_what_torch_makes_of_them(own, monkeypatch, dtype, case):
 
 def test_bits_of_heads_are_the_same_in_any_instructions_and_beside_any_rows(own):
     weight, rope = random(6, 16), Rope(random(CAPACITY, 8, seed=2).cos(), random(CAPACITY, 8, seed=3).sin())
-    projected, heads = random(48, 8 * 16, seed=4), Heads(random(8, 16, seed=5), weight, True, 1e-6)
+    projected, heads = random(48, 8 * 16, seed=4), PreparedHeads(random(8, 16, seed=5), weight, True, 1e-6)
     slots, positions = torch.arange(48) % SLOTS, torch.arange(48)
     every = []
     for each in levels(own):
@@ -153,7 +153,7 @@ def test_rows_that_no_cache_has_are_refused_before_anything_is_written(own, monk
 
 def test_caches_and_heads_of_other_shapes_are_refused(own):
     rope, at = Rope(torch.zeros(4, 8), torch.zeros(4, 8)), (torch.zeros(1, dtype=torch.int64),) * 2
-    caches, heads = [torch.zeros(1, 1, 4, 16) for _ in "kv"], Heads(None, torch.ones(2, 16), False, 0.0)
+    caches, heads = [torch.zeros(1, 1, 4, 16) for _ in "kv"], PreparedHeads(None, torch.ones(2, 16), False, 0.0)
     assert own.prepare(torch.zeros(1, 48), heads, rope, at, *caches).shape == (1, 1, 16)
     for wrong in (torch.zeros(1, 64), torch.zeros(1, 50)):
         with pytest.raises(ValueError, match="columns"):

@@ -35,13 +35,14 @@ from adapters.models.kernels.products import (
 )
 from adapters.models.kernels.trials import (
     Group,
-    ScoresTrial,
     Trial,
     ValuesTrial,
     attention_trial,
+    batched_trial,
     bits,
     cancelling,
-    name_of,
+    scores_trial,
+    values_trial,
 )
 
 TERMS = (1024, 512, 256)  # keys of one product with values; the longest that can be proven saves the most calls
@@ -191,19 +192,19 @@ class Prover:
         if (served := self._own_attention(heads)) is not None:
             return served
         least = next(count for count in COUNTS if count >= heads.group)
-        counts = [count for count in COUNTS if count <= max(QUERIES, least)]
+        counts, multiply = [count for count in COUNTS if count <= max(QUERIES, least)], self.kernels.multiply
         if (served := self._further(heads, counts[-1], least)) is not None:
             return served
-        scores = self._scores_trial(heads, counts[-1], least, spans(heads.keys))
+        scores = scores_trial(multiply, heads, (counts[-1], least), spans(heads.keys), self.regimes)
         scored = scores.groups(counts)
         failures = self._counted(scores)
         best: tuple[float, ServedHeads, Group, ValuesTrial, Group] | None = None
-        longest = [self._values_trial(heads, counts[-1], TERMS[0], dtype) for dtype in self.dtypes]
+        longest = [values_trial(multiply, heads, counts[-1], TERMS[0], dtype, self.regimes) for dtype in self.dtypes]
         for bound, factor, trial in self.quickest_first(longest, counts):
             if best is not None and best[0] <= bound / TERMS[0]:
                 continue
             for terms in TERMS:  # longer sums mean fewer calls
-                values = self._values_trial(heads, counts[-1], terms, trial.x.dtype)
+                values = values_trial(multiply, heads, counts[-1], terms, trial.x.dtype, self.regimes)
                 ways = self._ways(heads, values.groups(counts), scored)
                 failures += self._counted(values)
                 for rows, group, weighed in ways:
@@ -260,7 +261,7 @@ class Prover:
         rows: list[int] = [*BATCHED]
         proven = list[tuple[Trial, Group]]()
         for heads, terms, outputs in batched(delta):
-            trial = self._batched_trial(heads, terms, outputs)
+            trial = batched_trial(BATCHED[-1], (heads, terms, outputs), self.regimes)
             groups = trial.groups(rows)
             failures = self._counted(trial)
             if not groups:
@@ -272,16 +273,6 @@ class Prover:
         for trial, group in proven:
             self._keep(trial, Group(rows, group.reference), len(rows) * len(self.regimes))
         return ServedDelta(delta, tuple(rows))
-
-    def _batched_trial(self, heads: int, terms: int, outputs: int) -> Trial:
-        """All heads multiply the same rows, each with a weight of its own."""
-        x, w = cancelling(BATCHED[-1], heads * outputs, terms, torch.float32)
-        weights = w.view(heads, outputs, terms).transpose(1, 2).contiguous()
-
-        def multiply(rows: Tensor) -> Tensor:
-            return torch.bmm(rows.expand(heads, -1, -1).contiguous(), weights).transpose(0, 1).flatten(1)
-
-        return Trial(f"{heads} times {terms} to {outputs}", name_of(x.dtype), x, self.regimes, multiply)
 
     def _known(self) -> ProductPlan | None:
         """What holds here, too: it was proven for the same row counts and threads."""
@@ -306,37 +297,11 @@ class Prover:
             return evolve(served, heads=heads)
         if not wanted & before:
             return None
-        trial = self._scores_trial(heads, rows, least, (max(wanted & before), *sorted(wanted - before)))
+        tied = (max(wanted & before), *sorted(wanted - before))
+        trial = scores_trial(self.kernels.multiply, heads, (rows, least), tied, self.regimes)
         groups = trial.groups(served.rows)
         self._counted(trial)
         return evolve(served, heads=heads) if [group.rows for group in groups] == [list(served.rows)] else None
-
-    def _scores_trial(self, heads: Heads, rows: int, least: int, found: tuple[int, ...]) -> ScoresTrial:
-        x, keys = cancelling(rows, heads.keys, heads.size, torch.float32)
-        kernels, name = self.kernels, f"scores of heads of {heads.size}"
-        return ScoresTrial(
-            name,
-            name_of(x.dtype),
-            x,
-            self.regimes,
-            lambda some: kernels.multiply(some, keys),
-            keys=keys,
-            spans=found,
-            product=kernels.multiply,
-            least=least,
-        )
-
-    def _values_trial(self, heads: Heads, rows: int, terms: int, dtype: torch.dtype) -> ValuesTrial:
-        x, w = cancelling(rows, heads.size, terms, dtype)
-        values, kernels = w.t().contiguous(), self.kernels
-        name, way = f"{terms} values of heads of {heads.size} in {name_of(dtype)}", name_of(dtype)
-
-        def product(some: Tensor, those: Tensor) -> Tensor:
-            return kernels.multiply(some, those.t())
-
-        return ValuesTrial(
-            name, way, x, self.regimes, lambda some: product(some, values), values=values, product=product
-        )
 
     def _counted(self, trial: Trial) -> list[str]:
         """Its failures in a line. They are told where nothing was left to serve: which other ways are tried at all

@@ -33,7 +33,7 @@ from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.native.compiled import compiled
 from adapters.models.kernels.native.products import FORMS, NativeProducts, NativeWeight
-from adapters.models.kernels.native.rows import Heads, NativeRows
+from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.products import NARROW, NATIVE, TILE, ProductPlan, Products, Unproven
 from adapters.models.kernels.proof import Proof, prove
 from adapters.models.kernels.trials import name_of
@@ -105,7 +105,7 @@ class CpuKernels:
         self._native = None if found is None else NativeProducts(found, found.level, dtype if dtype in FORMS else None)
         fits = found is not None and dtype in FORMS
         self._rows = NativeRows(found, found.level) if found is not None and fits else None
-        self._preps: dict[tuple[int, int], tuple[HeadPrep, Heads]] = {}
+        self._preps: dict[tuple[int, int], tuple[HeadPrep, PreparedHeads]] = {}
         self._own_attention = NativeAttention(found, found.level, dtype) if found is not None and fits else None
         self._attention = CpuAttention(self, dtype, plan)
         self.delta: DeltaKernels | None = CpuDelta(plan)
@@ -277,7 +277,7 @@ class CpuKernels:
         part.mul_(cos).add_(swapped.mul_(sin))
         return turned, values
 
-    def _prepared(self, prep: HeadPrep, shape: tuple[int, int, int]) -> Heads:
+    def _prepared(self, prep: HeadPrep, shape: tuple[int, int, int]) -> PreparedHeads:
         """In float32: what queries and keys are multiplied with, attention's scale of q included; the bias `[H + 2 KV,
         hd]`. Kept with what it was made from, so that the identity stays taken.
         """
@@ -289,7 +289,7 @@ class CpuKernels:
             scaled = q_norm * head**-0.5
             weight = torch.cat((scaled.expand(queries, -1), k_norm.expand(kv, -1)))
             bias = None if prep.bias is None else prep.bias.float().view(queries + 2 * kv, head)
-            heads = Heads(bias, weight, prep.q_norm is not None, prep.eps)
+            heads = PreparedHeads(bias, weight, prep.q_norm is not None, prep.eps)
             found = self._preps[id(prep), queries] = (prep, heads)
         return found[1]
 

@@ -14,7 +14,7 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from adapters.models.kernels.native.attention import NativeAttention
-from adapters.models.kernels.products import NATIVE, SCORES, TILE
+from adapters.models.kernels.products import NATIVE, SCORES, TILE, Heads
 
 _MOST = 1 << 22  # random elements of a weight; a larger one repeats them
 _RUNS = 4
@@ -137,6 +137,59 @@ class ValuesTrial(Trial):
             if not self.same(self.product(short, self.values[:terms]), self.multiply(padded)):
                 return f"{count} rows: {terms} values and {len(self.values)} differ ({threads} threads)"
         return None
+
+
+def scores_trial(
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    heads: Heads,
+    rows: tuple[int, int],
+    found: tuple[int, ...],
+    threads: tuple[int, ...],
+) -> ScoresTrial:
+    """rows: the most of queries, and the least that any span allows. found: spans."""
+    x, keys = cancelling(rows[0], heads.keys, heads.size, torch.float32)
+    return ScoresTrial(
+        f"scores of heads of {heads.size}",
+        name_of(x.dtype),
+        x,
+        threads,
+        lambda some: multiply(some, keys),
+        keys=keys,
+        spans=found,
+        product=multiply,
+        least=rows[1],
+    )
+
+
+def values_trial(
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    heads: Heads,
+    rows: int,
+    terms: int,
+    dtype: torch.dtype,
+    threads: tuple[int, ...],
+) -> ValuesTrial:
+    x, w = cancelling(rows, heads.size, terms, dtype)
+    values, name = w.t().contiguous(), f"{terms} values of heads of {heads.size} in {name_of(dtype)}"
+
+    def product(some: Tensor, those: Tensor) -> Tensor:
+        return multiply(some, those.t())
+
+    return ValuesTrial(
+        name, name_of(dtype), x, threads, lambda some: product(some, values), values=values, product=product
+    )
+
+
+def batched_trial(rows: int, shape: tuple[int, int, int], threads: tuple[int, ...]) -> Trial:
+    """All heads multiply the same rows, each with a weight of its own. shape: heads, terms of a sum, outputs."""
+    heads, terms, outputs = shape
+    x, w = cancelling(rows, heads * outputs, terms, torch.float32)
+    weights = w.view(heads, outputs, terms).transpose(1, 2).contiguous()
+
+    def multiply(some: Tensor) -> Tensor:
+        return torch.bmm(some.expand(heads, -1, -1).contiguous(), weights).transpose(0, 1).flatten(1)
+
+    return Trial(f"{heads} times {terms} to {outputs}", name_of(x.dtype), x, threads, multiply)
 
 
 def attention_trial(

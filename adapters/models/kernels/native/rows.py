@@ -17,7 +17,7 @@ WIDEST = 1024  # numbers of a head
 
 
 @frozen(eq=False)
-class Heads:
+class PreparedHeads:
     """What projected heads go through: bias float32 of all of them, weight float32 `[H + KV, hd]`, and whether they are
     normed before that.
     """
@@ -64,7 +64,13 @@ class NativeRows:
         return out
 
     def prepare(
-        self, projected: Tensor, heads: Heads, rope: Rope, at: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor
+        self,
+        projected: Tensor,
+        heads: PreparedHeads,
+        rope: Rope,
+        at: tuple[Tensor, Tensor],
+        k_cache: Tensor,
+        v_cache: Tensor,
     ) -> Tensor:
         """projected `[R, (H + 2 KV) hd]` -> queries, float32 `[R, H, hd]`; keys and values are written at (slot,
         position) of their rows. at: slots and positions, int64 `[R]`; -1 marks a padded row.
