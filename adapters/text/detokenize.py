@@ -35,16 +35,21 @@ class TextStream:
     _utf8: codecs.IncrementalDecoder = field(init=False)
     _finder: StopFinder | None = field(init=False)
     _held: str = field(default="", init=False)  # may be the beginning of a stop string
+    _drops: int = field(init=False)  # spaces that may still be none of the text
 
     def __attrs_post_init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._finder = StopFinder.build(self.stops) if self.stops else None
+        self._drops = self.tokenizer.spelling.drops
 
     def push(self, token: int) -> str:
         """What is certain to follow now. After it, `stopped` tells whether this token completed a stop string."""
         if token in self.hidden or (token in self.tokenizer.special and token not in self.shown):
             return ""
-        return self._pass(self._utf8.decode(self.tokenizer.piece(token)))
+        text = self._utf8.decode(self.tokenizer.piece(token))
+        while text and self._drops:
+            text, self._drops = (text[1:], self._drops - 1) if text[0] == " " else (text, 0)
+        return self._pass(text)
 
     def finish(self) -> str:
         """The rest of the text: what was held back, and U+FFFD for a character that was never completed."""

@@ -16,6 +16,7 @@ from typing import Any
 from attrs import frozen
 
 from adapters.checkpoint.expressions import GPT2, LLAMA3, QWEN, QWEN35
+from adapters.text.spelling import BYTES, SPACE, Spelling
 
 PIECE = 1 << 16  # characters: some 20 ms of encoding
 CUT = re.compile("(?<=[A-Za-z\u4e00-\u9fa5])(?=[\\x00-@\\[-`{-\\x7f\u3001\u3002\uff0c])")
@@ -69,20 +70,36 @@ def runs(texts: Sequence[str], knowledge: Knowledge) -> Iterator[list[tuple[int,
         yield run
 
 
-def known(described: Mapping[str, Any], alphabet: Mapping[str, int]) -> Knowledge:
-    """From the content of a tokenizer.json. alphabet: byte-level characters."""
+def known(described: Mapping[str, Any], spelling: Spelling) -> Knowledge:
+    """From the content of a tokenizer.json."""
     model, added = described.get("model") or {}, described.get("added_tokens") or ()
     vocabulary = model.get("vocab")
     if not isinstance(vocabulary, Mapping) or model.get("type", "BPE") != "BPE" or model.get("dropout"):
         return Knowledge()
+    if spelling.sentence_piece:
+        return spaced(described, [*vocabulary, *(token["content"] for token in added)])
     shrinks = shrinkage(described.get("normalizer"))
     words = splits_words(described.get("pre_tokenizer"))
     swallows = any(token.get(flag) for token in added for flag in ("lstrip", "rstrip", "single_word"))
-    if not (shrinks and words) or swallows or not alphabet.keys() <= vocabulary.keys():
+    if not (shrinks and words) or swallows or not BYTES.keys() <= vocabulary.keys():
         return Knowledge()
-    longest = max(len(text) if alphabet.keys() >= set(text) else len(text.encode()) for text in vocabulary)
+    longest = max(len(text) if BYTES.keys() >= set(text) else len(text.encode()) for text in vocabulary)
     longest = max([longest, *(len(token["content"].encode()) for token in added)])
     return Knowledge(shrinks * longest, not any(CUT.search(token["content"]) for token in added))
+
+
+def spaced(described: Mapping[str, Any], tokens: Sequence[str]) -> Knowledge:
+    """A word of SentencePiece's goes on over spaces and signs, so nothing is cut. Rare bytes are a token each."""
+    step, normalizer = described.get("pre_tokenizer"), described.get("normalizer") or {}
+    steps = normalizer.get("normalizers", [normalizer]) if normalizer else []
+    shrinks = not all(one.get("type") == "Prepend" or replaces_spaces(one) for one in steps)
+    if shrinks or (step is not None and step.get("type") != "Metaspace"):
+        return Knowledge()
+    return Knowledge(max(len(token.encode()) for token in tokens))
+
+
+def replaces_spaces(step: Mapping[str, Any]) -> bool:
+    return step.get("type") == "Replace" and (step.get("pattern"), step.get("content")) == ({"String": " "}, SPACE)
 
 
 def shrinkage(normalizer: Any) -> int:

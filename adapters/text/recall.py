@@ -205,7 +205,7 @@ class Recaller:
     def text(self, tokens: Tokens, hidden: Collection[int] | None = None) -> str:
         """As its client has got it, unless something else is hidden."""
         unseen = self.hidden if hidden is None else hidden
-        return b"".join(self.tokenizer.piece(token) for token in tokens if token not in unseen).decode(errors="replace")
+        return self.tokenizer.read(token for token in tokens if token not in unseen)
 
     def seen(self, piece: Control | str) -> str:
         if isinstance(piece, str):

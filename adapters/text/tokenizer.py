@@ -5,14 +5,16 @@ client typed. So there are two of them here, made from one tokenizer.json: `full
 decode; `plain` does not know them, and encodes every text. Control tokens enter a prompt only by id: from a chat
 template's own constants (see `template.py`) or, in an endpoint that says so, by asking for `controls=True`.
 Between two control tokens the text of the template and of the client is one piece, so the ids are those that the whole
-text would have had.
+text would have had. Where only the beginning of a text gets a space before it, the pieces behind a control token are
+encoded by a third, `inner`, which adds none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +25,7 @@ from attrs import define, field
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.text_files import TextFiles
 from adapters.text.pieces import Knowledge, known, runs, size_of
+from adapters.text.spelling import Spelling, spelling_of
 from adapters.text.template import Control, Spliced, Verbatim
 from effects.ids import Tokens
 
@@ -51,8 +54,10 @@ class Tokenizer:
 
     full: tokenizers.Tokenizer
     plain: tokenizers.Tokenizer
+    inner: tokenizers.Tokenizer
     controls: Mapping[str, Control]
     special: frozenset[int]  # not shown when decoding
+    spelling: Spelling
     end_tokens: Tokens = ()  # any of these ends an answer
     variables: Mapping[str, str] = field(factory=dict)  # bos_token, eos_token ... as chat templates read them
     known_plain: Knowledge = field(factory=Knowledge)
@@ -101,7 +106,7 @@ class Tokenizer:
     async def encode_rendered(self, rendered: Spliced, most: int | None = None, gone: Gone | None = None) -> Tokens:
         """Encode a rendered conversation, in the same way. most: of the whole."""
         texts = [trimmed(rendered, place) for place, piece in enumerate(rendered) if isinstance(piece, str)]
-        encoded = iter(await self._encode(texts, False, most, gone))
+        encoded = iter(await self._encode(texts, False, most, gone, opens=isinstance(rendered[0], str)))
         tokens: list[int] = []
         for piece in rendered:
             match piece:
@@ -114,9 +119,9 @@ class Tokenizer:
         return tuple(tokens)
 
     async def _encode(
-        self, texts: Sequence[str], controls: bool, most: int | None, gone: Gone | None
+        self, texts: Sequence[str], controls: bool, most: int | None, gone: Gone | None, *, opens: bool = True
     ) -> list[list[int]]:
-        """The tokens of each text; `most` is of all together."""
+        """The tokens of each text; `most` is of all together. opens: the first one, and it alone, opens a whole."""
         knowledge = self.known_full if controls else self.known_plain
         size = sum(map(size_of, texts))
         if most is not None and size > knowledge.most_bytes(most):
@@ -126,7 +131,10 @@ class Tokenizer:
         for run in runs(texts, knowledge):
             if count and gone is not None and await gone():
                 raise GaveUp
-            found = await self._thread(self.encode_now, [piece for _, piece in run], controls)
+            opening = [piece for place, piece in run if opens and place == 0]
+            found = await self._thread(self.encode_now, opening, controls) if opening else []
+            if rest := [piece for _, piece in run[len(opening) :]]:
+                found += await self._thread(self.encode_now, rest, controls, inner=True)
             for (place, _), tokens in zip(run, found, strict=True):
                 encoded[place] += tokens
                 count += len(tokens)
@@ -140,8 +148,11 @@ class Tokenizer:
         at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
         return whole[:at], whole[at + len(bare) :]
 
-    def encode_now(self, texts: Sequence[str], controls: bool = False, start: bool = False) -> list[Tokens]:
-        backend = self.full if controls else self.plain
+    def encode_now(
+        self, texts: Sequence[str], controls: bool = False, start: bool = False, *, inner: bool = False
+    ) -> list[Tokens]:
+        """inner: not at the beginning of a whole."""
+        backend = self.full if controls else self.inner if inner else self.plain
         with panics():
             # the batch call releases the GIL; encode() holds it for seconds on a long text
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=start)
@@ -149,8 +160,14 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Tokens to text. special: write control tokens out. Ids that the tokenizer does not have are no text."""
+        if self.spelling.sentence_piece:
+            return self.read(token for token in tokens if special or token not in self.special)
         with panics():
             return self.full.decode(list(tokens), skip_special_tokens=not special)
+
+    def read(self, tokens: Iterable[int]) -> str:
+        """The text of their bytes. Whatever is no UTF-8 becomes U+FFFD."""
+        return self.spelling.shown(b"".join(map(self.piece, tokens)).decode(errors="replace"))
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text. May be part of a character; empty for an id without a token."""
@@ -161,16 +178,12 @@ class Tokenizer:
 
     def _piece(self, token: int) -> bytes:
         written = self.full.id_to_token(token) if token < 1 << 32 else None
-        if written is None:
-            return b""
-        if all(char in BYTES for char in written):
-            return bytes(BYTES[char] for char in written)
-        return written.encode()
+        return b"" if written is None else self.spelling.read(written)
 
-    async def _thread(self, work: Any, *arguments: Any) -> Any:
+    async def _thread(self, work: Any, *arguments: Any, **named: Any) -> Any:
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(ENCODING_THREADS)
-        return await anyio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
+        return await anyio.to_thread.run_sync(partial(work, *arguments, **named), limiter=self._limiter)
 
 
 class TokenizerPanicked(Exception):
@@ -203,20 +216,22 @@ def trimmed(rendered: Spliced, place: int) -> str:
 
 def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens: Sequence[int] = ()) -> Tokenizer:
     """Both tokenizers from the content of tokenizer.json and tokenizer_config.json."""
-    if not is_byte_level(described.get("decoder")):
-        raise CheckpointError("tokenizer.json: the decoder is not ByteLevel, the only kind served so far")
+    spelling = spelling_of(described)
     added = [token for token in described.get("added_tokens", ()) if token["content"].strip()]
     contents = {token["content"] for token in added}
     try:
         bare = without(described, contents)
         with panics():
             full = tokenizers.Tokenizer.from_str(json.dumps(described))
-            plain = tokenizers.Tokenizer.from_str(json.dumps(bare))
-            for backend in (full, plain):
+            plain = inner = tokenizers.Tokenizer.from_str(json.dumps(bare))
+            if opens_with_space(bare):
+                inner = tokenizers.Tokenizer.from_str(json.dumps(bare))
+                inner.pre_tokenizer.prepend_scheme = "never"
+            for backend in (full, plain, inner):
                 backend.encode_batch_fast(TRIED, add_special_tokens=False)
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"tokenizer.json cannot be read: {str(error)[:200]}") from error
-    for backend in (full, plain):
+    for backend in (full, plain, inner):
         backend.no_truncation()
         backend.no_padding()
     controls = {
@@ -229,8 +244,9 @@ def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens:
     if named.get("eos_token") in controls:
         ends.append(controls[named["eos_token"]].id)
     special = frozenset(token["id"] for token in described.get("added_tokens", ()) if token["special"])
-    knowledge = (known(bare, BYTES), known(described, BYTES))
-    return Tokenizer(full, plain, controls, special, tuple(dict.fromkeys(ends)), named, *knowledge)
+    knowledge = (known(bare, spelling), known(described, spelling))
+    ending = tuple(dict.fromkeys(ends))
+    return Tokenizer(full, plain, inner, controls, special, spelling, ending, named, *knowledge)
 
 
 def without(described: Mapping[str, Any], contents: set[str]) -> dict[str, Any]:
@@ -245,12 +261,10 @@ def without(described: Mapping[str, Any], contents: set[str]) -> dict[str, Any]:
     return {**described, "added_tokens": kept, "model": model}
 
 
-def is_byte_level(decoder: Any) -> bool:
-    if not isinstance(decoder, Mapping):
-        return False
-    if decoder.get("type") == "Sequence":
-        return [part.get("type") for part in decoder.get("decoders", ())] == ["ByteLevel"]
-    return decoder.get("type") == "ByteLevel"
+def opens_with_space(described: Mapping[str, Any]) -> bool:
+    """Does a text get a space before it only where it begins?"""
+    step = described.get("pre_tokenizer") or {}
+    return step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first"
 
 
 def content_of(settings: Mapping[str, Any], name: str) -> str | None:
@@ -259,13 +273,3 @@ def content_of(settings: Mapping[str, Any], name: str) -> str | None:
     if isinstance(found, Mapping):
         found = found.get("content")
     return found if isinstance(found, str) else None
-
-
-def byte_alphabet() -> dict[str, int]:
-    """How byte-level BPE writes bytes as printable characters (Radford et al. 2019, GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-BYTES = byte_alphabet()

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.text.detokenize import TextStream
-from adapters.text.tokenizer import BYTES, Tokenizer
+from adapters.text.spelling import BYTES
+from adapters.text.tokenizer import Tokenizer
 
 LETTERS = {byte: char for char, byte in BYTES.items()}
 UNFINISHED = [

@@ -15,7 +15,8 @@ from adapters import demo
 from adapters.checkpoint.expressions import GPT2, QWEN
 from adapters.text import pieces
 from adapters.text.pieces import KNOWN, Knowledge, known, runs, size_of
-from adapters.text.tokenizer import BYTES, GaveUp, TooLong
+from adapters.text.spelling import Spelling
+from adapters.text.tokenizer import GaveUp, TooLong
 from adapters.text.tokenizer import Tokenizer as Ours
 from tests.text import small
 
@@ -50,7 +51,7 @@ BUILT = {name: Tokenizer.from_str(json.dumps(case)) for name, case in CASES.item
 @pytest.mark.parametrize("name", CASES)
 @given(text=TEXTS)
 def test_pieces_have_the_tokens_of_the_whole_and_no_fewer_than_was_said(name: str, text: str) -> None:
-    knowledge, tokenizer = known(CASES[name], BYTES), BUILT[name]
+    knowledge, tokenizer = known(CASES[name], Spelling()), BUILT[name]
     assert knowledge.cuts
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     with pytest.MonkeyPatch.context() as patch:
@@ -96,14 +97,14 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_known_for_certain_is_neither_cut_nor_counted(name: str) -> None:
-    knowledge = known(UNKNOWN[name], BYTES)
+    knowledge = known(UNKNOWN[name], Spelling())
     assert (knowledge.longest, knowledge.cuts) == (0, False)
     assert knowledge.least(10**9) == 0
     assert knowledge.most_bytes(1000) == 64_000
 
 
 def test_an_added_token_over_a_cut_keeps_the_text_whole() -> None:
-    knowledge = known(changed(added_tokens=[{"content": "<|im_end|>"}]), BYTES)
+    knowledge = known(changed(added_tokens=[{"content": "<|im_end|>"}]), Spelling())
     assert (knowledge.longest > 0, knowledge.cuts) == (True, False)
 
 

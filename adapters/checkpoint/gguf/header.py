@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from attrs import define, field, frozen
 
@@ -32,7 +32,7 @@ MOST_DIMENSIONS = 4
 MOST_ALIGNMENT = 1 << 16
 _PIECE = 1 << 20
 
-_TEXT, _LIST = 8, 9
+_FLOATS, _BOOL, _TEXT, _LIST = {6, 12}, 7, 8, 9
 _SCALARS: Mapping[int, struct.Struct] = {
     number: struct.Struct("<" + code)
     for number, code in {
@@ -101,9 +101,18 @@ class GgufHeader:
 
     def integers(self, name: str) -> list[int]:
         """A list of integers of the metadata. Raises CheckpointError where it is none."""
+        found: list[int] = self._numbers(name, "integers", lambda kind: kind not in {_TEXT, _BOOL, *_FLOATS})
+        return found
+
+    def floats(self, name: str) -> list[float]:
+        """A list of floats of the metadata. Raises CheckpointError where it is none."""
+        found: list[float] = self._numbers(name, "floats", _FLOATS.__contains__)
+        return found
+
+    def _numbers(self, name: str, what: str, fits: Callable[[int], bool]) -> Any:
         found = self.fields.get(name)
-        if not isinstance(found, Items) or found.kind in {_TEXT, 6, 7, 12}:
-            raise CheckpointError(f"{self.path}: {name} is {'missing' if found is None else 'not a list of integers'}")
+        if not isinstance(found, Items) or not fits(found.kind):
+            raise CheckpointError(f"{self.path}: {name} is {'missing' if found is None else f'not a list of {what}'}")
         one = _SCALARS[found.kind]
         numbers = array(one.format[1:])
         numbers.frombytes(self.data[found.start : found.start + found.count * one.size])

@@ -1,7 +1,7 @@
 """A GGUF file's text: its metadata as tokenizer.json and the other files of a folder would have it.
 
-llama.cpp names a pre-tokenizer and has its expression in its code; here it is what the models' own tokenizer.json say
-under that name, Unicode normalisation included.
+llama.cpp names a byte-level pre-tokenizer and has its expression in its code; here it is what the models' own
+tokenizer.json say under that name, Unicode normalisation included. SentencePiece has none (`sentence_piece.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from attrs import frozen
 
 from adapters.checkpoint.errors import CheckpointError, shown
 from adapters.checkpoint.expressions import LLAMA3, QWEN, QWEN35
+from adapters.checkpoint.gguf import sentence_piece
 from adapters.checkpoint.gguf.header import GgufHeader, Items, read_header
 from adapters.checkpoint.gguf.metadata import shortest
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of tokens
 # Ends of an answer that models have beside the one that the metadata name, as llama.cpp finds them: by their text
 ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 END_FIELDS = ("eos", "eot", "eom")
@@ -68,17 +69,20 @@ def described(path: Path, most_template: int) -> dict[str, Any]:
     """
     header = read_header(path)
     fields = header.fields
-    model, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if model != "gpt2":
+    model = fields.get("tokenizer.ggml.model")
+    if model not in {"gpt2", "llama"}:
         what = "is missing" if model is None else f"{shown(model)} is not supported"
-        raise CheckpointError(f"{path}: tokenizer.ggml.model {what}; accepted: 'gpt2', which is byte-level BPE")
-    if not isinstance(pre, str) or pre not in WORDS:
-        what = "is missing" if pre is None else f"{shown(pre)} is not supported"
-        raise CheckpointError(f"{path}: tokenizer.ggml.pre {what}; accepted: {', '.join(map(repr, WORDS))}")
+        accepted = "'gpt2', which is byte-level BPE, and 'llama', which is SentencePiece"
+        raise CheckpointError(f"{path}: tokenizer.ggml.model {what}; accepted: {accepted}")
     tokens, ids = read_tokens(header)
+    added = added_tokens(header, tokens)
+    if model == "gpt2":
+        words = word_cuts(header)
+        parts, start = byte_level(header, words, ids), words.start
+    else:
+        parts, start = sentence_piece.parts(header, tokens, ids, [token["content"] for token in added]), True
     named = {name: tokens[id_] for name, key in SPECIAL.items() if (id_ := token_id(header, key, tokens)) is not None}
     ends = [id_ for key in END_FIELDS if (id_ := token_id(header, key, tokens)) is not None]
-    added = added_tokens(header, tokens)
     ends += [token["id"] for token in added if token["content"] in ENDS]
     template = fields.get("tokenizer.chat_template")
     if template is not None and not (isinstance(template, str) and len(template.encode()) <= most_template):
@@ -87,16 +91,8 @@ def described(path: Path, most_template: int) -> dict[str, Any]:
         "tokenizer": {
             "version": "1.0",
             "added_tokens": added,
-            "normalizer": WORDS[pre].normalizer,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(WORDS[pre].steps)},
-            "post_processor": starting(header, WORDS[pre], named.get("bos_token"), ids),
-            "decoder": {**BYTE_LEVEL, "use_regex": True},
-            "model": {
-                "type": "BPE",
-                "ignore_merges": WORDS[pre].whole,
-                "vocab": ids,
-                "merges": read_merges(header, ids),
-            },
+            "post_processor": starting(header, start, named.get("bos_token"), ids),
+            **parts,
         },
         "settings": named,
         "generation": {
@@ -106,6 +102,23 @@ def described(path: Path, most_template: int) -> dict[str, Any]:
         },
         "end_tokens": tuple(dict.fromkeys(ends)),
         "template": template,
+    }
+
+
+def word_cuts(header: GgufHeader) -> WordCuts:
+    pre = header.fields.get("tokenizer.ggml.pre")
+    if not isinstance(pre, str) or pre not in WORDS:
+        what = "is missing" if pre is None else f"{shown(pre)} is not supported"
+        raise CheckpointError(f"{header.path}: tokenizer.ggml.pre {what}; accepted: {', '.join(map(repr, WORDS))}")
+    return WORDS[pre]
+
+
+def byte_level(header: GgufHeader, words: WordCuts, ids: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "normalizer": words.normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(words.steps)},
+        "decoder": {**BYTE_LEVEL, "use_regex": True},
+        "model": {"type": "BPE", "ignore_merges": words.whole, "vocab": ids, "merges": read_merges(header, ids)},
     }
 
 
@@ -133,9 +146,9 @@ def read_tokens(header: GgufHeader) -> tuple[list[str], dict[str, int]]:
 def added_tokens(header: GgufHeader, tokens: Sequence[str]) -> list[dict[str, Any]]:
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
-        {"id": id_, "content": tokens[id_], **plain, "special": kind == CONTROL}
+        {"id": id_, "content": tokens[id_], **plain, "special": kind != USER_DEFINED}
         for id_, kind in enumerate(kinds(header, tokens))
-        if kind in {CONTROL, USER_DEFINED}
+        if kind in {UNKNOWN, CONTROL, USER_DEFINED}
     ]
 
 
@@ -161,11 +174,11 @@ def token_id(header: GgufHeader, key: str, tokens: Sequence[str]) -> int | None:
     return found
 
 
-def starting(header: GgufHeader, words: WordCuts, first: str | None, ids: Mapping[str, int]) -> dict[str, Any] | None:
-    """What puts the first token before a text, if anything does."""
+def starting(header: GgufHeader, start: bool, first: str | None, ids: Mapping[str, int]) -> dict[str, Any] | None:
+    """What puts the first token before a text, if anything does. start: unless the metadata say otherwise."""
     if header.fields.get("tokenizer.ggml.add_eos_token") is True:
         raise CheckpointError(f"{header.path}: tokenizer.ggml.add_eos_token true is not supported; accepted: false")
-    if not header.fields.get("tokenizer.ggml.add_bos_token", words.start):
+    if not header.fields.get("tokenizer.ggml.add_bos_token", start):
         return None
     if first is None or first not in ids:
         raise CheckpointError(f"{header.path}: tokenizer.ggml.bos_token_id, with which texts begin, is no token")

@@ -1,0 +1,171 @@
+"""SentencePiece vocabularies, of GGUF files and tokenizer.json: tokens and texts are those of the library itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import sentencepiece
+from tokenizers import pre_tokenizers
+
+from adapters import demo
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.text_files import TextFiles
+from adapters.text.detokenize import TextStream
+from adapters.text.spelling import spelling_of
+from adapters.text.template import Control
+from adapters.text.tokenizer import Tokenizer, build
+from tests.models.ggufs import write_gguf
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ("README.md", "adapters/text/tokenizer.py")
+SIGNS = "ab  Z09_.,'!\n\t\u00e9e\u0301\u4e2d\u3002\u0645\u0651\U0001f600<s></s><0x0A><unk>"
+
+
+@pytest.fixture(scope="module")
+def theirs() -> sentencepiece.SentencePieceProcessor:
+    """As Llama 2's was made, but small."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(line for name in TEXTS for line in (ROOT / name).read_text().splitlines() if line),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=900,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        character_coverage=0.999,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def fields_of(theirs: sentencepiece.SentencePieceProcessor, **fields: Any) -> dict[str, Any]:
+    """What llama.cpp's converter writes of it."""
+    kinds = (
+        (theirs.is_unknown, gguf.TokenType.UNKNOWN),
+        (theirs.is_control, gguf.TokenType.CONTROL),
+        (theirs.is_byte, gguf.TokenType.BYTE),
+        (lambda _: True, gguf.TokenType.NORMAL),
+    )
+    ids = range(theirs.vocab_size())
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [theirs.id_to_piece(id_) for id_ in ids],
+        "tokenizer.ggml.scores": [theirs.get_score(id_) for id_ in ids],
+        "tokenizer.ggml.token_type": [int(next(kind for fits, kind in kinds if fits(id_))) for id_ in ids],
+        "tokenizer.ggml.bos_token_id": theirs.bos_id(),
+        "tokenizer.ggml.eos_token_id": theirs.eos_id(),
+        **fields,
+    }
+
+
+def file_of(folder: Path, fields: dict[str, Any]) -> Path:
+    return write_gguf(folder / "m.gguf", demo.FOLDER, weights=False, **fields)
+
+
+@pytest.fixture(scope="module")
+def ours(theirs: sentencepiece.SentencePieceProcessor, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.of(TextFiles.read(file_of(tmp_path_factory.mktemp("sp"), fields_of(theirs))))
+
+
+def texts() -> list[str]:
+    rng = random.Random(5)
+    signs = ("".join(rng.choice(SIGNS) for _ in range(60)) for _ in range(200))
+    return [*((ROOT / name).read_text() for name in TEXTS), " two  spaces ", "   ", "x", *signs]
+
+
+def test_tokens_and_texts_are_theirs(ours: Tokenizer, theirs: sentencepiece.SentencePieceProcessor) -> None:
+    for text in texts():
+        tokens = ours.encode_now([text])[0]
+        assert list(tokens) == theirs.encode(text), text
+        assert ours.decode(tokens) == theirs.decode(list(tokens)) == text
+        stream = TextStream(ours)
+        assert "".join([*map(stream.push, tokens), stream.finish()]) == text
+    assert ours.encode_now(["x"], start=True)[0] == (theirs.bos_id(), *theirs.encode("x"))
+    assert (ours.end_tokens, ours.special) == ((theirs.eos_id(),), {0, 1, 2})
+    assert ours.known_plain.longest >= max(len(theirs.id_to_piece(id_).encode()) for id_ in range(theirs.vocab_size()))
+
+
+def test_bytes_that_are_no_character_are_shown_one_by_one(ours: Tokenizer) -> None:
+    """The first ones of a stream are shown before the wrong one is known."""
+    smile = ours.encode_now(["\U0001f600"])[0][1:]
+    stream, broken = TextStream(ours), (*smile[:-1], *smile)
+    assert ours.decode(broken) == "".join([*map(stream.push, broken), stream.finish()]) == "\ufffd\U0001f600"
+
+
+async def test_text_between_control_tokens_has_the_tokens_of_the_whole(ours: Tokenizer) -> None:
+    """A space is put before each, as the files of such models say; with `Metaspace` before the first one alone."""
+    first, last = ours.controls["<s>"], ours.controls["</s>"]
+    rendered: list[Control | str] = [first, "[INST] Hi [/INST]", last, "again"]
+    whole = "".join(part if isinstance(part, str) else part.content for part in rendered)
+    assert await ours.encode_rendered(rendered) == ours.encode_now([whole], controls=True)[0]
+    other = {**described(ours), "normalizer": None}
+    other["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": "first",
+        "split": False,
+    }
+    newer = build(other, {})
+    assert isinstance(newer.plain.pre_tokenizer, pre_tokenizers.Metaspace)
+    for parts in (rendered, ["Hi", last, "again"]):
+        whole = "".join(part if isinstance(part, str) else part.content for part in parts)
+        assert await newer.encode_rendered(parts) == newer.encode_now([whole], controls=True)[0]
+    assert newer.encode_now(["a"], inner=True) != newer.encode_now(["a"])
+
+
+def described(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Its tokenizer.json."""
+    return json.loads(tokenizer.full.to_str())
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tokenizer.ggml.scores": [1.0]}, "scores is not a number for each of 900 tokens"),
+        ({"tokenizer.ggml.scores": [float("nan")] * 900}, "scores is not a number for each of 900 tokens"),
+        ({"tokenizer.ggml.scores": [1] * 900}, "scores is not a list of floats"),
+        ({"tokenizer.ggml.add_space_prefix": "yes"}, "add_space_prefix 'yes' is neither true nor false"),
+        (
+            {"tokenizer.ggml.model": "t5"},
+            "'t5' is not supported; accepted: 'gpt2', which is byte-level",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(theirs, tmp_path, fields, says) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        TextFiles.read(file_of(tmp_path, fields_of(theirs, **fields)))
+
+
+def test_tokens_that_would_take_long_to_cut_in_two_are_refused(theirs, tmp_path) -> None:
+    fields = fields_of(theirs)
+    fields["tokenizer.ggml.tokens"][-1] = "x" * 1025
+    with pytest.raises(CheckpointError, match=r"a token of 1025 characters, .* accepted: up to 1024"):
+        TextFiles.read(file_of(tmp_path, fields))
+
+
+def test_a_vocabulary_without_all_bytes_is_refused(theirs, tmp_path, ours) -> None:
+    fields = fields_of(theirs)
+    fields["tokenizer.ggml.tokens"][5] = "no byte"
+    with pytest.raises(CheckpointError, match="lacks 1 bytes, <0x02> for one"):
+        TextFiles.read(file_of(tmp_path, fields))
+    other = described(ours)
+    del other["model"]["vocab"]["<0x02>"]
+    with pytest.raises(CheckpointError, match="the vocabulary lacks some"):
+        spelling_of(other)
+
+
+async def test_without_a_space_before_a_text_nothing_is_dropped(theirs, tmp_path) -> None:
+    found = Tokenizer.of(
+        TextFiles.read(file_of(tmp_path, fields_of(theirs, **{"tokenizer.ggml.add_space_prefix": False})))
+    )
+    for text in (" x", "x"):
+        assert found.decode(found.encode_now([text])[0]) == text
