@@ -41,7 +41,7 @@ imports: install
 check: lint types imports test  ## what CI runs
 
 docs: .venv/documents  ## the documentation as a site, in build/site; a broken link is an error
-	$(BIN)/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 .venv/documents: .venv/serves
 	$(PIP) --editable '.[docs]'
