@@ -31,9 +31,13 @@ class PromptPart:
     name: str = ""
     kept: tuple[Span, ...] | None = None
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
     def __attrs_post_init__(self) -> None:
         """Parts also come out of traces, which are hostile input."""
-        edges = [0, *(at for span in self.kept or () for at in span), self.stop - self.start]
+        edges = [0, *(at for span in self.kept or () for at in span), self.length]
         if not 0 <= self.keep <= WHOLE or edges != sorted(edges):
             raise ValueError(f"a part of a prompt that cannot be: {self}")
 
@@ -49,7 +53,7 @@ class Compression:
     continues: bool = False  # it has answers in it already
     tools: bool = False  # or functions that may be called
     freeze: bool = False  # shorten messages that have aged once and for all, and nothing else of a conversation
-    least: int = 0  # tokens of such messages together that are worth it
+    least: int = 0  # tokens of such messages together that are worth it, where the prompt fits
 
     def __attrs_post_init__(self) -> None:
         """Jobs also come out of traces, which are hostile input."""

@@ -86,9 +86,8 @@ def freezes(job: Job) -> bool:
 
 
 def aged(job: Job) -> tuple[PromptPart, ...]:
-    """Messages that could be frozen now; none, where that is not worth it."""
-    found = tuple(part for part in job.compression.parts if part.keep and part.kept is None)
-    return found if sum(part.stop - part.start for part in found) >= max(1, job.compression.least) else ()
+    """Messages that could be frozen now."""
+    return tuple(part for part in job.compression.parts if part.keep and part.kept is None)
 
 
 def uncompressed(job: Job, drafter: int) -> str:

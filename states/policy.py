@@ -63,11 +63,11 @@ def compress(known: Known, prompt: Prompt, missing: int) -> Decision:
     Where messages are frozen later, a conversation's first prompt stays as it is: its next turn begins with it.
     """
     if freezes(prompt.job):
-        return freeze(known.settings, prompt)
+        return freeze(known, prompt, missing)
     allowed, asked = shorten(known.settings, prompt), prompt.job.compression
     if not allowed.go or not fits(known.settings, prompt):
         return Decision(allowed.go, "does_not_fit" if allowed.go else allowed.reason)
-    if asked.freeze and asked.parts and not one_off(prompt.job).go:
+    if asked.freeze and asked.parts and not prompt.job.one_off:
         return Decision(False, "first_turn")
     if asked.mode == "always":
         return Decision(True, "always")
@@ -77,25 +77,42 @@ def compress(known: Known, prompt: Prompt, missing: int) -> Decision:
     return Decision(pays, "long" if pays else "does_not_pay")
 
 
-def freeze(settings: Settings, prompt: Prompt) -> Decision:
-    """The gate of freezing: `auto` looks at how many tokens of aged messages there are together, so that it happens
-    seldom: between two times the prompt only grows, and is found again.
+def freeze(known: Known, prompt: Prompt, missing: int) -> Decision:
+    """The gate of freezing. What fits is frozen seldom: aged messages have to be worth it together, and between two
+    times the prompt only grows, and is found again.
     """
     asked, messages = prompt.job.compression, aged(prompt.job)
-    reasons = {
-        "no_drafter": settings.drafter == 0,
+    never = {
+        "no_drafter": known.settings.drafter == 0,
         "already_tried": prompt.compressed,
         "answer_begun": bool(prompt.heard),
         "nothing_aged": not messages,
     }
-    if never := next((reason for reason, holds in reasons.items() if holds), ""):
-        return Decision(False, never)
-    if not fits(settings, prompt):
+    if any(never.values()):
+        return Decision(False, next(reason for reason, holds in never.items() if holds))
+    if not fits(known.settings, prompt):
         return Decision(True, "does_not_fit")
-    if asked.mode == "always":
-        return Decision(True, "always")
-    enough = sum(part.stop - part.start for part in messages) >= asked.threshold
-    return Decision(enough, "aged" if enough else "below_threshold")
+    count = sum(part.length for part in messages)
+    yet = {
+        "too_few_aged": count < asked.least,
+        "below_threshold": asked.mode == "auto" and count < asked.threshold,
+        "does_not_pay": asked.mode == "auto" and not repays(known.rates, prompt, missing),
+    }
+    not_yet = next((reason for reason, holds in yet.items() if holds), "")
+    return Decision(not not_yet, not_yet or "aged")
+
+
+def repays(rates: Rates, prompt: Prompt, missing: int) -> bool:
+    """Is it quicker to score what has aged and to compute all that is served from there on, than to compute what is
+    missing? A drafter that was never heard of is taken to be as slow as the model. What later turns gain is not
+    counted: how many there are, nobody knows.
+    """
+    messages, length = aged(prompt.job), len(prompt.tokens)
+    count = sum(part.length for part in messages)
+    shorter = length - sum(part.length * (WHOLE - part.keep) // WHOLE for part in messages)
+    scoring = rates.drafter * count or prefill_time(rates, 0, count)
+    start = min(messages[0].start, shorter, prompt.target - missing)
+    return scoring + prefill_time(rates, start, shorter) <= prefill_time(rates, prompt.target - missing, prompt.target)
 
 
 def fits(settings: Settings, prompt: Prompt) -> bool:
@@ -106,6 +123,11 @@ def fits(settings: Settings, prompt: Prompt) -> bool:
 def kept_tokens(job: Job) -> int:
     """How many tokens of its prompt a compression is to keep."""
     return max(1, len(job.prompt) * job.compression.keep // WHOLE)
+
+
+def scored_tokens(prompt: Prompt) -> int:
+    """That a drafter looks at."""
+    return sum(part.length for part in aged(prompt.job)) if freezes(prompt.job) else len(prompt.tokens)
 
 
 def quicker(rates: Rates, prompt: Prompt, missing: int) -> bool:

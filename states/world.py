@@ -125,8 +125,8 @@ class Fold:
                 chunk, tokens = self.settings.chunk, self.settings.state_tokens
                 beside = not self.settings.stateful and state.front > state.seat.restored
                 self.rates = rates.loaded(self.rates, state.tier, answer.outcome, chunk, tokens, beside=beside)
-            case CompressPrompt(), PromptCompressed(prompt, ns=ns) if ns and prompt and isinstance(state, Compressing):
-                self.rates = rates.scored(self.rates, len(state.prompt.tokens), ns)
+            case CompressPrompt(), PromptCompressed(ns=ns) if ns and isinstance(state, Compressing):
+                self.rates = rates.scored(self.rates, policy.scored_tokens(state.prompt), ns)
             case RunDecode(propose=propose), Decoded() as done:
                 if done.ns and done.proposed == propose and lanes.tells(lane, done.ns):
                     known = control.timed(self.rates.decode, lanes.shape(lane.running), done.ns)

@@ -159,7 +159,7 @@ def fitted(job: Job, asked: int | None, context: int, drafter: int, path: str) -
 
 def kept_length(job: Job) -> int:
     """Tokens of a prompt that is compressed as a whole."""
-    protected = sum(part.stop - part.start for part in job.compression.parts if part.protected)
+    protected = sum(part.length for part in job.compression.parts if part.protected)
     return max(len(job.prompt) * job.compression.keep // WHOLE, protected + ROOM)
 
 

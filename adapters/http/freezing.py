@@ -138,6 +138,5 @@ def band_of(parts: Sequence[PromptPart], messages: int) -> range:
 
 def frozen_length(job: Job) -> int:
     """Tokens of a prompt once all that has aged is frozen, at most."""
-    return tokens_in(remaining(job.compression.parts, len(job.prompt))) - sum(
-        max(0, part.stop - part.start - (part.stop - part.start) * part.keep // WHOLE - FRAME) for part in aged(job)
-    )
+    gained = sum(max(0, part.length * (WHOLE - part.keep) // WHOLE - FRAME) for part in aged(job))
+    return tokens_in(remaining(job.compression.parts, len(job.prompt))) - gained

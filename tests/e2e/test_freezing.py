@@ -50,7 +50,7 @@ def test_a_conversation_goes_on_beyond_the_context_and_is_found_again(server: Ru
     turns = [turn(server, messages, number) for number in range(8)]
     assert turns[-1]["sent"] > 2 * CONTEXT
     whys = [one["compression"]["why"] for one in turns]
-    assert whys[:2] == ["below_threshold", "nothing_aged"]
+    assert whys[:2] == ["first_turn", "too_few_aged"]
     frozen = [one for one in turns if one["compression"]["time_ms"]]
     assert 1 <= len(frozen) <= 4, "several messages at once, and not in every turn"
     for before, after in pairwise(turns):

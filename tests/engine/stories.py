@@ -140,7 +140,7 @@ def a_conversation_that_is_frozen() -> str:
     ends, roles = ((0, 5), (35, 40)), ("system", "user", "assistant", "tool", "assistant")
     parts = [PromptPart(role, *span) for role, span in zip(roles, pairwise(size), strict=True)]
     parts[1:3] = [evolve(part, keep=250, name=part.role) for part in parts[1:3]]
-    asked = Compression("auto", 80, 250, tuple(parts), continues=True, freeze=True, least=16)
+    asked = Compression("always", 80, 250, tuple(parts), continues=True, freeze=True, least=16)
     story.tell(A, Submitted(Job(tuple(range(150)), 2, compression=asked)), PrefixMissed("empty_store"))
     story.tell(A, ModelLoaded(900, 7, "drafter"), PromptScored(32))
     kept = ((20, 25), (55, 60), (60, 65), (95, 100))

@@ -19,8 +19,9 @@ from states import compress, policy
 from states.events import ForRequest, Submitted
 from states.life import Compressing, Done, Prefilling, Releasing, begun
 from states.onward import report
+from states.rates import Rates
 from states.scope import opened, select
-from states.settings import Settings
+from states.settings import Known, Settings
 from states.world import advance, begin
 from tests.states.builders import ONE, PFLASH, PROMPT, STORE, Flat, a, a_job, a_waiting, knowing, some
 from tests.states.test_compress import RELEASE
@@ -52,19 +53,19 @@ def known_to(first: bool, second: bool = False) -> tuple[PromptPart, ...]:
 @pytest.mark.parametrize(
     ("settings", "changes", "state", "expected"),
     [
-        (PFLASH, {}, {}, (True, "always")),
+        (PFLASH, {}, {}, (True, "aged")),
         (STORE, {}, {}, (False, "no_drafter")),
         (PFLASH, {"mode": "auto", "threshold": 10}, {}, (True, "aged")),
         (PFLASH, {"mode": "auto", "threshold": 11}, {}, (False, "below_threshold")),
-        (PFLASH, {"least": 11}, {}, (False, "nothing_aged")),
-        (PFLASH, {"parts": known_to(first=True)}, {}, (False, "nothing_aged")),
-        (PFLASH, {"parts": known_to(first=True), "least": 5}, {}, (True, "always")),
+        (PFLASH, {"least": 11}, {}, (False, "too_few_aged")),
+        (PFLASH, {"parts": known_to(first=True)}, {}, (False, "too_few_aged")),
+        (PFLASH, {"parts": known_to(first=True), "least": 5}, {}, (True, "aged")),
         (PFLASH, {"parts": known_to(first=True, second=True), "least": 0}, {}, (False, "nothing_aged")),
         (PFLASH, {}, {"compressed": True}, (False, "already_tried")),
         (PFLASH, {}, {"heard": (7,)}, (False, "answer_begun")),
-        (PFLASH, {}, {"heard": ()}, (True, "always")),
+        (PFLASH, {}, {"heard": ()}, (True, "aged")),
         (evolve(PFLASH, max_context=20), {"mode": "auto", "threshold": 99}, {}, (True, "does_not_fit")),
-        (evolve(PFLASH, max_context=20), {"least": 11}, {}, (False, "nothing_aged")),
+        (evolve(PFLASH, max_context=20), {"least": 11}, {}, (True, "does_not_fit")),
         # what is no conversation that goes on is for the other gate
         (PFLASH, {"continues": False}, {}, (False, "first_turn")),
         (PFLASH, {"continues": False, "parts": ()}, {}, (True, "always")),
@@ -77,6 +78,28 @@ def test_the_gate(settings: Settings, changes: Any, state: Any, expected: tuple[
     asked = job(**changes)
     prompt = evolve(begun(asked), **state)
     assert policy.compress(knowing(settings), prompt, prompt.target) == policy.Decision(*expected)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "prefill", "missing", "pays"),
+    [
+        (0, 0, 5, True),  # nothing is known
+        (0, 100, 5, False),  # a drafter that nobody has heard of is as slow as the model
+        (0, 100, 20, False),
+        (10, 100, 20, True),  # nothing is kept: 10 tokens scored and 14 computed instead of 20
+        (10, 100, 15, True),
+        (10, 100, 9, False),  # what is kept would be computed again
+        (49, 100, 20, True),
+        (61, 100, 20, False),
+    ],
+)
+def test_auto_freezes_what_fits_only_where_this_very_turn_gains(
+    drafter: int, prefill: int, missing: int, pays: bool
+) -> None:
+    known = Known(PFLASH, Rates(prefill=(prefill,) if prefill else (), drafter=drafter))
+    prompt = begun(job(mode="auto", threshold=10))
+    assert policy.compress(known, prompt, missing) == policy.Decision(pays, "aged" if pays else "does_not_pay")
+    assert policy.compress(known, begun(job()), missing).go, "always is always"
 
 
 def test_a_one_off_is_compressed_as_a_whole_although_messages_are_frozen_here() -> None:
@@ -149,11 +172,11 @@ def test_a_conversation_that_does_not_fit_even_frozen_is_too_long_and_not_the_dr
     assert then.effects[0].finish == "too_long"
 
 
-def test_scoring_messages_goes_on_piece_by_piece_and_teaches_nothing_of_whole_prompts() -> None:
+def test_scoring_messages_goes_on_piece_by_piece_and_teaches_what_it_takes() -> None:
     world, _ = advance(begin(PFLASH), ForRequest(ONE, Submitted(job())))
     for event in (ModelLoaded(9, name="drafter"), PromptScored(8), PromptCompressed((), KEPT, ns=2100)):
         world, _ = advance(world, ForRequest(ONE, event))
-    assert world.rates.drafter == 0
+    assert world.rates.drafter == 210, "of ten tokens"
     assert world.models["drafter"].leases == (ONE,)
 
 

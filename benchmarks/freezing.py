@@ -1,0 +1,129 @@
+"""An agent's conversation of some turns: without a cache, with the prefix cache, frozen, and both at once.
+
+The log has flat prompts, each the one before it and what the agent was shown since; `messages` splits them. Answers are
+those of the log, so that all servers read the same conversation; what a server itself says is timed and thrown away.
+The servers take turns, turn by turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.server import Running, serving
+
+KINDS = NOTHING, CACHE, FROZEN, BOTH = "neither", "prefix cache", "frozen", "both"
+ELSE = "Something else altogether. " * 60  # takes the one slot over, so that nothing of the conversation is left in it
+Turn = Mapping[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path, help="JSON Lines: timestamp, input, output of one session")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--drafter", default="demo")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--answer", type=int, default=64, help="tokens that each server says in a turn")
+    parser.add_argument("--mode", choices=("auto", "always"), default="auto")
+    parser.add_argument("--threshold", type=int, default=1000, help="tokens of aged messages that are frozen at once")
+    parser.add_argument("--max-ctx", type=int, default=0, help="0: the model's own")
+    parser.add_argument("--keep", type=float, default=0.1)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    how = parser.parse_args()
+    rows = dict[str, list[list[Turn]]]()
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(serving(how.model, *options(name, how, stack))) for name in KINDS}
+        for run in range(how.runs):
+            told = conversation(servers, messages(how.log, how.turns), how, run)
+            for name, turns in told.items():
+                rows.setdefault(name, []).append(turns)
+    show(rows)
+    if how.json:
+        how.json.write_text(json.dumps(rows, indent=1))
+
+
+def options(name: str, how: argparse.Namespace, stack: ExitStack) -> list[str]:
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    words = ["--slots", "1", "--max-ctx", str(how.max_ctx), "--kv-cache-dir", folder, "--kv-cache-min-tokens", "64"]
+    if name in {NOTHING, FROZEN}:
+        words += ["--host-cache-budget", "0", "--disk-prefix-cache", "1"]  # of which no block is whole
+    if name in {FROZEN, BOTH}:
+        words += ["--disk-prefix-cache-compress", "--prefill-compression", how.mode, "--prefill-drafter", how.drafter]
+        words += ["--prefill-threshold", str(how.threshold), "--prefill-keep-ratio", str(how.keep)]
+    return words
+
+
+def messages(log: Path, turns: int) -> list[dict[str, str]]:
+    """What was asked first, then in turns what the agent said and what it was shown."""
+    lines = sorted((json.loads(line) for line in log.read_text().splitlines()), key=lambda line: line["timestamp"])
+    found, before = list[dict[str, str]](), ""
+    for line in lines[:turns]:
+        asked = line["input"]
+        assert asked.startswith(before), "a log whose prompts do not grow"
+        found.append({"role": "user", "content": asked.removeprefix(before).strip()})
+        found.append({"role": "assistant", "content": line["output"]})
+        before = asked
+    return found[:-1]
+
+
+def conversation(
+    servers: Mapping[str, Running], said: Sequence[Mapping[str, str]], how: argparse.Namespace, run: int
+) -> dict[str, list[Turn]]:
+    head = {**said[0], "content": f"{run}. {said[0]['content']}"}  # nothing of an earlier run is found
+    turns: dict[str, list[Turn]] = {name: [] for name in servers}
+    for stop in range(1, len(said) + 1, 2):
+        for name, server in servers.items():
+            if name in {NOTHING, FROZEN}:
+                server.chat(f"{run} {stop} {ELSE}", max_tokens=1)
+            turns[name].append(asked(server, [head, *said[1:stop]], how.answer))
+    return turns
+
+
+def asked(server: Running, sent: Sequence[Mapping[str, str]], answer: int) -> Turn:
+    body = {"messages": sent, "max_tokens": answer, "temperature": 0, "ignore_eos": True, "speculation": "off"}
+    start = time.perf_counter()
+    response = server.client.post("/v1/chat/completions", json=body)
+    took = time.perf_counter() - start
+    if response.json().get("error", {}).get("code") == "context_length_exceeded":
+        return dict.fromkeys(("served", "found", "computed", "scoring_ms", "prompt_ms", "wall_ms"), 0.0) | {"sent": -1}
+    response.raise_for_status()
+    told: dict[str, Any] = response.json()
+    compression = told["rekindle"]["compression"] or {}
+    served = compression.get("kept_tokens") or told["usage"]["prompt_tokens"]
+    found = told["rekindle"]["restored_tokens"]
+    prefill = sum(ms for stage, ms in told["rekindle"]["stages_ms"].items() if stage != "Speculating")
+    return {
+        "sent": told["usage"]["prompt_tokens"],
+        "served": served,
+        "found": found,
+        "computed": served - found,
+        "scoring_ms": compression.get("time_ms", 0.0),
+        "prompt_ms": round(prefill, 1),
+        "wall_ms": round(1e3 * took, 1),
+    }
+
+
+def show(rows: Mapping[str, list[list[Turn]]]) -> None:
+    for name, runs in rows.items():
+        print(f"{name}: sent/served/found of each turn of the first run")
+        print("  " + "  ".join(f"{turn['sent']}/{turn['served']}/{turn['found']}" for turn in runs[0]))
+    print(f"{'':14}{'computed':>9}{'scoring':>9}{'prompts':>9}{'wall':>9}   found after turn 3 (of what is served)")
+    for name, runs in rows.items():
+        best = min(runs, key=lambda turns: sum(turn["wall_ms"] for turn in turns))
+        total = {key: sum(turn[key] for turn in best) for key in best[0]}
+        late = best[3:]
+        share = sum(turn["found"] for turn in late) / max(1.0, sum(turn["served"] for turn in late))
+        hits = sum(turn["found"] > 0 for turn in late)
+        times = f"{total['scoring_ms']:>9.0f}{total['prompt_ms']:>9.0f}{total['wall_ms']:>9.0f}"
+        print(f"{name:14}{total['computed']:>9.0f}{times}   {hits} of {len(late)} turns, {share:.1%}")
+
+
+if __name__ == "__main__":
+    main()
