@@ -141,6 +141,11 @@ class CacheFigures(Collector):
         for name, meaning in DISK_COUNTERS.items():
             if name in figures:
                 yield CounterMetricFamily(f"rekindle_cache_{name}", meaning, value=figures[name])
+        yield CounterMetricFamily(
+            "rekindle_cache_dropped_rows",
+            "Rows of snapshots that there was no memory or no time for",
+            value=figures["dropped_rows"],
+        )
         if "queued_bytes" in figures:
             yield GaugeMetricFamily(
                 "rekindle_cache_queued_bytes", "Bytes that wait to be written", value=figures["queued_bytes"]

@@ -35,7 +35,7 @@ from adapters.models.qwen3 import Qwen3Config
 from adapters.models.shard import BUCKETS
 from adapters.models.synthetic import RandomWeights
 from adapters.store.format import Layout
-from adapters.store.opening import open_store
+from adapters.store.opening import held_memory, open_store
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
 from benchmarks.cold import forget, read_raw
@@ -156,7 +156,7 @@ class StoreBench:
         await self.compute(0, len(prompt) - 1)
         kept = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
         started = time.perf_counter()
-        saved = await self.perform(SaveSnapshot(SLOT, prompt[:kept]))
+        saved = await self.moving.saver.save(RequestId(self.request), SaveSnapshot(SLOT, prompt[:kept]))
         assert isinstance(saved, SnapshotSaved), saved
         copied = time.perf_counter() - started
         await anyio.to_thread.run_sync(self.settle)
@@ -250,11 +250,17 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
     names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
     layout = Layout("bench", BLOCK_SIZE, RowSpec(names, config.num_kv_heads, config.head_dim, dtype_name(dtype)))
     size = 2 * sum(given.tokens) * layout.token_bytes
-    store = open_store(layout, folder, host_bytes=size, disk_bytes=2 * size, codec="store", pin=device.type == "cuda")
+    store = open_store(
+        layout,
+        folder,
+        host_bytes=size,
+        disk_bytes=2 * size,
+        codec="store",
+        memory=held_memory(size, pin=device.type == "cuda"),
+    )
     assert store is not None
     executor = DeviceExecutor(shard, buckets, lane=lane)
     moving = transfer(store, (shard,), lane, executor.serving)
-    executor.handle(SaveSnapshot, moving.saver.save)
     settings = Settings(
         slots=1, max_context=config.max_positions, chunk=given.chunk, block_size=BLOCK_SIZE, batch_rows=1, store=True
     )

@@ -20,6 +20,7 @@ from effects.pflash import KeepFrozen
 from effects.ports import Perform, Submit
 from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
+from effects.snapshot import SaveSnapshot
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from engine.door import EngineDoor
 from engine.drafter import Drafter
@@ -81,6 +82,7 @@ async def engine(
         metrics.watch_cache(transfer.store.figures)
         notify |= {OpenSlot: (executor.open, transfer.restorer.opened), ReleasePrefix: (transfer.lookup.release,)}
         perform |= {FindPrefix: transfer.lookup.find, RestoreBlocks: transfer.restorer.restore}
+        perform |= {SaveSnapshot: transfer.saver.save}
     runner = Runner(
         begin(settings),
         Executors(lanes(settings, executor, drafter), perform, notify),

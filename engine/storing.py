@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
@@ -14,11 +17,11 @@ from adapters.models.pipeline import Pipeline
 from adapters.store.disk import Disk
 from adapters.store.folder import FolderUnusable
 from adapters.store.format import Draft, Layout
-from adapters.store.opening import open_store
+from adapters.store.memory import Memory
+from adapters.store.opening import held_memory, open_store
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
 from effects.scope import parse
-from effects.snapshot import SaveSnapshot
 from engine.folders import cache_folder
 from engine.options import Options
 from engine.refusal import Refusal
@@ -38,14 +41,21 @@ def disk_folder(options: Options) -> Path | None:
     return options.kv_cache_dir or cache_folder()
 
 
-def build_store(options: Options, layout: Layout, *, pin: bool) -> Store[Disk] | None:
+def transfer_memory(options: Options, devices: Iterable[torch.device]) -> Memory:
+    """What is copied to and from devices passes through it, weights that are loaded included; and it is where host
+    memory keeps what it keeps. Pinned for a GPU.
+    """
+    return held_memory(options.host_cache_budget << 20, pin=any(device.type == "cuda" for device in devices))
+
+
+def build_store(options: Options, layout: Layout, memory: Memory) -> Store[Disk] | None:
     """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
     folder = disk_folder(options)
     limits: dict[str, Any] = {
         "host_bytes": options.host_cache_budget << 20,
         "disk_bytes": options.kv_cache_budget << 20,
         "codec": options.kv_cache_codec,
-        "pin": pin,
+        "memory": memory,
     }
     try:
         return open_store(layout, folder, **limits)
@@ -64,14 +74,14 @@ def keeping(
     lane: DeviceLane,
     *,
     drafting: Drafting[CachedDraft[Any]] | None,
+    memory: Memory,
 ) -> Transfer | None:
     """What is kept of slots beyond the device, and how it comes there and back, if the options ask for it."""
-    store = build_store(options, kind, pin=any(device.type == "cuda" for device in shard.devices))
+    store = build_store(options, kind, memory)
     if store is None:
         return None
     follow = (lambda _: None) if drafting is None else drafting.catch_up
     draft = None if drafting is None else drafting.draft
     moving = transfer(store, shard.parts, lane, executor.serving, draft=draft, catch_up=follow)
-    executor.handle(SaveSnapshot, moving.saver.save)
     executor.checkpointed_by(moving.saver.checkpoint)
     return moving

@@ -42,7 +42,7 @@ from engine.needs import chosen
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.remote import closed, connected, place_of, placement, shown
-from engine.storing import keeping, layout
+from engine.storing import keeping, layout, transfer_memory
 from engine.warm_up import warm_up
 from states.residency import resolved, unload
 from states.settings import Settings
@@ -143,7 +143,9 @@ class Target:
         return f"numerics={self.mode} ({self.numerics.mode}, buckets {buckets[0]}..{buckets[-1]})"
 
     async def close(self) -> None:
-        """The lane first, then the files that it handed over."""
+        """What is copied beside the lane first, then the lane, then the files that it handed over."""
+        if self.transfer is not None:
+            await anyio.to_thread.run_sync(self.transfer.saver.close)
         await anyio.to_thread.run_sync(self.executor.close)
         if self.drafter is not None:
             await anyio.to_thread.run_sync(self.drafter.close)
@@ -201,11 +203,10 @@ def load_over(
         raise Mismatched(named)
     found, scores = provable(opened, numerics), find_drafter(options, checkpoint.folder, plan[-1].device, fit.context)
     step(startup.WEIGHTS)
+    memory = transfer_memory(options, [one.device for one in plan])
+    heard = startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors))
     shard = shards(
-        checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors))),
-        dtype,
-        plan,
-        kernels,
+        *(checkpoint.followed(heard), dtype, plan, kernels),
         slots=fit.slots,
         capacity=fit.context,
         buckets=row_counts(numerics.buckets, fast=fast),
@@ -227,7 +228,7 @@ def load_over(
     drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
     step(startup.CACHE)
     kind = layout(shard, draft, named, numerics.block_size)
-    moving = keeping(options, kind, shard, executor, lane, drafting=drafting)
+    moving = keeping(options, kind, shard, executor, lane, drafting=drafting, memory=memory)
     settings = settings if moving is None else stored(settings, moving, shard, chunk=numerics.chunk, kept=kept)
     sent_away(drafting, settings)
     return Target(

@@ -134,7 +134,7 @@ def snapshotted(state: Snapshotting, _: SnapshotSaved, known: Known) -> GiveBack
     return let_go(known.settings, state.remains)
 
 
-def unsaved(state: Snapshotting, event: DeviceFailed, known: Known) -> GiveBack | Then[Done]:
+def unsaved(state: Snapshotting, event: StoreFailed, known: Known) -> GiveBack | Then[Done]:
     """A failed snapshot loses time, nothing else."""
     return let_go(known.settings, trusted(state.remains, event))
 

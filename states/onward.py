@@ -198,7 +198,7 @@ def failed(known: Known, state: Open, event: DeviceFailed) -> CloseStream:
     return CloseStream(why, evolve(report(known, state), cache=believed), event.detail)
 
 
-def trusted(left: Remains, event: DeviceFailed) -> Remains:
+def trusted(left: Remains, event: DeviceFailed | StoreFailed) -> Remains:
     """What was given up, had no room or nothing to say costs only its own work. After anything else the slot keeps no
     rows, so that nobody is sent to it again.
     """

@@ -85,7 +85,7 @@ TABLE = table(
     ignored(Draining, Cancelled),
     on(Draining, SlotEmptied, recover.lost_behind),
     on(Snapshotting, SnapshotSaved, ending.snapshotted),
-    on(Snapshotting, DeviceFailed, ending.unsaved),
+    on(Snapshotting, StoreFailed, ending.unsaved),
     ignored(Snapshotting, Cancelled),
     on(Snapshotting, SlotEmptied, recover.lost_saving),
     on(Parking, ModelUnloaded, ending.parked),

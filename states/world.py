@@ -15,6 +15,7 @@ from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
+from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon
 from states import lane as lanes
 from states import policy, rates, residency
@@ -110,7 +111,7 @@ class Fold:
                     self.learn(ask.effect, answer, lane)
                     self.lanes[number] = lanes.answered(lane, answer.request)
                     return
-        if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | StoreFailed):
+        if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | SnapshotSaved | StoreFailed):
             raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
         self.learn(None, answer, Lane())
 

@@ -39,7 +39,6 @@ from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.snapshot import SaveSnapshot
 
 log = logging.getLogger("rekindle.device")
 
@@ -221,7 +220,7 @@ class DeviceExecutor:
             return self._carried_out(asks)
         except BaseException as error:
             for ask in asks:
-                if isinstance(ask.effect, RunPrefill | RunDecode | SaveSnapshot):
+                if isinstance(ask.effect, RunPrefill | RunDecode):
                     slot = ask.effect.slot
                     self._slots[slot] = DeviceFailed("broken", f"slot {slot} is not to be believed: {error}")
             raise

@@ -21,6 +21,8 @@ from adapters.watched import Watched
 
 GPU_RUN_BYTES = 32 << 20  # a copy of less does not reach the bus's speed
 MOVING = 8  # runs that are on their way to or from the device
+MOST_PINNED = 8 << 30  # what is on its way from a GPU: 50k tokens of an 8B model, while a disk takes in 1 to 5 GB/s
+PINNED_SHARE = 16  # of the machine's memory, that may take the 16th part
 QUEUE_SHARE = 8  # of the machine's memory, what waits to be written may take the 8th part
 RECENT_SHARE = 16  # of the disk's budget, recent prompts may take the 16th part
 
@@ -32,22 +34,33 @@ def open_store(
     host_bytes: int = 0,
     disk_bytes: int = 0,
     codec: Codec = "auto",
-    pin: bool = False,
+    memory: Memory | None = None,
 ) -> Store[Disk] | None:
     """None if there is nothing to keep anything in. Raises FolderUnusable.
 
-    path: the disk tier's folder. pin: a GPU copies from our memory, which is page-locked then.
+    path: the disk tier's folder. memory: as the function of that name makes it.
     """
     if path is None and not host_bytes:
         return None
-    run_bytes = GPU_RUN_BYTES if pin else RUN_BYTES
-    lock, memory = threading.RLock(), Memory(host_bytes + MOVING * run_bytes, pin)
+    pool = held_memory(host_bytes, pin=False) if memory is None else memory
+    run_bytes, lock = run_size(pin=pool.pin), threading.RLock()
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
     ready = threading.Event()
-    Watched("store-memory", partial(prepare, memory, MOVING * run_bytes, ready)).start()
+    Watched("store-memory", partial(prepare, pool, MOVING * run_bytes, ready)).start()
     if disk is not None:
         disk.most_queued = max(disk.most_queued, host_bytes, physical() // QUEUE_SHARE)
-    return Store(layout, HostTier(index(layout, host_bytes), memory), disk, lock, run_bytes, ready=ready)
+    return Store(layout, HostTier(index(layout, host_bytes), pool), disk, lock, run_bytes, ready=ready)
+
+
+def held_memory(host_bytes: int, *, pin: bool) -> Memory:
+    """For what host memory keeps, and what is on its way. pin: a GPU copies from it, so it is page-locked."""
+    moving = MOVING * run_size(pin=pin)
+    return Memory(host_bytes + (max(moving, min(MOST_PINNED, physical() // PINNED_SHARE)) if pin else moving), pin)
+
+
+def run_size(*, pin: bool) -> int:
+    """Bytes of rows that are saved together."""
+    return GPU_RUN_BYTES if pin else RUN_BYTES
 
 
 def physical() -> int:

@@ -66,6 +66,7 @@ class Store(Generic[D]):
     misses: Counter[str] = field(factory=Counter[str])
     restores: dict[str, Restored] = field(factory=dict[str, Restored])  # by place
     ready: threading.Event = field(factory=set_already)  # the memory has been prepared
+    dropped_rows: int = 0  # of snapshots, that there was no memory or no time for
     _leases: dict[LeaseId, Lease] = field(factory=dict[LeaseId, Lease])
     _last: int = 0
     _waiting: set[int] = field(factory=set[int])  # handles of host entries that are to be written
@@ -344,5 +345,6 @@ class Store(Generic[D]):
                 "misses": dict(self.misses),
                 "restores": {place: asdict(restored) for place, restored in self.restores.items()},
                 "leases": len(self._leases),
+                "dropped_rows": self.dropped_rows,
                 "recent": len(self.recents),  # prompts that scope `auto` compares with
             }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from adapters.models.shard import NamedTensors
 from effects.ids import Span
 
 _streams = dict[torch.device, deque[torch.cuda.Stream]]()  # nobody copies on these now
+# Of each device, where it will have done all that it had been told by then: what copies beside the lane come behind.
+Marks: TypeAlias = Mapping[torch.device, torch.cuda.Event]
+UNMARKED: Marks = {}
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -61,10 +64,10 @@ class Mover:
 
     @property
     def anywhere(self) -> bool:
-        """May `put` be called beside the lane?"""
+        """May `put` and `take` be called beside the lane?"""
         return self.part.addressed
 
-    def put(self, slot: int, span: Span, data: Tensor, begin: int) -> None:
+    def put(self, slot: int, span: Span, data: Tensor, begin: int, after: Marks = UNMARKED) -> None:
         """Bring rows `span` into the slot; `data` (uint8) holds a run that begins at row `begin`.
 
         They are there when this returns. Raises ValueError or RuntimeError where they cannot be.
@@ -76,7 +79,7 @@ class Mover:
             return
         target = self.part.rows(slot, start, stop)
         if target.device.type == "cuda":
-            with torch.inference_mode(), torch.cuda.device(target.device), own_stream(target.device):
+            with torch.inference_mode(), own_stream(target.device, after):
                 there = own.to(target.device, non_blocking=True)
                 target.copy_(by_layer(there)[..., start - begin : stop - begin, :])
                 torch.cuda.current_stream().synchronize()
@@ -84,8 +87,10 @@ class Mover:
         else:
             copy(target, by_layer(own)[..., start - begin : stop - begin, :])
 
-    def take(self, slot: int, span: Span, data: Tensor) -> None:
-        """Copy rows `span` of the slot out into `data` (uint8). On the lane."""
+    def take(self, slot: int, span: Span, data: Tensor, after: Marks = UNMARKED) -> None:
+        """Copy rows `span` of the slot out into `data` (uint8); they are there when this returns. On the lane, or
+        `anywhere` while nobody changes these rows. Raises RuntimeError or RowsLost where they cannot be had.
+        """
         own = self._own(data)
         if not self.part.addressed:
             source = self.part.export_rows(slot, *span)
@@ -94,8 +99,11 @@ class Mover:
             return
         rows = self.part.rows(slot, *span)
         if rows.device.type == "cuda":
-            by_layer(own).copy_(rows.contiguous(), non_blocking=True)
-            torch.cuda.current_stream(rows.device).synchronize()
+            with torch.inference_mode(), own_stream(rows.device, after):
+                there = rows.contiguous()
+                by_layer(own).copy_(there, non_blocking=True)
+                torch.cuda.current_stream().synchronize()
+                del there
         else:
             copy(by_layer(own), rows)
 
@@ -163,10 +171,16 @@ def copy(target: Tensor, source: Tensor) -> None:
     np.copyto(target.view(integer).numpy(), source.view(integer).numpy())
 
 
+def marks(devices: Iterable[torch.device]) -> Marks:
+    """On the lane: behind all that it has told them so far. Nobody waits for that here."""
+    streams = [torch.cuda.current_stream(one) for one in devices if one.type == "cuda"]
+    return {stream.device: stream.record_event() for stream in streams}
+
+
 @contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """So that runs that are loaded side by side do not wait for each other. The same few again and again, whatever
-    thread asks: each has device memory of its own for what passes through it.
+def own_stream(device: torch.device, after: Marks = UNMARKED) -> Iterator[None]:
+    """So that runs that are moved side by side do not wait for each other, nor for what is computed. The same few again
+    and again, whatever thread asks: each has device memory of its own for what passes through it.
     """
     free = _streams.setdefault(device, deque())
     try:
@@ -174,7 +188,9 @@ def own_stream(device: torch.device) -> Iterator[None]:
     except IndexError:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            if device in after:
+                stream.wait_event(after[device])
             yield
     finally:
         free.append(stream)

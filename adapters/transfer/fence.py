@@ -11,6 +11,7 @@ from attrs import define, field
 
 from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
+from adapters.transfer.copy import UNMARKED, Marks, marks
 from effects.ids import DeviceFailed, RequestId, SlotId, StoreFailed
 from effects.prefill import OpenSlot
 
@@ -20,11 +21,15 @@ Serving: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
 
 @define(eq=False)
 class Fence:
-    """Behind everything that was asked of a slot before it was opened for this request. On the event loop."""
+    """Behind everything that was asked of a slot before it was opened for this request. On the event loop.
+
+    after: what copies into the slot have to come behind on its device, once it is passed.
+    """
 
     request: RequestId
     failure: StoreFailed | None = None
     passed: bool = False  # and nothing failed; any thread may ask
+    after: Marks = UNMARKED
     _decided: anyio.Event = field(factory=anyio.Event)
 
     async def wait(self) -> StoreFailed | None:
@@ -55,11 +60,11 @@ class Fences:
 
     def _raised(self, request: RequestId, slot: SlotId) -> Fence:
         fence = Fence(request)
-        self.lane.submit(partial(self._reached, request, slot), fence.open)
+        self.lane.submit(partial(self._reached, fence, slot), fence.open)
         return fence
 
-    def _reached(self, request: RequestId, slot: SlotId) -> StoreFailed | None:
-        """On the lane: everything that was asked of it has been done."""
-        self.lane.synchronize()
-        state = self.serving(slot, request)
+    def _reached(self, fence: Fence, slot: SlotId) -> StoreFailed | None:
+        """On the lane: its device has been told everything that was asked of it, and is not waited for."""
+        fence.after = marks(self.lane.devices)
+        state = self.serving(slot, fence.request)
         return StoreFailed(state.kind, state.detail) if isinstance(state, DeviceFailed) else None

@@ -58,9 +58,9 @@ class Move:
     def kind(self) -> Kind:
         return self.part.entry.kind
 
-    def put(self, mover: Mover, slot: SlotId, buffer: Buffer) -> None:
+    def put(self, mover: Mover, slot: SlotId, buffer: Buffer, fence: Fence) -> None:
         try:
-            mover.put(slot, self.span, buffer.data, self.part.entry.start)
+            mover.put(slot, self.span, buffer.data, self.part.entry.start, fence.after)
             self.left.remove(mover)
         except (ValueError, RuntimeError, RowsLost) as error:  # a device that finds no memory is a RuntimeError
             self.failure = StoreFailed("broken", str(error))
@@ -174,9 +174,9 @@ class Restorer:
             far = [mover for mover in move.left if not mover.anywhere]
             for mover in [mover for mover in move.left if mover.anywhere]:
                 if move.failure is None:
-                    await self._beside(partial(move.put, mover, now.effect.slot, buffer))
+                    await self._beside(partial(move.put, mover, now.effect.slot, buffer, now.fence))
             if far and move.failure is None:
-                await self.lane.run(partial(self._side_by_side, move, far, now.effect.slot, buffer))
+                await self.lane.run(partial(self._side_by_side, now, move, far, buffer))
         if move.kind != "rows" and move.failure is not None:
             log.warning("what goes with a target's rows is missing (%s): %s", move.kind, move.failure.detail)
 
@@ -187,13 +187,13 @@ class Restorer:
             return self.store.host.rows[part.entry.handle]
         return await disk.read(part.entry, self.store.memory, self.workers, then)
 
-    def _side_by_side(self, move: Move, far: Sequence[Mover], slot: SlotId, buffer: Buffer) -> None:
+    def _side_by_side(self, now: Restore, move: Move, far: Sequence[Mover], buffer: Buffer) -> None:
         """On the lane, for shards that are asked by name: all at once, each on a thread, while the lane waits for them.
         So it takes as long as the slowest, and what one of them loses is known before the lane does anything else.
         """
         first, *others = far
-        asked = [self.workers.submit(move.put, mover, slot, buffer) for mover in others]
-        move.put(first, slot, buffer)
+        asked = [self.workers.submit(move.put, mover, now.effect.slot, buffer, now.fence) for mover in others]
+        move.put(first, now.effect.slot, buffer, now.fence)
         for one in asked:
             one.result()
 
@@ -206,7 +206,7 @@ class Restorer:
         self.store.promote(move.part.entry, buffer)
         for mover in tuple(move.left):
             if mover.anywhere and now.fence.passed and move.failure is None:
-                move.put(mover, now.effect.slot, buffer)
+                move.put(mover, now.effect.slot, buffer, now.fence)
 
     def _landed(self, request: RequestId, now: Restore, ready: list[Move]) -> StoreFailed | None:
         """On the lane: from now on the slot holds what has come."""

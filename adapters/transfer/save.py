@@ -1,22 +1,47 @@
-"""Takes rows and positional state of a slot out into the store, on the lane; writing them is the store's part."""
+"""Takes rows of a slot out into the store beside the lane, positional state on it; writing is the store's part.
+
+While a snapshot is taken its slot is the request's alone and nobody changes its rows, so a thread of its own may read
+them. The lane only says what the slot holds, and marks where its device has got to: copies come behind that.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
-from attrs import define
+from attrs import define, field, frozen
 
+from adapters.device.lane import DeviceLane
 from adapters.device.memory import ran_out_of_memory
 from adapters.store.disk import Disk
 from adapters.store.format import Run
 from adapters.store.store import Store
-from adapters.transfer.copy import Mover, StateMover
+from adapters.transfer.copy import Marks, Mover, StateMover, marks
 from adapters.transfer.fence import Serving
-from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 
+T = TypeVar("T")
 log = logging.getLogger("rekindle.store")
+
+PATIENCE_NS = (
+    2_000_000_000  # for one snapshot: 32k tokens of an 8B model take a tenth of it, and the slot waits so long
+)
+
+
+@frozen
+class SlotFound:
+    """A slot, as the lane has found it. salt: of whom its rows are. drafted: those that a draft has its own for."""
+
+    slot: SlotId
+    salt: str
+    drafted: Span
+    after: Marks
 
 
 @define(eq=False)
@@ -24,42 +49,43 @@ class Saver:
     """catch_up: lets a draft follow the rows of a slot that it was spared so far, before they are kept."""
 
     store: Store[Disk]
+    lane: DeviceLane
     serving: Serving
     target: Sequence[Mover]
     draft: Sequence[Mover]
     state: StateMover
     catch_up: Callable[[int], object] = lambda _: None
+    clock_ns: Callable[[], int] = time.monotonic_ns
+    worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-save"))
 
-    def save(self, request: RequestId, effect: SaveSnapshot) -> SnapshotSaved | DeviceFailed:
+    # --- called on the event loop ---
+
+    async def save(self, request: RequestId, effect: SaveSnapshot) -> SnapshotSaved | StoreFailed:
         """Copy out what no tier has, and leave the rest to the background."""
+        found = await self.lane.run(partial(self._begun, request, effect))
+        if isinstance(found, StoreFailed):
+            return found
+        taking = partial(self._taken, effect, found)
+        rows, saved = await asyncio.get_running_loop().run_in_executor(self.worker, taking)
+        log.info("request %d: %d tokens kept, %d bytes of them new", request, rows, saved, extra={"request": request})
+        return SnapshotSaved(rows, saved)
+
+    def close(self) -> None:
+        """What is being taken still is."""
+        self.worker.shutdown()
+
+    # --- called on the lane ---
+
+    def _begun(self, request: RequestId, effect: SaveSnapshot) -> SlotFound | StoreFailed:
         self.catch_up(effect.slot)
         state = self.serving(effect.slot, request)
         if isinstance(state, DeviceFailed):
-            return state
+            return StoreFailed(state.kind, state.detail)
         if not state.holds(effect.tokens):
-            return DeviceFailed("broken", f"slot {effect.slot} does not hold the rows that are to be kept")
-        saved = self._save(effect.slot, self.store.gaps(effect.tokens, salt=state.salt), self.target)
-        if self.draft:
-            start, stop = state.drafted
-            gaps = self.store.gaps(effect.tokens[:stop], "draft", start, state.salt)
-            saved += self._save(effect.slot, gaps, self.draft)
+            return StoreFailed("broken", f"slot {effect.slot} does not hold the rows that are to be kept")
         if effect.checkpoint:
             self.checkpoint(request, effect.slot, len(effect.tokens))
-        kept, about = len(effect.tokens), {"request": request}
-        log.info("request %d: %d tokens kept, %d bytes of them new", request, kept, saved, extra=about)
-        return SnapshotSaved(len(effect.tokens), saved)
-
-    def _save(self, slot: SlotId, gaps: Sequence[Run], movers: Sequence[Mover]) -> int:
-        """The bytes that are new."""
-        saved = 0
-        for run in gaps:
-            buffer = self.store.memory.take(self.store.layout.size(run.kind, run.length))
-            for mover in movers:
-                mover.take(slot, (run.start, run.stop), buffer.data)
-            if not self.store.keep(run, buffer):
-                break
-            saved += buffer.data.nbytes
-        return saved
+        return SlotFound(effect.slot, state.salt, state.drafted, marks(self.lane.devices))
 
     def checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
         """Where the slot's state stands behind rows `[0, at)`: keep it. False if that was not possible."""
@@ -83,3 +109,46 @@ class Saver:
             log.warning("request %d: no memory for the checkpoint at %d: %s", request, at, error, extra=about)
             return False
         return self.store.keep_checkpoint(tokens, buffer, state.salt)
+
+    # --- called on a thread of its own ---
+
+    def _taken(self, effect: SaveSnapshot, found: SlotFound) -> tuple[int, int]:
+        """How many rows, from the first on, are kept now, and the bytes that are new."""
+        end, tokens, saved = self.clock_ns() + PATIENCE_NS, effect.tokens, 0
+        for run, movers in self._gaps(effect, found):
+            late = saved > 0 and self.clock_ns() > end
+            size = None if late else self._take(found, run, movers)
+            if size is None:
+                why = "no time" if late else "no room"
+                log.info("slot %d: %s for %s %d..%d", effect.slot, why, run.kind, run.start, len(tokens) - 1)
+                self.store.dropped_rows += len(tokens) - run.start
+                return (run.start if run.kind == "rows" else len(tokens)), saved
+            saved += size
+        return len(tokens), saved
+
+    def _gaps(self, effect: SaveSnapshot, found: SlotFound) -> Iterator[tuple[Run, Sequence[Mover]]]:
+        for run in self.store.gaps(effect.tokens, salt=found.salt):
+            yield run, self.target
+        if self.draft:
+            start, stop = found.drafted
+            for run in self.store.gaps(effect.tokens[:stop], "draft", start, found.salt):
+                yield run, self.draft
+
+    def _take(self, found: SlotFound, run: Run, movers: Sequence[Mover]) -> int | None:
+        """The bytes of it; None if there was room nowhere."""
+        try:
+            buffer = self.store.memory.take(self.store.layout.size(run.kind, run.length))
+            for mover in movers:
+                work = partial(mover.take, found.slot, (run.start, run.stop), buffer.data, found.after)
+                work() if mover.anywhere else self._on_the_lane(work)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            return None
+        return buffer.data.nbytes if self.store.keep(run, buffer) else None
+
+    def _on_the_lane(self, work: Callable[[], T]) -> T:
+        """One run at a time, between whatever else it does."""
+        done = Future[T]()
+        self.lane.post(lambda: done.set_result(work()), done.set_exception)
+        return done.result()

@@ -27,6 +27,7 @@ class Transfer:
 
     def close(self) -> None:
         """When nothing is restored any more: what was kept is written."""
+        self.saver.close()
         self.restorer.workers.shutdown()
         self.store.close()
 
@@ -46,4 +47,4 @@ def transfer(
     drafts = () if draft is None or layout.draft is None else movers((draft,), layout.draft.rows)
     state = StateMover(target, layout.state)
     restorer = Restorer(store, lane, Fences(lane, serving), rows, drafts, state)
-    return Transfer(store, Lookup(store), restorer, Saver(store, serving, rows, drafts, state, catch_up))
+    return Transfer(store, Lookup(store), restorer, Saver(store, lane, serving, rows, drafts, state, catch_up))

@@ -92,6 +92,8 @@ class Process:
                 self.find(request, find)
             case Ask(request, RestoreBlocks() as restore):
                 self.restore(request, restore)
+            case Ask(request, SaveSnapshot() as saving):
+                self.after(self.costs.launch, partial(self.save, request, saving))
             case Ask(_, ReleasePrefix(lease)):
                 self.keeping.release(lease)
             case Ask(request, CloseStream() as closing):
@@ -113,8 +115,6 @@ class Process:
                     if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
                         self.checkpoint(ask.request, whole_blocks(self.settings, ask.effect.position))
                 self.decode(asks, 1 if not quiet else self.undisturbed(asks))
-            case SaveSnapshot() as saving:
-                self.after(self.costs.launch, partial(self.save, asks[0].request, saving))
             case other:
                 raise AssertionError(f"nobody launches this in a simulation: {other}")
 

@@ -89,7 +89,7 @@ class Recording:
             case Ask(_, RestoreBlocks(start=start, stop=stop)):
                 self.loaded = BlocksRestored(start, stop, 1)
                 self.events.appendleft(self.loaded)
-            case Launch((Ask(_, SaveSnapshot(tokens=tokens)),)):
+            case Ask(_, SaveSnapshot(tokens=tokens)):
                 self.events.append(SnapshotSaved(len(tokens), 0))
             case Launch((Ask(_, RunPrefill(stop=stop)),)):
                 self.events += await self.target.executor.perform(out)

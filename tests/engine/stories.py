@@ -130,7 +130,7 @@ def everything_goes_wrong_and_the_answer_comes() -> str:
     story.tell(A, DeviceFailed("out_of_memory", "no room for the draft"))
     story.tell(A, PrefillAdvanced(64), PrefillAdvanced(89))
     story.tell(A, Decoded((50,)), Decoded((51,)))
-    story.tell(A, DeviceFailed("io", "disk full"))
+    story.tell(A, StoreFailed("io", "disk full"))
     return story.end()
 
 

@@ -35,7 +35,6 @@ from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.residency import LoadModel, ModelLoaded
 from effects.scope import Scope
-from effects.snapshot import SaveSnapshot
 from engine.assemble import Engine, engine
 from engine.kept import Kept
 from engine.options import Options
@@ -136,7 +135,6 @@ async def process(
     )
     assert store is not None
     moving = transfer(store, (shard,), lane, executor.serving)
-    executor.handle(SaveSnapshot, moving.saver.save)
     executor.checkpointed_by(moving.saver.checkpoint)
     async with engine(settings, executor, transfer=moving, facts={}, paranoid=True) as running:
         yield OneStart(running, store, shard)

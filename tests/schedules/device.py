@@ -103,6 +103,7 @@ class Device:
     failures: float
     slots: list[DeviceSlot] = field(init=False)
     lane: deque[Ask | Launch | CheckedTransfer] = field(factory=deque)
+    taking: list[Ask] = field(factory=list)  # snapshots, of what the lane has found in their slots
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
     scored: dict[RequestId, tuple[CompressPrompt, int]] = field(factory=dict)  # prompts, and how far they came
     weights: dict[ModelName, Place] = field(init=False)
@@ -126,6 +127,9 @@ class Device:
                 return answers
             case Ask(request, OpenSlot() as opening):
                 self.open(request, opening)
+                return []
+            case Ask(_, SaveSnapshot()) as saving:
+                self.taking.append(saving)
                 return []
             case CheckedTransfer() as transfer:
                 return [(transfer.ask.request, self.write(transfer))]
@@ -161,7 +165,7 @@ class Device:
     def perform(self, ask: Ask) -> Any:
         failed = self.failure(ask.request)
         match ask.effect:
-            case RunPrefill(number) | RunDecode(number) | SaveSnapshot(number):
+            case RunPrefill(number) | RunDecode(number):
                 slot = self.slots[number]
                 assert slot.owner == ask.request, "work in a slot that was opened for somebody else"
                 if slot.broken:
@@ -211,17 +215,30 @@ class Device:
                 if checkpoint and failed is None:
                     self.keep_state(slot, whole(self.settings, at))
                 return self.round(slot, effect, failed)
-            case SaveSnapshot(_, tokens, checkpoint):
-                assert tokens
-                assert slot.owner is not None
-                assert len(tokens) % self.settings.block_size == 0
-                assert slot.rows[: len(tokens)] == rows_of(tokens), "a snapshot of something else"
-                self.store.asked.append((slot.owner, tokens))
-                if failed is None:
-                    self.store.keep(tokens)
-                    if checkpoint:
-                        self.keep_state(slot, len(tokens))
-                return failed or SnapshotSaved(len(tokens), len(tokens))
+
+    def save(self, ask: Ask) -> SnapshotSaved | StoreFailed:
+        """Beside the lane, whatever is done there meanwhile."""
+        saving = ask.effect
+        assert isinstance(saving, SaveSnapshot)
+        slot, tokens = self.slots[saving.slot], saving.tokens
+        assert slot.owner == ask.request, "a snapshot of a slot that was opened for somebody else"
+        if slot.broken:
+            return StoreFailed(slot.broken, "the slot went out of step")
+        assert tokens
+        assert len(tokens) % self.settings.block_size == 0
+        assert slot.rows[: len(tokens)] == rows_of(tokens), "a snapshot of something else"
+        self.store.asked.append((ask.request, tokens))
+        if self.rng.random() < self.failures:
+            return StoreFailed(self.rng.choice(DEVICE_FAILURES), "simulated")
+        length = self.rng.choice(
+            (len(tokens), len(tokens), self.rng.randint(0, len(tokens)))
+        )  # as far as there was time
+        taken = tokens[: whole(self.settings, length)]
+        if taken:
+            self.store.keep(taken)
+        if saving.checkpoint:
+            self.keep_state(slot, len(tokens))
+        return SnapshotSaved(len(taken), len(taken))
 
     def failure(self, request: RequestId) -> DeviceFailed | None:
         if request in self.abandoned and self.rng.random() < 0.5:

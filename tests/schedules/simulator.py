@@ -17,6 +17,7 @@ from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pflash import KeepFrozen
 from effects.prefill import OpenSlot, RunPrefill
 from effects.scope import Scope
+from effects.snapshot import SaveSnapshot
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.invariants import check
@@ -267,7 +268,7 @@ class Simulator:
         self.check_the_end()
 
     def busy(self) -> bool:
-        return bool(self.answers or self.entering or self.loading or self.device.lane)
+        return bool(self.answers or self.entering or self.loading or self.device.lane or self.device.taking)
 
     def possible(self) -> list[Callable[[], None]]:
         steps = [
@@ -275,6 +276,7 @@ class Simulator:
             (self.entering, self.enter),
             (self.loading, self.load),
             (self.device.lane, self.work),
+            (self.device.taking, self.take),
         ]
         return [step for queue, step in steps if queue]
 
@@ -321,6 +323,10 @@ class Simulator:
         else:
             self.answers.append((ask.request, found))
 
+    def take(self) -> None:
+        ask = self.device.taking.pop(self.rng.randrange(len(self.device.taking)))
+        self.answers.append((ask.request, self.device.save(ask)))
+
     def work(self) -> None:
         self.answers += self.device.step()
 
@@ -357,6 +363,8 @@ class Simulator:
                 self.clients[request].hear(said)
             case Ask(request, Abandon()):
                 self.abandon(request)
+            case Ask(_, SaveSnapshot()):
+                self.device.lane.append(out)
             case Ask():
                 assert out.effect.outcomes
                 self.loading.append(out)

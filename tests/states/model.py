@@ -133,7 +133,7 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield from (Decoded(tokens[: propose + 1], propose) for tokens in ((7, 8), (7, STOP), (STOP, 8), (7,)))
             yield from (Decoded((STOP,), propose, accepted=propose), Decoded((7,))) if propose else ()
         case SaveSnapshot(_, tokens):
-            yield SnapshotSaved(len(tokens), 1)
+            yield from (SnapshotSaved(len(tokens), 1), StoreFailed("out_of_memory", ""), StoreFailed("broken", ""))
         case UnloadModel():
             yield ModelUnloaded()
     if effect.side is Side.DEVICE:

@@ -101,6 +101,8 @@ class StatefulBench:
         self.store = self.moving.store
 
     async def one(self, request: int, effect: object):
+        if isinstance(effect, SaveSnapshot):
+            return await self.moving.saver.save(RequestId(request), effect)
         (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))
         return evolve(outcome, ns=0) if hasattr(outcome, "ns") else outcome
 
@@ -198,7 +200,6 @@ def made(folder: Path, host: int) -> StatefulBench:
     store = Store(LAYOUT, HostTier(index(LAYOUT, host)), disk, lock)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=draft)
     moving = transfer(store, (shard,), lane, executor.serving, draft=draft)
-    executor.handle(SaveSnapshot, moving.saver.save)
     executor.checkpointed_by(moving.saver.checkpoint)
     return StatefulBench(executor, moving, shard, draft)
 

@@ -24,6 +24,7 @@ from adapters.store.host import HostTier
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from adapters.transfer.copy import Mover, movers
+from adapters.transfer.save import PATIENCE_NS
 from adapters.transfer.transfer import Transfer, transfer
 from effects.all import Ask, Launch
 from effects.decode import RunDecode
@@ -51,6 +52,8 @@ class Bench:
     shard: DenseShard
 
     async def one(self, request: int, effect: object):
+        if isinstance(effect, SaveSnapshot):
+            return await self.moving.saver.save(RequestId(request), effect)
         (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))
         return timeless(outcome)
 
@@ -102,7 +105,6 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     disk = open_disk(layout, Folder.open(tmp_path / "kv"), lock, budget=1 << 30)
     store = Store(layout, HostTier(index(layout, 1 << 30 if request.param == "host" else 0)), disk, lock)
     moving = transfer(store, (shard,), lane, executor.serving)
-    executor.handle(SaveSnapshot, moving.saver.save)
     yield Bench(executor, moving, shard)
     assert executor.close()
     moving.close()
@@ -147,6 +149,65 @@ async def test_a_snapshot_of_what_the_slot_does_not_hold_is_refused(bench: Bench
         assert (await bench.one(1, SaveSnapshot(SlotId(0), tokens))).kind == "broken"
     assert (await bench.one(2, SaveSnapshot(SlotId(0), PROMPT[:96]))).kind == "broken", "another request's slot"
     assert bench.moving.store.host.index.entries == {}
+
+
+async def test_the_lane_goes_on_while_a_snapshot_is_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    begun, go, saved, take = threading.Event(), threading.Event(), list[object](), Mover.take
+
+    def slow(*what) -> None:
+        begun.set()
+        assert go.wait(60)
+        take(*what)
+
+    monkeypatch.setattr(Mover, "take", slow)
+    async with anyio.create_task_group() as tasks:
+
+        async def save() -> None:
+            saved.append(await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])))
+
+        tasks.start_soon(save)
+        await to_thread.run_sync(begun.wait)
+        bench.open(2, 1)
+        await bench.prefill(2, 1)
+        cold = await bench.answer(2, 1)
+        assert not saved
+        go.set()
+    assert saved == [SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)]
+    bench.open(3, 2)
+    await bench.restore(3, await bench.found(3), 2)
+    await bench.prefill(3, 2, 96)
+    assert await bench.answer(3, 2) == cold
+
+
+async def test_what_there_is_no_time_for_is_dropped_and_counted(bench: Bench) -> None:
+    bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    times = iter([0, PATIENCE_NS, PATIENCE_NS + 1])  # as it begins, and before each run but the first
+    bench.moving.saver.clock_ns = lambda: next(times)
+    saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
+    assert saved == SnapshotSaved(32, 32 * bench.moving.store.layout.token_bytes)
+    assert bench.moving.store.figures()["dropped_rows"] == 64
+    settled(bench.moving.store)
+    assert (await bench.found(2)).length == 32
+
+
+async def test_a_snapshot_without_memory_costs_the_request_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+
+    def full(_: object, size: int) -> None:
+        raise MemoryError(f"{size} bytes of host memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.moving.store.memory.__class__, "take", full)
+        assert await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])) == SnapshotSaved(0, 0)
+    assert bench.moving.store.figures()["dropped_rows"] == 96
+    assert len(await bench.answer(1, 0)) == 6
 
 
 async def test_a_restore_waits_on_no_thread_of_the_process(bench: Bench) -> None:
@@ -218,10 +279,10 @@ async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
     bench.open(2, 1)
     put = Mover.put
 
-    def leave(mover, slot, span, data, begin):
+    def leave(mover, slot, span, *run):
         if span == (32, 48):
             bench.moving.restorer.abandon(RequestId(2))
-        put(mover, slot, span, data, begin)
+        put(mover, slot, span, *run)
 
     monkeypatch.setattr("adapters.transfer.restore.AHEAD", 1)
     monkeypatch.setattr(Mover, "put", leave)
@@ -323,6 +384,7 @@ async def test_metrics_say_what_the_cache_does(bench: Bench) -> None:
         "rekindle_cache_quarantined_total 0.0",
         "rekindle_cache_write_errors_total 0.0",
         "rekindle_cache_dropped_writes_total 0.0",
+        "rekindle_cache_dropped_rows_total 0.0",
         "rekindle_cache_queued_bytes 0.0",
     ):
         assert line in text.splitlines(), line
