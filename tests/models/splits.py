@@ -93,6 +93,12 @@ def story(shard) -> str:
     return digest.hexdigest()
 
 
+@cache
+def story_of(kind: str) -> str:
+    """Of all layers in one shard."""
+    return story(whole_of(kind))
+
+
 def assert_alike(split, whole) -> None:
     """All that a pipeline says of itself is what one shard says."""
     assert (split.layers, split.row_spec, split.state_specs) == (whole.layers, whole.row_spec, whole.state_specs)

@@ -24,7 +24,7 @@ from adapters.remote.peer import Deadlines
 from adapters.remote.shard import RemoteShard
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
-from tests.models.splits import CONFIGS, chunk, pipeline, step
+from tests.models.splits import CONFIGS, chunk, step, whole_of
 from tests.remote.daemons import (
     QUICK,
     SECRET,
@@ -70,8 +70,7 @@ def pair() -> Iterator[HybridPair]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[torch.Tensor]:
-    (one,) = pipeline("hybrid", (5,)).parts
-    return life(one)
+    return life(whole_of("hybrid"))
 
 
 def life(shard: DenseShard | Pipeline) -> list[torch.Tensor]:
@@ -254,7 +253,7 @@ def test_an_answer_that_is_none_ends_the_connection(case: str) -> None:
         chunk(far, 0, 0, 64)
     assert len(told) == 1
     dial.meddle, far.peer.deadlines = (lambda channel: channel), QUICK
-    (whole,) = pipeline("dense", (5,)).parts
+    whole = whole_of("dense")
     chunk(far, 0, 0, 64)  # had anew, and right
     chunk(whole, 0, 0, 64)
     theirs, ours = far.export_rows(0, 0, 64), whole.export_rows(0, 0, 64)
