@@ -1,4 +1,4 @@
-"""`rekindle bench`: serve."""
+"""`rekindle bench`: serve, needles."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from engine.bench.needles_wanted import Needles
 from engine.bench.wanted import Load
 
 BENCH = """Measure a server over HTTP.
 
 `rekindle bench serve --concurrency 1,4,16`
+
+`rekindle bench needles --keep 0.1`
 """
 bench = App(name="bench", help=BENCH, sort_key=6)
 
@@ -32,3 +35,16 @@ def bench_serve(load: Annotated[Load, Parameter(name="*")] = Load()) -> int:  # 
     from engine.bench.serve import run  # noqa: PLC0415
 
     return run(load)
+
+
+@bench.command(name="needles")
+def bench_needles(wanted: Annotated[Needles, Parameter(name="*")] = Needles()) -> int:  # noqa: B008 - a frozen value
+    """Hide facts in long texts and ask a Rekindle server for them: whole, compressed, and shortened blindly as much.
+
+    `rekindle bench needles --lengths 2000,8000 --keep 0.1 --plot needles.svg`
+
+    `rekindle bench needles --needles 1 --depths 0.1,0.5,0.9 --questions 10 --json > needles.json`
+    """
+    from engine.bench.needles import run  # noqa: PLC0415
+
+    return run(wanted)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from adapters import demo
+from engine.__main__ import main
 from engine.replay import replay_file
 from tests.e2e.server import Running, refused, serving
 
@@ -109,6 +110,19 @@ def test_the_drafter_is_there_while_it_is_needed(server: Running) -> None:
     assert (told["state"], told["after_use"], told["leases"], told["device_bytes"]) == ("released", "release", 0, 0)
     assert told["loads"] == told["parks"] > 0
     assert props["memory"]["models"]["drafter"] == {"device": 0, "host": 0}
+
+
+def test_needles_are_looked_for_in_texts_whole_compressed_and_shortened_blindly(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--lengths", "300", "--depths", "0.5", "--needles", "1,2", "--questions", "1", "--keep", "0.3", "--json")
+    assert main(["bench", "needles", "--url", server.url, *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["found"].keys() == {"whole", "compressed", "last lines", "random lines"}
+    assert [one["error"] for one in told["questions"]] == [""] * 8
+    kept = {one["method"]: one for one in told["questions"] if one["needles"] == 1}
+    assert 0.1 < kept["compressed"]["kept"] <= 0.31
+    assert kept["compressed"]["tokens"] == kept["whole"]["tokens"] > 2 * kept["last lines"]["tokens"]
 
 
 def test_all_of_it_replays(server: Running, recorded: Path) -> None:

@@ -1,0 +1,121 @@
+"""`rekindle bench needles`: the texts, and what is told of a server that answers and of one that does not compress."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import anyio
+import pytest
+
+from engine import picture
+from engine.__main__ import main
+from engine.bench.haystack import Haystack, Needle, haystack, last, size, some
+from engine.bench.needles import METHODS, read
+from engine.bench.needles import Cell as Question
+from engine.bench.needles_plot import by, draw
+from tests.http.conftest import Site, served
+from tests.text import small
+
+
+@pytest.fixture
+async def ours(tmp_path: Path) -> AsyncIterator[Site]:
+    async with served(small.write(tmp_path)) as site:
+        yield site
+
+
+def hay(*depths: float, seed: int = 1, words: int = 600) -> Haystack:
+    return haystack(Random(seed), words, depths)
+
+
+@pytest.mark.parametrize("depth", [0, 0.25, 0.5, 1])
+def test_a_needle_is_where_it_is_wanted(depth: float) -> None:
+    text = hay(depth)
+    place = text.lines.index(text.needles[0].line)
+    assert place == round(depth * (len(text.lines) - 1))
+    assert 500 < len(text.text().split()) < 700
+    assert text.text().endswith(f"\n\nWhat is the secret number of {text.needles[0].who}?")
+
+
+def test_several_are_of_different_people_and_all_asked_for() -> None:
+    text = hay(0.2, 0.5, 0.8)
+    assert len({needle.who for needle in text.needles}) == 3
+    assert all(needle.who in text.question and needle.line in text.lines for needle in text.needles)
+    one, other, _ = text.needles
+    assert text.found(f"{one.number} and {other.number}") == pytest.approx(2 / 3)
+    assert text.found("I do not know.") == 0
+
+
+def test_the_same_seed_is_the_same_text() -> None:
+    assert hay(0.5) == hay(0.5) != hay(0.5, seed=2)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 1])
+def test_who_shortens_blindly_gets_as_much_of_the_text(share: float) -> None:
+    text = hay(0.5)
+    for kept in (last(text, share), some(text, share, Random(7))):
+        assert size(kept) <= share * size(text.lines) < size(kept) + 120
+        assert [line for line in text.lines if line in kept] == kept, "in its order"
+    assert last(text, share)[-1] == text.lines[-1]
+
+
+def told(why: str | None = None) -> dict[str, Any]:
+    compression = {"why": why, "kept_tokens": 20, "original_tokens": 200}
+    return {
+        "choices": [{"message": {"content": "It is 1234."}}],
+        "usage": {"prompt_tokens": 200},
+        "timings": {"prompt_ms": 7.5},
+        "rekindle": {"compression": compression},
+    }
+
+
+def test_an_answer_is_read_and_what_was_not_compressed_is_none() -> None:
+    text, question = Haystack(("x",), (Needle("Anna", 1234),)), Question("compressed", 200, 1, 0.5, 0)
+    assert read(question, text, told(), 0.5) == Question("compressed", 200, 1, 0.5, 0, 1.0, 200, 0.1, 7.5)
+    assert read(question, text, told("tools"), 0.5).error == "it was not compressed: tools"
+    whole = Question("whole", 200, 1, 0.5, 0)
+    assert read(whole, text, {**told(), "rekindle": {"compression": None}}, 0.5).kept == 1
+    with pytest.raises(LookupError):
+        read(whole, text, {"choices": []}, 0.5)
+
+
+async def test_a_server_that_does_not_compress_is_told_of(ours: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--url", str(ours.client.base_url), "--lengths", "150", "--needles", "1,2", "--depths", "0.5")
+    run = partial(main, ["bench", "needles", *words, "--questions", "1", "--seed", "3"])
+    assert await anyio.to_thread.run_sync(run) == 1
+    shown = capsys.readouterr().out
+    assert "2 without an answer: HTTP 400" in shown
+    assert "this server has no drafter" in shown
+    assert "--seed 3" in shown
+    assert [line.split()[:3] for line in shown.splitlines()[2:4]] == [["150", "1", "0.5"], ["150", "2", "spread"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--depths", "2"], "from 0, a text's beginning, to 1"),
+        (["--lengths", "0"], "a number of tokens from 1"),
+        (["--needles", "99"], "a number of needles from 1 to 20"),
+        (["--keep", "0"], "--keep"),
+        (["--url", "http://127.0.0.1:9"], "nobody answers there"),
+    ],
+)
+def test_every_wrong_word_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "needles", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_picture_has_a_line_for_each_method(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    questions = [Question(method, 100, 1, depth, 0, depth) for method in METHODS for depth in (0.0, 1.0)]
+    questions += [Question(method, 100, 4, None, 0, 0.5) for method in METHODS]
+    path = tmp_path / "needles.svg"
+    picture.check(path)
+    draw(path, questions, METHODS, "Needles")
+    texts = {"".join(one.itertext()).strip() for one in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")}  # noqa: S314 - our own
+    assert {*METHODS, "Several needles, % of them found", "One needle, 100 tokens, % found"} <= texts
+    assert by("depth", questions[:2]) == [(0.0, 0.0), (1.0, 1.0)]
