@@ -174,7 +174,7 @@ async def serve_model(
             live=target.live if frozen is None else partial(living, target, frozen),
             threads=target.threads,
             drafter=target.drafter,
-            **({} if frozen is None else {"freeze": frozen.keep}),
+            freeze=(lambda *_: None) if frozen is None else frozen.keep,
             recorder=recorder,
             paranoid=options.paranoid,
         ) as running:
