@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,16 +153,13 @@ async def requests(text: Text) -> AsyncIterator[str]:
 def every_metric() -> Metrics:
     """As a server has them that has everything: a disk, shards elsewhere, and a request behind it."""
     metrics = Metrics()
-    tier: dict[str, Any] = {"bytes": 0, "budget": 1, "entries": 0, "evictions": 0}
-    loaded = {"device": {"count": 0, "seconds": 0.0, "bytes": 0}}
-    counted = {**dict.fromkeys(DISK_COUNTERS, 0), "queued_bytes": 0}
-    metrics.watch_cache(
-        lambda: {**tier, "host": tier, "hits": {"host": 0}, "misses": {"cold": 0}, "restores": loaded, **counted}
-    )
+    figures = defaultdict[str, Any](int, budget=1, hits={"host": 0}, misses={"cold": 0}, host=defaultdict(int))
+    figures |= {"restores": {"device": defaultdict(int)}, **dict.fromkeys((*DISK_COUNTERS, "queued_bytes"), 0)}
+    metrics.watch_cache(lambda: figures)
     metrics.watch_damage(lambda: {"run": 0})
-    metrics.watch_turns(lambda: {"turns": 0, "bytes": 0, "prompts": 0, "tokens": 0})
+    metrics.watch_turns(lambda: defaultdict(int))
     metrics.watch_listeners(lambda: 0)
-    metrics.watch_shards(lambda: {"0-1": {"hops": 0, "hop_seconds": 0.0, "compute_seconds": 0.0, "restarts": 0}})
+    metrics.watch_shards(lambda: {"0-1": defaultdict(int)})
     report = Report(prompt_tokens=2, completion_tokens=1, restored_tokens=1, tier="disk", miss="cold")
     metrics.closed(Closed("stop", report, "", {}))
     metrics.stage("prefill", 0.1)
