@@ -1,13 +1,13 @@
-"""Prefill and decoding on the CPU against transformers with a static cache: same weights, same run, interleaved.
+"""Prefill and decoding on the CPU against transformers: same weights, same run, interleaved.
 
     python -m benchmarks.cpu_model [FOLDER] [--dtypes float32 bfloat16] [--prompts 512 2048 8000] [--tokens 48]
                                    [--repeat 3] [--chunk 256] [--json FILE]
 
-FOLDER is a checkpoint; without one the demo, or random weights of its geometry if it is not there. Prefill: rows
-[0, n) of a prompt in chunks of C, against one transformers forward (sdpa, logits_to_keep=1). Decoding: greedy, one
-token a step at the smallest bucket, logits fetched, against one transformers forward a token; blocks of 8 tokens
-alternate. Figures are medians, ratios are transformers' time over ours (above 1 we are faster); raw seconds go to
---json, one line a row.
+FOLDER is a checkpoint of any family; without one the demo. Prefill: rows [0, n) of a prompt in chunks of C, against one
+transformers forward (sdpa, logits_to_keep=1). Decoding: greedy, one token a step at the smallest bucket, logits
+fetched, against one transformers forward a token (a static cache; of a hybrid its own); blocks of 8 tokens alternate.
+Figures are medians, ratios are transformers' time over ours (above 1 we are faster); raw seconds go to --json, one line
+a row.
 """
 
 from __future__ import annotations
@@ -23,43 +23,20 @@ from typing import Any
 import torch
 from attrs import define
 from torch import Tensor
-from transformers import Qwen3ForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
 
 from adapters.checkpoint.config import DTYPES
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.weights import WeightSource
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.numerics import Numerics
 from adapters.models.probe import probe
-from adapters.models.qwen3 import FAMILY, Qwen3Config
 from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
-from benchmarks.oracle import oracle_config
+from benchmarks.report import machine
 
 DEMO = Path(__file__).parents[1] / "adapters" / "demo"
-GEOMETRY = Qwen3Config(4096, 320, 832, 10, 5, 1, 64, 8192, 1e6, tie_word_embeddings=True)
 CPU = torch.device("cpu")
 BLOCK = 8  # tokens that one side decodes before the other goes on, as a cache warms up in use
-
-
-def weights_of(folder: Path | None) -> tuple[str, Qwen3Config, WeightSource]:
-    try:
-        checkpoint = Checkpoint.open(folder or DEMO)
-    except CheckpointError:
-        if folder is not None:
-            raise
-        return "random weights", GEOMETRY, RandomWeights(GEOMETRY, scale=GEOMETRY.hidden_size**-0.5)
-    return str(checkpoint.folder.name), checkpoint.config, checkpoint
-
-
-def oracle_of(config: Qwen3Config, weights: WeightSource, dtype: torch.dtype) -> Any:
-    model = Qwen3ForCausalLM(oracle_config(config))
-    for name, parameter in model.named_parameters():
-        parameter.data = weights.read(name).to(dtype)
-    model.tie_weights()
-    return model.to(dtype).eval()
 
 
 @define
@@ -77,17 +54,25 @@ class Ours:
     def decode(self, token: int, position: int) -> int:
         step = Step((Segment(0, position, 1),), self.numerics.buckets[0])
         hidden = self.shard.forward(step, torch.tensor([token])).hidden
-        return int(self.shard.logits(step, hidden)[0].argmax())
+        found = int(self.shard.logits(step, hidden)[0].argmax())
+        self.shard.commit(step, [1])
+        return found
 
 
 @define
 class Theirs:
+    """cache: None where the model makes its own, anew for each prompt, as hybrids do."""
+
     model: Any
-    cache: StaticCache
+    cache: Any = None
 
     def prefill(self, tokens: Tensor) -> None:
-        self.cache.reset()
-        self.model(tokens[None], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        if isinstance(self.cache, StaticCache):
+            self.cache.reset()
+        else:
+            self.cache = None
+        found = self.model(tokens[None], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache = found.past_key_values
 
     def decode(self, token: int, position: int) -> int:
         at = torch.tensor([[position]])
@@ -133,21 +118,29 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    name, config, weights = weights_of(options.folder)
+    checkpoint = Checkpoint.open(options.folder or DEMO)
+    config = checkpoint.config
     capacity = min(config.max_positions, max(options.prompts) + options.tokens)
     rows = []
+    print(machine())
     for dtype_name in options.dtypes:
-        dtype = DTYPES[dtype_name]
-        kernels = CpuKernels(dtype)
-        numerics = probe(FAMILY, config, kernels, device=CPU, dtype=dtype, chunk=options.chunk, capacity=capacity)
-        shard = DenseShard(config, weights, kernels, dtype=dtype, slots=1, capacity=capacity, buckets=numerics.buckets)
-        model = oracle_of(config, weights, dtype)
+        dtype, kernels = getattr(torch, dtype_name), CpuKernels(getattr(torch, dtype_name))
+        how = {"device": CPU, "dtype": dtype, "chunk": options.chunk, "capacity": capacity}
+        numerics = probe(checkpoint.family, config, kernels, **how)
+        serving = kernels.using(numerics.plan)
+        shard = DenseShard(
+            config, checkpoint, serving, dtype=dtype, slots=1, capacity=capacity, buckets=numerics.buckets
+        )
+        model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype).eval()
+        name = checkpoint.folder.name
         print(f"{name}, {dtype_name}: {numerics.mode}, buckets {numerics.buckets}, decoding at {numerics.buckets[0]}")
         print(f"  {numerics.numerics_class}, {torch.get_num_threads()} threads, probe {numerics.seconds:.2f} s")
         with torch.inference_mode():
             for length in options.prompts:
                 prompt = torch.randint(5, config.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
-                theirs = Theirs(model, StaticCache(config=model.config, max_cache_len=length + options.tokens))
+                theirs = Theirs(model)
+                if not shard.state_specs:
+                    theirs.cache = StaticCache(config=model.config, max_cache_len=length + options.tokens)
                 Ours(shard, numerics).prefill(prompt[:64])
                 for row in compare(Ours(shard, numerics), theirs, prompt, options.tokens, options.repeat):
                     rows.append({"model": name, "dtype": dtype_name, "kernels": numerics.kernels, **row})
