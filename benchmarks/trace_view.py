@@ -91,7 +91,7 @@ def record(path: Path, requests: int) -> None:
     setup = Setup(fitted(settings, sessions), costs, disk_budget=256 << 20, host_budget=4 << 20)
     with path.open("w", encoding="utf-8") as file:
         header = Header(VERSION, "simulated", setup.settings, "simulated", {"model": "simulated"})
-        file.write(json.dumps(converter.unstructure(header), separators=(",", ":")) + "\n")
+        file.write(json.dumps(converter().unstructure(header), separators=(",", ":")) + "\n")
         run = RecordedSimulation(setup, sessions, Scope(), file=file)
         run.run()
         process: Any = run.process

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
+from adapters.checkpoint.upload import PIECE, READERS, Upload
+from adapters.checkpoint.weights import WeightSource
 from adapters.layout import dtype_name
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.draft import DraftShape
@@ -28,7 +31,9 @@ from adapters.remote.loading import loading
 from adapters.remote.messages import Facts, Offer, Prove
 from adapters.remote.peer import Peer
 from adapters.remote.shard import RemoteShard
+from adapters.store.memory import Memory
 from engine.fit import Fit
+from engine.folders import user_folder
 from engine.kept import Kept
 from engine.options import Options
 from engine.plan import layer_ranges
@@ -242,11 +247,14 @@ def shards(
     dtype: torch.dtype,
     plan: Sequence[Placement],
     kernels: Sequence[Kernels | None],
+    memory: Memory,
     *,
     fast: bool,
     **how: Any,
 ) -> Pipeline:
-    """Each on its device, with the tensors of its own layers and no other. how: as `Build` has it."""
+    """Each on its device, with the tensors of its own layers and no other. memory: what a GPU's pass through. how: as
+    `Build` has it.
+    """
     parts = list[Shard]()
     for place, own in zip(plan, kernels, strict=True):
         if place.peer is not None:
@@ -256,10 +264,31 @@ def shards(
             parts.append(RemoteShard(place.peer, asked, ends, *shape))
             continue
         assert own is not None
-        with current(place.device):
+        with current(place.device), weights_for(checkpoint, place, memory) as weights:
             where: dict[str, Any] = {"device": place.device, "dtype": dtype, "layers": place.layers}
-            parts.append(checkpoint.family.build(checkpoint.config, checkpoint, own, **where, **how))
+            parts.append(checkpoint.family.build(checkpoint.config, weights, own, **where, **how))
     return Pipeline(parts)
+
+
+@contextmanager
+def weights_for(checkpoint: Checkpoint, place: Placement, memory: Memory) -> Iterator[WeightSource]:
+    """Those of a GPU's layers come ahead of whoever asks for them; memory: for what they pass through."""
+    if place.device.type != "cuda":
+        yield checkpoint
+        return
+    buffers = [memory.take(PIECE) for _ in range(READERS)]
+    upload = Upload(
+        source=checkpoint,
+        tensors=checkpoint.tensors,
+        names=checkpoint.config.tensors(place.layers),
+        device=place.device,
+        buffers=[buffer.data for buffer in buffers],
+        heard=checkpoint.heard,
+    )
+    try:
+        yield upload
+    finally:
+        upload.close()
 
 
 def state_tokens(shard: Pipeline) -> int:
@@ -276,6 +305,7 @@ def probed(checkpoint: Checkpoint, kernels: Kernels, kept: Kept, **how: Any) -> 
 
 def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type == "cuda":
+        keep_compiled()
         from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
 
         return TritonKernels(device)
@@ -288,6 +318,14 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         return CpuKernels(dtype)
     except ValueError as error:
         raise Refusal(str(error)) from error
+
+
+def keep_compiled() -> None:
+    """What Triton compiles is kept with all else that a start can find again, unless somebody says where."""
+    folder = user_folder() / "triton"
+    with suppress(OSError):  # a home that cannot be written: it stays where Triton would have it
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
 
 
 def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str) -> str:

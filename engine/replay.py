@@ -89,7 +89,7 @@ def show(value: object, width: int = 600) -> str:
     """A record as the trace has it, cut where it is long."""
     if isinstance(value, str):
         return value
-    text = json.dumps(converter.unstructure(value, unstructure_as=Record), separators=(",", ":"))
+    text = json.dumps(converter().unstructure(value, unstructure_as=Record), separators=(",", ":"))
     return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
 
 
@@ -111,12 +111,12 @@ def world_json(world: World) -> Any:
     return {
         "digest": digest(world),
         "requests": {
-            request: {"is": type(state).__name__, **converter.unstructure(state)}
+            request: {"is": type(state).__name__, **converter().unstructure(state)}
             for request, state in sorted(world.requests.items())
         },
-        "slots": converter.unstructure(world.slots),
-        "lanes": converter.unstructure(world.lanes),
-        "models": converter.unstructure(world.models),
+        "slots": converter().unstructure(world.slots),
+        "lanes": converter().unstructure(world.lanes),
+        "models": converter().unstructure(world.models),
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
@@ -21,10 +22,14 @@ from adapters.store.memory import Memory
 from adapters.store.opening import held_memory, open_store
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
+from adapters.watched import Watched
 from effects.scope import parse
 from engine.folders import cache_folder
+from engine.kept import Kept
+from engine.loading import with_loading
 from engine.options import Options
 from engine.refusal import Refusal
+from states.settings import Settings
 
 log = logging.getLogger("rekindle")
 
@@ -85,3 +90,10 @@ def keeping(
     moving = transfer(store, shard.parts, lane, executor.serving, draft=draft, catch_up=follow)
     executor.checkpointed_by(moving.saver.checkpoint)
     return moving
+
+
+def stored(settings: Settings, moving: Transfer, shard: Pipeline, *, chunk: int, kept: Kept) -> Settings:
+    """Something is kept beyond the device, and what loading it takes is known."""
+    rates = with_loading(settings.rates, moving.store, shard, chunk=chunk, kept=kept)
+    Watched("store-pool", moving.store.memory.fill).start()  # now that nothing is timed any more
+    return evolve(settings, store=True, rates=rates)

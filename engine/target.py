@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio.to_thread
 import torch
-from attrs import asdict, define, evolve
+from attrs import asdict, define
 from attrs.filters import exclude
 
 from adapters import demo
@@ -35,14 +35,13 @@ from engine.draft import find_draft, placed_draft, provable, short_of_memory
 from engine.drafter import Drafter, add_drafter, find_drafter, pflash
 from engine.folders import user_folder
 from engine.kept import Kept
-from engine.loading import with_loading
 from engine.machine import identity, planned, prove, shards, state_tokens
 from engine.measure import kept_or_measured, key
 from engine.needs import chosen
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.remote import closed, connected, place_of, placement, shown
-from engine.storing import keeping, layout, transfer_memory
+from engine.storing import keeping, layout, stored, transfer_memory
 from engine.warm_up import warm_up
 from states.residency import resolved, unload
 from states.settings import Settings
@@ -135,6 +134,7 @@ class Target:
             "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
             "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
             "blocks": {"host": blocks},
+            "pool": {"host": 0 if self.transfer is None else self.transfer.store.memory.held},
         }
 
     @property
@@ -206,7 +206,7 @@ def load_over(
     memory = transfer_memory(options, [one.device for one in plan])
     heard = startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors))
     shard = shards(
-        *(checkpoint.followed(heard), dtype, plan, kernels),
+        *(checkpoint.followed(heard), dtype, plan, kernels, memory),
         slots=fit.slots,
         capacity=fit.context,
         buckets=row_counts(numerics.buckets, fast=fast),
@@ -256,11 +256,6 @@ def sent_away(drafting: Drafting[CachedDraft[Any]] | None, settings: Settings) -
     """Nobody needs the draft yet."""
     if drafting is not None and settings.residency.draft != "keep":
         drafting.park(RequestId(0), unload(settings.residency, "draft"))
-
-
-def stored(settings: Settings, moving: Transfer, shard: Pipeline, *, chunk: int, kept: Kept) -> Settings:
-    """Something is kept beyond the device, and what loading it takes is known."""
-    return evolve(settings, store=True, rates=with_loading(settings.rates, moving.store, shard, chunk=chunk, kept=kept))
 
 
 def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:

@@ -12,6 +12,7 @@ import logging
 import queue
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, get_args, get_origin
@@ -80,7 +81,8 @@ class BadTrace(Exception):
     """The file is not a trace that this version can read; the message names the line."""
 
 
-def build_converter() -> Converter:
+@cache  # made when it is first wanted: a server that records nothing need not wait for it
+def converter() -> Converter:
     # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     built.register_structure_hook_func(is_literal, one_of)
@@ -101,11 +103,8 @@ def one_of(value: Any, kind: Any) -> Any:
     return value
 
 
-converter = build_converter()
-
-
 def encode(record: Record) -> str:
-    return json.dumps(converter.unstructure(record, unstructure_as=Record), separators=(",", ":"))
+    return json.dumps(converter().unstructure(record, unstructure_as=Record), separators=(",", ":"))
 
 
 def digest(world: World) -> str:
@@ -160,7 +159,7 @@ class Recorder:
     def start(self) -> None:
         """Raises OSError when the file cannot be written."""
         self._file = opened(self.path, "w")
-        self._file.write(json.dumps(converter.unstructure(self.header), separators=(",", ":")) + "\n")
+        self._file.write(json.dumps(converter().unstructure(self.header), separators=(",", ":")) + "\n")
         self._thread.start()
 
     def record(self, envelope: Envelope, outs: tuple[Out, ...], world: World) -> None:
@@ -245,7 +244,7 @@ def read_sized(path: Path) -> tuple[Header, Iterator[Line]]:
     try:
         raw = bounded_json.loads(first, MOST_PARTS)
         version = raw.get("trace") if isinstance(raw, dict) else None
-        header = converter.structure(raw, Header) if version == VERSION else None
+        header = converter().structure(raw, Header) if version == VERSION else None
     except UNREADABLE as error:
         raise BadTrace(f"{path}: line {number} is no trace header: {first_line(error)}") from error
     if header is None:
@@ -256,7 +255,7 @@ def read_sized(path: Path) -> tuple[Header, Iterator[Line]]:
 def record_of(path: Path, number: int, line: str) -> Record:
     kind: Any = Record
     try:
-        record: Record = converter.structure(bounded_json.loads(line, MOST_PARTS), kind)
+        record: Record = converter().structure(bounded_json.loads(line, MOST_PARTS), kind)
     except UNREADABLE as error:
         raise BadTrace(f"{path}: line {number} is no record: {first_line(error)}") from error
     return record

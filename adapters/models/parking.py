@@ -185,17 +185,21 @@ class PinnedMap(mmap.mmap):
 
 
 def pinned(size: int) -> Tensor:
-    """A uint8 tensor `[size]`, pinned where CUDA can; gone with the last tensor on it. Raises MemoryError."""
+    """A uint8 tensor `[size]`, pinned where CUDA can; gone with the last tensor on it. Raises MemoryError.
+
+    Its pages are there before CUDA is asked, which keeps everybody else's calls waiting for as long as that takes.
+    """
     try:
         memory = PinnedMap(-1, max(size, 1))
     except OSError as error:
-        raise MemoryError(f"{size} bytes to park weights in: {error.strerror}") from error
+        raise MemoryError(f"{size} bytes of host memory: {error.strerror}") from error
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if torch.cuda.is_available():
+        tensor.fill_(0)
         try:
             memory.register(tensor.data_ptr())
         except torch.cuda.CudaError as error:
-            log.warning("weights are parked in memory that is not pinned, which is slower: %s", error)
+            log.warning("host memory that is not pinned is copied from more slowly: %s", error)
     return tensor[:size]
 
 

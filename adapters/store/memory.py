@@ -15,6 +15,8 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from adapters.models.parking import pinned
+
 SLAB = 64 << 20
 ALIGN = 4096
 
@@ -88,6 +90,22 @@ class Memory:
             buffer = self.take(size)  # by a name: without one it would be given back before it is filled
             buffer.data.numpy().fill(0)
 
+    def fill(self) -> None:
+        """All of it, slab by slab, before a snapshot waits for it; where memory is pinned. For a thread of its own."""
+        while self.pin:
+            with self._lock:
+                size = min(SLAB, self.most - self.held)
+                self.held += size
+            if not size:
+                return
+            try:
+                slab = Slab(allocated(size, pin=True), [(0, size)])
+            except MemoryError:  # what is there has to do
+                self.most = self.held = self.held - size
+                return
+            with self._lock:
+                self._slabs.append(slab)
+
     def _grow(self, size: int) -> Slab:
         size = max(size, min(SLAB, self.most - self.held))
         slab = Slab(allocated(size, pin=self.pin), [(0, size)])
@@ -101,7 +119,9 @@ class Memory:
 
 
 def allocated(size: int, *, pin: bool) -> Tensor:
+    if pin:
+        return pinned(size)
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+        return torch.empty(size, dtype=torch.uint8)
     except RuntimeError as error:
         raise MemoryError(f"{size} bytes of host memory") from error

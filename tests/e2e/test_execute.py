@@ -128,7 +128,7 @@ async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: R
 async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session: Recording, tmp_path: Path) -> None:
     raw = json.loads(session.file.read_text().partition("\n")[0])
     raw["settings"] |= {"chunk": 2 * raw["settings"]["chunk"], "store": False}
-    file, world = tmp_path / "odd.jsonl", begin(converter.structure(raw, Header).settings)
+    file, world = tmp_path / "odd.jsonl", begin(converter().structure(raw, Header).settings)
     lines = [json.dumps(raw)]
     for seq, event in enumerate((session.order[0], PrefillAdvanced(raw["settings"]["chunk"]))):
         world, outs = advance(world, ForRequest(ONE, event))

@@ -56,7 +56,7 @@ class Teller:
     def __attrs_post_init__(self) -> None:
         self.world = begin(self.settings)
         first = Header(VERSION, "golden", self.settings, "scripted", {})
-        self.lines.append(json.dumps(converter.unstructure(first), separators=(",", ":")))
+        self.lines.append(json.dumps(converter().unstructure(first), separators=(",", ":")))
 
     def tell(self, request: RequestId, *events: Event) -> tuple[Out, ...]:
         outs: tuple[Out, ...] = ()

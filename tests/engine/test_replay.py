@@ -278,7 +278,7 @@ def test_events_survive_the_file(job: Job) -> None:
     envelope = Envelope(1, 2, ForRequest(RequestId(3), Submitted(job)))
     raw = json.loads(encode(envelope))
     assert raw["happened"]["event"]["job"]["prompt"] == list(job.prompt), "token ids are JSON arrays"
-    assert converter.structure({key: raw[key] for key in raw if key != "is"}, Envelope) == envelope
+    assert converter().structure({key: raw[key] for key in raw if key != "is"}, Envelope) == envelope
 
 
 def test_the_digest_sees_every_value() -> None:

@@ -27,6 +27,25 @@ def test_what_is_given_back_is_taken_again() -> None:
     assert memory.held == SLAB
 
 
+@pytest.mark.cuda
+def test_what_a_gpu_copies_from_is_all_there_before_anybody_waits_for_it() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    memory = Memory(2 * SLAB + 5 * ALIGN, pin=True)
+    kept = memory.take(ALIGN)
+    memory.fill()
+    assert memory.held == memory.most
+    some = [memory.take(SLAB - ALIGN), memory.take(SLAB), memory.take(5 * ALIGN)]
+    assert all(one.data.is_pinned() for one in (kept, *some))
+    assert not memory.take(ALIGN).data.is_pinned(), "that is from the system"
+
+
+def test_what_no_gpu_copies_from_is_made_when_it_is_wanted() -> None:
+    memory = Memory(2 * SLAB)
+    memory.fill()
+    assert not memory.held
+
+
 def test_a_view_does_not_keep_it_but_the_buffer_does() -> None:
     memory = Memory(SLAB)
     one, other = memory.take(ALIGN), memory.take(ALIGN)

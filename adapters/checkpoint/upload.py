@@ -1,0 +1,151 @@
+"""Tensors from the page cache to a device, ahead of whoever asks for them: several threads read pieces into a few
+buffers, which a GPU copies from while others are read. So no tensor is ever whole in host memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.weights import FLOATS, StoredTensor, TensorEntry, WeightSource, check_finite
+
+PIECE = 16 << 20  # bytes that are read at once: a copy of less does not reach the bus's speed
+READERS = 8  # threads: one alone reads a third of what the bus carries
+STAGED = READERS * PIECE  # bytes of buffers
+AHEAD = 1 << 30  # bytes of tensors that are on their way before they are asked for: two layers of a large model
+
+
+@frozen(eq=False)
+class Stage:
+    """What one piece after the other passes through. stream: of a GPU, so that they do not wait for each other."""
+
+    buffer: Tensor
+    stream: torch.cuda.Stream | None
+
+    def pass_on(self, descriptor: int, at: int, target: Tensor, after: torch.cuda.Event | None) -> bool:
+        """So many bytes of a file from `at` on, into all of `target`. after: once it may be written. False if the file
+        has fewer.
+        """
+        staged, done = self.buffer[: len(target)], 0
+        view = staged.numpy().data
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], at + done)
+            if not count:
+                return False
+            done += count
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            if self.stream is not None and after is not None:
+                self.stream.wait_event(after)
+            target.copy_(staged, non_blocking=True)
+            if self.stream is not None:
+                self.stream.synchronize()
+        return True
+
+
+@frozen(eq=False)
+class Landing:
+    """A tensor on the device, and the pieces of it that are still on their way."""
+
+    tensor: Tensor
+    pieces: tuple[Future[bool], ...]
+
+
+@define(eq=False)
+class Upload:
+    """The tensors `names` of a checkpoint, in about the order in which they will be asked for; a `WeightSource`.
+    Others, and those that are packed, are read by `source` when they are.
+
+    buffers: uint8 on the host, pinned for a GPU. heard: called after each tensor.
+    """
+
+    source: WeightSource
+    tensors: Mapping[str, StoredTensor]
+    names: Iterable[str]
+    device: torch.device
+    buffers: Sequence[Tensor]
+    heard: Callable[[], object] = lambda: None
+    ahead: int = AHEAD
+    _coming: deque[str] = field(init=False)
+    _begun: dict[str, Landing] = field(factory=dict[str, Landing])
+    _bytes: int = 0  # of what has begun
+    _free: SimpleQueue[Stage] = field(factory=SimpleQueue)
+    _files: dict[Path, int] = field(factory=dict[Path, int])
+    _pool: ThreadPoolExecutor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._coming = deque(name for name in self.names if isinstance(self.tensors.get(name), TensorEntry))
+        self._pool = ThreadPoolExecutor(len(self.buffers), "weights")
+        for buffer in self.buffers:
+            stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            self._free.put(Stage(buffer, stream))
+
+    def read(self, name: str) -> Tensor:
+        """On the device. Raises CheckpointError, or torch.OutOfMemoryError."""
+        entry = self.tensors.get(name)
+        if not isinstance(entry, TensorEntry):
+            return self.source.read(name)
+        self._fill()
+        if name not in self._begun:  # it is not one of those that were named, or it is read once more
+            self._begin(name, entry)
+        landing = self._begun.pop(name)
+        try:
+            whole = all(piece.result() for piece in landing.pieces)
+        except OSError as error:
+            raise CheckpointError(f"{entry.file}: cannot be read: {error.strerror}") from None
+        if not whole:
+            raise CheckpointError(f"{entry.file}: truncated: {name} ends past the end of the file")
+        self._bytes -= entry.nbytes
+        tensor = landing.tensor.view(entry.dtype).view(entry.shape)
+        if entry.dtype in FLOATS.values():
+            check_finite(tensor, entry.file, name)
+        self._fill()
+        self.heard()
+        return tensor
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._pool.shutdown(cancel_futures=True)
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        self._begun.clear()
+
+    def _fill(self) -> None:
+        while self._coming and self._bytes < self.ahead:
+            name = self._coming.popleft()
+            entry = self.tensors[name]
+            assert isinstance(entry, TensorEntry)
+            self._begin(name, entry)
+
+    def _begin(self, name: str, entry: TensorEntry) -> None:
+        tensor = torch.empty(entry.nbytes, dtype=torch.uint8, device=self.device)
+        after = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        descriptor, size = self._opened(entry.file), min(len(buffer) for buffer in self.buffers)
+        spans = [(entry.start + at, tensor[at : at + size]) for at in range(0, entry.nbytes, size)]
+        pieces = [self._pool.submit(self._move, descriptor, at, part, after) for at, part in spans]
+        self._begun[name] = Landing(tensor, tuple(pieces))
+        self._bytes += entry.nbytes
+
+    def _move(self, descriptor: int, at: int, target: Tensor, after: torch.cuda.Event | None) -> bool:
+        stage = self._free.get()
+        try:
+            return stage.pass_on(descriptor, at, target, after)
+        finally:
+            self._free.put(stage)
+
+    def _opened(self, file: Path) -> int:
+        if file not in self._files:
+            try:
+                self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+        return self._files[file]

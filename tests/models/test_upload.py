@@ -1,0 +1,115 @@
+"""Weights that come to a device ahead of whoever asks for them are those that reading one after the other gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.upload import Upload
+from adapters.checkpoint.weights import TensorEntry, read_header
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+SHAPES = {"model.a": (3, 100), "model.b": (1000,), "model.c": (7, 33), "model.d": (1,), "model.empty": (0, 4)}
+DTYPES = {"model.b": torch.float32, "model.c": torch.float16}
+
+
+class Host:
+    """Reads one tensor after the other, and remembers which."""
+
+    def __init__(self, tensors: dict[str, TensorEntry]) -> None:
+        self.tensors, self.asked = tensors, list[str]()
+
+    def read(self, name: str) -> torch.Tensor:
+        self.asked.append(name)
+        return self.tensors[name].read(name)
+
+
+def written(folder: Path) -> Host:
+    drawn = {name: torch.randn(shape).to(DTYPES.get(name, torch.bfloat16)) for name, shape in SHAPES.items()}
+    save_file(drawn, folder / "model.safetensors")
+    return Host(read_header(folder / "model.safetensors"))
+
+
+def upload(source: Host, device: str, heard: Callable[[], object] = lambda: None, ahead: int = 1000) -> Upload:
+    """Through pieces of 64 bytes, so that most tensors are in several, two at once."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    buffers = [torch.empty(64, dtype=torch.uint8, pin_memory=device == "cuda") for _ in range(2)]
+    return Upload(source, source.tensors, list(SHAPES), torch.device(device), buffers, heard=heard, ahead=ahead)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ahead", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("order", [list(SHAPES), [*reversed(SHAPES), "model.a"]], ids=["named", "another"])
+def test_every_tensor_is_the_one_in_the_file(tmp_path: Path, device: str, ahead: int, order: list[str]) -> None:
+    source, heard = written(tmp_path), list[int]()
+    weights = upload(source, device, lambda: heard.append(1), ahead)
+    try:
+        with torch.inference_mode():
+            for name in order:
+                found = weights.read(name)
+                assert found.device.type == device
+                assert found.dtype == source.tensors[name].dtype
+                assert torch.equal(found.cpu(), source.tensors[name].read(name))
+    finally:
+        weights.close()
+    assert len(heard) == len(order)
+    assert not source.asked, "nothing is read whole on the host"
+
+
+def test_what_is_packed_is_read_as_it_is_asked_for(tmp_path: Path) -> None:
+    source = written(tmp_path)
+    whole = dict(source.tensors)
+    weights = upload(source, "cpu")
+    weights.tensors = {name: entry for name, entry in whole.items() if name != "model.b"}
+    try:
+        assert torch.equal(weights.read("model.b"), whole["model.b"].read("model.b"))
+    finally:
+        weights.close()
+    assert source.asked == ["model.b"]
+
+
+def test_a_file_that_shrank_is_an_error_with_its_name(tmp_path: Path) -> None:
+    source = written(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-300])
+    last = max(source.tensors, key=lambda name: source.tensors[name].stop)
+    weights = upload(source, "cpu")
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: truncated: {last} ends past the end"):
+        weights.read(last)
+    weights.close()
+
+
+def test_a_file_that_is_gone_is_an_error_with_its_name(tmp_path: Path) -> None:
+    source = written(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    weights = upload(source, "cpu")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: No such file"):
+        weights.read("model.a")
+    weights.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_that_are_none_are_refused(tmp_path: Path, device: str) -> None:
+    save_file({"model.a": torch.tensor([1.0, float("nan"), 2.0])}, tmp_path / "model.safetensors")
+    weights = upload(Host(read_header(tmp_path / "model.safetensors")), device)
+    try:
+        with pytest.raises(CheckpointError, match=r"model\.a has values that are no numbers, or infinite"):
+            weights.read("model.a")
+    finally:
+        weights.close()
+
+
+def test_no_more_is_on_its_way_than_it_may_be(tmp_path: Path) -> None:
+    source = written(tmp_path)
+    weights = upload(source, "cpu", ahead=1)
+    try:
+        weights.read("model.a")
+        assert list(weights._begun) == ["model.b"]  # noqa: SLF001
+    finally:
+        weights.close()
