@@ -12,6 +12,7 @@ import attrs
 from attrs import evolve
 from rich.console import Console
 
+from effects.compression import WHOLE, Compression
 from effects.scope import Scope
 from engine.human import counted
 from engine.picture import check
@@ -20,6 +21,7 @@ from engine.refusal import Refusal
 from engine.simulation.beside import beside, cores
 from engine.simulation.costs import Costs, figures, read_costs
 from engine.simulation.logs.read import Logs, read_logs
+from engine.simulation.logs.requests import MOST_TOKENS
 from engine.simulation.plot import draw
 from engine.simulation.report import show
 from engine.simulation.run import Setup, Simulation, fitted
@@ -67,6 +69,12 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
         settings = evolve(settings, slots=wanted.slots)
     if wanted.min_tokens is not None:
         settings = evolve(settings, min_tokens=wanted.min_tokens)
+    keep = max(1, round(wanted.prefill_keep_ratio * WHOLE))
+    compression = Compression(wanted.prefill_compression, wanted.prefill_threshold, keep, freeze=wanted.freeze)
+    if compression.mode != "off":
+        settings = evolve(settings, drafter=MOST_TOKENS)
+    elif wanted.freeze:
+        raise Refusal("--freeze shortens messages where --prefill-compression says so: accepted with it: auto, always")
     budget = wanted.budget * MIB if wanted.budget_tokens is None else wanted.budget_tokens * costs.token_bytes
     return Setup(
         fitted(settings, logs.sessions),
@@ -75,11 +83,12 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
         host_budget=wanted.host_budget * MIB,
         restart_every=wanted.restart_every,
         interleave=wanted.interleave,
+        compression=compression,
     )
 
 
 def served(recorded: Settings | None) -> Settings:
-    """As it was recorded, less what is not simulated: draft and compression."""
+    """As it was recorded, less what is not simulated, the draft, and what is asked for anew, compression."""
     if recorded is None:
         return Settings(slots=4, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
     plain = Settings()

@@ -34,6 +34,7 @@ class Costs:
     disk: int = 4_300  # from disk
     copy: int = 500  # to copy one token's rows: from slot to slot, or out to be kept
     write: int = 6_000  # to write one token's rows, behind the requests
+    drafter: int = 20_000  # to score one prompt token: a ninth of computing it
     find: int = 40  # to look for one prompt token in the index
     stored: float = 1.0  # bytes on disk for one byte of rows: less where they are compressed
     file: int = 2400  # bytes of a file beside its rows and token ids

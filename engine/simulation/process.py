@@ -12,13 +12,16 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, RequestId, Tokens
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pflash import CompressPrompt, KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.simulation.clock import Clock, Queue
 from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping
+from engine.simulation.shortening import scored, shortened
 from engine.simulation.tally import Count
 from states.events import Event, ForRequest, Submitted
 from states.life import (
@@ -46,19 +49,21 @@ class Process:
     """Fed by `submit`; everything else follows on the clock.
 
     An outcome says what really happened in the index and in the slots; only durations come from the costs. Nothing
-    fails here, nobody leaves, there is no draft and no compression: settings must not ask for them.
+    fails here, nobody leaves, and there is no draft: settings must not ask for one.  frozen: keeps what messages were
+    frozen to.
     """
 
     settings: Settings
     costs: Costs
     clock: Clock
     keeping: Keeping
+    frozen: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
     world: World = field(init=False)
     lane: Queue = field(init=False)
     live: dict[RequestId, Live] = field(factory=dict[RequestId, Live])
 
     def __attrs_post_init__(self) -> None:
-        assert not any((self.settings.block, self.settings.drafter))
+        assert not self.settings.block
         self.world = begin(self.settings)
         self.lane = Queue(self.clock)
 
@@ -96,6 +101,8 @@ class Process:
                 self.after(self.costs.launch, partial(self.save, request, saving))
             case Ask(_, ReleasePrefix(lease)):
                 self.keeping.release(lease)
+            case Ask(request, KeepFrozen() as kept):
+                self.frozen(request, kept)
             case Ask(request, CloseStream() as closing):
                 self.close(request, closing)
             case _:
@@ -115,6 +122,13 @@ class Process:
                     if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
                         self.checkpoint(ask.request, whole_blocks(self.settings, ask.effect.position))
                 self.decode(asks, 1 if not quiet else self.undisturbed(asks))
+            case CompressPrompt() as asked:
+                took = self.costs.launch + scored(asked) * self.costs.drafter
+                self.after(took, partial(self.answer, asks[0].request, shortened(asked, took)))
+            case LoadModel(name):
+                self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelLoaded(name=name)))
+            case UnloadModel():
+                self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
             case other:
                 raise AssertionError(f"nobody launches this in a simulation: {other}")
 
@@ -226,6 +240,7 @@ class Process:
         assert closing.finish == "length", closing
         count = live.count
         count.restored, count.tier, count.closed = report.restored_tokens, report.tier, self.clock.now
+        count.served = report.prompt_tokens
         if report.cache.rows:
             count.selected = min(report.cache.boundary, count.prompt)
             count.needed = whole_blocks(self.settings, min(count.selected, count.prompt - 1))

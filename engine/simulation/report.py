@@ -17,6 +17,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("  of prompt tokens", lambda one: percent(one.hit_share)),
     ("  of an infinite cache", lambda one: f"{100 * one.of_infinite:.2f} %"),
     ("not computed again", lambda one: f"{one.restored_tokens:,}"),
+    ("served once compressed", lambda one: f"{one.served_tokens:,}"),
     ("selected prefix, mean", lambda one: f"{one.selected_mean:,.0f}"),
     ("  last", lambda one: f"{one.selected_last:,}"),
     ("  found whole", lambda one: f"{one.whole_hits} of {one.requests}"),
@@ -47,8 +48,10 @@ def show(console: Console, logs: Logs, setup: Setup, runs: Sequence[Ran]) -> Non
     table.add_column("")
     for one in every:
         table.add_column(one.scope, justify="right")
-    for name, cell in ROWS if setup.settings.stateful else tuple(row for row in ROWS if "checkpoint" not in row[0]):
-        table.add_row(name, *(cell(one) for one in every))
+    absent = {"checkpoint": not setup.settings.stateful, "compressed": setup.compression.mode == "off"}
+    for name, cell in ROWS:
+        if not any(away and word in name for word, away in absent.items()):
+            table.add_row(name, *(cell(one) for one in every))
     console.print(table)
     for line in notes(logs, setup):
         console.print(line, style="dim", highlight=False)

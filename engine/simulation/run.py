@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from attrs import define, evolve, field, frozen
 
 from adapters.store.opening import index
+from effects.compression import Compression
 from effects.ids import RequestId
 from effects.job import Job
 from effects.scope import Scope
@@ -17,6 +18,7 @@ from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping, SimulatedDisk, layout
 from engine.simulation.logs.requests import Request, Session
 from engine.simulation.process import Live, Process
+from engine.simulation.shortening import Shortening
 from engine.simulation.tally import Count, Figures, Infinite, Ran, Tally, quantile, ratio
 from states.sequences import whole_blocks
 from states.settings import Settings
@@ -34,6 +36,7 @@ class Setup:
     host_budget: int
     restart_every: int = 0
     interleave: int = 0
+    compression: Compression = field(factory=Compression)  # of every request
 
 
 @define(eq=False)
@@ -51,6 +54,7 @@ class Simulation:
     _held: deque[tuple[Request, Callable[[], None]]] = field(factory=deque)  # sent while the process stops
     _since: int = 0  # requests since the process started
     _places: dict[int, int] = field(init=False)  # of each request among all
+    _shortening: Shortening = field(init=False)
     _evicted: int = 0  # from the host tiers of earlier processes
 
     def __attrs_post_init__(self) -> None:
@@ -60,6 +64,7 @@ class Simulation:
         self.tally = Tally(Infinite(settings.block_size))
         kept = index(layout(costs, settings.block_size), self.setup.disk_budget)
         self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
+        self._shortening = Shortening(self.setup.compression, settings.drafter)
         self._begin()
 
     def run(self) -> None:
@@ -74,7 +79,7 @@ class Simulation:
         shape = layout(setup.costs, setup.settings.block_size)
         keeping = Keeping(self.disk, setup.host_budget, shape, setup.costs, self.clock)
         settings = setup.settings if self.scope is not None else evolve(setup.settings, store=False)
-        self.process, self._since = Process(settings, setup.costs, self.clock, keeping), 0
+        self.process, self._since = Process(settings, setup.costs, self.clock, keeping, self._shortening.frozen.keep), 0
 
     @property
     def name(self) -> str:
@@ -117,7 +122,8 @@ class Simulation:
             self.advanced()
             answered()
 
-        job = Job(prompt, len(request.answer), scope=self.scope or Scope("off"), boundaries=request.boundaries)
+        scope, compression = self.scope or Scope("off"), self._shortening.of(prompt, request.boundaries)
+        job = Job(prompt, len(request.answer), scope=scope, boundaries=request.boundaries, compression=compression)
         self.process.submit(number, job, Live(count, request.answer, closed))
 
     # --- the outcome ---
@@ -145,6 +151,7 @@ class Simulation:
             infinite_share=ratio(infinite, prompts),
             of_infinite=ratio(hits, infinite),
             restored_tokens=sum(count.restored for count in counts),
+            served_tokens=sum(count.served for count in counts),
             whole_hits=sum(count.whole for count in counts),
             selected_mean=ratio(sum(selected), len(selected)),
             selected_last=next((count.selected for count in reversed(counts) if count.selected), 0),

@@ -21,6 +21,7 @@ class Count:
     device: int = 0  # that its slot started with
     found: int = 0  # that the device and the store had together, usable
     restored: int = 0  # that were not computed again
+    served: int = 0  # of the prompt, once it was compressed
     tier: str = "none"
     selected: int = 0  # that the scope takes; 0: none, or too few to be kept
     needed: int = 0  # of those, what can be found: whole blocks, and never the last token
@@ -105,6 +106,7 @@ class Figures:
     infinite_share: float
     of_infinite: float
     restored_tokens: int
+    served_tokens: int
     whole_hits: int
     selected_mean: float
     selected_last: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from attrs import frozen
 from cyclopts import Group, Parameter
@@ -46,6 +46,18 @@ class Wanted:
 
     min_tokens: Annotated[int | None, Parameter(group=POLICY, validator=natural(1 << 21))] = None
     """Less than this many tokens are not kept; as recorded, or 512."""
+
+    prefill_compression: Annotated[Literal["off", "auto", "always"], Parameter(group=POLICY)] = "off"
+    """Shorten prompts, as --prefill-compression of `rekindle serve`; how long a drafter takes is in --costs."""
+
+    prefill_threshold: Annotated[int, Parameter(group=POLICY, validator=natural(1 << 21))] = 32_000
+    """Tokens from which auto does, as --prefill-threshold."""
+
+    prefill_keep_ratio: Annotated[float, Parameter(group=POLICY, validator=Number(gte=0.001, lte=1))] = 0.05
+    """How much is kept, as --prefill-keep-ratio."""
+
+    freeze: Annotated[bool, Parameter(group=POLICY, negative="", show_default=False)] = False
+    """Freeze messages that have aged, as --disk-prefix-cache-compress."""
 
     restart_every: Annotated[int, Parameter(group=SERVER, validator=natural())] = 0
     """Restart after so many requests: slots and host memory are lost, the disk stays. 0: never."""

@@ -51,6 +51,7 @@ def setup(sessions: list[Session], **how: Any) -> Setup:
         stateful=costs.state_bytes > 0,
         state_places=how.pop("places", 0),
         state_tokens=costs.state_tokens,
+        drafter=how.pop("drafter", 0),
         rates=costs.rates(),
     )
     chosen: dict[str, Any] = {"disk_budget": ENDLESS, "host_budget": 0} | how

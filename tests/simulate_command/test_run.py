@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effects.compression import Compression
 from effects.ids import RequestId
 from effects.scope import parse
 from engine.simulation.logs.requests import Agent, Session, made_up
@@ -208,3 +209,50 @@ def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataO
     assert not one.process.keeping.store._leases  # noqa: SLF001
     assert all(not entry.leases for entry in one.disk.index.entries.values())
     assert one.disk.index.held <= one.disk.index.budget
+
+
+FREEZING = Compression("always", keep=100, freeze=True)
+
+
+def test_a_frozen_conversation_is_served_shorter_and_still_found() -> None:
+    """Each turn has 24 tokens more and a message for each: what has aged is frozen in lots of 512."""
+    talk = [frozen_session(60)]
+    plain, frozen = run(talk).told(), run(talk, compression=FREEZING, drafter=1 << 20).told()
+    assert plain.figures.served_tokens == plain.figures.prompt_tokens == frozen.figures.prompt_tokens
+    assert frozen.figures.served_tokens < 0.7 * plain.figures.served_tokens
+    shorter = [count.served < count.prompt for count in frozen.counts]
+    assert not any(shorter[:4])
+    assert all(shorter[-10:]), "what was frozen stays so"
+    late = [count.restored / count.served for count in frozen.counts[-20:]]
+    assert sum(share > 0.5 for share in late) >= 15, "a prompt that only grows is found again"
+
+
+def test_a_restart_finds_what_messages_were_frozen_to() -> None:
+    talk = [frozen_session(40)]
+    one = run(talk, compression=FREEZING, drafter=1 << 20, restart_every=15).told()
+    assert one.restarts
+    assert all(count.served < count.prompt for count in one.counts[-10:])
+
+
+def test_a_long_first_prompt_is_compressed_as_a_whole_and_takes_its_time() -> None:
+    first = [Session("long", (Agent((request(0, tuple(range(1000))),)),))]
+    always = Compression("always", keep=100)
+    plain, short = (run(first, compression=how, drafter=1 << 20).told() for how in (Compression(), always))
+    assert (plain.figures.served_tokens, short.figures.served_tokens) == (1000, 100)
+    assert short.counts[0].closed > 0
+
+
+def frozen_session(turns: int) -> Session:
+    """Messages of 80 tokens, one of the agent's and one of its tools' a turn."""
+    told = [tuple(range(at * 100, at * 100 + 80)) for at in range(1 + 2 * turns)]
+    return Session(
+        "talk",
+        (
+            Agent(
+                tuple(
+                    request(at * 60, *told[: 1 + 2 * at], boundaries=tuple(range(80, 80 * (1 + 2 * at), 80)))
+                    for at in range(1, turns)
+                )
+            ),
+        ),
+    )

@@ -1,0 +1,56 @@
+"""What compression costs where nobody asks for it: bytes of the ledger, and what a request pays for being looked at.
+
+`python -m benchmarks.compression_off`; one server, with a drafter that is named and not used, and one without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+from typing import Any
+
+from effects.compression import Compression
+from effects.job import Job
+from states import policy
+from states.life import begun
+from states.settings import Known, Settings
+from tests.e2e.server import serving
+
+ROUNDS, REPEATS = 200, 100
+PROMPT = tuple(range(8000))
+
+
+def main() -> None:
+    for name, words in (("no drafter", ()), ("a drafter, mode off", ("--prefill-drafter", "demo"))):
+        with serving("demo", *words) as server:
+            server.chat("Hello", max_tokens=8)
+            print(f"{name}: {ledger(server.client.get('/props').json()['memory'])}")
+    settings = Known(Settings(max_context=16_384, drafter=100_000))
+    for name, how in (("off", Compression()), ("auto, below its threshold", Compression("auto"))):
+        job = Job(PROMPT, 100, compression=how)
+        looked = microseconds(partial(policy.compress, settings, begun(job), len(PROMPT) - 1))
+        known = microseconds(partial(begun, job))
+        print(f"{name}: {looked:.2f} us to look at a prompt, {known:.2f} us to see that nothing of it was frozen")
+
+
+def ledger(memory: Mapping[str, Any]) -> str:
+    held = memory["models"].get("drafter", {"device": 0, "host": 0})
+    buffers = memory["buffers"].get("drafter", 0)
+    return f"{held['device']} bytes on the device, {held['host']} in host memory, {buffers} of buffers"
+
+
+def microseconds(work: Callable[[], object]) -> float:
+    """Of one call, the median of rounds."""
+    took = list[float]()
+    for _ in range(ROUNDS):
+        start = time.perf_counter_ns()
+        for _ in range(REPEATS):
+            work()
+        took.append((time.perf_counter_ns() - start) / REPEATS / 1000)
+    return median(took)
+
+
+if __name__ == "__main__":
+    main()
