@@ -210,6 +210,8 @@ class CpuKernels:
         if not count:
             raise Unproven(f"a product of {rows} rows; proven: steps of {sorted(packed.pieces or ())}")
         x = x.to(packed.dtype)
+        if count == rows and packed.columns == inputs:
+            return multiply(x).to(self._dtype)
         if count > rows or packed.columns > inputs:
             padded = x.new_zeros(max(count, rows), packed.columns)
             padded[:rows, :inputs] = x
