@@ -14,7 +14,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 
 Outcome: TypeAlias = (
     PrefixFound
@@ -46,6 +46,7 @@ Effect: TypeAlias = (
     | EmitTokens
     | CloseStream
     | Abandon
+    | Halt
 )
 
 

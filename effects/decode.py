@@ -21,14 +21,17 @@ def all_but_one(done: Decoded) -> int:
 class Decoded:
     """The target picked `tokens`: the accepted proposals, then one of its own.
 
-    A stop token is the last of them, whichever it was: nothing is kept past it.
+    A stop token is the last of them, whichever it was: nothing is kept past it. An executor that goes on alone may tell
+    of several plain steps at once.
     """
 
     tokens: Tokens  # at least one
     proposed: int = 0
     logprobs: tuple[Logprob, ...] = ()  # one per token, when the job asked for them
-    ns: int = 0  # what the launch took on the lane, its draft included; 0: not measured
+    ns: int = 0  # what a step of the launch took on the lane, its draft included; 0: not measured
     accepted: int = field(default=Factory(all_but_one, takes_self=True))  # how many of `tokens` were proposed
+    steps: int = 1
+    more: bool = False  # the launch goes on: this is not its last outcome for the request
 
 
 @frozen
@@ -40,6 +43,10 @@ class RunDecode:
 
     Proposals are a chain; where an executor proposes trees, as many more than a chain can hold branch off from it. The
     token comes along so that an executor can refuse to run on a slot that went out of step.
+
+    steps: after this one the executor may go on alone, from what it picked and with as many proposals, up to so many in
+    all. It answers what they bring on the way. Somebody's stop token, a failure, whoever is given up or waits for the
+    lane ends that for all of a launch.
     """
 
     outcomes: ClassVar = (Decoded, DeviceFailed)
@@ -49,3 +56,4 @@ class RunDecode:
     token: int
     propose: int = 0
     checkpoint: bool = False
+    steps: int = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import frozen
@@ -39,8 +39,20 @@ ANSWER_STAGES: tuple[Stage, ...] = ("Speculating",)
 
 # Executors are tables, symmetrical to the transition table: effect type -> what carries it out.
 Perform: TypeAlias = Callable[[RequestId, Any], Awaitable[Outcome]]
-Settle: TypeAlias = Callable[["tuple[Outcome, ...] | BaseException"], None]  # one outcome per ask, in order
-Submit: TypeAlias = Callable[[Launch, Settle], None]  # taken at once; settled once, on the event loop
+
+
+class Underway(Protocol):
+    """A launch that goes on alone. What it has brought is taken when it is its turn: whatever has come until then."""
+
+    def take(self) -> Sequence[tuple[Outcome, ...]]:
+        """One outcome per ask, in order, any number of times."""
+        ...
+
+
+Result: TypeAlias = "tuple[Outcome, ...] | BaseException"  # of a launch: one outcome per ask, in order
+Settle: TypeAlias = Callable[["Result | Underway"], None]
+# Taken at once; settled on the event loop: as often as there is something under way, and then by the result.
+Submit: TypeAlias = Callable[[Launch, Settle], None]
 Notify: TypeAlias = Callable[[RequestId, Any], None]
 
 

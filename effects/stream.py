@@ -62,3 +62,13 @@ class Abandon:
     """
 
     outcomes: ClassVar = ()
+
+
+@frozen
+class Halt:
+    """Others wait for the lane: what goes on alone there ends with the step that it is at, and its outcome says so.
+
+    Whose launch has ended meanwhile hears nothing of it.
+    """
+
+    outcomes: ClassVar = ()

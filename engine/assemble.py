@@ -21,7 +21,7 @@ from effects.ports import Perform, Submit
 from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
 from effects.snapshot import SaveSnapshot
-from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 from engine.door import EngineDoor
 from engine.drafter import Drafter
 from engine.meter import Meter
@@ -75,7 +75,11 @@ async def engine(
         if paranoid:
             invariants.check(after)
 
-    notify: dict[type, tuple[Any, ...]] = {OpenSlot: (executor.open,), Abandon: giving_up(executor, drafter, transfer)}
+    notify: dict[type, tuple[Any, ...]] = {
+        OpenSlot: (executor.open,),
+        Abandon: giving_up(executor, drafter, transfer),
+        Halt: (executor.halt,),
+    }
     notify[KeepFrozen] = (freeze,)
     perform: dict[type, Perform] = {}
     if transfer is not None:

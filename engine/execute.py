@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from attrs import define, field
+from attrs import define, evolve, field
 from cyclopts import CycloptsError
 from torch import Tensor
 
@@ -117,7 +117,8 @@ class Remembered:
 
 @define
 class Execution:
-    """What the device answered to the asks so far, until the recorded outcome comes by.
+    """What the device answered to the asks so far, until the recorded outcome comes by. Of a launch that went on alone
+    each step is carried out when it comes by, for each member: what it brought is proposed as in any other.
 
     Rows that were loaded are computed here: as soon as those before them are, as the device counts them.
     """
@@ -128,6 +129,7 @@ class Execution:
     remembered: Remembered
     ahead: Ahead
     answers: dict[RequestId, Outcome] = field(factory=dict[RequestId, Outcome])
+    going: dict[RequestId, RunDecode] = field(factory=dict[RequestId, RunDecode])  # the next step of who goes on alone
     restores: dict[RequestId, RestoreBlocks] = field(factory=dict[RequestId, RestoreBlocks])
     valid: dict[RequestId, int] = field(factory=dict[RequestId, int])  # rows that are computed
     loaded: dict[RequestId, Span] = field(factory=dict[RequestId, Span])  # rows that wait for those before them
@@ -135,6 +137,8 @@ class Execution:
 
     async def carry_out(self, number: int, out: Out) -> None:
         match out:
+            case Launch(asks) if any(isinstance(ask.effect, RunDecode) and ask.effect.steps > 1 for ask in asks):
+                self.going |= {ask.request: ask.effect for ask in asks if isinstance(ask.effect, RunDecode)}
             case Launch(asks) if isinstance(asks[0].effect, CARRIED_OUT):
                 if isinstance(asks[0].effect, RunDecode):
                     self.remembered.picked = self.ahead.picked(out)
@@ -154,7 +158,7 @@ class Execution:
     async def compare(self, number: int, envelope: Envelope) -> None:
         match envelope.happened:
             case ForRequest(request, Decoded() as recorded):
-                actual = self.answers.pop(request, None)
+                actual = await self.next_step(request, recorded) or self.answers.pop(request, None)
                 if not isinstance(actual, Decoded) or (actual.tokens, actual.logprobs) != (
                     recorded.tokens,
                     recorded.logprobs,
@@ -170,8 +174,21 @@ class Execution:
                 await self.compute_loaded(number, request)
             case ForRequest(request, DeviceFailed()):
                 self.answers.pop(request, None)
+                self.going.pop(request, None)
             case _:
                 pass  # what is on the lane for it answers yet
+
+    async def next_step(self, request: RequestId, recorded: Decoded) -> Outcome | None:
+        """What a recorded step of who goes on alone brings here, or some steps at once."""
+        step = self.going.pop(request, None)
+        if step is None:
+            return None
+        if recorded.more and recorded.tokens:
+            position = step.position + len(recorded.tokens)
+            self.going[request] = evolve(step, position=position, token=recorded.tokens[-1], checkpoint=False)
+        self.remembered.picked = {request: recorded.tokens}
+        one = Launch((Ask(request, evolve(step, propose=min(len(recorded.tokens) - 1, MOST), steps=1)),))
+        return (await self.executor.perform(one))[0]
 
     async def compute_loaded(self, number: int, request: RequestId) -> None:
         """A recorded restore whose block may be gone is carried out as prefill: the same rows, bit for bit.
@@ -194,7 +211,7 @@ class Execution:
 
     def forget(self, living: Set[RequestId]) -> None:
         """All others have left the world."""
-        for kept in (self.answers, self.restores, self.valid, self.loaded):
+        for kept in (self.answers, self.going, self.restores, self.valid, self.loaded):
             for request in kept.keys() - living:
                 del kept[request]
 

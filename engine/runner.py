@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import anyio
+from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from attrs import define, field, frozen
 
-from effects.all import Ask, Launch, Outcome
+from effects.all import Ask, Launch
 from effects.ids import DeviceFailed, FailureKind, LaneId, StoreFailed
-from effects.ports import Notify, Perform, RowsLost, Submit
+from effects.ports import Notify, Perform, Result, RowsLost, Submit, Underway
 from states.events import ForEngine, ForRequest, Happened, SlotsLost
 from states.world import Out, World, advance
 
@@ -26,6 +27,14 @@ class Envelope:
     seq: int
     at_ns: int
     happened: Happened
+
+
+@frozen
+class Landed:
+    """What came of a launch, or has come of it so far."""
+
+    launch: Launch
+    result: Result | Underway
 
 
 @frozen
@@ -67,8 +76,8 @@ class Runner:
     """Events go in through `post`, which never blocks.
 
     The inbox holds what can be on its way at most: for each live request its submission, one cancellation and one
-    outcome per lane, or one word of lost rows in front of it; `limit` is the number of live requests that the door
-    allows. An overflow is a bug.
+    outcome per lane, or one word of lost rows in front of it; and of a launch that goes on one word before its last.
+    `limit` is the number of live requests that the door allows. An overflow is a bug.
     """
 
     world: World
@@ -78,14 +87,14 @@ class Runner:
     journal: Journal | None = None
     observe: Observe | None = None
     seq: int = 0
-    _send: MemoryObjectSendStream[Happened] = field(init=False)
-    _inbox: MemoryObjectReceiveStream[Happened] = field(init=False)
+    _send: MemoryObjectSendStream[Happened | Landed] = field(init=False)
+    _inbox: MemoryObjectReceiveStream[Happened | Landed] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._send, self._inbox = anyio.create_memory_object_stream[Happened](6 * self.limit)
+        self._send, self._inbox = anyio.create_memory_object_stream[Happened | Landed](6 * self.limit)
 
-    def post(self, happened: Happened) -> None:
-        self._send.send_nowait(happened)
+    def post(self, item: Happened | Landed) -> None:
+        self._send.send_nowait(item)
 
     def close(self) -> None:
         """No more events; `run` returns once what is in the inbox and in flight is done."""
@@ -93,15 +102,19 @@ class Runner:
 
     async def run(self) -> None:
         async with self._inbox, anyio.create_task_group() as tasks:
-            async for happened in self._inbox:
-                for out in self.fold(happened):
-                    if isinstance(out, Launch):
-                        self.executors.submit[out.lane](out, partial(self.launched, out))
-                    elif out.effect.outcomes:
-                        tasks.start_soon(self.perform, out)
-                    else:
-                        for notify in self.executors.notify[type(out.effect)]:
-                            notify(out.request, out.effect)
+            async for item in self._inbox:
+                for happened in landed(item) if isinstance(item, Landed) else (item,):
+                    for out in self.fold(happened):
+                        self.hand_out(out, tasks)
+
+    def hand_out(self, out: Out, tasks: TaskGroup) -> None:
+        if isinstance(out, Launch):
+            self.executors.submit[out.lane](out, partial(self.launched, out))
+        elif out.effect.outcomes:
+            tasks.start_soon(self.perform, out)
+        else:
+            for notify in self.executors.notify[type(out.effect)]:
+                notify(out.request, out.effect)
 
     def fold(self, happened: Happened) -> tuple[Out, ...]:
         envelope = Envelope(self.seq, self.clock_ns(), happened)
@@ -114,33 +127,40 @@ class Runner:
             self.observe(envelope, outs, before, self.world)
         return outs
 
-    def launched(self, launch: Launch, outcomes: tuple[Outcome, ...] | BaseException) -> None:
-        if isinstance(outcomes, BaseException):
-            log.error("a launch failed: %s", outcomes, exc_info=None if isinstance(outcomes, RowsLost) else outcomes)
-            outcomes = (DeviceFailed(*self.failed(outcomes)),) * len(launch.asks)
-        for ask, outcome in zip(launch.asks, outcomes, strict=True):
-            self.settle(ask, outcome)
+    def launched(self, launch: Launch, result: Result | Underway) -> None:
+        self.tell(Landed(launch, result))
 
     async def perform(self, ask: Ask) -> None:
         try:
             outcome = await self.executors.perform[type(ask.effect)](ask.request, ask.effect)
         except Exception as error:
             log.exception("an executor failed")
-            outcome = StoreFailed(*self.failed(error))
-        self.settle(ask, outcome)
-
-    def failed(self, error: BaseException) -> tuple[FailureKind, str]:
-        """What an exception is in the core. If rows are gone with it, everybody whose they are hears that first."""
-        if isinstance(error, RowsLost) and error.slots:
-            self.tell(ForEngine(SlotsLost(error.slots)))
-        return failure_kind(error), describe(error)
-
-    def settle(self, ask: Ask, outcome: Outcome) -> None:
-        """An outcome that the effect cannot have finds no row: the fold calls it the bug that it is."""
+            for lost in lost_with(error):
+                self.tell(lost)
+            outcome = StoreFailed(failure_kind(error), describe(error))
         self.tell(ForRequest(ask.request, outcome))
 
-    def tell(self, happened: Happened) -> None:
+    def tell(self, item: Happened | Landed) -> None:
         try:
-            self.post(happened)
+            self.post(item)
         except anyio.ClosedResourceError:
-            log.debug("it came after the engine closed: %s", happened)
+            log.debug("it came after the engine closed: %s", item)
+
+
+def landed(item: Landed) -> Iterator[Happened]:
+    """What it says of each member. An outcome that the effect cannot have finds no row: the fold calls it the bug that
+    it is.
+    """
+    launch, result = item.launch, item.result
+    if isinstance(result, BaseException):
+        log.error("a launch failed: %s", result, exc_info=None if isinstance(result, RowsLost) else result)
+        yield from lost_with(result)
+        result = (DeviceFailed(failure_kind(result), describe(result)),) * len(launch.asks)
+    for outcomes in (result,) if isinstance(result, tuple) else result.take():
+        for ask, outcome in zip(launch.asks, outcomes, strict=True):
+            yield ForRequest(ask.request, outcome)
+
+
+def lost_with(error: BaseException) -> tuple[ForEngine, ...]:
+    """If rows are gone with it, everybody whose they are hears that first."""
+    return (ForEngine(SlotsLost(error.slots)),) if isinstance(error, RowsLost) and error.slots else ()

@@ -112,17 +112,18 @@ def settle_restored(state: Draining, event: BlocksRestored, _: Known) -> Then[Dr
     return still(state, left) if state.flying > 1 else Then(Done(left))
 
 
-def settle_decode(state: Draining, event: Decoded, known: Known) -> Leave:
+def settle_decode(state: Draining, event: Decoded, known: Known) -> Settled:
     """The decode step fed one more token that the client has seen: its row is valid. What it picked, nobody saw.
 
-    Positional state may have gone past that, so the slot keeps all of it.
+    Positional state may have gone past that, and so may a launch that goes on: the slot keeps all of it.
     """
-    left, valid = state.remains, state.remains.seat.valid
-    if state.lost:
-        return leave(known.settings, left)
-    if known.settings.stateful:
-        left, valid = evolve(left, answer=left.answer + event.tokens), valid + len(event.tokens) - 1
-    return leave(known.settings, evolve(left, seat=evolve(left.seat, valid=valid + 1)))
+    left = state.remains
+    if not state.lost:
+        rows = 1
+        if event.more or event.steps > 1 or known.settings.stateful:
+            left, rows = evolve(left, answer=left.answer + event.tokens), len(event.tokens)
+        left = evolve(left, seat=evolve(left.seat, valid=left.seat.valid + rows))
+    return Then(evolve(state, remains=left)) if event.more else leave(known.settings, left)
 
 
 def still(state: Draining, left: Remains) -> Then[Draining]:

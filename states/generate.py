@@ -39,13 +39,14 @@ def prefilled(
     if event.stop < prompt.target:
         following = chunk(known.settings, seat, prompt, prompt.target)
         return Then(Prefilling(seat, prompt, speculation), progress(seat, prompt), following)
-    one = next_decode(seat, prompt, speculation, NOTHING)
+    one = next_decode(known.settings, seat, prompt, speculation, NOTHING)
     return Then(Speculating(seat, prompt, speculation, NOTHING), progress(seat, prompt), one)
 
 
 Accepted: TypeAlias = (
     Then[Speculating, EmitTokens, RunDecode]
     | Then[Speculating, RunDecode]
+    | Then[Speculating, EmitTokens]
     | Finished
     | Then[Parking, CloseStream, UnloadModel]
     | Then[Done, CloseStream]
@@ -58,7 +59,7 @@ def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
     """Take what the target agreed to, up to a stop token or the limit.
 
     The executor is told of both and keeps nothing past them; here it is made sure, for what a client gets. What it has
-    heard before its slot was lost is not said again.
+    heard before its slot was lost is not said again. Until then, and at its end, no launch goes on with it alone.
     """
     seat, prompt, speculation, before = state.seat, state.prompt, state.speculation, state.answer
     job, said = prompt.job, before.tokens
@@ -68,7 +69,8 @@ def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
         tokens = tokens[: stops[0] + 1]
     seat = Seat(seat.slot, seat.valid + len(tokens), seat.restored, seat.tier)
     accepted = before.accepted + min(event.accepted, len(tokens))
-    answer = Generated(said + tokens, before.decode_steps + 1, before.proposed + event.proposed, accepted)
+    decode_steps = before.decode_steps + event.steps
+    answer = Generated(said + tokens, decode_steps, before.proposed + event.proposed, accepted)
     if isinstance(speculation, Drafted):
         speculation = Drafted(control.after(speculation.control, event), speculation.reason)
     after = Speculating(seat, prompt, speculation, answer)
@@ -76,10 +78,14 @@ def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
     if heard and tokens[: len(heard)] != heard:
         return fail_emptied(known, after, DIFFERS)
     emit = EmitTokens(tokens[len(heard) :], event.logprobs[len(heard) : len(tokens)])
-    if stops or len(answer.tokens) == job.max_tokens:
+    ends = bool(stops) or len(answer.tokens) == job.max_tokens
+    assert not (event.more and (ends or heard)), event
+    if ends:
         return finish(known, after, emit, "stop" if stops else "length")
+    if event.more:
+        return Then(after, emit)
     mark = scope.passed(known.settings, prompt, state.seat.valid, seat.valid)
-    one = next_decode(seat, prompt, speculation, answer, checkpoint=mark)
+    one = next_decode(known.settings, seat, prompt, speculation, answer, checkpoint=mark)
     return Then(after, emit, one) if emit.tokens else Then(after, one)
 
 

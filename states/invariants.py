@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from states.lane import held_up
 from states.life import (
     Done,
     Draining,
@@ -49,6 +50,7 @@ def check(world: World) -> None:
     assert set(on_lanes) <= held.keys(), "a lane works for a request without a slot"
     for lane in world.lanes.values():
         assert bool(lane.running) or not lane.waiting, "a lane idles although something waits"
+        assert not held_up(lane), "a launch goes on although something waits"
     for name, model in world.models.items():
         leases = model.leases
         assert len(set(leases)) == len(leases), f"a request leases the {name} twice"

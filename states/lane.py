@@ -8,7 +8,7 @@ from typing import TypeAlias
 from attrs import evolve, frozen
 
 from effects.all import Ask, Effect, Launch, Outcome
-from effects.decode import RunDecode
+from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, LaneId, RequestId
 from effects.pflash import CompressPrompt
 from effects.prefill import RunPrefill
@@ -38,11 +38,12 @@ class Lane:
     members: int = 0  # of the last launch
     proposing: int = 0  # launches since one in which nobody proposed anything
     plan: Plan = NOBODY  # of the last launch
+    alone: bool = False  # it may go on by itself, and was not told yet that others wait
 
 
 Chosen: TypeAlias = Launch | Answer | None
 
-OFTEN = 64  # launches with proposals; then comes a plain one, so that what they are compared with stays true
+OFTEN = 64  # steps with proposals; then comes a plain one, so that what they are compared with stays true
 
 
 def lane_of(settings: Settings, effect: Effect) -> LaneId:
@@ -64,19 +65,36 @@ def leave(lane: Lane, request: RequestId) -> tuple[Lane, bool]:
     return with_asks(lane, stays, lane.running), len(stays) < len(lane.waiting)
 
 
-def answered(lane: Lane, request: RequestId) -> Lane:
-    """One member of the launch is back. The lane is free once all are, so a batch stays together."""
-    return with_asks(lane, lane.waiting, tuple(ask for ask in lane.running if ask.request != request))
+def answered(lane: Lane, answer: Answer) -> Lane:
+    """One member of the launch is back, for good or only for now. The lane is free once all are for good, so a batch
+    stays together.
+    """
+    on = further(answer.outcome) if leads(lane, answer.request) and lane.proposing else 0
+    lane = evolve(lane, proposing=lane.proposing + on) if on else lane
+    if isinstance(answer.outcome, Decoded) and answer.outcome.more:
+        return lane
+    running = tuple(ask for ask in lane.running if ask.request != answer.request)
+    return Lane(lane.waiting, running, lane.decode_last, lane.members, lane.proposing, lane.plan)  # it goes no further
+
+
+def further(outcome: Outcome) -> int:
+    """Steps that a launch has begun beyond the first of those that it tells of: the one that it is at counts."""
+    return outcome.steps - 1 + outcome.more if isinstance(outcome, Decoded) else 0
 
 
 def with_asks(lane: Lane, waiting: tuple[Ask, ...], running: tuple[Ask, ...]) -> Lane:
     """As `evolve`, which takes three times as long: once or twice for every token of every answer."""
-    return Lane(waiting, running, lane.decode_last, lane.members, lane.proposing, lane.plan)
+    return Lane(waiting, running, lane.decode_last, lane.members, lane.proposing, lane.plan, lane.alone)
 
 
 def idle(lane: Lane) -> bool:
     """Is it free, and something waits for it?"""
     return bool(lane.waiting) and not lane.running
+
+
+def held_up(lane: Lane) -> bool:
+    """Does something wait for a launch that would go on by itself?"""
+    return lane.alone and bool(lane.waiting and lane.running)
 
 
 def choose(
@@ -86,7 +104,8 @@ def choose(
 
     What needs no work is answered first. Decode steps and everything else take turns, so a long prefill delays a
     decoding neighbour by one chunk at most, and the reverse. All decode steps that wait go as one batch, in order of
-    arrival, up to `batch_rows`, each with as many proposals as pay in that company.
+    arrival, up to `batch_rows`, each with as many proposals as pay in that company. Where nobody else waits they may go
+    on alone for as many steps as nothing would be decided otherwise.
     """
     if not idle(lane):
         return lane, models, None
@@ -99,12 +118,14 @@ def choose(
     if decode_steps and not (others and lane.decode_last):
         company = decode_steps[: settings.batch_rows]
         plan = planned(company, requests, rates, settings.batch_rows, lane.proposing)
-        pairs = zip(company, effects_of(company), plan.proposals, strict=True)
+        pairs = list(zip(effects_of(company), plan.proposals, strict=True))
+        most = 1 if len(lane.waiting) > len(company) else min(plan.steps, OFTEN)
+        alone = min(most, *(steps_within(*pair) for pair in pairs))
         batch = tuple(
-            ask if one.propose == propose else Ask(ask.request, evolve(one, propose=propose))
-            for ask, one, propose in pairs
+            ask if (one.propose, one.steps) == (propose, alone) else evolved(ask, one, propose, alone)
+            for ask, (one, propose) in zip(company, pairs, strict=True)
         )
-        return start(lane, batch, plan), models, Launch(batch)
+        return start(lane, batch, plan, alone), models, Launch(batch)
     one = shortened(others[0], settings) if decode_steps else others[0]
     return start(lane, (one,)), models, Launch((one,))
 
@@ -117,23 +138,37 @@ def shortened(ask: Ask, settings: Settings) -> Ask:
     return Ask(ask.request, evolve(effect, stop=effect.start + settings.chunk, checkpoint=False))
 
 
+def steps_within(one: RunDecode, propose: int) -> int:
+    """As many as it may have whatever is accepted."""
+    return max(1, one.steps // (1 + propose))
+
+
+def evolved(ask: Ask, one: RunDecode, propose: int, steps: int) -> Ask:
+    return Ask(ask.request, RunDecode(one.slot, one.position, one.token, propose, one.checkpoint, steps))
+
+
 def planned(
     decode_steps: Sequence[Ask], requests: Mapping[RequestId, State], rates: Rates, limit: int, proposing: int
 ) -> Plan:
-    """limit: of rows. proposing: launches since a plain one, which is then measured again."""
+    """limit: of rows. proposing: steps since a plain one, which is then measured again."""
     controls = [control_of(requests, ask) for ask in decode_steps]
     if not any(controls):
-        return Plan((0,) * len(controls))  # nobody has a draft: no price matters
+        return Plan((0,) * len(controls), steps=OFTEN)  # nobody has a draft: no price matters
     company = shape(decode_steps)
     wanted = [(one.propose, member) for one, member in zip(effects_of(decode_steps), controls, strict=True)]
     offer = control.terms(rates.decode, company.span, company.members, limit)
-    return control.share(wanted, offer, rates, 0 if proposing == OFTEN or (proposing and offer.held_up) else limit)
+    plan = control.share(wanted, offer, rates, 0 if proposing >= OFTEN or (proposing and offer.held_up) else limit)
+    return evolve(plan, steps=min(plan.steps, OFTEN - proposing)) if any(plan.proposals) else plan
+
+
+def leads(lane: Lane, request: RequestId) -> bool:
+    """Once a step: is it who answers first, and for a whole company?"""
+    return len(lane.running) == lane.members and lane.running[0].request == request
 
 
 def tells(lane: Lane, ns: int) -> bool:
-    """Once a launch: is that what such ones usually take? Where the draft had to catch up they take less."""
-    usual = not lane.plan.late or UNIT * ns < lane.plan.price * lane.plan.plain
-    return len(lane.running) == lane.members and usual
+    """Is that what such launches usually take? Where the draft had to catch up they take less."""
+    return not lane.plan.late or UNIT * ns < lane.plan.price * lane.plan.plain
 
 
 def shape(decode_steps: Sequence[Ask]) -> Shape:
@@ -172,12 +207,12 @@ def told(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, Sta
     return knowing
 
 
-def start(lane: Lane, asks: tuple[Ask, ...], plan: Plan = NOBODY) -> Lane:
+def start(lane: Lane, asks: tuple[Ask, ...], plan: Plan = NOBODY, steps: int = 1) -> Lane:
     leaving = {ask.request for ask in asks}  # a request waits with one ask at most
     waiting, proposing = tuple(ask for ask in lane.waiting if ask.request not in leaving), lane.proposing
     if plan.proposals:
         proposing = proposing + 1 if any(plan.proposals) else 0
-    return Lane(waiting, asks, bool(plan.proposals), len(asks), proposing, plan)
+    return Lane(waiting, asks, bool(plan.proposals), len(asks), proposing, plan, steps > 1)
 
 
 def drop(lane: Lane, ask: Ask) -> Lane:

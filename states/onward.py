@@ -112,7 +112,8 @@ def work(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculatio
     if seat.valid < prompt.target:
         return prefill(settings, seat, prompt, speculation)
     seat = seat.computed(seat.valid)
-    return Then(Speculating(seat, prompt, speculation, NOTHING), next_decode(seat, prompt, speculation, NOTHING))
+    one = next_decode(settings, seat, prompt, speculation, NOTHING)
+    return Then(Speculating(seat, prompt, speculation, NOTHING), one)
 
 
 def prefill(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculation) -> Then[Prefilling, RunPrefill]:
@@ -132,12 +133,28 @@ def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPre
 
 
 def next_decode(
-    seat: Seat, prompt: Prompt, speculation: Speculation, answer: Generated, *, checkpoint: bool = False
+    settings: Settings,
+    seat: Seat,
+    prompt: Prompt,
+    speculation: Speculation,
+    answer: Generated,
+    *,
+    checkpoint: bool = False,
 ) -> RunDecode:
-    """It may propose as much as is of use; how much it does is decided with those that it is launched with."""
+    """It may propose as much as is of use, and go on alone for as many tokens as nothing is to be looked at: what is
+    done is decided with those that it is launched with.
+    """
     last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
     propose = min(speculation.control.widths[-1], answer.room(prompt.job)) if isinstance(speculation, Drafted) else 0
-    return RunDecode(seat.slot, seat.valid, last, propose, checkpoint)
+    return RunDecode(seat.slot, seat.valid, last, propose, checkpoint, unwatched(settings, seat, prompt, answer))
+
+
+def unwatched(settings: Settings, seat: Seat, prompt: Prompt, answer: Generated) -> int:
+    """Tokens that may come before the core has to look: at an end, at what was heard before, at a state to be kept."""
+    if prompt.heard and len(answer.tokens) < len(prompt.heard):
+        return 1
+    left = answer.room(prompt.job) + 1
+    return min(left, settings.block_size - seat.valid % settings.block_size) if settings.stateful else left
 
 
 def park(settings: Settings, name: ModelName) -> UnloadModel:

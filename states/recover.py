@@ -99,8 +99,8 @@ def computed(state: Recovering, _: PrefillAdvanced | DeviceFailed, known: Known)
     return resumed(state, known)
 
 
-def decoded(state: Recovering, _: Decoded, known: Known) -> Resumed:
-    return resumed(state, known)
+def decoded(state: Recovering, event: Decoded, known: Known) -> Then[Recovering] | Resumed:
+    return Then(state) if event.more else resumed(state, known)
 
 
 def resumed(state: Recovering, known: Known) -> Resumed:

@@ -78,6 +78,7 @@ class Plan:
     trying: bool = False  # it is not expected to pay
     late: bool = False  # the draft has rows to follow before it proposes, which no price tells of
     reason: str = ""  # machine-readable: why some propose nothing; empty: to measure a plain launch, or they want none
+    steps: int = 1  # for so many it holds, whatever they bring
 
 
 NOBODY = Plan()
@@ -237,12 +238,25 @@ def share(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms,
     pays = worth(best) > UNIT * len(wanted) if best else False
     if best is None or not (pays or rates.rest == 0):
         hoped = max(map(worth, ways), default=0) > UNIT * len(wanted)
-        return evolve(plain, reason="loss_limit" if hoped else "does_not_pay")
+        return evolve(plain, reason="loss_limit" if hoped else "does_not_pay", steps=quiet(ways, rates.rest, spare))
     proposals = [0] * len(wanted)
     for _, propose, member in best.members:
         proposals[member] = propose
     late = any(control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose)
-    return Plan(tuple(proposals), best.price, offer.plain, not pays, late or not pays, "does_not_pay")
+    steps = bearable(best.price, spare) if pays and not late else 1
+    return Plan(tuple(proposals), best.price, offer.plain, not pays, late or not pays, "does_not_pay", steps)
+
+
+def quiet(ways: Sequence[Way], rest: int, spare: int) -> int:
+    """Plain steps until something may be proposed: it is time for a try, or one more way can be borne."""
+    earned = [-(-(way.price - UNIT - spare) // REFILL) for way in ways if way.price - UNIT > spare]
+    return min([*earned, rest or LONGEST])
+
+
+def bearable(price: int, spare: int) -> int:
+    """Steps of that price which the accounts can bear even if no proposal is right; not more than estimates rest on."""
+    lost = price - UNIT - REFILL
+    return min(MEMORY, 1 + (spare - (price - UNIT)) // lost) if lost > 0 else MEMORY
 
 
 @frozen
@@ -299,7 +313,7 @@ def settled(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rate
 
 def balance(spare: int, plan: Plan, done: Decoded, members: int = 1) -> int:
     """Of an account: what the tokens would have cost without a draft, less what the launch did."""
-    earned = (UNIT + REFILL) * len(done.tokens) - cost(plan, done.ns)
+    earned = (UNIT + REFILL) * len(done.tokens) - done.steps * cost(plan, done.ns)
     return spare + earned // members
 
 

@@ -16,7 +16,7 @@ from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
-from effects.stream import Abandon
+from effects.stream import Abandon, Halt
 from states import lane as lanes
 from states import policy, rates, residency
 from states import slots as seats
@@ -109,7 +109,7 @@ class Fold:
                     self.models = residency.acknowledged(self.models, ask, answer.outcome)
                     self.slots = seats.acknowledged(self.slots, ask, answer.outcome, self.requests)
                     self.learn(ask.effect, answer, lane)
-                    self.lanes[number] = lanes.answered(lane, answer.request)
+                    self.lanes[number] = lanes.answered(lane, answer)
                     return
         if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | SnapshotSaved | StoreFailed):
             raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
@@ -129,9 +129,12 @@ class Fold:
             case CompressPrompt(), PromptCompressed(ns=ns) if ns and isinstance(state, Compressing):
                 self.rates = rates.scored(self.rates, policy.scored_tokens(state.prompt), ns)
             case RunDecode(propose=propose), Decoded() as done:
-                if done.ns and done.proposed == propose and lanes.tells(lane, done.ns):
+                leads = lanes.leads(lane, answer.request)
+                if done.ns and done.proposed == propose and leads and lanes.tells(lane, done.ns):
                     known = control.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
                     self.rates = evolve(self.rates, decode=known)
+                for _ in range(lanes.further(done) if self.settings.block and leads else 0):
+                    self.rates = control.begun(self.rates, lane.plan)
                 self.rates = control.settled(self.settings, self.rates, lane.plan, done)
             case _:
                 pass
@@ -198,6 +201,9 @@ class Fold:
         for number in self.lanes:
             while not self.todo and lanes.idle(self.lanes[number]) and self.launch_on(number):
                 pass
+            if lanes.held_up(lane := self.lanes[number]):
+                self.lanes[number] = evolve(lane, alone=False)
+                self.out.append(Ask(lane.running[0].request, Halt()))
 
     def launch_on(self, number: LaneId) -> bool:
         """False: there is nothing to do on this lane."""

@@ -14,31 +14,31 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import accumulate
+from functools import partial, reduce
 from typing import Any, TypeAlias
 
 import anyio
-import torch
 
-from adapters.device.agreement import Agreed, Member, agree, decoded
-from adapters.device.buckets import bucket_of, row_counts
+from adapters.device.buckets import row_counts
 from adapters.device.checkpoints import Checkpoints, KeepState
 from adapters.device.constraint import Match, no_grammars
+from adapters.device.decoding import Decoding
 from adapters.device.lane import DeviceLane, waker
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.prefilling import misfit, prefilled
 from adapters.device.prompt_logprobs import told
-from adapters.device.proposer import Proposer, proposed
-from adapters.device.sampling import Sampler, picker
-from adapters.device.slots import SlotState, abandoned, begun, check, clipped, lost_with, unfit, unopened
-from adapters.models.shard import Forward, Kept, Shard, Step
+from adapters.device.proposer import Proposer
+from adapters.device.sampling import Sampler
+from adapters.device.slots import SlotState, abandoned, begun, check, clipped, lost_with, unopened
+from adapters.device.underway import StepsTaken, behind
+from adapters.models.shard import Shard
 from effects.all import Ask, Launch, Outcome
 from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
-from effects.ports import Settle
+from effects.ports import Result, Settle, Underway
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.stream import Halt
 
 log = logging.getLogger("rekindle.device")
 
@@ -67,13 +67,15 @@ class DeviceExecutor:
         self._shard, self._lane = shard, lane
         self._buckets = row_counts(buckets, fast=fast)
         self._chunk = max(buckets)
-        self._proposer = proposer
+        self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._checkpoints = Checkpoints(shard)
+        self._decoding = Decoding(
+            shard, self._buckets, lane, self._slots, self._checkpoints, self.serving, self.abandoned, proposer
+        )
         self._match: Match = no_grammars
         self._lost: Callable[[tuple[SlotId, ...]], object] = lambda _: None
         self._wake: Callable[..., object] = lambda *_: None
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
-        self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._flying: set[RequestId] = set()
         self._abandoned: set[RequestId] = set()
 
@@ -81,6 +83,14 @@ class DeviceExecutor:
     def handle(self, effect: type, handler: Handler) -> None:
         """From now on, this carries out effects of that type; before the first launch."""
         self._handlers[effect] = handler
+
+    @property
+    def _proposer(self) -> Proposer | None:
+        return self._decoding.proposer
+
+    @_proposer.setter
+    def _proposer(self, proposer: Proposer | None) -> None:
+        self._decoding.proposer = proposer
 
     def proposed_to(self, proposer: Proposer) -> None:
         """From now on, this proposes; before the first launch."""
@@ -111,37 +121,48 @@ class DeviceExecutor:
 
     def submit(self, launch: Launch, done: Settle) -> None:
         """`done` hears one outcome per ask, in order; or the exception that is a bug: an effect without a handler, a
-        batch of anything but decode steps.
+        batch of anything but decode steps. Before that, it hears of steps that were taken alone.
         """
-        requests = {ask.request for ask in launch.asks}
+        requests, wake = {ask.request for ask in launch.asks}, waker()
 
         def landed(outcomes: tuple[Outcome, ...] | None, error: BaseException | None) -> None:
             self._flying -= requests
             self._abandoned -= requests
             done(outcomes if error is None and outcomes is not None else error or LookupError("no outcomes"))
 
-        self._lane.submit(partial(self._carry_out, launch.asks), landed)
+        def told(steps: StepsTaken) -> None:
+            with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
+                wake(done, steps)
+
+        self._lane.submit(partial(self._carry_out, launch.asks, StepsTaken(told)), landed)
         self._flying |= requests
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
-        """`submit`, awaited; a cancelled caller waits for it all the same."""
-        finished, outcomes = anyio.Event(), list[tuple[Outcome, ...] | BaseException]()
+        """`submit`, awaited: what came of all its steps. A cancelled caller waits for it all the same."""
+        finished, outcomes = anyio.Event(), list[Result]()
 
-        def done(result: tuple[Outcome, ...] | BaseException) -> None:
-            outcomes.append(result)
-            finished.set()
+        def done(result: Result | Underway) -> None:
+            outcomes.extend((result,) if isinstance(result, tuple | BaseException) else result.take())
+            if isinstance(result, tuple | BaseException):
+                finished.set()
 
         self.submit(launch, done)
         with anyio.CancelScope(shield=True):
             await finished.wait()
-        if isinstance(outcomes[0], BaseException):
-            raise outcomes[0]
-        return outcomes[0]
+        if isinstance(outcomes[-1], BaseException):
+            raise outcomes[-1]
+        steps = [members for members in outcomes if isinstance(members, tuple)]
+        return tuple(reduce(behind, one) for one in zip(*steps, strict=True))
 
     def abandon(self, request: RequestId) -> None:
         """What is in flight for it and has not started will not start; what has started finishes."""
         if request in self._flying:
             self._abandoned.add(request)
+
+    def halt(self, request: RequestId, _: Halt) -> None:
+        """Others wait for the lane: what is on it for this request goes on no further."""
+        if request in self._flying and not self._lane.closed:
+            self._lane.post(lambda: None, lambda error: log.debug("nobody is to be halted: %s", error))
 
     def close(self, timeout_s: float = 10) -> bool:
         """Give the memory back and end the lane. False if it was still busy after `timeout_s`."""
@@ -169,7 +190,7 @@ class DeviceExecutor:
         outcomes = list[Outcome]()
         self._open(RequestId(0), opening)
         while (ask := following(outcomes)) is not None:
-            outcomes += self._carry_out((ask,))
+            outcomes += self._carry_out((ask,), StepsTaken(lambda _: None))
         del self._slots[opening.slot]
         return outcomes
 
@@ -214,10 +235,10 @@ class DeviceExecutor:
         matching = None if sampling.grammar is None else self._match(sampling.grammar)
         return Sampler(sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
 
-    def _carry_out(self, asks: tuple[Ask, ...]) -> tuple[Outcome, ...]:
+    def _carry_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> tuple[Outcome, ...]:
         """What raises may have left anything in the slots it was about: they refuse all work until they are opened."""
         try:
-            return self._carried_out(asks)
+            return self._carried_out(asks, steps)
         except BaseException as error:
             for ask in asks:
                 if isinstance(ask.effect, RunPrefill | RunDecode):
@@ -225,9 +246,9 @@ class DeviceExecutor:
                     self._slots[slot] = DeviceFailed("broken", f"slot {slot} is not to be believed: {error}")
             raise
 
-    def _carried_out(self, asks: tuple[Ask, ...]) -> tuple[Outcome, ...]:
+    def _carried_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> tuple[Outcome, ...]:
         if all(isinstance(ask.effect, RunDecode) for ask in asks):
-            return self._decode_steps(asks)
+            return self._decoding.run(asks, steps)
         if len(asks) != 1:
             raise ValueError("only decode steps are batched")
         return (self._one(*asks),)
@@ -256,94 +277,14 @@ class DeviceExecutor:
             return told(self._shard, self._buckets, state, effect)
         try:
             for step, forward in prefilled(self._shard, self._buckets, state, effect, partial(self.abandoned, request)):
-                self._follow(step, forward, [step.rows], [state])
+                self._decoding.follow(step, forward, [step.rows], [state])
                 state.advance(stop := step.segments[0].start + step.rows)
         except Exception as error:
             if effect.stop - effect.start > self._chunk and self._shard.state_specs and ran_out_of_memory(error):
-                return self._half_settled(effect.slot, error)
+                return self._decoding.half_settled(effect.slot, error)
             raise
         self._shard.synchronize()  # or the host would run ahead of what it acknowledges
         took = time.perf_counter_ns() - started
         if stop == effect.stop:
             self._checkpoints.computed(request, effect, state)
         return PrefillAdvanced(stop, took)
-
-    def _decode_steps(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
-        outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)
-        taken: dict[int, tuple[int, SlotState, int]] = {}
-        for index, ask in enumerate(asks):
-            effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
-            state = self._ready(ask.request, effect)
-            if isinstance(state, DeviceFailed):
-                outcomes[index] = state
-            elif effect.slot in taken:
-                outcomes[index] = DeviceFailed("broken", f"slot {effect.slot} is in the batch already")
-            else:
-                taken[effect.slot] = (index, state, effect.propose)
-                self._checkpoints.passed(ask.request, effect)
-        if not taken:
-            return tuple(outcomes)
-        started = time.perf_counter_ns()
-        settling = False
-        try:
-            members = proposed(self._proposer, taken, self._shard.capacity)
-            step, forward, agreements = self._verify(members)
-            settling = True
-            self._settle(step, forward, members, agreements)
-        except Exception as error:
-            if not ran_out_of_memory(error):
-                raise
-            for slot, (index, _, _) in taken.items():
-                outcomes[index] = self._half_settled(slot, error) if settling else out_of_memory(error)
-            return tuple(outcomes)
-        for member, agreed in zip(members, agreements, strict=True):
-            outcomes[member.index] = decoded(member, agreed, time.perf_counter_ns() - started)
-        return tuple(outcomes)
-
-    def _ready(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:
-        if self.abandoned(request):
-            return abandoned(request)
-        state = self.serving(effect.slot, request)
-        if isinstance(state, DeviceFailed):
-            return state
-        return unfit(state, effect, self._shard.capacity) or state
-
-    def _half_settled(self, slot: int, error: Exception) -> DeviceFailed:
-        """Some layers' states may have moved and others not, so nobody may go on from any of them."""
-        self._slots[slot] = failed = DeviceFailed("broken", f"slot {slot} was being settled: {error}")
-        return failed
-
-    def _verify(self, members: Sequence[Member]) -> tuple[Step, Forward, list[Agreed | DeviceFailed]]:
-        """One forward for all: how far the target picks what was proposed."""
-        segments = [piece for member in members for piece in member.tree.pieces(member.slot, member.state.valid)]
-        rows = [row for member in members for row in member.rows]
-        step = Step(tuple(segments), bucket_of(self._buckets, len(rows)))
-        forward = self._shard.forward(step, torch.tensor([token for member in members for token in member.tree.tokens]))
-        picked = picker(self._shard.logits(step, forward.hidden), rows)
-        firsts = accumulate((len(member.tree.tokens) for member in members), initial=0)
-        return step, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=False)]
-
-    def _settle(
-        self, step: Step, forward: Forward, members: Sequence[Member], found: Sequence[Agreed | DeviceFailed]
-    ) -> None:
-        """What the target picked has happened, and the rest is rolled back."""
-        kept: list[Kept] = [
-            member.tree.kept(one.path if isinstance(one, Agreed) else ())
-            for member, one in zip(members, found, strict=True)
-        ]
-        self._shard.commit(step, kept)
-        for member, one in zip(members, found, strict=True):
-            if isinstance(one, Agreed):
-                member.state.commit(one.tokens)
-        self._follow(step, forward, kept, [member.state for member in members])
-
-    def _follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:
-        """What the target did has happened, and moved its state, whether or not a draft finds memory to follow."""
-        if self._proposer is None:
-            return
-        try:
-            self._proposer.follow(step, forward.aux_hidden_states, kept, states)
-        except Exception as error:
-            if not ran_out_of_memory(error):
-                raise
-            log.warning("the draft does not follow: %s", error)

@@ -112,6 +112,11 @@ class DeviceLane:
         """Do it in its turn; nobody waits. An exception goes to `failed`, on the lane, before anything posted later."""
         self._put(_Posted(work, failed))
 
+    @property
+    def wanted(self) -> bool:
+        """On the lane: does other work wait for it?"""
+        return not self._queue.empty()
+
     def synchronize(self) -> None:
         """On the lane: wait until the devices have done what they were told to."""
         for device in self.devices:

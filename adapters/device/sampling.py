@@ -9,12 +9,12 @@ on a host, and on a GPU only elementwise operations and integer sums see more th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.device.constraint import Matching, forbidden
@@ -60,6 +60,11 @@ class Sampler:
     def plain(self) -> bool:
         """The model's logits are used as they are, but for a grammar's mask."""
         return self._bias is None and self._seen is None and self._counts is None
+
+    @property
+    def forgetful(self) -> bool:
+        """Does what is picked next not depend on what was picked before?"""
+        return self.matching is None and self._seen is None and self._counts is None
 
     def append(self, tokens: Sequence[int]) -> None:
         """These are part of the answer now."""
@@ -144,8 +149,53 @@ def picker(logits: Tensor, rows: Sequence[Draw]) -> Callable[[int], Picked]:
     return lambda row: pick(logits[row : row + 1], rows[row : row + 1])[0]
 
 
+@define(eq=False)
+class Picking:
+    """Tokens that a device has picked, or is about to: int64 `[R]`, there. What is told of them comes in one transfer.
+
+    ends: of rows where a grammar lets nothing follow, why. most: alternatives that were looked for, in rows `wanted`.
+    """
+
+    rows: Sequence[Draw]
+    tokens: Tensor
+    ends: Mapping[int, str]
+    wanted: Sequence[int]
+    most: int
+    _told: Tensor
+    _arrived: torch.cuda.Event | None = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        """The host does not wait for what is on its way."""
+        if self._told.is_cuda:
+            there = torch.empty(self._told.shape, dtype=self._told.dtype, pin_memory=True)
+            self._told = there.copy_(self._told, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def read(self) -> list[Picked]:
+        """Waits for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values, width, wanted = self._told.tolist(), 1 + 2 * self.most, set(self.wanted)
+        more = iter(values[3 * len(self.rows) :])
+        return [
+            _read(
+                row,
+                values[3 * index : 3 * index + 3],
+                list(islice(more, width)) if index in wanted else [],
+                self.ends.get(index),
+            )
+            for index, row in enumerate(self.rows)
+        ]
+
+
 def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
-    """One token a row. logits: float32 `[at least len(rows), V]`; waits for the device once, whatever is asked for.
+    """One token a row; waits for the device once, whatever is asked for."""
+    return picking(logits, rows).read()
+
+
+def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
+    """One token a row. logits: float32 `[at least len(rows), V]`; the host waits for nothing.
 
     Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature; among what
     a grammar lets follow, where there is one.
@@ -165,24 +215,11 @@ def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     found = torch.stack((tokens.double(), lowest.double(), highest.double()), -1)
     wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
     if not wanted:
-        return [
-            _read(row, told, [], ends.get(at)) for at, (row, told) in enumerate(zip(rows, found.tolist(), strict=True))
-        ]
+        return Picking(rows, tokens, ends, (), 0, found.flatten())
     most = min(max(row.sampler.sampling.logprobs for row in rows), raw.shape[-1])
     at = torch.tensor(wanted).to(raw.device, non_blocking=True)
     told = _logprobs(raw[at], tokens[at], most)
-    values = torch.cat((found.flatten(), told.flatten())).tolist()
-    picks, more = values[: found.numel()], iter(values[found.numel() :])
-    width = 1 + 2 * most
-    return [
-        _read(
-            row,
-            picks[3 * index : 3 * index + 3],
-            list(islice(more, width)) if index in wanted else [],
-            ends.get(index),
-        )
-        for index, row in enumerate(rows)
-    ]
+    return Picking(rows, tokens, ends, wanted, most, torch.cat((found.flatten(), told.flatten())))
 
 
 def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:

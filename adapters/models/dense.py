@@ -154,6 +154,10 @@ class DenseShard:
         return self._device
 
     @property
+    def runs_ahead(self) -> bool:  # experts make the host wait for the router's choice, layer by layer
+        return self._device.type == "cuda" and self._config.experts is None
+
+    @property
     def embedding(self) -> Tensor:
         if self._embedding is None:
             raise ValueError(f"layers {self._layers.start}..{self._layers.stop - 1} lack the embedding")
@@ -266,9 +270,8 @@ class DenseShard:
                 for layer in self._aux_layers
                 if layer in self._layers
             }
-            self._buffers[bucket] = Buffers(
-                StateBatch(bucket, self._device), hidden, None, Forward(hidden, aux_hidden_states)
-            )
+            batch, left = StateBatch(bucket, self._device), Forward(hidden, aux_hidden_states)
+            self._buffers[bucket] = Buffers(batch, hidden, None, left)
         return self._buffers[bucket]
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
@@ -277,9 +280,8 @@ class DenseShard:
         rows = step.rows
         expected = (rows,) if self._embedding is not None else (step.bucket, self._config.hidden_size)
         if not 0 < rows <= step.bucket or inputs.shape != expected:
-            raise ValueError(
-                f"{rows} rows at bucket {step.bucket} do not go with inputs of shape {tuple(inputs.shape)}"
-            )
+            found = tuple(inputs.shape)
+            raise ValueError(f"{rows} rows at bucket {step.bucket} do not go with inputs of shape {found}")
         if len({part[0].slot for part in step.parts}) != len(step.parts):
             raise ValueError("a slot appears twice in one step")
         for part in step.parts:
@@ -321,10 +323,8 @@ class DenseShard:
     def memory(self) -> Mapping[str, int]:
         buffers = self._rope.cos.nbytes + self._rope.sin.nbytes
         for held in tuple(self._buffers.values()):  # asked from other threads, too
-            buffers += held.batch.table.nbytes + held.hidden.nbytes
-            buffers += 0 if held.logits is None else held.logits.nbytes
-            buffers += sum(one.nbytes for one in held.forward.aux_hidden_states.values())
-            buffers += 0 if held.tree is None else held.tree.nbytes
+            own = (held.logits, held.tree, held.batch.table, held.hidden, *held.forward.aux_hidden_states.values())
+            buffers += sum(one.nbytes for one in own if one is not None)
         return {"weights": self._weights_bytes, "kv": self._cache.nbytes + self._states.nbytes, "buffers": buffers}
 
     def close(self) -> None:

@@ -77,6 +77,10 @@ class Pipeline:
         return self._parts[0].dtype
 
     @property
+    def runs_ahead(self) -> bool:
+        return all(part.runs_ahead for part in self._parts)
+
+    @property
     def embedding(self) -> Tensor:
         return self._parts[0].embedding
 

@@ -141,6 +141,11 @@ class Shard(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
+    def runs_ahead(self) -> bool:
+        """Does `forward` return before it is done, and take token ids on the device that are still being picked?"""
+        ...
+
+    @property
     def embedding(self) -> Tensor:
         """`[V, D]`, in the model's dtype. First shard only; ValueError elsewhere."""
         ...

@@ -165,6 +165,10 @@ class RemoteShard:
         return False
 
     @property
+    def runs_ahead(self) -> bool:
+        return False
+
+    @property
     def _last(self) -> bool:
         return self.layers.stop == self.num_layers
 

@@ -17,7 +17,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from effects.stream import CloseStream, EmitTokens, ReportProgress
+from effects.stream import CloseStream, EmitTokens, Halt, ReportProgress
 from engine.simulation.clock import Clock, Queue
 from engine.simulation.costs import Costs
 from engine.simulation.keeping import Keeping
@@ -89,7 +89,7 @@ class Process:
             case Ask(request, EmitTokens()):
                 count = self.live[request].count
                 count.first = count.first or self.clock.now
-            case Ask(_, ReportProgress()):
+            case Ask(_, ReportProgress() | Halt()):
                 pass
             case Ask(request, OpenSlot() as opening):
                 self.open(request, opening)
@@ -184,7 +184,7 @@ class Process:
             live = self.live[request]
             tokens = live.answer[live.said : live.said + steps]
             live.said += steps
-            self.feed(request, Decoded(tokens, ns=took, accepted=0))
+            self.feed(request, Decoded(tokens, ns=took, accepted=0, steps=steps))
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         if opening.source != opening.slot:

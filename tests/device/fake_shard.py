@@ -51,6 +51,7 @@ class FakeShard:
     row_spec: RowSpec = ROWS
     state_specs: tuple[TensorSpec, ...] = ()
     addressed: bool = False
+    runs_ahead: bool = False
     steps: list[Step] = field(factory=list)
     copies: list[tuple[int, int, int]] = field(factory=list)
     closed: bool = False

@@ -18,7 +18,7 @@ from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
 from effects.ports import Closed, Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 from engine.door import EngineDoor, EngineTicket
 from engine.meter import Meter
 from engine.misses import Misses
@@ -117,7 +117,11 @@ async def engine(
         clock[0] += 1_000_000
         return clock[0]
 
-    notify: dict[type, tuple[Any, ...]] = {OpenSlot: (device.open,), Abandon: (device.abandon,)}
+    notify: dict[type, tuple[Any, ...]] = {
+        OpenSlot: (device.open,),
+        Abandon: (device.abandon,),
+        Halt: (lambda *_: None,),
+    }
 
     def submit(launch: Launch, settle: Settle) -> None:
         async def carry_out() -> None:

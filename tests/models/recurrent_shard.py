@@ -63,6 +63,7 @@ class RecurrentShard:
     layers = range(2)
     vocab_size = VOCAB
     addressed = True
+    runs_ahead = False
     row_spec = RowSpec(("layers.1.k", "layers.1.v"), HEADS, HEAD, "F32")
     state_specs = (
         TensorSpec("layers.0.conv", "BF16", (TAPS - 1, MIXED)),

@@ -105,6 +105,7 @@ class Device:
     lane: deque[Ask | Launch | CheckedTransfer] = field(factory=deque)
     taking: list[Ask] = field(factory=list)  # snapshots, of what the lane has found in their slots
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
+    halted: set[RequestId] = field(factory=set)  # the same, of launches that are to go on no further
     scored: dict[RequestId, tuple[CompressPrompt, int]] = field(factory=dict)  # prompts, and how far they came
     weights: dict[ModelName, Place] = field(init=False)
     places: list[Tokens] = field(init=False)  # what the positional state in each stands for
@@ -122,9 +123,15 @@ class Device:
                 decode_steps = [ask for ask in asks if isinstance(ask.effect, RunDecode)]
                 assert len(asks) == 1 or len(decode_steps) == len(asks), "only decode steps are batched"
                 assert len({ask.request for ask in asks}) == len(asks)
-                answers = [(ask.request, self.perform(ask)) for ask in asks]
-                self.abandoned -= {ask.request for ask in asks}
-                return answers
+                outcomes = [self.perform(ask) for ask in asks]
+                onward = tuple(map(self.onward, asks, outcomes))
+                if all(onward) and self.rng.random() < 0.8:
+                    self.lane.appendleft(Launch(tuple(ask for ask in onward if ask is not None)))
+                    outcomes = [evolve(one, more=True) for one in outcomes]
+                else:
+                    requests = {ask.request for ask in asks}
+                    self.abandoned, self.halted = self.abandoned - requests, self.halted - requests
+                return [(ask.request, one) for ask, one in zip(asks, outcomes, strict=True)]
             case Ask(request, OpenSlot() as opening):
                 self.open(request, opening)
                 return []
@@ -135,6 +142,17 @@ class Device:
                 return [(transfer.ask.request, self.write(transfer))]
             case other:
                 raise AssertionError(other)
+
+    def onward(self, ask: Ask, outcome: Any) -> Ask | None:
+        """Its next step, if it may be taken without asking."""
+        one = ask.effect
+        if not (isinstance(one, RunDecode) and isinstance(outcome, Decoded)) or one.steps == 1:
+            return None
+        slot = self.slots[one.slot]
+        if ask.request in self.abandoned | self.halted or set(outcome.tokens) & set(slot.stops):
+            return None
+        at = len(slot.tokens) - 1
+        return Ask(ask.request, evolve(one, position=at, token=slot.tokens[at], checkpoint=False, steps=one.steps - 1))
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         slot, source = self.slots[opening.slot], self.slots[opening.source]

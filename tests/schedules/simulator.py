@@ -8,17 +8,18 @@ from itertools import pairwise
 
 from attrs import define, evolve, field
 
+from adapters.device.underway import joined
 from effects.all import Ask, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
-from effects.ids import RequestId, SlotId, Tokens
+from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Job, Sampling, aged, freezes, uncompressed
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pflash import KeepFrozen
 from effects.prefill import OpenSlot, RunPrefill
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot
-from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.invariants import check
 from states.life import Speculating, begun
@@ -55,6 +56,10 @@ def taken(tokens: Tokens, state: Speculating) -> int:
     return min(len(tokens), state.prompt.job.max_tokens - len(state.answer.tokens), *stops)
 
 
+def goes_on(outcome: Event) -> bool:
+    return isinstance(outcome, Decoded) and outcome.more
+
+
 @define
 class Client:
     """What one client was told, and what it may be told."""
@@ -69,7 +74,7 @@ class Client:
 
     def count(self, done: Decoded, heard: int) -> None:
         decode_steps, proposed, accepted = self.counted
-        self.counted = decode_steps + 1, proposed + done.proposed, accepted + min(done.accepted, heard)
+        self.counted = decode_steps + done.steps, proposed + done.proposed, accepted + min(done.accepted, heard)
 
     def lose(self) -> None:
         """It starts again, once."""
@@ -305,12 +310,28 @@ class Simulator:
         self.happen(ForEngine(SlotsLost(tuple(map(SlotId, gone)))))
 
     def deliver(self) -> None:
-        request, outcome = self.answers.pop(self.rng.randrange(len(self.answers)))
-        self.launched.discard(request)
+        request, outcome = self.answered(self.rng.randrange(len(self.answers)))
+        if not goes_on(outcome):
+            self.launched.discard(request)
         state = self.world.requests.get(request)
         if isinstance(state, Speculating) and isinstance(outcome, Decoded):
             self.clients[request].count(outcome, taken(outcome.tokens, state))
         self.feed(request, outcome)
+
+    def answered(self, index: int) -> Answer:
+        """One of the answers. What a launch brings comes in order; plain steps come one by one, or several at once."""
+        request, outcome = self.answers[index]
+        if not isinstance(outcome, Decoded | DeviceFailed):
+            return self.answers.pop(index)
+        its = [at for at, (whose, _) in enumerate(self.answers) if whose == request]
+        count = self.rng.choice((1, 1, 2, 9))
+        some = [one for one in (self.answers[at][1] for at in its[:count]) if goes_on(one)]
+        if not some:
+            return self.answers.pop(its[0])
+        (done,) = next(joined((one,) for one in some))
+        told = its[: done.steps]
+        self.answers = [answer for at, answer in enumerate(self.answers) if at not in told]
+        return request, done
 
     def enter(self) -> None:
         self.device.lane.append(self.entering.pop(0))
@@ -365,6 +386,8 @@ class Simulator:
                 self.abandon(request)
             case Ask(_, SaveSnapshot()):
                 self.device.lane.append(out)
+            case Ask(request, Halt()):
+                self.halt(request)
             case Ask():
                 assert out.effect.outcomes
                 self.loading.append(out)
@@ -378,11 +401,20 @@ class Simulator:
 
     def abandon(self, request: RequestId) -> None:
         """A flag for what is in flight, on each lane, and for nothing that is asked later."""
-        if request in self.launched - {waiting for waiting, _ in self.answers}:
+        if request in self.flying():
             self.device.abandoned.add(request)
         moving = [one.ask for one in self.device.lane if isinstance(one, CheckedTransfer)]
         if request in {ask.request for ask in (*self.loading, *moving)}:
             self.store.abandoned.add(request)
+
+    def halt(self, request: RequestId) -> None:
+        assert request in self.launched, "nobody is there to be halted"
+        if request in self.flying():
+            self.device.halted.add(request)
+
+    def flying(self) -> set[RequestId]:
+        """Members of the launch that the device is at."""
+        return self.launched - {whose for whose, one in self.answers if not goes_on(one)}
 
     def check_the_end(self) -> None:
         world, device = self.world, self.device

@@ -132,12 +132,22 @@ def outcomes(effect: Effect) -> Iterator[Any]:
         case RunDecode(propose=propose):
             yield from (Decoded(tokens[: propose + 1], propose) for tokens in ((7, 8), (7, STOP), (STOP, 8), (7,)))
             yield from (Decoded((STOP,), propose, accepted=propose), Decoded((7,))) if propose else ()
+            yield from alone(effect)
         case SaveSnapshot(_, tokens):
             yield from (SnapshotSaved(len(tokens), 1), StoreFailed("out_of_memory", ""), StoreFailed("broken", ""))
         case UnloadModel():
             yield ModelUnloaded()
     if effect.side is Side.DEVICE:
         yield from DEVICE_FAILURES
+
+
+def alone(effect: RunDecode) -> Iterator[Decoded]:
+    """Of steps that are taken without asking: what they bring on the way, and several of them at the end."""
+    if effect.steps > 1:
+        yield Decoded((7,), more=True)
+        yield from (Decoded(tokens, steps=2, accepted=0) for tokens in ((7, 8), (7, STOP)))
+    if effect.steps > 2:
+        yield Decoded((7, 8), steps=2, accepted=0, more=True)
 
 
 def scorings(start: int, *, apart: bool = False) -> Iterator[Any]:
@@ -226,7 +236,7 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
     after = evolve(
         node,
         state=told(then.state),
-        flying=node.flying - {answered},
+        flying=(node.flying - {answered}) | going_on(event, answered),
         lease=node.lease or isinstance(event, PrefixFound),
         draft=node.draft or isinstance(event, ModelLoaded),
         lost=node.lost or isinstance(event, SlotEmptied),
@@ -239,6 +249,14 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
             walk.faults.add(f"{where}: {fault}")
     walk.faults.update(f"{where}: {fault}" for fault in at_rest(after))
     return after
+
+
+def going_on(event: Any, answered: Effect | None) -> frozenset[Effect]:
+    """What has answered and will again: a launch that goes on has so many steps less to go."""
+    if not (isinstance(answered, RunDecode) and isinstance(event, Decoded) and event.more):
+        return frozenset()
+    position, steps = answered.position + len(event.tokens), answered.steps - len(event.tokens)
+    return frozenset({evolve(answered, position=position, token=event.tokens[-1], steps=steps)})
 
 
 def told(state: Any) -> Any:

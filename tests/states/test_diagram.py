@@ -24,9 +24,10 @@ def test_every_move_between_two_states_is_an_edge_of_the_picture() -> None:
 
 def test_every_arm_is_a_line_of_the_page() -> None:
     lines = markdown({(Speculating, Decoded): TABLE[Speculating, Decoded]}).splitlines()
-    assert lines[-7:] == [
+    assert lines[-8:] == [
         "| Speculating | Decoded | Speculating | `EmitTokens`, `RunDecode` |",
         "| Speculating | Decoded | Speculating | `RunDecode` |",
+        "| Speculating | Decoded | Speculating | `EmitTokens` |",
         "| Speculating | Decoded | Snapshotting | `EmitTokens`, `CloseStream`, `SaveSnapshot` |",
         "| Speculating | Decoded | Parking | `EmitTokens`, `CloseStream`, `UnloadModel` |",
         "| Speculating | Decoded | Done | `EmitTokens`, `CloseStream` |",

@@ -46,7 +46,7 @@ def test_an_unparked_draft_is_leased_and_the_work_begins() -> None:
     then = generate.unparked(a(Unparking, some(DRAFT)), ModelLoaded(), knowing(DRAFT))
     assert then == Then(a(Prefilling, some(DRAFT, **LEASED)), RunPrefill(HERE, 0, 8))
     then = generate.unparked(a(Unparking, prefilled(DRAFT)), ModelLoaded(), knowing(DRAFT))
-    assert then == Then(a(Speculating, prefilled(DRAFT, **LEASED)), RunDecode(HERE, 20, 120, propose=3))
+    assert then == Then(a(Speculating, prefilled(DRAFT, **LEASED)), RunDecode(HERE, 20, 120, propose=3, steps=6))
 
 
 def test_a_failed_unpark_goes_on_without_a_draft() -> None:
@@ -55,7 +55,7 @@ def test_a_failed_unpark_goes_on_without_a_draft() -> None:
     assert then == Then(a(Prefilling, hold), RunPrefill(HERE, 0, 8))
     then = generate.plain(a(Unparking, prefilled(DRAFT)), OUT_OF_MEMORY, knowing(DRAFT))
     hold = prefilled(DRAFT, speculation="unpark_out_of_memory")
-    assert then == Then(a(Speculating, hold), RunDecode(HERE, 20, 120, propose=0))
+    assert then == Then(a(Speculating, hold), RunDecode(HERE, 20, 120, propose=0, steps=6))
     assert report(knowing(DRAFT), then.state).speculation == "unpark_out_of_memory"
 
 
@@ -76,7 +76,7 @@ def test_several_chunks_are_asked_for_at_once_where_shards_compute_side_by_side(
 
 def test_the_last_prompt_token_is_fed_by_the_first_round() -> None:
     then = generate.prefilled(a(Prefilling, some(valid=16)), PrefillAdvanced(20), knowing())
-    assert then == Then(a(Speculating, prefilled()), ReportProgress(20, 21, 0), RunDecode(HERE, 20, 120))
+    assert then == Then(a(Speculating, prefilled()), ReportProgress(20, 21, 0), RunDecode(HERE, 20, 120, steps=6))
 
 
 def test_a_chunk_may_acknowledge_less_than_was_asked_for() -> None:
@@ -87,14 +87,14 @@ def test_a_chunk_may_acknowledge_less_than_was_asked_for() -> None:
 def test_a_decode_step_emits_its_token_and_feeds_it_to_the_next() -> None:
     then = generate.accept(a(Speculating, prefilled()), Decoded((7,)), knowing())
     hold = prefilled(valid=21, answer=(7,), decode_steps=1)
-    assert then == Then(a(Speculating, hold), EmitTokens((7,)), RunDecode(HERE, 21, 7))
+    assert then == Then(a(Speculating, hold), EmitTokens((7,)), RunDecode(HERE, 21, 7, steps=5))
 
 
 def test_accepted_proposals_count_and_the_next_decode_step_proposes_no_further_than_the_limit() -> None:
     then = generate.accept(a(Speculating, prefilled(DRAFT, **LEASED)), Decoded((7, 8, 9), proposed=3), knowing(DRAFT))
     learnt = control.after(LEASED["control"], Decoded((7, 8, 9), proposed=3))
     hold = prefilled(DRAFT, control=learnt, valid=23, answer=(7, 8, 9), decode_steps=1, proposed=3, accepted=2)
-    assert then == Then(a(Speculating, hold), EmitTokens((7, 8, 9)), RunDecode(HERE, 23, 9, propose=2))
+    assert then == Then(a(Speculating, hold), EmitTokens((7, 8, 9)), RunDecode(HERE, 23, 9, propose=2, steps=3))
     told = report(knowing(DRAFT), then.state)
     assert (told.decode_steps, told.proposed, told.accepted) == (1, 3, 2)
 

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from effects.all import Ask, Launch
-from effects.decode import RunDecode
+from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
@@ -169,9 +169,45 @@ def test_the_last_token_that_there_is_room_for_says_nothing_about_a_draft() -> N
 
 def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:
     running = Lane((chunk(3),), (a_decode(1), a_decode(2)), decode_last=True)
-    half = lane.answered(running, TWO)
+    half = lane.answered(running, Answer(TWO, Decoded((7,))))
     assert half == evolve(running, running=(a_decode(1),))
-    assert lane.answered(half, ONE).running == ()
+    assert lane.answered(half, Answer(ONE, Decoded((7,)))).running == ()
+
+
+def alone(request: int, steps: int, propose: int = 0) -> Ask:
+    return Ask(RequestId(request), RunDecode(SlotId(request), 20, 7, propose, steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "steps"),
+    [
+        ((alone(1, 30),), 30),
+        ((alone(1, 30), alone(2, 9)), 9),  # nobody knows who would be next without the one that ends
+        ((alone(1, 999),), lane.OFTEN),
+        ((alone(1, 30), chunk(2)), 1),
+        ((alone(1, 30), alone(2, 30), chunk(3)), 1),
+    ],
+)
+def test_decode_steps_go_on_alone_while_nobody_waits_and_nobody_ends(waiting: tuple[Ask, ...], steps: int) -> None:
+    after, _, chosen = choose(*waiting)
+    assert isinstance(chosen, Launch)
+    assert {ask.effect.steps for ask in chosen.asks if isinstance(ask.effect, RunDecode)} == {steps}
+    assert after.alone == (steps > 1)
+
+
+def test_more_members_than_fit_a_launch_take_turns() -> None:
+    full = tuple(alone(number, 30) for number in range(DRAFT.batch_rows + 1))
+    chosen = choose(*full)[2]
+    assert isinstance(chosen, Launch)
+    assert {ask.effect.steps for ask in chosen.asks if isinstance(ask.effect, RunDecode)} == {1}
+
+
+def test_a_launch_that_goes_on_keeps_the_lane_and_counts_its_steps() -> None:
+    running = Lane((), (a_decode(1, 3), a_decode(2, 3)), decode_last=True, members=2, proposing=1)
+    on = lane.answered(running, Answer(ONE, Decoded((7, 8), 3, more=True)))
+    assert on == evolve(running, proposing=2)
+    assert lane.answered(on, Answer(TWO, Decoded((7,), 3, more=True))) == on, "once a step"
+    assert lane.answered(on, Answer(ONE, Decoded((7,), 3))).proposing == 2
 
 
 def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() -> None:

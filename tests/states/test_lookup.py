@@ -79,7 +79,7 @@ def test_an_admitted_request_continues_from_the_rows_of_another_slot() -> None:
 def test_a_prompt_that_is_all_there_goes_straight_to_its_first_round() -> None:
     then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 20), knowing())
     hold = some(valid=20, restored=20, tier="device", miss="")
-    assert then == Then(a(Speculating, hold), opening(20), RunDecode(HERE, 20, 120))
+    assert then == Then(a(Speculating, hold), opening(20), RunDecode(HERE, 20, 120, steps=6))
 
 
 def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
@@ -91,7 +91,7 @@ def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
     assert then == Then(
         a(Speculating, evolve(hold, speculation="no_draft")),
         opening(prompt=(7,)),
-        RunDecode(HERE, 0, 7),
+        RunDecode(HERE, 0, 7, steps=6),
     )
 
 
@@ -206,9 +206,9 @@ def test_auto_asks_what_is_shared_even_where_all_is_on_the_device() -> None:
     assert then == Then(a(LookingUp, hold), opening(20), FindPrefix(PROMPT, 20, window=30))
     then = lookup.missed(a(LookingUp, hold), PrefixMissed("diverged_at:8", shared=14, length=8), knowing(STORE))
     known = evolve(hold, shared=14, stored=8)
-    assert then == Then(a(Speculating, known), RunDecode(HERE, 20, 120))
+    assert then == Then(a(Speculating, known), RunDecode(HERE, 20, 120, steps=6))
     assert lookup.unanswered(a(LookingUp, hold), StoreFailed("io", ""), knowing(STORE)) == Then(
-        a(Speculating, hold), RunDecode(HERE, 20, 120)
+        a(Speculating, hold), RunDecode(HERE, 20, 120, steps=6)
     )
 
 

@@ -39,7 +39,7 @@ def test_rows_restored_first_wait_for_the_front() -> None:
 def test_both_sides_join_without_a_gap() -> None:
     then = restore.advanced(a_restoring(loading=False, loaded=True), PrefillAdvanced(8), knowing(STORE))
     hold = some(STORE, valid=20, restored=12, tier="disk", miss="")
-    assert then == Then(a(Speculating, hold), RunDecode(HERE, 20, 120))
+    assert then == Then(a(Speculating, hold), RunDecode(HERE, 20, 120, steps=6))
 
 
 def test_a_computed_front_waits_for_the_rows() -> None:
@@ -48,7 +48,7 @@ def test_a_computed_front_waits_for_the_rows() -> None:
     assert then == Then(waiting, ReportProgress(8, 21, 0))
     hold = some(STORE, valid=20, restored=12, tier="disk", miss="")
     assert restore.loaded(waiting, BlocksRestored(8, 20, 99), knowing(STORE)) == Then(
-        a(Speculating, hold), RunDecode(HERE, 20, 120)
+        a(Speculating, hold), RunDecode(HERE, 20, 120, steps=6)
     )
 
 

@@ -16,12 +16,12 @@ from effects.pflash import CompressPrompt, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
-from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 from states import lane
 from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForRequest, SlotsLost, Submitted
 from states.invariants import check
-from states.life import Draining, Prefilling, Recovering
+from states.life import Draining, Prefilling, Recovering, Speculating
 from states.machine import IllegalEvent
 from states.onward import report
 from states.rates import Rates
@@ -151,12 +151,56 @@ def test_a_cancelled_request_whose_work_runs_drains_until_it_answers() -> None:
 def test_two_decode_steps_that_wait_become_one_launch() -> None:
     one, two = {"prompt": (1,)}, {"prompt": (2,)}
     world, outs = after(PLAIN, submitted(ONE, **one), submitted(TWO, **two), (ONE, Decoded((7,))))
-    first, second = Ask(TWO, RunDecode(SlotId(1), 0, 2)), Ask(ONE, RunDecode(HERE, 1, 7))
+    first, second = Ask(TWO, RunDecode(SlotId(1), 0, 2, steps=5)), Ask(ONE, RunDecode(HERE, 1, 7, steps=5))
     assert outs == (Ask(ONE, EmitTokens((7,))), Launch((first, second)))
     world, outs = advance(world, ForRequest(TWO, Decoded((8,))))
     assert outs == (Ask(TWO, EmitTokens((8,))),), "the batch has not come back yet"
     world, outs = advance(world, ForRequest(ONE, Decoded((9,))))
-    assert outs[-1] == Launch((Ask(TWO, RunDecode(SlotId(1), 1, 8)), Ask(ONE, RunDecode(HERE, 2, 9))))
+    both = Ask(TWO, RunDecode(SlotId(1), 1, 8, steps=4)), Ask(ONE, RunDecode(HERE, 2, 9, steps=4))
+    assert outs[-1] == Launch(both), "as many as the one has left that said more"
+
+
+def test_a_launch_goes_on_until_somebody_waits_for_the_lane() -> None:
+    world, outs = after(PLAIN, submitted(ONE, prompt=(1,), max_tokens=9))
+    assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=9))
+    world, outs = advance(world, ForRequest(ONE, Decoded((7,), more=True)))
+    assert outs == (Ask(ONE, EmitTokens((7,))),), "it is under way"
+    world, outs = advance(world, ForRequest(*submitted(TWO)))
+    assert outs[-1] == Ask(ONE, Halt())
+    world, outs = advance(world, ForRequest(*submitted(RequestId(3))))
+    assert Ask(ONE, Halt()) not in outs, "once"
+    world, outs = advance(world, ForRequest(ONE, Decoded((8, 9), steps=2, accepted=0)))
+    assert outs == (Ask(ONE, EmitTokens((8, 9))), alone(TWO, RunPrefill(SlotId(1), 0, 8)))
+    state = world.requests[ONE]
+    assert isinstance(state, Speculating)
+    assert (state.answer.decode_steps, state.seat.valid) == (3, 3)
+
+
+def test_an_outcome_that_goes_on_behind_an_end_is_a_bug() -> None:
+    world, _ = after(PLAIN, submitted(ONE, prompt=(1,), max_tokens=2))
+    with pytest.raises(AssertionError):
+        advance(world, ForRequest(ONE, Decoded((7, 8), steps=2, accepted=0, more=True)))
+
+
+def test_what_a_launch_that_goes_on_brings_behind_the_client_stays_in_the_slot() -> None:
+    world, _ = after(PLAIN, submitted(ONE, prompt=(1,), max_tokens=9), (ONE, Decoded((7,), more=True)), (ONE, GONE))
+    world, outs = advance(world, ForRequest(ONE, Decoded((8,), more=True)))
+    assert outs == ()
+    world, _ = advance(world, ForRequest(ONE, Decoded((9,))))
+    assert world.requests == {}
+    assert world.slots.slots[0].tokens == (1, 7, 8)
+
+
+def test_every_step_that_a_launch_takes_alone_counts_in_the_accounts() -> None:
+    poor = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800), (0, 1, 4, 1000)), spare=200))
+    one_by_one, _ = after(poor, submitted(ONE, prompt=(1,), max_tokens=40))
+    (asked,) = one_by_one.lanes[MAIN].running
+    assert isinstance(asked.effect, RunDecode)
+    assert (asked.effect.propose, asked.effect.steps) == (0, 5), "5 at 10 each can bear 250"
+    at_once, _ = advance(one_by_one, ForRequest(ONE, Decoded((7, 7, 7), steps=3, accepted=0)))
+    for _ in range(3):
+        one_by_one, _ = advance(one_by_one, ForRequest(ONE, Decoded((7,))))
+    assert at_once.rates == one_by_one.rates
 
 
 def test_a_draft_that_stays_is_leased_without_a_word() -> None:
@@ -252,7 +296,7 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     first = (ONE, Decoded((7, 8), 3, ns=2600))
     world, outs = after(measured, one, first)
     assert world.rates.decode == start, "the draft caught up"
-    assert outs[-1] == alone(ONE, RunDecode(HERE, 2, 8, 3))
+    assert outs[-1] == alone(ONE, RunDecode(HERE, 2, 8, 3, steps=4))
     assert advance(world, ForRequest(ONE, Decoded((7, 8), 3, ns=1800)))[0].rates.decode == (
         (0, 1, 0, 800),
         (0, 1, 4, 1025),
@@ -307,14 +351,14 @@ def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None
 def test_why_nothing_is_proposed_is_told() -> None:
     poor = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800), (0, 1, 4, 1000)), spare=0))
     world, outs = after(poor, submitted(ONE, prompt=(1,)))
-    assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1))
+    assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=6))
     assert world.requests[ONE].speculation.reason == "loss_limit"  # type: ignore[union-attr]
 
 
 def test_a_request_decides_by_the_rates_as_they_are() -> None:
     slow = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800), (0, 1, 4, 3200))))
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
-    assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1)), "four tokens in the time of four decode steps"
+    assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=6)), "four tokens in the time of four decode steps"
     assert world.requests[ONE].speculation.reason == "never_pays"  # type: ignore[union-attr]
     assert world.models["draft"].leases == ()
 

@@ -1,0 +1,202 @@
+"""Where a decode step's time goes between the kernels: streams that decode together, the engine around the model.
+
+    python -m benchmarks.step_loop [--shape 8b] [--streams 1 8 32] [--tokens 128] [--json FILE]
+
+The same prompts in turn, in one process: asked (every step is decided once the one before it has been folded), alone
+(steps that nobody waits for are taken without asking), ahead (and on CUDA, each begins before what the one before it
+picked was read). `kernels` is what the device takes for a step if nobody waits for anything. An 8B-shaped model of
+random weights on one CUDA device, or the demo without its draft. Tokens of all ways are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from attrs import define, evolve, field
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.dense import DenseShard
+from adapters.models.shard import Segment, Shard, Step
+from adapters.models.synthetic import RandomWeights
+from benchmarks.report import machine, raw, table
+from effects.ids import Tokens
+from effects.job import Job, Sampling
+from effects.scope import Scope
+from effects.stream import EmitTokens
+from engine.assemble import Engine, engine
+from engine.begin import load_target
+from engine.options import Options
+from states import onward
+from states.settings import Settings
+
+CONTEXTS = {1: 2000}  # tokens of each prompt, by streams; else
+CONTEXT = 1000
+BUCKETS = (4, 8, 16, 32, 1024)
+WAYS = ("asked", "alone", "ahead")
+
+
+@define
+class StepLoop:
+    shard: Shard
+    executor: DeviceExecutor
+    settings: Settings
+    lane: DeviceLane
+
+
+@define
+class Stream:
+    prompt: Tokens
+    tokens: list[int] = field(factory=list)
+    times: list[float] = field(factory=list)  # when each message came, and how many tokens it had
+    counts: list[int] = field(factory=list)
+
+
+def model_8b() -> StepLoop:
+    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
+    from benchmarks.cuda_model import DEVICE, DTYPE, config_8b  # noqa: PLC0415
+
+    config, slots, capacity = config_8b(36, 4096), 32, 2560
+    shape = {"device": DEVICE, "dtype": DTYPE, "slots": slots, "capacity": capacity, "buckets": BUCKETS}
+    shard = DenseShard(config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), **shape)
+    lane = DeviceLane(DEVICE)
+    settings = Settings(slots=slots, max_context=capacity, chunk=BUCKETS[-1], batch_rows=slots)
+    return StepLoop(shard, DeviceExecutor(shard, BUCKETS, lane=lane), settings, lane)
+
+
+async def demo() -> StepLoop:
+    target = await load_target(
+        Options(model="demo", draft="none", disk_prefix_cache="off", host_cache_budget=0, slots=8)
+    )
+    return StepLoop(target.shard, target.executor, evolve(target.settings, store=False), target.lane)
+
+
+@contextmanager
+def way(name: str) -> Iterator[None]:
+    """asked: no step is taken without asking. alone: and none begins before what the last one picked was read."""
+    unwatched, runs_ahead = onward.unwatched, DenseShard.runs_ahead
+    if name == "asked":
+        onward.unwatched = lambda *_: 1
+    if name != "ahead":
+        DenseShard.runs_ahead = property(lambda _: False)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        onward.unwatched = unwatched
+        DenseShard.runs_ahead = runs_ahead  # type: ignore[method-assign]
+
+
+async def listen(running: Engine, stream: Stream, count: int, sampling: Sampling) -> None:
+    async for message in running.door.submit(Job(stream.prompt, count, sampling, scope=Scope("off"))):
+        if isinstance(message, EmitTokens):
+            stream.times.append(time.perf_counter())
+            stream.counts.append(len(message.tokens))
+            stream.tokens += message.tokens
+
+
+async def decode(subject: StepLoop, prompts: list[Tokens], count: int) -> list[Stream]:
+    streams = [Stream(prompt) for prompt in prompts]
+    async with engine(subject.settings, subject.executor, facts={}) as running:
+        async with anyio.create_task_group() as tasks:
+            for number, stream in enumerate(streams):
+                sampling = Sampling(temperature=0.8, top_p=0.95, seed=number) if number % 2 else Sampling()
+                tasks.start_soon(listen, running, stream, count, sampling)
+        await running.door.empty()
+    return streams
+
+
+def figures(streams: list[Stream]) -> dict[str, float]:
+    """While all of them decode: from the last first token to the first last one."""
+    start, stop = max(one.times[0] for one in streams), min(one.times[-1] for one in streams)
+    tokens = sum(
+        count for one in streams for at, count in zip(one.times, one.counts, strict=True) if start < at <= stop
+    )
+    gaps = sorted(
+        later - sooner
+        for one in streams
+        for sooner, later in zip(one.times, one.times[1:], strict=False)
+        if start <= sooner and later <= stop
+    )
+    spent = max(stop - start, 1e-9)
+    return {
+        "tok/s": tokens / spent,
+        "ms a step": 1e3 * spent * len(streams) / max(tokens, 1),
+        "gap p50 ms": 1e3 * gaps[len(gaps) // 2],
+        "gap p99 ms": 1e3 * gaps[int(len(gaps) * 0.99)],
+        "tokens a message": tokens / max(1, len(gaps)),
+    }
+
+
+def kernels(subject: StepLoop, streams: int, context: int, steps: int = 24) -> float:
+    """Milliseconds of a step that feeds what the last one picked, where nothing is read in between."""
+    bucket = next(one for one in subject.shard.buckets if one >= streams)
+    tokens = torch.zeros(streams, dtype=torch.int64, device=subject.shard.device)
+    spent = list[float]()
+    with torch.inference_mode():
+        for at in range(steps + 4):
+            step = Step(tuple(Segment(slot, context + at, 1) for slot in range(streams)), bucket)
+            if at == 4:
+                subject.shard.synchronize()
+                spent.append(time.perf_counter())
+            tokens = subject.shard.logits(step, subject.shard.forward(step, tokens).hidden)[:streams].argmax(-1)
+            subject.shard.commit(step, [1] * streams)
+        subject.shard.synchronize()
+    return 1e3 * (time.perf_counter() - spent[0]) / steps
+
+
+async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
+    subject = model_8b() if given.shape == "8b" else await demo()
+    vocabulary, rows = subject.shard.vocab_size, list[dict[str, Any]]()
+    for streams in given.streams:
+        context = min(CONTEXTS.get(streams, CONTEXT), subject.settings.max_context - given.tokens - 8)
+        answers = dict[str, list[list[int]]]()
+        step_ms = await subject.lane.run(lambda n=streams, at=context: kernels(subject, n, at))
+        for number, name in enumerate(given.ways):
+            made = torch.randint(
+                5, vocabulary - 5, (streams, context), generator=torch.Generator().manual_seed(streams)
+            )
+            prompts = [tuple(prompt) for prompt in made.tolist()]
+            with way(name):
+                if not number:
+                    await decode(subject, prompts, 4)  # graphs are recorded
+                told = await decode(subject, prompts, given.tokens)
+            answers[name] = [one.tokens for one in told]
+            differing = sum(one != other for one, other in zip(answers[name], answers[given.ways[0]], strict=True))
+            found = figures(told)
+            row = {"streams": streams, "context": context, "way": name, **found, "kernels ms": step_ms}
+            rows.append({**row, "of kernels": step_ms / found["ms a step"], "differing": differing})
+    await anyio.to_thread.run_sync(subject.executor.close)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("8b", "demo"), default="demo")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--switch-ms", type=float, help="how long a thread may keep Python's lock while others wait")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if given.switch_ms:
+        sys.setswitchinterval(given.switch_ms / 1e3)
+    rows = anyio.run(measure, given)
+    table("Streams that decode together", rows)
+    told = {"rows": rows, "switch_ms": sys.getswitchinterval() * 1e3, "machine": machine()}
+    raw("step_loop", told)
+    if given.json:
+        given.json.write_text(json.dumps(told))
+    return 0 if not any(row["differing"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
