@@ -8,7 +8,7 @@ token. The rest of the budget goes to the pieces with the best mean scores; of e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, product
 
 from attrs import frozen
 
@@ -136,7 +136,9 @@ def ends(cuts: Sequence[Span], budget: int) -> Iterator[int]:
 
 
 def anchored(prompt: Tokens, cuts: Sequence[Span], marks: Marks) -> Iterator[int]:
-    """Pieces where the prompt says what its end says again, the rarest first; every place counts."""
+    """Pieces where the prompt says what its end says again, the rarest first; every place counts. Those around them
+    come behind all of them: in a small budget, the neighbours of words that meet by chance leave no room for others.
+    """
     radius, limit = next((radius, limit) for pieces_, radius, limit in ANCHORS if len(cuts) < pieces_)
     body = max(0, len(prompt) - POOL)
     grams = {prompt[at : at + GRAM] for at in range(body, len(prompt) - GRAM + 1)}
@@ -149,11 +151,11 @@ def anchored(prompt: Tokens, cuts: Sequence[Span], marks: Marks) -> Iterator[int
         gram = prompt[at : at + GRAM]
         if gram in grams:
             places.setdefault(gram, []).append(piece)
-    for found in sorted((found for found in places.values() if len(found) <= limit), key=lambda one: (len(one), one)):
-        for middle in found:
-            yield middle
-            for away in range(1, radius + 1):
-                yield from (at for at in (middle - away, middle + away) if 0 <= at < len(cuts))
+    rare = sorted((found for found in places.values() if len(found) <= limit), key=lambda one: (len(one), one))
+    middles = list(dict.fromkeys(chain.from_iterable(rare)))
+    yield from middles
+    for away, middle in product(range(1, radius + 1), middles):
+        yield from (at for at in (middle - away, middle + away) if 0 <= at < len(cuts))
 
 
 def mean(scores: Sequence[float], span: Span) -> float:

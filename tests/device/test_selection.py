@@ -147,6 +147,15 @@ def test_what_the_end_says_again_is_kept_at_every_place_with_what_stands_around_
         assert tokens_of((((middle - 2) * PIECE, (middle + 3) * PIECE),)) <= tokens_of(found.forced)
 
 
+def test_what_stands_around_words_that_meet_by_chance_leaves_room_for_the_other_places() -> None:
+    """Two places, and a budget that holds both, but not what is around the first."""
+    end = tuple(range(20_000, 20_096))
+    prompt = [*range(3, 3 + 3000), *end]
+    prompt[200:204], prompt[2000:2004] = end[10:14], end[60:64]
+    kept = tokens_of(chosen(tuple(prompt), 300).spans)
+    assert {*range(200, 204), *range(2000, 2004)} <= kept
+
+
 def test_what_is_said_everywhere_anchors_nothing() -> None:
     limit = ANCHORS[0][2]
     found = chosen(repeating([1000 + 150 * at for at in range(limit + 1)]), 2400)
