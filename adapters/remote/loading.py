@@ -12,6 +12,7 @@ from adapters.remote.messages import LoadLayers
 from adapters.remote.tensors import ALIGN
 
 SPARE_ROWS = 1024  # capacity is rounded up to whole tiles of keys
+RUN = 1 << 23  # bytes of a restore's run, or most of it: small models' steps would make room for less
 SHARED = 1 << 26  # bytes of shared memory each way, at most: of a chunk's hidden states 27B take 10 MiB, of a run 4
 
 
@@ -34,7 +35,7 @@ def loading(
     )
     limit = max(kept, chunk * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD
     limit += ALIGN * (2 * len(layers) + len(aux_layers) + 8)  # between tensors
-    room = min(SHARED, max(chunk * wide, 64 * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD)
+    room = min(SHARED, max(RUN, chunk * wide, 64 * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD)
     return LoadLayers(
         layers=(layers.start, layers.stop),
         slots=slots,
