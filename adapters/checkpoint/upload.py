@@ -25,7 +25,7 @@ AHEAD = 1 << 30  # bytes of tensors that are on their way before they are asked 
 
 
 @frozen(eq=False)
-class Stage:
+class Staging:
     """What one piece after the other passes through. stream: of a GPU, so that they do not wait for each other."""
 
     buffer: Tensor
@@ -77,7 +77,7 @@ class Upload:
     _coming: deque[str] = field(init=False)
     _begun: dict[str, Landing] = field(factory=dict[str, Landing])
     _bytes: int = 0  # of what has begun
-    _free: SimpleQueue[Stage] = field(factory=SimpleQueue)
+    _free: SimpleQueue[Staging] = field(factory=SimpleQueue)
     _files: dict[Path, int] = field(factory=dict[Path, int])
     _pool: ThreadPoolExecutor = field(init=False)
 
@@ -86,7 +86,7 @@ class Upload:
         self._pool = ThreadPoolExecutor(len(self.buffers), "weights")
         for buffer in self.buffers:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            self._free.put(Stage(buffer, stream))
+            self._free.put(Staging(buffer, stream))
 
     def read(self, name: str) -> Tensor:
         """On the device. Raises CheckpointError, or torch.OutOfMemoryError."""
