@@ -6,7 +6,7 @@ from typing import ClassVar, TypeAlias
 
 from attrs import Factory, field, frozen
 
-from effects.ids import DeviceFailed, Side, SlotId, Tokens
+from effects.ids import DeviceFailed, PageId, Side, SlotId, Tokens
 
 # One token's natural-log probability and its alternatives, likeliest first: (logprob, ((token, logprob), ...))
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
@@ -47,6 +47,8 @@ class RunDecode:
     steps: after this one the executor may go on alone, from what it picked and with as many proposals, up to so many in
     all. It answers what they bring on the way. Somebody's stop token, a failure, whoever is given up or waits for the
     lane ends that for all of a launch.
+
+    pages: that the slot has from now on, behind those that it had.
     """
 
     outcomes: ClassVar = (Decoded, DeviceFailed)
@@ -57,3 +59,4 @@ class RunDecode:
     propose: int = 0
     checkpoint: bool = False
     steps: int = 1
+    pages: tuple[PageId, ...] = ()

@@ -7,7 +7,7 @@ from typing import ClassVar
 from attrs import frozen
 
 from effects.decode import Logprob
-from effects.ids import DeviceFailed, PlaceId, Side, SlotId, Tokens
+from effects.ids import DeviceFailed, PageId, PlaceId, Side, SlotId, Tokens
 from effects.job import Sampling
 
 
@@ -20,6 +20,9 @@ class OpenSlot:
 
     A model with positional state goes on from the one behind its first `state` rows, at most `keep`: `place` has it, or
     the source itself. 0: from none.
+
+    pages: where the slot's rows are from now on, PAGE of them each; those of the first `keep` that were elsewhere are
+    copied there. Empty: every slot has memory of its own.
     """
 
     outcomes: ClassVar = ()
@@ -33,6 +36,7 @@ class OpenSlot:
     state: int = 0
     place: PlaceId | None = None
     salt: str = ""  # what is kept of these rows is found with the same salt only
+    pages: tuple[PageId, ...] = ()
 
 
 @frozen

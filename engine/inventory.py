@@ -25,10 +25,10 @@ from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from engine.cache.look import wide
 from engine.catalog import LocalModel, hub_folder, local_models, own_folder
 from engine.draft import find_draft
-from engine.fit import DeviceNeed, Fit, fitted
+from engine.fit import DeviceNeed, Fit
 from engine.human import size
 from engine.machine import planned
-from engine.needs import needs
+from engine.needs import fit_of, needs
 from engine.options import Options
 from engine.progress import progress
 from engine.refusal import Refusal
@@ -85,7 +85,7 @@ def listed(model: LocalModel, options: Options) -> Listed:
         other = evolve(options, **changes)
         kind = resolve_dtype(other.dtype, checkpoint)
         asked = needs(other, config, kind, planned(other, config), draft)
-        return asked, fitted(asked, config.max_positions, other.slots, other.max_ctx)
+        return asked, fit_of(other, asked, config.max_positions, planned(other, config))
 
     asked, fit = tried()
     return Listed(
@@ -97,7 +97,7 @@ def listed(model: LocalModel, options: Options) -> Listed:
         dtype=short(dtype),
         limit=config.max_positions,
         **attrs.asdict(fit),
-        devices={need.name: (need.taken(fit.slots, fit.context), need.there) for need in asked},
+        devices={need.name: (need.taken(fit), need.there) for need in asked},
         advice=tuple(
             f"--{name.replace('_', '-')} {CHANGES[name]}"
             for name in open_to(options, dtype)

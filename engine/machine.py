@@ -166,7 +166,7 @@ def host_rows(
 
 def check_memory(slot: SlotMemory, options: Options, fit: Fit) -> None:
     """A host is killed where a GPU says no. Raises Refusal for slots that are larger than the whole machine."""
-    rows, states = fit.slots * (fit.context * slot.token + slot.state), options.state_checkpoints * slot.place
+    rows, states = fit.rows * slot.token + fit.slots * slot.state, options.state_checkpoints * slot.place
     there = host_memory()
     if rows + states > there:
         size = f"{fit.slots} slots of {fit.context} tokens take {rows / 1e9:.0f} GB"
@@ -250,10 +250,11 @@ def shards(
     memory: Memory,
     *,
     fast: bool,
+    pages: int = 0,
     **how: Any,
 ) -> Pipeline:
-    """Each on its device, with the tensors of its own layers and no other. memory: what a GPU's pass through. how: as
-    `Build` has it.
+    """Each on its device, with the tensors of its own layers and no other. memory: what a GPU's pass through. pages,
+    how: as `Build` has it; shards in other processes have no pages.
     """
     parts = list[Shard]()
     for place, own in zip(plan, kernels, strict=True):
@@ -265,7 +266,7 @@ def shards(
             continue
         assert own is not None
         with current(place.device), weights_for(checkpoint, place, memory) as weights:
-            where: dict[str, Any] = {"device": place.device, "dtype": dtype, "layers": place.layers}
+            where: dict[str, Any] = {"device": place.device, "dtype": dtype, "layers": place.layers, "pages": pages}
             parts.append(checkpoint.family.build(checkpoint.config, weights, own, **where, **how))
     return Pipeline(parts)
 

@@ -11,7 +11,7 @@ import torch
 from adapters.models.dense_config import HEAD_ROWS
 from adapters.models.family import ModelConfig
 from engine.draft import FoundDraft, draft_device
-from engine.fit import DeviceNeed, Fit, fitted
+from engine.fit import SLOTS, DeviceNeed, Fit, fitted, pooled
 from engine.human import size
 from engine.machine import Placement, boot_id, check_memory, chunk_of, free_memory, host_memory, host_rows
 from engine.options import Options
@@ -29,17 +29,41 @@ def chosen(
     if options.max_ctx > config.max_positions:
         raise Refusal(f"--max-ctx {options.max_ctx}: the model was made for at most {config.max_positions} tokens")
     asked = needs(options, config, dtype, plan, draft)
-    found = fitted(asked, config.max_positions, options.slots, options.max_ctx)
+    found = fit_of(options, asked, config.max_positions, plan)
     if found.fits and not options.max_ctx and found.context < config.max_positions:
         of = f"{found.context} of the model's {config.max_positions} tokens"
         log.warning("--max-ctx: %s, which is what there is memory for in %d slots", of, found.slots)
+    if found.pages:
+        if found.context < options.max_ctx:
+            log.warning("--max-ctx: %d of %d tokens, which is what --kv-memory holds", found.context, options.max_ctx)
+        log.info("rows of %d tokens in %d pages, for %d slots", found.rows, found.pages, found.slots)
     for need in asked:
-        if (taken := need.taken(found.slots, found.context)) > need.there:
+        if (taken := need.taken(found)) > need.there:
             short = f"{size(taken)} are needed, and {size(need.there)} can be had"
             log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
     on_host = draft is not None and draft_device(options, plan[-1].device).type == "cpu"
     check_memory(host_rows(config, draft.shape if draft and on_host else None, dtype, plan), options, found)
     return found
+
+
+def fit_of(options: Options, asked: Sequence[DeviceNeed], limit: int, plan: Sequence[Placement]) -> Fit:
+    """Where every slot has what it needs, or all share a pool: as on CUDA devices, or where its size was asked for.
+
+    Raises Refusal where it was, and shards in other processes keep the rows, which know nothing of pages.
+    """
+    local = all(one.local for one in plan)
+    if options.kv_memory and not local:
+        raise Refusal("--kv-memory: shards in other processes keep whole slots; --slots and --max-ctx say how much")
+    on_cuda = local and all(one.computes.type == "cuda" for one in plan)
+    if not (on_cuda or options.kv_memory):
+        return fitted(asked, limit, options.slots, options.max_ctx)
+    slots = options.slots or (0 if on_cuda else SLOTS[0])
+    return pooled(asked, limit, slots, options.max_ctx, options.kv_memory << 20)
+
+
+def shares_pages(plan: Sequence[Placement]) -> bool:
+    """May slots have the same page? What the kernels of a CPU read is in one piece."""
+    return all(one.computes.type == "cuda" for one in plan)
 
 
 def needs(
@@ -54,18 +78,19 @@ def needs(
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
         fixed = sum(weights(config, dtype, device, layers) for layers in here)
         fixed += options.state_checkpoints * sum(place for _, place in states)
-        row = sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
+        own, row = 0, sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
         if plan[-1] in places:
             fixed += buffers(options, config, dtype, plan)
         if draft is not None and memory == drafted:
             fixed += buffers(options, config, dtype, plan) + draft.weights * multiplied_in(config, dtype, device)
-            row += draft.shape.kv_bytes_per_token(dtype)
+            own = draft.shape.kv_bytes_per_token(dtype)
+            row += own
             if plan[-1] not in places:  # with copies of the embedding and of the head
                 fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
         state = sum(held for held, _ in states)
         name = str(device)
         free = there(device) if not places or places[0].peer is None or places[0].on_host else far(places[0])
-        found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * rope(config)))
+        found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * rope(config), own=own))
     return found
 
 

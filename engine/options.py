@@ -106,8 +106,12 @@ class Options(ModelOption):
     """exact: the same tokens cold, warm, alone and batched, bit for bit. fast: gives that up where it is quicker."""
 
     slots: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=64))] = 0
-    """Sequences that are on the device at once: requests that run together, and prompts that stay warm. 0: four, or as
-    many as there is memory for at a good length (`rekindle models` tells)."""
+    """Sequences that are on the device at once: requests that run together, and prompts that stay warm. 0: on CUDA
+    devices 16, elsewhere four, or as many as there is memory for at a good length (`rekindle models` tells)."""
+
+    kv_memory: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=1 << 30))] = 0
+    """MiB for the rows of all sequences, which take pages of 256 rows of it as they grow. 0: --slots times --max-ctx;
+    where a CUDA device has not so much, what is free there beside weights and buffers, less a reserve."""
 
     chunk: Annotated[int, flag(ENGINE, converter=whole, validator=known_chunk)] = 0
     """Rows of a prefill chunk, the largest bucket; 0 is the device's default."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio.to_thread
 import torch
-from attrs import asdict, define
+from attrs import asdict, define, evolve
 from attrs.filters import exclude
 
 from adapters import demo
@@ -33,11 +33,12 @@ from engine import startup
 from engine.catalog import served_name
 from engine.draft import find_draft, placed_draft, provable, short_of_memory
 from engine.drafter import Drafter, add_drafter, find_drafter, pflash
+from engine.fit import Fit
 from engine.folders import user_folder
 from engine.kept import Kept
 from engine.machine import identity, planned, prove, shards, state_tokens
 from engine.measure import kept_or_measured, key
-from engine.needs import chosen
+from engine.needs import chosen, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.remote import closed, connected, place_of, placement, shown
@@ -209,6 +210,7 @@ def load_over(
         *(checkpoint.followed(heard), dtype, plan, kernels, memory),
         slots=fit.slots,
         capacity=fit.context,
+        pages=fit.pages,
         buckets=row_counts(numerics.buckets, fast=fast),
         state_places=options.state_checkpoints,
         aux_layers=() if found is None else found.shape.aux_layers,
@@ -224,7 +226,8 @@ def load_over(
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
-    settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, context=fit.context)
+    settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, fit=fit)
+    settings = evolve(settings, shares_pages=bool(fit.pages) and not settings.stateful and shares_pages(plan))
     drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
     step(startup.CACHE)
     kind = layout(shard, draft, named, numerics.block_size)
@@ -285,7 +288,7 @@ def decide(
     numerics: Numerics,
     named: str,
     kept: Kept,
-    context: int,
+    fit: Fit,
 ) -> Settings:
     """What the engine is started with, times measured here included; no store yet."""
     has_draft, stateful = draft is not None, bool(shard.state_specs)
@@ -302,12 +305,13 @@ def decide(
     if message:
         log.warning(message)
     block = proposals(draft, shard)
-    shape: dict[str, Any] = {"chunk": numerics.chunk, "context": context, "widths": widths(block, tree)}
+    shape: dict[str, Any] = {"chunk": numerics.chunk, "context": fit.context, "widths": widths(block, tree)}
     places = placement(shard.parts) if draft is None else f"{placement(shard.parts)},draft@{draft.device}"
     times = key(named, None if draft is None else draft.identity, places, shape)
     return Settings(
         slots=shard.slots,
-        max_context=context,
+        max_context=fit.context,
+        pages=fit.pages,
         max_queue=options.max_queue,
         chunk=numerics.chunk,
         span=shard.span,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from effects.decode import RunDecode
 from states.lane import held_up
 from states.life import (
     Done,
     Draining,
     Held,
+    Leaving,
     New,
     Recovering,
     Restoring,
@@ -16,9 +20,10 @@ from states.life import (
     Yielding,
     remains,
 )
+from states.pages import claim, needed, safe
 from states.scope import select
 from states.settings import Settings
-from states.slots import one_off
+from states.slots import one_off, running
 from states.world import World
 
 
@@ -36,12 +41,13 @@ def check(world: World) -> None:
         assert prompt.shared <= len(prompt.job.prompt), "more is shared than there is"
         check_cache(world.requests[request], world.settings)
     check_places(world)
+    check_pages(world)
     waiting = [request for request, state in world.requests.items() if isinstance(state, Waiting)]
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
     if len(holders) < len(world.slots.slots):
         another = any(slot.brief for slot in world.slots.slots)
         spared = another and len(waiting) < world.settings.max_queue
-        for request in waiting:
+        for request in waiting if world.slots.short.isdisjoint(waiting) else ():
             let_pass = spared and one_off(world.requests[request])
             assert let_pass, "somebody waits although a slot is free"
     assert not any(isinstance(state, New | Done) for state in world.requests.values()), "a request outlived its end"
@@ -49,7 +55,8 @@ def check(world: World) -> None:
     assert len(set(on_lanes)) == len(on_lanes), "a request has two effects on devices"
     assert set(on_lanes) <= held.keys(), "a lane works for a request without a slot"
     for lane in world.lanes.values():
-        assert bool(lane.running) or not lane.waiting, "a lane idles although something waits"
+        stuck = all(isinstance(ask.effect, RunDecode) and ask.request in world.slots.short for ask in lane.waiting)
+        assert bool(lane.running) or stuck, "a lane idles although something waits"
         assert not held_up(lane), "a launch goes on although something waits"
     for name, model in world.models.items():
         leases = model.leases
@@ -70,6 +77,26 @@ def check_places(world: World) -> None:
         assert slot.holder is not None or at <= len(slot.tokens), "a checkpoint of rows that are not there"
     for slot in world.slots.slots:
         assert 0 <= slot.live <= len(slot.tokens), "a state of rows that are not there"
+
+
+def check_pages(world: World) -> None:
+    """Every page is in the pool, who writes one has it alone, and all that run can come to their ends."""
+    settings, slots = world.settings, world.slots.slots
+    holders = Counter(page for slot in slots for page in slot.pages)
+    assert all(0 <= page < settings.pages for page in holders), "a page that is not in the pool"
+    assert settings.shares_pages or all(count == 1 for count in holders.values()), "two slots have one page"
+    jobs = running(world.slots, world.requests)
+    claims = [(slots[number].pages, claim(settings, job)) for number, job in jobs.items()]
+    assert not settings.pages or safe(claims, settings.pages), "somebody may never get the pages that it claims"
+    for number, slot in enumerate(slots) if settings.pages else ():
+        assert len(set(slot.pages)) == len(slot.pages), "a slot has a page twice"
+        assert slot.holder is not None or len(slot.pages) == needed(len(slot.tokens), settings.page), "a page leaks"
+        state = world.requests.get(slot.holder) if slot.holder is not None else None
+        if state is not None and not isinstance(state, Leaving | Waiting):
+            rows = remains(state).seat.rows  # type: ignore[arg-type] # who holds a slot is held
+            own = slot.pages[rows // settings.page :]
+            assert all(holders[page] == 1 for page in own), "a page is written that somebody else reads"
+        assert number not in jobs or len(slot.pages) <= claim(settings, jobs[number]), "more pages than it may need"
 
 
 def check_cache(state: State, settings: Settings) -> None:

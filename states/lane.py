@@ -144,7 +144,7 @@ def steps_within(one: RunDecode, propose: int) -> int:
 
 
 def evolved(ask: Ask, one: RunDecode, propose: int, steps: int) -> Ask:
-    return Ask(ask.request, RunDecode(one.slot, one.position, one.token, propose, one.checkpoint, steps))
+    return Ask(ask.request, RunDecode(one.slot, one.position, one.token, propose, one.checkpoint, steps, one.pages))
 
 
 def planned(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
-from effects.ids import MAIN, LaneId
+from effects.ids import MAIN, PAGE, LaneId
 from states.rates import Rates
 from states.residency import Resolved
 
@@ -15,6 +15,9 @@ MOST_SLOTS = 1 << 12
 class Settings:
     slots: int = 2  # sequences that are on the device at once
     max_context: int = 8192  # rows of a slot: prompt and answer together
+    pages: int = 0  # that all slots take theirs from; 0: each slot has `max_context` rows of its own
+    page: int = PAGE  # rows of one
+    shares_pages: bool = False  # slots may have the same page; not where rows that are there may be computed again
     max_queue: int = 64  # requests that may wait for a slot; more are refused
     chunk: int = 256  # C: rows of a prefill chunk, the largest bucket
     block_size: int = 64  # G: cache positions are its multiples (equals `chunk` where the buckets is not proven)
@@ -38,12 +41,16 @@ class Settings:
 
     def __attrs_post_init__(self) -> None:
         """Settings also come out of traces, which are hostile input: ValueError for what no engine runs with."""
-        positive = (self.slots, self.max_context, self.chunk, self.span, self.block_size, self.batch_rows)
+        positive = (self.slots, self.max_context, self.chunk, self.span, self.block_size, self.batch_rows, self.page)
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
-            *(self.drafter, self.drafter_lane, self.state_places, self.state_tokens),
+            *(self.pages, self.drafter, self.drafter_lane, self.state_places, self.state_tokens),
         )
         limit = MOST_SLOTS - max(self.slots, self.state_places)
+        if self.shares_pages and self.stateful:
+            raise ValueError("rows before a state that was lost are computed again: nobody may share them")
+        if 0 < self.pages * self.page < self.max_context:
+            raise ValueError(f"{self.pages} pages do not hold the longest sequence, {self.max_context} rows")
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or limit < 0:
             raise ValueError(f"settings that cannot be: {self}")
 

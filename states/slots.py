@@ -5,19 +5,24 @@ kept in places that all slots share (`places.py`).
 
 A conversation that goes on is not pushed off its slot by requests that nobody goes on from (`policy.one_off`): those
 take the slots of one another, wait for one if they have to, and what they leave behind makes room first.
+
+Where rows are in pages that all slots share (`pages.py`), a slot is given with as many as the prompt takes, and idle
+slots lose theirs for it, in the same order. What is worth keeping of these sequences was kept beyond the device when
+their requests ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from attrs import evolve, frozen
 
 from effects.all import Ask, Outcome
 from effects.ids import PlaceId, RequestId, SlotId, Tokens
-from effects.job import Job
+from effects.job import Job, freezes, uncompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from states import places, policy, scope
+from states import pages, places, policy, scope
 from states.events import Admitted
 from states.life import (
     Draining,
@@ -30,6 +35,7 @@ from states.life import (
     remains,
     sequence,
 )
+from states.pages import Pages
 from states.places import Place
 from states.sequences import continued, whole_blocks
 from states.settings import Settings
@@ -47,6 +53,7 @@ class Slot:
     live: int = 0  # where its own positional state is, while nobody holds it; 0: nowhere that could be gone on from
     one_off: bool = False  # its holder, or who left the tokens, is nobody to go on from
     brief: bool = False  # and its holder's answer is short
+    pages: Pages = ()  # where its rows are, if slots share what there is
 
 
 @frozen
@@ -55,6 +62,7 @@ class Slots:
     waiting: tuple[RequestId, ...] = ()  # first come, first served
     turn: int = 0  # counts releases
     places: tuple[Place, ...] = ()
+    short: frozenset[RequestId] = frozenset()  # there were too few pages for them when they were last looked for
 
 
 def enqueue(slots: Slots, request: RequestId) -> Slots:
@@ -67,20 +75,22 @@ def give_up(slots: Slots, request: RequestId, number: SlotId) -> Slots:
     assert slot.holder == request, (slot, request)
     slots = forget(slots, number)
     after = (*slots.slots[:number], Slot((), None, slot.used), *slots.slots[number + 1 :])
-    return evolve(slots, slots=after, waiting=(request, *slots.waiting))
+    return evolve(slots, slots=after, waiting=(request, *slots.waiting), short=frozenset())
 
 
-def forget(slots: Slots, number: SlotId) -> Slots:
-    """Its rows are gone, and so is every checkpoint of them."""
-    slot = evolve(slots.slots[number], tokens=(), live=0)
+def forget(slots: Slots, number: int) -> Slots:
+    """Its rows are gone, and so is every checkpoint of them. Who holds it may write its pages until it is given up."""
+    slot = slots.slots[number]
+    slot = evolve(slot, tokens=(), live=0, pages=() if slot.holder is None else slot.pages)
     after = (*slots.slots[:number], slot, *slots.slots[number + 1 :])
-    return evolve(slots, slots=after, places=places.cut(slots.places, number, 0))
+    return evolve(slots, slots=after, places=places.cut(slots.places, SlotId(number), 0))
 
 
 def leave_queue(slots: Slots, request: RequestId) -> Slots:
     if request not in slots.waiting:
         return slots
-    return evolve(slots, waiting=tuple(other for other in slots.waiting if other != request))
+    stay = tuple(other for other in slots.waiting if other != request)
+    return evolve(slots, waiting=stay, short=slots.short - {request})
 
 
 def admit(
@@ -91,7 +101,7 @@ def admit(
         return None
     free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
     request = following(slots, free, requests, settings)
-    if request is None:
+    if request is None or request in slots.short:
         return None
     state, alone = requests[request], one_off(requests[request])
     assert isinstance(state, Waiting)
@@ -112,8 +122,16 @@ def admit(
     )
     (at, place), keep = starts[source], shared[source] if settings.store else starts[source][0]
     target = source if keep and source in spare else oldest(slots, free, source if keep else None)
+    held: Pages = ()
+    if settings.pages:
+        last = None if place is None else slots.places[place].slot
+        seated = paged(slots, state.prompt.job, (target, source if keep else target, keep, last), requests, settings)
+        if seated is None:
+            return None
+        slots, (target, source, keep, _), held = seated
+        at, place = (at, place) if keep else (0, None)
     brief = alone and state.prompt.job.max_tokens <= BRIEF
-    taken = evolve(slots.slots[target], tokens=(), salt="", holder=request, live=0, one_off=alone, brief=brief)
+    taken = Slot((), request, slots.slots[target].used, "", 0, alone, brief, held)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
     left = places.used(slots.places, place, slots.turn)
     left = places.handed_on(left, target, shared[target], heirs(slots, target, requests, settings))
@@ -184,6 +202,73 @@ def loses(settings: Settings, rows: Tokens, keep: int) -> bool:
     return whole_blocks(settings, len(rows)) > keep + settings.block_size
 
 
+Seating: TypeAlias = tuple[int, int, int, SlotId | None]  # target, source, rows to keep, who else has to stay for them
+
+
+def paged(
+    slots: Slots, job: Job, wanted: Seating, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, Seating, Pages] | None:
+    """Pages for the prompt, where need be from idle slots; None: not before somebody ends. The seating that is wanted,
+    or else in the place of the source, whose tail is lost; or, where nobody runs who could end, with nothing kept.
+    """
+    target, source, keep, last = wanted
+    tried = [wanted]
+    if slots.slots[source].holder is None and source != target:
+        tried.append((source, source, keep, last))
+    if all(slot.holder is None for slot in slots.slots):
+        tried.append((target, target, 0, None))
+    for seating in tried:
+        stay = {*seating[:2], seating[3]}
+        left = slots
+        for number in (None, *(one for one in evictable(slots) if one not in stay)):
+            left = left if number is None else forget(left, number)
+            if (held := table(left, job, seating, requests, settings)) is not None:
+                return left, seating, held
+    return None
+
+
+def evictable(slots: Slots) -> list[int]:
+    """Idle slots that have pages, in the order in which they lose them: as slots themselves are taken."""
+    idle = [number for number, slot in enumerate(slots.slots) if slot.holder is None and slot.pages]
+    return sorted(idle, key=lambda number: (awaited(slots, number), slots.slots[number].used))
+
+
+def table(
+    slots: Slots, job: Job, seating: Seating, requests: Mapping[RequestId, State], settings: Settings
+) -> Pages | None:
+    """Of the target: what it keeps of the source's, and new ones for the rest of the prompt; None: there are too few.
+
+    A prompt that may yet be compressed shares none, since its rows may become others.
+    """
+    target, source, keep, _ = seating
+    others = [slot.pages for number, slot in enumerate(slots.slots) if number != target]
+    given, jobs = slots.slots[source], running(slots, requests)
+    lasting = all(verbatim(one, settings) for one in (job, jobs.get(source, job)))
+    elsewhere = {one for held in others for one in held}
+    begin = pages.kept(given.pages, keep, settings.page, elsewhere, shared=settings.shares_pages and lasting)
+    count = pages.needed(min(len(job.prompt), settings.max_context), settings.page)
+    whole = (*begin, *[None] * (count - len(begin)))
+    stay = tuple(one for one in begin if one is not None)
+    fresh = pages.free((*others, stay), settings.pages, whole.count(None))
+    if fresh is None:
+        return None
+    new = iter(fresh)
+    held = tuple(next(new) if one is None else one for one in whole)
+    claims = [(slots.slots[number].pages, pages.claim(settings, one)) for number, one in jobs.items()]
+    return held if pages.safe([*claims, (held, pages.claim(settings, job))], settings.pages) else None
+
+
+def verbatim(job: Job, settings: Settings) -> bool:
+    """Is its prompt served as it came, whatever happens?"""
+    return not settings.drafter or (bool(uncompressed(job, settings.drafter)) and not freezes(job))
+
+
+def running(slots: Slots, requests: Mapping[RequestId, State]) -> dict[int, Job]:
+    """By slot, the jobs of those who hold one."""
+    held = [(number, requests[slot.holder]) for number, slot in enumerate(slots.slots) if slot.holder is not None]
+    return {number: remains(state).prompt.job for number, state in held if isinstance(state, Held)}
+
+
 def oldest(slots: Slots, free: list[int], source: int | None) -> int:
     """The free slot whose sequence has gone unused longest, of those that keep no conversation if there is one; the
     source itself only if there is no other.
@@ -209,14 +294,17 @@ def release(slots: Slots, request: RequestId, left: Remains, settings: Settings)
     assert slot.holder == request, (slot, request)
     job = left.prompt.job
     kept, at = (sequence(settings, left), live(settings, left)) if job.prompt_logprobs < 0 else ((), 0)
-    idle = Slot(kept, None, slots.turn + 1, job.salt, at, slot.one_off)
+    held = slot.pages[: pages.needed(len(kept), settings.page)]
+    idle = Slot(kept, None, slots.turn + 1, job.salt, at, slot.one_off, pages=held)
     after = (*slots.slots[:number], idle, *slots.slots[number + 1 :])
-    return evolve(slots, slots=after, turn=slots.turn + 1, places=places.cut(slots.places, number, len(idle.tokens)))
+    cut = places.cut(slots.places, number, len(idle.tokens))
+    return evolve(slots, slots=after, turn=slots.turn + 1, places=cut, short=frozenset())
 
 
-def opened(slots: Slots, opening: OpenSlot) -> Slots:
+def opened(slots: Slots, opening: OpenSlot) -> tuple[Slots, OpenSlot]:
     """The slot may serve another prompt from now on, which shares so many rows with the one before."""
-    return evolve(slots, places=places.cut(slots.places, opening.slot, opening.keep))
+    left = evolve(slots, places=places.cut(slots.places, opening.slot, opening.keep))
+    return left, evolve(opening, pages=slots.slots[opening.slot].pages)
 
 
 def given(

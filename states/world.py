@@ -17,8 +17,8 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, Halt
+from states import growth, policy, rates, residency
 from states import lane as lanes
-from states import policy, rates, residency
 from states import slots as seats
 from states import speculation_control as control
 from states.events import (
@@ -97,8 +97,9 @@ class Fold:
         self.todo: deque[tuple[RequestId, Event]] = deque()
 
     def full(self) -> bool:
-        """Everybody who waits, waits for a slot: one is never free while the queue is full."""
-        seated = any(slot.holder is None for slot in self.slots.slots)
+        """Everybody who waits, waits for a slot, which is never free while the queue is full, or else for pages."""
+        free = any(slot.holder is None for slot in self.slots.slots)
+        seated = free and self.slots.short.isdisjoint(self.slots.waiting)
         return not seated and len(self.slots.waiting) >= self.settings.max_queue
 
     def acknowledge(self, answer: Answer) -> None:
@@ -185,7 +186,8 @@ class Fold:
     def route(self, ask: Ask) -> None:
         """Queue it for the lane, or hand it on; a place in the queue is given up on the spot."""
         if isinstance(ask.effect, OpenSlot):
-            self.slots = seats.opened(self.slots, ask.effect)
+            self.slots, opening = seats.opened(self.slots, ask.effect)
+            ask = Ask(ask.request, opening)
         if ask.effect.outcomes and ask.effect.side is Side.DEVICE:
             number = lanes.lane_of(self.settings, ask.effect)
             self.lanes[number] = lanes.join(self.lanes[number], ask)
@@ -207,9 +209,9 @@ class Fold:
 
     def launch_on(self, number: LaneId) -> bool:
         """False: there is nothing to do on this lane."""
-        lane, self.models, chosen = lanes.choose(
-            self.lanes[number], self.models, self.settings, self.requests, self.rates
-        )
+        ready, held = self.grow(self.lanes[number])
+        lane, self.models, chosen = lanes.choose(ready, self.models, self.settings, self.requests, self.rates)
+        lane = lanes.with_asks(lane, (*held, *lane.waiting), lane.running) if held else lane
         match chosen:
             case Launch(asks):
                 if self.settings.state_places and isinstance(asks[0].effect, RunPrefill):
@@ -226,8 +228,25 @@ class Fold:
         self.lanes[number] = lane
         return True
 
+    def grow(self, lane: Lane) -> tuple[Lane, tuple[Ask, ...]]:
+        """Pages for the decode steps that wait, and those for which there are none now."""
+        if not self.settings.pages:
+            return lane, ()
+        ready, held = list[Ask](), list[Ask]()
+        for ask in lane.waiting:
+            self.slots, fitting = growth.grown(self.slots, ask, self.requests, self.settings)
+            if fitting is None:
+                held.append(ask)
+            else:
+                ready.append(fitting)
+        if held:  # who waits for pages waits for the end of somebody, which a launch that goes on alone would not see
+            ready = [growth.alone(ask, 1) for ask in ready]
+        return lanes.with_asks(lane, tuple(ready), lane.running), tuple(held)
+
     def admit(self) -> None:
         seated = seats.admit(self.slots, self.requests, self.settings)
         if seated is not None:
             self.slots, request, admitted = seated
             self.todo.append((request, admitted))
+        elif self.settings.pages:
+            self.slots = growth.held_back(self.slots, self.requests, self.settings)

@@ -222,8 +222,10 @@ class DeviceExecutor:
             if self._proposer is not None:
                 self._proposer.catch_up(source)
             state.context = clipped(origin.context, keep)
-            if source != slot:
-                self._shard.copy_rows(source, slot, keep)
+        if effect.pages:
+            self._shard.seat(slot, source, keep, effect.pages)
+        elif keep and source != slot:
+            self._shard.copy_rows(source, slot, keep)
         if self._shard.state_specs:
             self._checkpoints.open(origin if isinstance(origin, SlotState) else None, effect)
             state.valid, state.ahead = effect.state, keep - effect.state
@@ -248,10 +250,20 @@ class DeviceExecutor:
 
     def _carried_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> tuple[Outcome, ...]:
         if all(isinstance(ask.effect, RunDecode) for ask in asks):
+            self._grow(asks)
             return self._decoding.run(asks, steps)
         if len(asks) != 1:
             raise ValueError("only decode steps are batched")
         return (self._one(*asks),)
+
+    def _grow(self, asks: tuple[Ask, ...]) -> None:
+        """Rows that come have their pages before anything is launched."""
+        for ask in asks:
+            effect = ask.effect
+            if not isinstance(effect, RunDecode) or not effect.pages:
+                continue
+            if isinstance(self.serving(effect.slot, ask.request), SlotState):
+                self._shard.grow(effect.slot, effect.pages)
 
     def _one(self, ask: Ask) -> Outcome:
         handler = self._handlers.get(type(ask.effect))

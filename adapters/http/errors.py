@@ -45,7 +45,7 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 def context_exceeded(tokens: int, context: int, param: str) -> ApiError:
     message = (
         f"The prompt has {tokens} tokens, but this server's context holds {context}, the answer included. "
-        "Shorten the prompt, or start the server with a larger --max-ctx."
+        "Shorten the prompt, or start the server with a larger --max-ctx (and --kv-memory)."
     )
     counts = {"n_prompt_tokens": tokens, "n_ctx": context}
     return ApiError(400, message, param=param, code="context_length_exceeded", extra=counts)

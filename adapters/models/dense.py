@@ -17,7 +17,7 @@ from adapters.models.dense_config import DenseConfig
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.delta import CHUNK
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kv_cache import KvCache
+from adapters.models.kv_cache import KvCache, PagedKvCache
 from adapters.models.parking import size_of
 from adapters.models.recurrent import DeltaLayer, load_delta_layer
 from adapters.models.recurrent_cache import RecurrentCache
@@ -41,7 +41,7 @@ class DenseShard:
 
     aux_layers: global layer indices whose output (HF `hidden_states[i + 1]`) every forward leaves in its
     `aux_hidden_states`. buckets: the row counts that `forward` accepts. capacity is rounded up to whole key tiles of
-    the kernels.
+    the kernels. pages: that slots are given; without, each has memory for all of its rows.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class DenseShard:
         buckets: Sequence[int] = BUCKETS,
         aux_layers: Sequence[int] = (),
         state_places: int = 0,
+        pages: int = 0,
     ) -> None:
         self._config, self._kernels = config, kernels
         self._device, self._dtype = torch.device(device), dtype
@@ -72,7 +73,8 @@ class DenseShard:
             [f"layers.{layer}" for layer in self._layers if config.recurrent(layer) is kind] for kind in (False, True)
         )
         shape = (slots, config.num_kv_heads, self._capacity, config.head_dim)
-        self._cache = KvCache(names, shape, dtype=dtype, device=self._device)
+        cache = PagedKvCache if kernels.paged and pages else KvCache
+        self._cache = cache(names, shape, dtype=dtype, device=self._device, pages=pages)
         how: dict[str, Any] = {"slots": slots, "places": state_places, "dtype": dtype, "device": self._device}
         self._states = RecurrentCache(recurrent, config.delta, kernels.delta, **how)
         self._load(WeightReader(weights, self._device, dtype))
@@ -195,7 +197,7 @@ class DenseShard:
         """Its shape changes from step to step, so no graph is recorded of it."""
         if buffers.tree is None:
             width = self._config.num_heads * self._config.head_dim
-            buffers.tree = TreeAttention(self._kernels, step.bucket, self._rope, self._cache.layers, width)
+            buffers.tree = TreeAttention(self._kernels, step.bucket, self._rope, self._cache, width)
         buffers.tree.load(step)
         if self._device.type == "cuda":
             self._run_layers(buffers, buffers.tree)
@@ -270,7 +272,7 @@ class DenseShard:
                 for layer in self._aux_layers
                 if layer in self._layers
             }
-            batch, left = StateBatch(bucket, self._device), Forward(hidden, aux_hidden_states)
+            batch, left = StateBatch(bucket, self._device, pages=self._cache.table), Forward(hidden, aux_hidden_states)
             self._buffers[bucket] = Buffers(batch, hidden, None, left)
         return self._buffers[bucket]
 
@@ -291,6 +293,12 @@ class DenseShard:
 
     def copy_rows(self, source: int, target: int, count: int) -> None:
         self._cache.copy(source, target, 0, count)
+
+    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        self._cache.seat(slot, source, keep, pages)
+
+    def grow(self, slot: int, pages: Sequence[int]) -> None:
+        self._cache.grow(slot, pages)
 
     def rows(self, slot: int, start: int, stop: int) -> Tensor:
         return self._cache.rows(slot, start, stop)

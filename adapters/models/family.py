@@ -86,12 +86,13 @@ class Build(Protocol):
         buckets: Sequence[int],
         aux_layers: Sequence[int] = ...,
         state_places: int = ...,
+        pages: int = ...,
     ) -> Shard:
         """Layers `[first, last)`, all by default; the embedding with the first, final norm and head with the last.
 
         capacity: rows of a slot, at least. buckets: the row counts that `forward` accepts. aux_layers: whose outputs
         every forward leaves in its `aux_hidden_states`. state_places: for positional states beside the slots; models
-        without any need none, and make none.
+        without any need none, and make none. pages: of the pool that slots take their rows from; 0: there is none.
         """
         ...
 

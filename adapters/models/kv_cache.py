@@ -1,22 +1,31 @@
-"""Keys and values of some layers, for every slot: one tensor, and all that rows are asked for, by name or place."""
+"""Keys and values of some layers, for every slot: one tensor, and all that rows are asked for, by name or place.
+
+Either every slot has memory of its own, in one piece, or its rows are in pages of a pool, wherever a table says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from adapters.layout import RowSpec, dtype_name
 from adapters.models.shard import NamedTensors
+from effects.ids import PAGE, Span
 
 
 class KvCache:
     """`[layers, 2, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
 
     names: of the layers, as in `layers.12`. rows: of a slot, in whole tiles of the kernels. capacity: of these, the
-    ones that can be asked for; all by default.
+    ones that can be asked for; all by default. pages: of a pool that slots are given permits from, host memory only:
+    rows take up memory once they are written, and no longer than their slot has the page that permits them; 0: every
+    slot may keep all of its rows.
     """
+
+    table: Tensor | None = None
 
     def __init__(
         self,
@@ -26,19 +35,33 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         capacity: int | None = None,
+        pages: int = 0,
     ) -> None:
         """shape: slots, KV, rows, hd."""
         self.slots, heads, rows, width = shape
         self.capacity = rows if capacity is None else capacity
         keys = tuple(f"{name}.{part}" for name in names for part in "kv")
         self.spec = RowSpec(keys, heads, width, dtype_name(dtype))
-        self._all = torch.zeros(len(names), 2, *shape, dtype=dtype, device=device)
+        self.pages = pages
+        self._holders = dict[int, tuple[int, int]]()  # by page, the slot and which of its pages that is
+        self._counts = [0] * self.slots  # pages of each
+        self._make((len(names), 2, *shape), dtype, device)
         # Keys and values of each layer, `[slots, KV, rows, hd]`.
         self.layers: list[tuple[Tensor, Tensor]] = [(keys, values) for keys, values in self._all]
 
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._memory: mmap.mmap | None = None
+        if self.pages and torch.Size(shape).numel():
+            size = torch.Size(shape).numel() * dtype.itemsize
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._all = torch.frombuffer(self._memory, dtype=dtype).view(shape)
+        else:
+            self._all = torch.zeros(shape, dtype=dtype, device=device)
+
     @property
     def nbytes(self) -> int:
-        return self._all.nbytes
+        """That rows may come to take."""
+        return min(self._all.nbytes, self.pages * PAGE * self.spec.token_bytes) if self.pages else self._all.nbytes
 
     def check_span(self, slot: int, start: int, stop: int) -> None:
         """Raises ValueError for rows that no slot has."""
@@ -52,12 +75,52 @@ class KvCache:
         self.check_span(slot, start, stop)
         return self._all[:, :, slot, :, start:stop]
 
+    def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Rows from `start` on of one layer, each `[KV, rows, hd]`."""
+        for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
+            cache[slot, :, start : start + rows.shape[1]] = rows
+
+    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        """The slot has these pages from now on, and in them the first `keep` rows of the source."""
+        if keep and source != slot:
+            self.copy(source, slot, 0, keep)
+        self._counts[slot] = 0
+        self.grow(slot, pages)
+
+    def grow(self, slot: int, pages: Sequence[int]) -> None:
+        """And these behind them. Whoever had one of them has none of its rows any more: their memory is given back."""
+        for number, page in enumerate(pages, self._counts[slot]):
+            before = self._holders.get(page, (slot, number))
+            if before != (slot, number):
+                self._give_back(*before)
+            self._holders[page] = (slot, number)
+        self._counts[slot] += len(pages)
+
+    def _give_back(self, slot: int, number: int) -> None:
+        """Its rows are zeros then. What of a piece is not whole pages of the system stays."""
+        if self._memory is None:
+            return
+        rows = self._all[0, 0, slot, 0, number * PAGE : (number + 1) * PAGE]
+        step, size = self._all.stride(3) * rows.itemsize, rows.nbytes
+        for both in self._all[:, :, slot, 0, number * PAGE].flatten(0, 1):
+            begin = both.data_ptr() - self._all.data_ptr()
+            for at in range(begin, begin + step * self.spec.heads, step):
+                start, stop = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE, (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
+                if start < stop:
+                    self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
-        self.rows(target, start, stop).copy_(self.rows(source, start, stop))
+        for first, last in self.spans(start, stop):
+            self.rows(target, first, last).copy_(self.rows(source, first, last))
+
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
+        """Those that `rows` has a view of, in order."""
+        yield start, stop
 
     def export(self, slot: int, start: int, stop: int) -> NamedTensors:
         """By name, each `[KV, stop - start, hd]`, on the host."""
-        rows = self.rows(slot, start, stop).flatten(0, 1)
+        parts = [self.rows(slot, *span).flatten(0, 1) for span in self.spans(start, stop)]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
         host = torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
         return dict(zip(self.spec.names, host, strict=True))
 
@@ -73,10 +136,73 @@ class KvCache:
         for name, tensor in rows.items():
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
-        for name, place in zip(self.spec.names, self.rows(slot, start, start + count).flatten(0, 1), strict=True):
-            place.copy_(rows[name])
+        for begin, end in self.spans(start, start + count):
+            for name, place in zip(self.spec.names, self.rows(slot, begin, end).flatten(0, 1), strict=True):
+                place.copy_(rows[name][:, begin - start : end - start])
 
     def close(self) -> None:
         """Give the memory back."""
         self.layers.clear()
         self._all = self._all.new_empty(0)
+        self._memory = None
+
+
+class PagedKvCache(KvCache):
+    """`[layers, 2, pages, KV, PAGE, hd]`, zeroed. Slots may have the same page, where their sequences begin alike.
+
+    table: int32 `[slots, pages of a slot]` on the device, for kernels, at an address that stays; what slots do not have
+    is some page all the same. Written on the lane, in order with what is launched there.
+    """
+
+    table: Tensor
+
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        layers, _, slots, heads, rows, width = shape
+        most = -(-rows // PAGE)  # of a slot
+        self._all = torch.zeros(layers, 2, self.pages, heads, PAGE, width, dtype=dtype, device=device)
+        # Before anybody is given pages, as while a server starts, slots have theirs in turn.
+        self._pages = [[(slot * most + at) % self.pages for at in range(most)] for slot in range(slots)]
+        self.table = torch.tensor(self._pages, dtype=torch.int32).to(device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._all.nbytes + self.table.nbytes
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+        """The same, of rows of one page."""
+        self.check_span(slot, start, stop)
+        number, first = divmod(start, PAGE)
+        if stop - start > PAGE - first:
+            raise ValueError(f"rows {start}..{stop} are in several pages of {PAGE}")
+        return self._all[:, :, self._pages[slot][number], :, first : first + stop - start]
+
+    def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
+        for begin, end in self.spans(start, start + keys.shape[1]):
+            number, first = divmod(begin, PAGE)
+            for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
+                place = cache[self._pages[slot][number], :, first : first + end - begin]
+                place.copy_(rows[:, begin - start : end - start])
+
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
+        while start < stop:
+            end = min(stop, (start // PAGE + 1) * PAGE)
+            yield start, end
+            start = end
+
+    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        before = self._pages[source][: -(-keep // PAGE)]
+        for old, new in zip(before, pages, strict=False):
+            if old != new:
+                self._all[:, :, new].copy_(self._all[:, :, old])
+        self._counts[slot] = 0
+        self.grow(slot, pages)
+
+    def grow(self, slot: int, pages: Sequence[int]) -> None:
+        first, stop = self._counts[slot], self._counts[slot] + len(pages)
+        if stop > self.table.shape[1]:
+            raise ValueError(f"slot {slot} is given {stop} pages; it has rows for {self.table.shape[1]}")
+        if not all(0 <= page < self.pages for page in pages):
+            raise ValueError(f"pages {tuple(pages)} for slot {slot}: not all are in 0..{self.pages - 1}")
+        self._pages[slot][first:stop] = pages
+        self.table[slot, first:stop] = torch.tensor(pages, dtype=torch.int32)
+        self._counts[slot] = stop

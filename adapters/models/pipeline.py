@@ -164,6 +164,16 @@ class Pipeline:
         for part in self._parts:
             part.copy_rows(source, target, count)
 
+    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        for part in self._parts:
+            with current(part.device):
+                part.seat(slot, source, keep, pages)
+
+    def grow(self, slot: int, pages: Sequence[int]) -> None:
+        for part in self._parts:
+            with current(part.device):
+                part.grow(slot, pages)
+
     def copy_state(self, source: int, target: int) -> None:
         for part in self._stateful:
             part.copy_state(source, target)

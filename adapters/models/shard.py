@@ -216,6 +216,16 @@ class Shard(Protocol):
         """Copy rows `[0, count)` of slot `source` into slot `target`; not its positional state."""
         ...
 
+    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        """From now on the slot has these pages of PAGE rows, and rows `[0, keep)` of the source, which may be itself:
+        those in a page of both stay where they are, the others are copied. Of a shard that was built with a pool.
+        """
+        ...
+
+    def grow(self, slot: int, pages: Sequence[int]) -> None:
+        """And these pages behind them."""
+        ...
+
     def copy_state(self, source: int, target: int) -> None:
         """The target may go on from wherever the source may."""
         ...
@@ -226,7 +236,8 @@ class Shard(Protocol):
         ...
 
     def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        """Rows where they are: a view `[layers, 2, heads, stop - start, width]` in the order of `row_spec`.
+        """Rows where they are: a view `[layers, 2, heads, stop - start, width]` in the order of `row_spec`. On a CUDA
+        device of one page only, ValueError otherwise.
 
         Any thread that knows that nobody else uses these rows may read and write them.
         """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, zip_longest
-from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.interface import HeadPrep, Kernels, Rope
+from adapters.models.kv_cache import KvCache
 from adapters.models.shard import Kept, Segment, Step
 
 
@@ -43,13 +43,13 @@ class Wave:
 class TreeAttention:
     """The static tensors of one bucket's trees, and the step that was loaded last.
 
-    caches: keys and values of every layer, `[slots, KV, capacity, hd]`. Waves have the step's bucket, which is proven.
+    cache: keys and values of every layer. Waves have the step's bucket, which is proven.
     """
 
     kernels: Kernels
     bucket: int
     tables: Rope
-    caches: Sequence[tuple[Tensor, Tensor]]
+    cache: KvCache
     width: int  # of what attention returns, H * hd
     flat: Batch = field(init=False)
     rope: Rope = field(init=False)
@@ -59,13 +59,13 @@ class TreeAttention:
     _spare: list[Batch] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
-        k, _ = self.caches[0]
+        k, _ = self.cache.layers[0]
         shape = (1, k.shape[1], self.bucket, k.shape[3])
         self.flat = Batch(self.bucket, k.device)
         self.rope = Rope(
             *(table.new_zeros(self.bucket, table.shape[1]) for table in (self.tables.cos, self.tables.sin))
         )
-        self.aside = [(k.new_zeros(shape), k.new_zeros(shape)) for _ in self.caches]
+        self.aside = [(k.new_zeros(shape), k.new_zeros(shape)) for _ in self.cache.layers]
         self.out = k.new_zeros(self.bucket, self.width)
 
     @property
@@ -84,7 +84,7 @@ class TreeAttention:
     def _wave(self, number: int, pieces: tuple[TreePiece, ...]) -> Wave:
         count = sum(piece.segment.count for piece in pieces)
         if number == len(self._spare):
-            self._spare.append(Batch(self.bucket, self.flat.device))
+            self._spare.append(Batch(self.bucket, self.flat.device, pages=self.cache.table))
         batch = self._spare[number]
         batch.load(Step(tuple(piece.segment for piece in pieces), self.bucket), None)
         self.kernels.prepare(batch)
@@ -95,11 +95,12 @@ class TreeAttention:
     def attend(self, number: int, qkv: Tensor, prep: HeadPrep) -> Tensor:
         """`rotate_store` and `attend` of layer `number`, as if every path were a chain of its own. -> `[bucket, H
         hd]`"""
-        (k_cache, v_cache), (k, v) = self.caches[number], self.aside[number]
+        (k_cache, v_cache), (k, v) = self.cache.layers[number], self.aside[number]
         q = self.kernels.rotate_store(qkv, prep, self.rope, self.flat, k, v)
         for wave in self.waves:
             for piece in wave.pieces:
-                put(piece.segment, slice(piece.row, piece.row + piece.segment.count), (k, v), (k_cache, v_cache))
+                rows = slice(piece.row, piece.row + piece.segment.count)
+                self.cache.put(number, piece.segment.slot, piece.segment.start, k[0, :, rows], v[0, :, rows])
             found = self.kernels.attend(q.index_select(0, wave.rows), k_cache, v_cache, wave.batch)
             self.out.index_copy_(0, wave.rows[: wave.count], found[: wave.count])
         return self.out
@@ -111,15 +112,9 @@ class TreeAttention:
             if keep:
                 path = check_path(part, tuple(range(keep)) if isinstance(keep, int) else keep)
                 rows = torch.tensor([first + row for row in path]).to(self.flat.device)
-                for aside, caches in zip(self.aside, self.caches, strict=True):
-                    put(Segment(part[0].slot, part[0].start, len(path)), rows, aside, caches)
+                for number, (k, v) in enumerate(self.aside):
+                    self.cache.put(number, part[0].slot, part[0].start, k[0, :, rows], v[0, :, rows])
             first += sum(segment.count for segment in part)
-
-
-def put(segment: Segment, rows: Any, aside: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor]) -> None:
-    """Copy rows that were set aside, a slice or int64 `[segment.count]`, to where the segment says."""
-    for kept, cache in zip(aside, caches, strict=True):
-        cache[segment.slot, :, segment.start : segment.start + segment.count] = kept[0, :, rows]
 
 
 def waves_of(step: Step) -> list[tuple[TreePiece, ...]]:

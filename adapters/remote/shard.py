@@ -265,6 +265,14 @@ class RemoteShard:
     def copy_rows(self, source: int, target: int, count: int) -> None:
         self.peer.ask(Op.COPY_ROWS, CopyRows(source, target, count), Nothing)
 
+    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        raise ValueError(
+            f"slot {slot}, {keep} rows of {source}, {len(pages)} pages: slots of another process share none"
+        )
+
+    def grow(self, slot: int, pages: Sequence[int]) -> None:
+        raise ValueError(f"slot {slot}, {len(pages)} pages: slots of another process share none")
+
     def copy_state(self, source: int, target: int) -> None:
         self.peer.ask(Op.COPY_STATE, CopyState(source, target), Nothing)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adapters.layout import RowSpec, TensorSpec, torch_dtype
 from adapters.models.shard import NamedTensors
-from effects.ids import Span
+from effects.ids import PAGE, Span
 
 _streams = dict[torch.device, deque[torch.cuda.Stream]]()  # nobody copies on these now
 # Of each device, where it will have done all that it had been told by then: what copies beside the lane come behind.
@@ -77,15 +77,18 @@ class Mover:
             named = zip(self.part.row_spec.names, own[:, :, start - begin : stop - begin], strict=True)
             self.part.import_rows(slot, start, dict(named))
             return
-        target = self.part.rows(slot, start, stop)
-        if target.device.type == "cuda":
-            with torch.inference_mode(), own_stream(target.device, after):
-                there = own.to(target.device, non_blocking=True)
-                target.copy_(by_layer(there)[..., start - begin : stop - begin, :])
+        places = [(first, last, self.part.rows(slot, first, last)) for first, last in paged(start, stop)]
+        device = places[0][2].device
+        if device.type == "cuda":
+            with torch.inference_mode(), own_stream(device, after):
+                there = by_layer(own.to(device, non_blocking=True))
+                for first, last, target in places:
+                    target.copy_(there[..., first - begin : last - begin, :])
                 torch.cuda.current_stream().synchronize()
                 del there  # before anybody else copies on this stream
         else:
-            copy(target, by_layer(own)[..., start - begin : stop - begin, :])
+            for first, last, target in places:
+                copy(target, by_layer(own)[..., first - begin : last - begin, :])
 
     def take(self, slot: int, span: Span, data: Tensor, after: Marks = UNMARKED) -> None:
         """Copy rows `span` of the slot out into `data` (uint8); they are there when this returns. On the lane, or
@@ -97,21 +100,31 @@ class Mover:
             for name, view in zip(self.part.row_spec.names, own, strict=True):
                 view.copy_(source[name])
             return
-        rows = self.part.rows(slot, *span)
-        if rows.device.type == "cuda":
-            with torch.inference_mode(), own_stream(rows.device, after):
-                there = rows.contiguous()
+        places = [self.part.rows(slot, first, last) for first, last in paged(*span)]
+        device = places[0].device
+        if device.type == "cuda":
+            with torch.inference_mode(), own_stream(device, after):
+                there = torch.cat(places, dim=-2)
                 by_layer(own).copy_(there, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
                 del there
         else:
-            copy(by_layer(own), rows)
+            for (first, last), rows in zip(paged(*span), places, strict=True):
+                copy(by_layer(own)[..., first - span[0] : last - span[0], :], rows)
 
     def _own(self, data: Tensor) -> Tensor:
         """`[names, heads, tokens, width]`, without a copy."""
         rows, tokens = self.rows, data.nbytes // self.rows.token_bytes
         whole = data.view(torch_dtype(rows.dtype)).view(len(rows.names), rows.heads, tokens, rows.width)
         return whole[self.first : self.first + len(self.part.row_spec.names)]
+
+
+def paged(start: int, stop: int) -> Iterator[Span]:
+    """The span, page by page: what a part has a view of, wherever its rows are."""
+    while start < stop:
+        end = min(stop, (start // PAGE + 1) * PAGE)
+        yield start, end
+        start = end
 
 
 def by_layer(tensors: Tensor) -> Tensor:

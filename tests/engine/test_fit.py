@@ -55,7 +55,7 @@ def test_a_small_model_has_what_it_was_made_for() -> None:
 
 
 def test_what_is_there_once_is_charged_once() -> None:
-    assert DeviceNeed("cpu", GIB, fixed=5, row=3, state=7, once=2).taken(4, 100) == 5 + 200 + 4 * 307
+    assert DeviceNeed("cpu", GIB, fixed=5, row=3, state=7, once=2).taken(Fit(4, 100)) == 5 + 200 + 4 * 307
 
 
 @pytest.mark.parametrize("limit", [1, 1000, 1024, 1025, 40960, 262144, 1 << 24])

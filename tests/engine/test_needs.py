@@ -12,6 +12,7 @@ from adapters import demo
 from adapters.models.checkpoint import Checkpoint
 from engine.begin import load_target
 from engine.draft import find_draft
+from engine.fit import Fit
 from engine.machine import Placement, planned
 from engine.needs import chosen, needs
 from engine.options import Options
@@ -38,7 +39,7 @@ async def test_the_ledger_charges_what_was_reckoned(tmp_path: Path) -> None:
         assert ledger["slots"]["target"] == 4 * (512 * need.row + need.state)
         weights, buffers = ledger["models"]["target"]["device"], ledger["buffers"]["target"]
         assert weights <= need.fixed <= weights + 4 * buffers
-        assert need.taken(4, 512) >= ledger["slots"]["target"] + weights
+        assert need.taken(Fit(4, 512)) >= ledger["slots"]["target"] + weights
     finally:
         await target.close()
 

@@ -10,6 +10,7 @@ from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.shard import Segment, Step
+from effects.ids import PAGE
 
 triton_cuda = pytest.importorskip(
     "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
@@ -112,7 +113,7 @@ class CachedSequence:
         self.prep = HeadPrep(bias if "bias" in prepared else None, q_norm, k_norm, 1e-6)
         angles = torch.outer(torch.arange(capacity), 1e4 ** -torch.linspace(0, 1, self.head // 2)).to(DEVICE)
         self.rope = Rope(angles.cos(), angles.sin())
-        self.shape = (3, self.kv, capacity, self.head)
+        self.shape, self.pages = (3, self.kv, capacity, self.head), None
         self.clear()
 
     def clear(self) -> None:
@@ -123,7 +124,7 @@ class CachedSequence:
     def run(self, bucket: int, segments: tuple[Segment, ...], rows: Tensor, kernels=None) -> Tensor:
         """Attention's rows for `segments`, whose projections are `qkv[rows]`."""
         kernels = kernels or self.kernels
-        batch = Batch(bucket, DEVICE)
+        batch = Batch(bucket, DEVICE, pages=self.pages)
         batch.load(Step(segments, bucket), torch.zeros(len(rows), dtype=torch.int64))
         kernels.prepare(batch)
         qkv = normal(bucket, self.qkv.shape[1], dtype=self.dtype, seed=bucket, scale=9.0)
@@ -167,6 +168,22 @@ def test_attention_has_the_same_bits_however_the_sequence_is_cut(kernels, geomet
         assert same_bits(sequence.in_pieces(pieces, slot=2), whole)
         assert same_bits(sequence.k_cache[2, :, :1300], caches[0])
         assert same_bits(sequence.v_cache[2, :, :1300], caches[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_rows_in_pages_have_the_bits_of_rows_in_one_piece(kernels, geometry, dtype):
+    sequence = CachedSequence(kernels, geometry, dtype, 1300)
+    whole = sequence.in_pieces([(2048, 1300)], slot=1)
+    rows = sequence.k_cache[1, :, :1300].clone(), sequence.v_cache[1, :, :1300].clone()
+    table = torch.randperm(27, generator=torch.Generator().manual_seed(1)).view(3, 9)
+    sequence.shape, sequence.pages = (27, geometry[1], PAGE, geometry[2]), table.to(torch.int32).to(DEVICE)
+    for pieces in ([(2048, 1300)], [(256, 256)], [(2048, 1275), (4, 1)], [(64, 50)]):
+        assert same_bits(sequence.in_pieces(pieces, slot=1), whole)
+        for cache, expected in zip((sequence.k_cache, sequence.v_cache), rows, strict=True):
+            found = cache[table[1].to(DEVICE)].transpose(0, 1).flatten(1, 2)
+            assert same_bits(found[:, :1300], expected)
+            assert found[:, 1300:].isnan().all()  # nothing else was written
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -98,6 +98,33 @@ def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dt
         assert all(same_bits(again[name], rows[name]) for name in rows)
 
 
+def test_slots_that_share_pages_have_the_rows_and_bits_of_slots_that_share_nothing():
+    """A head in common, in pages of both; then each goes on, and one is read by a third."""
+    shard, apart = shard_of(DEMO, torch.bfloat16, pages=9), shard_of(DEMO, torch.bfloat16)
+    head, tails = tokens_of(DEMO, 560), [tokens_of(DEMO, 100, seed) for seed in (1, 2)]
+    shard.seat(0, 0, 0, (8, 2, 5))
+    rows_in_pieces(shard, head, [(512, 512), (64, 64)])
+    shard.seat(1, 0, 540, (8, 2, 0))  # the last page is not whole: its rows are copied
+    for slot, (keep, tail) in enumerate(zip((560, 540), tails, strict=True)):
+        whole = torch.cat((head[:keep], tail))
+        expected = rows_in_pieces(apart, whole, [(512, 512), (64, 64)], slot)[keep:]
+        for _ in range(3):  # eager, recorded, replayed
+            step = Step((Segment(slot, keep, 100),), 128)
+            assert same_bits(shard.logits(step, shard.forward(step, tail).hidden)[:100], expected)
+        ours, theirs = shard.export_rows(slot, 0, keep + 100), apart.export_rows(slot, 0, keep + 100)
+        assert all(same_bits(ours[name], theirs[name]) for name in theirs)
+    shard.seat(2, 1, 512, (8, 2))
+    shard.grow(2, (7,))
+    shard.import_rows(2, 512, {name: rows[:, 512:600] for name, rows in apart.export_rows(0, 0, 600).items()})
+    step = Step((Segment(2, 600, 1), Segment(0, 660, 1)), 4)
+    both = torch.cat((tails[0][40:41], tails[0][:1]))
+    found = shard.logits(step, shard.forward(step, both).hidden)[:2].clone()
+    again = apart.logits(step, apart.forward(Step((Segment(0, 660, 1),), 4), both[1:]).hidden)[:1].clone()
+    assert same_bits(found[1:], again)
+    single = Step((Segment(0, 600, 1),), 4)
+    assert same_bits(found[:1], apart.logits(single, apart.forward(single, both[:1]).hidden)[:1])
+
+
 @pytest.mark.parametrize("config", [DEMO, EXPERTS])
 def test_a_row_does_not_see_the_requests_that_it_is_batched_with(config):
     shard, sequences = shard_of(config, torch.bfloat16), [tokens_of(config, 600, seed) for seed in range(3)]

@@ -69,13 +69,41 @@ def as_frozen(part: PromptPart) -> PromptPart:
 
 
 def shortened(prompt: Tokens) -> Tokens:
-    """What a compression makes of a prompt: its head, every third token, and its last one."""
-    return (*prompt[:4], *prompt[4:-1:3], prompt[-1])
+    """What a compression makes of a prompt: its head, every third token, and its last one, if that is shorter."""
+    return (*prompt[:4], *prompt[4:-1:3], prompt[-1]) if len(prompt) > 4 else prompt
+
+
+@define
+class PooledRows:
+    """Of a slot: a list, each of whose pages is where the table says in the memory that all slots share."""
+
+    memory: list[int]
+    page: int
+    table: Tokens = ()
+
+    def __len__(self) -> int:
+        return len(self.table) * self.page
+
+    def at(self, row: int) -> int:
+        return self.table[row // self.page] * self.page + row % self.page
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return [self.memory[self.at(row)] for row in range(len(self))[key]]
+        return self.memory[self.at(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, slice):
+            rows = range(key.start or 0, key.stop)
+            for row, one in zip(rows, value, strict=True):
+                self.memory[self.at(row)] = one
+        else:
+            self.memory[self.at(key)] = value
 
 
 @define
 class DeviceSlot:
-    rows: list[int]
+    rows: Any  # a list, or `PooledRows`
     tokens: list[int] = field(factory=list)  # what is served: the prompt, then what was picked
     seed: int = 0
     stops: Tokens = ()
@@ -114,7 +142,11 @@ class Device:
         self.places = [()] * self.settings.state_places
         names: tuple[ModelName, ...] = ("draft", "drafter")
         self.weights = {name: IDLE[after_use(self.settings.residency, name)] for name in names}
-        self.slots = [DeviceSlot([NOTHING] * self.settings.max_context) for _ in range(self.settings.slots)]
+        memory, page = [NOTHING] * self.settings.pages * self.settings.page, self.settings.page
+        self.slots = [
+            DeviceSlot(PooledRows(memory, page) if memory else [NOTHING] * self.settings.max_context)
+            for _ in range(self.settings.slots)
+        ]
 
     def step(self) -> list[Answer]:
         """The next thing on the lane; what it answers, member by member."""
@@ -164,9 +196,22 @@ class Device:
         wanted = rows_of(opening.prompt[: opening.keep])
         slot.broken, slot.spoiled = "broken" if opening.keep and source.broken else None, False
         assert slot.broken or source.rows[: opening.keep] == wanted, "a slot is opened on rows that are not there"
-        slot.rows[: opening.keep] = wanted
+        if self.settings.pages:
+            self.move(source.rows, slot, opening)
+        else:
+            slot.rows[: opening.keep] = wanted
+        assert slot.broken or slot.rows[: opening.keep] == wanted, "rows got lost between pages"
         slot.tokens, slot.seed, slot.owner = list(opening.prompt), opening.sampling.seed, request
         slot.stops = opening.stop_tokens
+
+    def move(self, source: PooledRows, slot: DeviceSlot, opening: OpenSlot) -> None:
+        """To the pages that the slot has from now on."""
+        assert len(opening.pages) * self.settings.page >= len(opening.prompt), "too few pages for the prompt"
+        rows = PooledRows(source.memory, source.page, opening.pages)
+        for start in range(0, min(opening.keep, len(source)), source.page):
+            if rows.at(start) != source.at(start):
+                rows[start : start + source.page] = source[start : start + source.page]
+        slot.rows = rows
 
     def open_state(self, source: DeviceSlot, opening: OpenSlot) -> None:
         assert 0 <= opening.state <= opening.keep, "a state of rows that are not kept"
@@ -186,6 +231,9 @@ class Device:
             case RunPrefill(number) | RunDecode(number):
                 slot = self.slots[number]
                 assert slot.owner == ask.request, "work in a slot that was opened for somebody else"
+                if isinstance(ask.effect, RunDecode) and self.settings.pages:  # once, however many steps it goes on
+                    new = (page for page in ask.effect.pages if page not in slot.rows.table)
+                    slot.rows.table = (*slot.rows.table, *new)
                 if slot.broken:
                     return DeviceFailed(slot.broken, "the slot went out of step")
                 return self.perform_in(slot, ask.effect, failed)
@@ -365,14 +413,20 @@ class Device:
         self.forget(slot, start)
 
     def ruin(self, slot: DeviceSlot, kind: FailureKind) -> None:
-        slot.rows, slot.broken, slot.spoiled = [NOTHING] * self.settings.max_context, kind, True
+        slot.broken, slot.spoiled = kind, True
+        if not self.settings.pages:
+            slot.rows = [NOTHING] * self.settings.max_context
+        else:  # what others read is theirs, too
+            elsewhere = {page for other in self.slots if other is not slot for page in other.rows.table}
+            slot.rows.table = tuple(page for page in slot.rows.table if page not in elsewhere)
+            slot.rows[: len(slot.rows)] = [NOTHING] * len(slot.rows)
 
     def lose(self, number: int) -> None:
         """What kept these rows died."""
         self.ruin(self.slots[number], "lost")
 
     def forget(self, slot: DeviceSlot, start: int) -> None:
-        end = min(start + self.settings.chunk, self.settings.max_context)
+        end = max(start, min(start + self.settings.chunk, len(slot.rows)))
         slot.rows[start:end] = [NOTHING] * (end - start)
 
 

@@ -186,13 +186,17 @@ class Simulator:
 
     def some_settings(self) -> Settings:
         rng = self.rng
-        block_size = rng.choice((1, 2, 4))
+        block_size, slots = rng.choice((1, 2, 4)), rng.randint(1, 4)
+        stateful = rng.random() < 0.4
         decode_steps = rng.choice(
             ((), ((0, 1, 0, 20), (0, 1, 4, 25), (0, 1, 8, 30), (0, 2, 0, 30)), ((0, 1, 0, 20), (0, 1, 4, 50)))
         )
         return Settings(
-            slots=rng.randint(1, 4),
+            slots=slots,
             max_context=80,
+            pages=rng.choice((0, 10, 12, 20, 10 * slots)),
+            page=8,
+            shares_pages=not stateful and rng.random() < 0.6,
             max_queue=rng.choice((0, 2, 20)),
             chunk=block_size * rng.choice((1, 2, 4)),
             block_size=block_size,
@@ -203,7 +207,7 @@ class Simulator:
             residency=rng.choice(RESIDENCIES),
             drafter=rng.choice((0, 0, 60, 200)),
             min_tokens=rng.choice((0, 0, 7)),
-            stateful=rng.random() < 0.4,
+            stateful=stateful,
             state_places=rng.choice((0, 1, 2, 5)),
             state_tokens=rng.choice((0, 3)),
             interval=rng.choice((0, 3, 8)),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from attrs import evolve
 
+import states.invariants
+import states.pages
 import states.world
 from effects.all import Ask, Launch
 from effects.compression import Compression
@@ -72,6 +75,44 @@ def test_the_schedules_go_nearly_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     rare = {(Yielding, DeviceFailed), (Yielding, Cancelled)}
     assert {pair[:2] for pair in taken} >= TABLE.keys() - rare
     assert len(taken) > 0.85 * len(arms)
+
+
+def crowded(seed: int) -> Simulator:
+    """More at once than there are pages for, and answers of some length."""
+    drawn = Simulator(seed)
+    settings = evolve(drawn.settings, slots=6, pages=20, page=4, max_queue=20)
+    simulator = Simulator(seed, settings, [evolve(job, max_tokens=3 * job.max_tokens) for job in drawn.jobs])
+    simulator.arrivals = 0.5
+    return simulator
+
+
+@pytest.mark.parametrize("first", range(0, 300, CHUNK))
+def test_nobody_is_lost_and_no_answer_changes_where_pages_are_short(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        simulator = crowded(seed)
+        try:
+            simulator.run()
+            simulator.replay()
+        except Exception as error:
+            error.add_note(f"seed {seed}: crowded({seed}).run() shows it again")
+            raise
+        assert not simulator.world.requests
+
+
+def run_all(simulators: Iterable[Simulator]) -> None:
+    for simulator in simulators:
+        simulator.run()
+
+
+def given_while_there_are_any(running: Any, total: int) -> bool:
+    return len({page for held, _ in running for page in held}) <= total
+
+
+def test_pages_that_are_given_while_there_are_any_lock_requests_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states.pages, "safe", given_while_there_are_any)
+    monkeypatch.setattr(states.invariants, "safe", given_while_there_are_any)
+    with pytest.raises(AssertionError, match="outlived its end"):
+        run_all(crowded(seed) for seed in range(200))
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -28,11 +28,14 @@ class Batch:
 
     segments is the same fact on the host, for kernels that choose their work there. Inside `Kernels.launch` a kernel
     that records graphs must read the device tensors only, unless the choice is part of the graph's key.
+    pages: where rows are not in one piece, int32 `[slots, n]` on the device: the page of the caches that has each PAGE
+    rows of a slot. The caches are `[pages, KV, PAGE, hd]` then.
     plan is the kernels' own: what `Kernels.prepare` worked out for this step.
     """
 
     bucket: int
     device: torch.device
+    pages: Tensor | None = field(default=None, kw_only=True)
     _columns: ClassVar[int] = 4
     table: Tensor = field(init=False)
     tokens: Tensor = field(init=False)

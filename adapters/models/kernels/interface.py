@@ -75,6 +75,11 @@ class Kernels(Protocol):
         ...
 
     @property
+    def paged(self) -> bool:
+        """Can rows be read and written wherever `Batch.pages` says that they are? Else they are in one piece."""
+        ...
+
+    @property
     def kv_tile(self) -> int:
         """Keys are read in tiles of this many at absolute positions: the caches' capacity is a multiple of it."""
         ...

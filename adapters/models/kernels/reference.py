@@ -15,6 +15,7 @@ from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.reference_delta import ReferenceDelta
+from effects.ids import PAGE
 
 T = TypeVar("T")
 
@@ -35,11 +36,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
+def rows_of(cache: Tensor, batch: Batch, slot: int, stop: int) -> Tensor:
+    """`[KV, stop, hd]`, from wherever they are."""
+    if batch.pages is None:
+        return cache[slot, :, :stop]
+    pages = batch.pages[slot, : -(-stop // PAGE)].long()
+    return cache[pages].transpose(0, 1).flatten(1, 2)[:, :stop]
+
+
 class ReferenceKernels:
     """Reads `batch.segments` on the host, so it cannot be recorded as a graph, and makes no promise about bits."""
 
     name = "reference"
     kv_tile = 64
+    paged = False  # as an oracle is used; rows are read in both ways
     delta: DeltaKernels | None = ReferenceDelta()
 
     @property
@@ -81,8 +91,12 @@ class ReferenceKernels:
         row = 0
         for segment in batch.segments:
             rows, span = slice(row, row + segment.count), slice(segment.start, segment.start + segment.count)
-            k_cache[segment.slot, :, span] = k[rows].transpose(0, 1)
-            v_cache[segment.slot, :, span] = v[rows].transpose(0, 1)
+            if batch.pages is not None:
+                page, place = batch.pages[segment.slot, at[rows] // PAGE].long(), at[rows] % PAGE
+                k_cache[page, :, place], v_cache[page, :, place] = k[rows], v[rows]
+            else:
+                k_cache[segment.slot, :, span] = k[rows].transpose(0, 1)
+                v_cache[segment.slot, :, span] = v[rows].transpose(0, 1)
             row += segment.count
         return q
 
@@ -119,8 +133,10 @@ class ReferenceKernels:
         row = 0
         for index, segment in enumerate(batch.segments):
             rows, stop = slice(row, row + segment.count), segment.start + segment.count
-            k = k_cache[segment.slot, :, :stop].float().repeat_interleave(group, dim=0)
-            v = v_cache[segment.slot, :, :stop].float().repeat_interleave(group, dim=0)
+            k, v = (
+                rows_of(cache, batch, segment.slot, stop).float().repeat_interleave(group, dim=0)
+                for cache in (k_cache, v_cache)
+            )
             scores = q[rows].transpose(0, 1).float() @ k.transpose(1, 2) * q.shape[2] ** -0.5
             unseen = hidden(index, torch.arange(stop, device=q.device), batch.positions[rows].unsqueeze(1))
             weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)

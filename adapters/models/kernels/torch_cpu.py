@@ -98,6 +98,7 @@ class CpuKernels:
     """
 
     kv_tile = TILE
+    paged = False
 
     def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None, *, own: bool = True) -> None:
         self._dtype, self._plan = dtype, plan

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.triton import attention, block, rows
+from effects.ids import PAGE
 
 KV_TILE = 64
 SPLIT = 256
@@ -32,6 +33,14 @@ class StepTiles:
     tiles: Tensor | None = None
     tile: int = 0
     stale: bool = True
+
+
+def sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
+    """Slots, heads and rows of a slot, wherever they lie."""
+    if batch.pages is None:
+        return cache.shape[0], cache.shape[1], cache.shape[2]
+    slots, count = batch.pages.shape
+    return slots, cache.shape[1], count * PAGE
 
 
 def launching(warps: int, pdl: bool | None) -> dict[str, Any]:
@@ -60,7 +69,8 @@ class CudaAttention:
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         bucket, heads, head = q.shape
-        slots, kv, capacity, _ = k_cache.shape
+        slots, kv, capacity = sizes(k_cache, batch)
+        pages = batch.positions if batch.pages is None else batch.pages  # never read without
         group = heads // kv
         padded = triton.next_power_of_2(group)
         splits = triton.cdiv(capacity, SPLIT)
@@ -73,10 +83,11 @@ class CudaAttention:
         scale = head**-0.5 * LOG2_E
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "HEAD": head}
         shape |= {"BLOCK_M": query_tile, "BLOCK_N": key_tile, "SPLIT": SPLIT}
+        shape["PAGE"] = 0 if batch.pages is None else PAGE
         options = self._attention_options(q, query_tile, key_tile)
         if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
             attention.attend_chain[(limit * kv,)](
-                q, keys, values, tiles, out, capacity, limit, scale, **shape, **options
+                q, keys, values, tiles, out, pages, capacity, limit, scale, **shape, **options
             )
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
@@ -88,6 +99,7 @@ class CudaAttention:
             tiles,
             acc,
             sums,
+            pages,
             capacity,
             limit,
             splits,

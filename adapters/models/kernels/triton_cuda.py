@@ -23,8 +23,9 @@ from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.triton import linear, rows
-from adapters.models.kernels.triton_attention import KV_TILE, NARROW, CudaAttention, StepTiles, launching
+from adapters.models.kernels.triton_attention import KV_TILE, NARROW, CudaAttention, StepTiles, launching, sizes
 from adapters.models.kernels.triton_delta import CudaDelta
+from effects.ids import PAGE
 
 T = TypeVar("T")
 
@@ -94,6 +95,7 @@ class TritonKernels:
 
     name = "triton-1"
     kv_tile = KV_TILE
+    paged = True
     delta: CudaDelta = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -186,7 +188,7 @@ class TritonKernels:
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        _, kv, capacity, head = k_cache.shape
+        (_, kv, capacity), head = sizes(k_cache, batch), k_cache.shape[3]
         if head not in HEAD_SIZES:
             raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
         heads = qkv.shape[1] // head - 2 * kv  # none, if rows are only stored
@@ -207,6 +209,7 @@ class TritonKernels:
             q,
             k_cache,
             v_cache,
+            batch.positions if batch.pages is None else batch.pages,  # never read without
             qkv.stride(0),
             capacity,
             prep.eps,
@@ -219,6 +222,7 @@ class TritonKernels:
             HAS_NORM=prep.k_norm is not None,
             WIDE=prep.k_norm is not None and prep.k_norm.dtype != qkv.dtype,
             BLOCK=at_once,
+            PAGE=0 if batch.pages is None else PAGE,
             **self._options(4),
         )
         return q

@@ -43,6 +43,15 @@ def _load_q(
 
 
 @triton.jit
+def _row_of(at, base, pages_ptr, kv_head, KV: tl.constexpr, PAGE: tl.constexpr):
+    """Where the caches have key `at` of the slot; a tile from there on is in one piece. PAGE: 0 if all of them are."""
+    row = base + at
+    if PAGE > 0:
+        row = (tl.load(pages_ptr + at // PAGE) * KV + kv_head) * PAGE + at % PAGE
+    return row
+
+
+@triton.jit
 def _absorb(q, k, v, last, key, position, acc, peak, total, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One key tile of the online softmax. acc `[M, HEAD]`, peak and total `[M]`, in base-2 exponents."""
     scores = tl.dot(q, k.T, input_precision=PRECISION)
@@ -87,6 +96,8 @@ def _walk(
     k_desc,
     v_desc,
     base,
+    pages_ptr,
+    kv_head,
     start,
     stop,
     first,
@@ -102,6 +113,8 @@ def _walk(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     FOLD: tl.constexpr,
+    KV: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """The keys `[start, stop)` of a tile of rows, from the start of a split on; returns the fold (if FOLD).
 
@@ -114,8 +127,9 @@ def _walk(
     all_acc, all_peak, all_total = no_acc, nothing, no_total
     clear = tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
     for at in tl.range(start, clear, BLOCK_N, num_stages=STAGES):
-        k = k_desc.load([base + at, 0])
-        v = v_desc.load([base + at, 0])
+        row = _row_of(at, base, pages_ptr, kv_head, KV, PAGE)
+        k = k_desc.load([row, 0])
+        v = v_desc.load([row, 0])
         key = at + tl.arange(0, BLOCK_N)
         acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, False, PRECISION)
         if (at + BLOCK_N) % SPLIT == 0:
@@ -124,8 +138,9 @@ def _walk(
             )
             acc, peak, total = no_acc, nothing, no_total
     for at in tl.range(tl.maximum(clear, start), stop, BLOCK_N, num_stages=1):
-        k = k_desc.load([base + at, 0])
-        v = v_desc.load([base + at, 0])
+        row = _row_of(at, base, pages_ptr, kv_head, KV, PAGE)
+        k = k_desc.load([row, 0])
+        v = v_desc.load([row, 0])
         key = at + tl.arange(0, BLOCK_N)
         acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, True, PRECISION)
         if (at + BLOCK_N) % SPLIT == 0:
@@ -147,6 +162,7 @@ def attend_chain(
     v_desc,
     tiles_ptr,
     out_ptr,
+    pages_ptr,
     capacity,
     tile_limit,
     scale,
@@ -161,6 +177,7 @@ def attend_chain(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """One program: one tile of rows, the query heads of one key head, all splits in order. The longest start first."""
     if PDL:
@@ -178,9 +195,10 @@ def attend_chain(
         last = tl.where(first < 0, -1, first + count - 1)
         position = tl.minimum(first + tl.arange(0, BLOCK_M) // PADDED, last)
         base = (slot * KV + kv_head) * capacity
+        pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
         acc, total = _walk(
-            q, k_desc, v_desc, base, 0, last + 1, first, last, position, scale,
-            at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True,
+            q, k_desc, v_desc, base, pages, kv_head, 0, last + 1, first, last, position, scale,
+            at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV, PAGE,
         )  # fmt: skip
         out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         to = at[:, None] * HEAD + tl.arange(0, HEAD)[None, :]
@@ -195,6 +213,7 @@ def attend_splits(
     tiles_ptr,
     acc_ptr,
     sums_ptr,
+    pages_ptr,
     capacity,
     tile_limit,
     split_limit,
@@ -210,6 +229,7 @@ def attend_splits(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    PAGE: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
     """Key splits of all (tile of rows, key head) pairs, dealt out evenly in runs to however many programs there are.
@@ -243,10 +263,11 @@ def attend_splits(
         q, real, at = _load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
         position = tl.minimum(first + tl.arange(0, BLOCK_M) // PADDED, last)
         base = (slot * KV + kv_head) * capacity
+        pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
         stop = tl.minimum((split + here) * SPLIT, last + 1)
         _walk(
-            q, k_desc, v_desc, base, split * SPLIT, stop, first, last, position, scale,
-            at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False,
+            q, k_desc, v_desc, base, pages, kv_head, split * SPLIT, stop, first, last, position, scale,
+            at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False, KV, PAGE,
         )  # fmt: skip
 
 

@@ -68,6 +68,7 @@ def rotate_store(
     q_ptr,
     k_ptr,
     v_ptr,
+    pages_ptr,
     stride,
     capacity,
     eps,
@@ -80,6 +81,7 @@ def rotate_store(
     HAS_NORM: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program, one row, BLOCK of its q, k and v heads: bias, RMSNorm of q and k, half-split rotary, write k and v.
@@ -87,6 +89,7 @@ def rotate_store(
     Of a head, what is rotated is read as its two halves `[BLOCK, HALF]`; the squares of a pair are added first, then
     along the half, then those of the REST, which stays as it is. What the model does not have is not computed, and its
     pointer is never read. WIDE: weights of norms are float32, and nothing is rounded before they are multiplied.
+    PAGE: rows of a page, where a slot's are in several; 0: they are in one piece.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -144,6 +147,9 @@ def rotate_store(
     tl.store(q_ptr + to_q, new_lo, is_q[:, None])
     tl.store(q_ptr + to_q + HALF, new_hi, is_q[:, None])
     real = position >= 0
+    if PAGE > 0:
+        page = tl.load(pages_ptr + slot * (capacity // PAGE) + tl.maximum(position, 0) // PAGE).to(tl.int64)
+        slot, capacity, position = page, PAGE, position % PAGE
     is_k = (head >= HEADS) & (head < HEADS + KV) & real
     to_k = ((slot * KV + head - HEADS) * capacity + position)[:, None] * size + d[None, :]
     tl.store(k_ptr + to_k, new_lo, is_k[:, None])

@@ -1,0 +1,141 @@
+"""Agents' sessions with a head in common on a GPU of 24 GB: rows in a pool of pages, beside whole slots, 8B shape.
+
+The engine and its lane over random weights, without HTTP. Each way serves the same sessions, all sent at once, from
+the memory that a GPU of that size leaves; answers have to be the same, token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import anyio
+import torch
+from attrs import define, field
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.dense import DenseShard
+from adapters.models.kernels.triton_cuda import TritonKernels
+from adapters.models.pipeline import Pipeline
+from adapters.models.synthetic import RandomWeights
+from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
+from benchmarks.report import machine, median, raw, table
+from effects.ids import PAGE, Tokens
+from effects.job import Job
+from effects.ports import Closed
+from effects.stream import EmitTokens
+from engine.assemble import engine
+from engine.fit import DeviceNeed, Fit, fitted, pooled
+from states.settings import Settings
+
+GIB, LAYERS, POSITIONS = 1 << 30, 36, 40960
+BUCKETS = (4, 8, 16, 32, 64, 1024)
+
+
+@define
+class HeardSession:
+    """Of one session: when its first token came, when the last, and all of them."""
+
+    first_s: float = 0.0
+    last_s: float = 0.0
+    tokens: list[int] = field(factory=list)
+    finish: str = ""
+
+
+def prompts(sessions: int, length: int, head: int) -> list[Tokens]:
+    generator = torch.Generator().manual_seed(1)
+    shared, *rest = (
+        tuple(torch.randint(1000, 100_000, (count,), generator=generator).tolist())
+        for count in (head, *[length - head] * sessions)
+    )
+    return [(*shared, *own) for own in rest]
+
+
+async def served(fit: Fit, jobs: list[Job]) -> tuple[float, list[HeardSession]]:
+    config, lane = config_8b(LAYERS, POSITIONS), DeviceLane("cuda")
+
+    def build() -> DeviceExecutor:
+        kernels, weights = TritonKernels(DEVICE), RandomWeights(config, 1, DEVICE, DTYPE)
+        how: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "buckets": BUCKETS}
+        how |= {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages}
+        return DeviceExecutor(Pipeline([DenseShard(config, weights, kernels, **how)]), BUCKETS, lane=lane)
+
+    executor = await lane.run(build)
+    settings = Settings(
+        slots=fit.slots,
+        max_context=fit.context,
+        chunk=BUCKETS[-1],
+        batch_rows=64,
+        pages=fit.pages,
+        shares_pages=bool(fit.pages),
+    )
+    heard = [HeardSession() for _ in jobs]
+    try:
+        async with engine(settings, executor, facts={}) as running:
+
+            async def one(job: Job, session: HeardSession) -> None:
+                async for message in running.door.submit(job):
+                    if isinstance(message, EmitTokens):
+                        session.last_s = time.monotonic() - began
+                        session.first_s = session.first_s or session.last_s
+                        session.tokens += message.tokens
+                    elif isinstance(message, Closed):
+                        session.finish = message.finish
+
+            for _ in range(3):  # kernels, graphs
+                began = time.monotonic()
+                await one(Job(jobs[0].prompt[:1500], 4), HeardSession())
+            began = time.monotonic()
+            async with anyio.create_task_group() as tasks:
+                for job, session in zip(jobs, heard, strict=True):
+                    tasks.start_soon(one, job, session)
+            took = time.monotonic() - began
+    finally:
+        await anyio.to_thread.run_sync(executor.close)
+    return took, heard
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=24)
+    parser.add_argument("--sessions", type=int, default=16)
+    parser.add_argument("--length", type=int, default=20_000)
+    parser.add_argument("--head", type=int, default=12_000)
+    parser.add_argument("--answer", type=int, default=128)
+    asked = parser.parse_args()
+    config = config_8b(LAYERS, POSITIONS)
+    weights = sum(torch.Size(shape).numel() for shape in config.tensors(range(config.num_layers)).values())
+    there = int(asked.gib * GIB * 9 / 10)  # less the reserve
+    need = DeviceNeed("cuda:0", there, weights * DTYPE.itemsize + GIB // 2, config.kv_bytes_per_token(DTYPE))
+    context = -(-(asked.length + asked.answer) // PAGE) * PAGE
+    ways = {
+        "whole slots": fitted([need], config.max_positions, 0, context),
+        "pages": pooled([need], config.max_positions, 0, context),
+    }
+    jobs = [Job(prompt, asked.answer) for prompt in prompts(asked.sessions, asked.length, asked.head)]
+    rows, answers = list[dict[str, Any]](), list[list[list[int]]]()
+    for name, fit in ways.items():
+        took, heard = anyio.run(served, fit, jobs)
+        answers.append([one.tokens for one in heard])
+        count = sum(len(one.tokens) for one in heard)
+        rows.append(
+            {
+                "way": name,
+                "slots": fit.slots,
+                "rows": fit.rows,
+                "served": sum(one.finish == "length" for one in heard),
+                "s": took,
+                "tokens/s": count / took,
+                "median first token s": median([one.first_s for one in heard]),
+                "same answers": answers[-1] == answers[0],
+            }
+        )
+    table(f"{asked.sessions} sessions of {asked.length} tokens, {asked.head} in common, {asked.gib:g} GiB", rows)
+    raw("kv_pool", {"rows": rows, "asked": vars(asked), "machine": machine()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

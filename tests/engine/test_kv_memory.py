@@ -1,0 +1,106 @@
+"""Rows in a pool of a size that was asked for: served on a CPU with more sessions than it holds at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import anyio
+import pytest
+import torch
+
+from adapters.remote.peer import Peer
+from effects.ids import PAGE, Tokens
+from effects.job import Job
+from effects.ports import Closed
+from effects.stream import EmitTokens
+from engine.assemble import engine
+from engine.begin import load_target
+from engine.fit import DeviceNeed, Fit, pooled
+from engine.machine import Placement
+from engine.needs import fit_of
+from engine.options import Options
+from engine.refusal import Refusal
+from engine.target import Target
+from tests.models.checkpoints import save_qwen3
+
+GIB, KIB = 1 << 30, 1 << 10
+# As an 8B model in bfloat16: 16.4 GB of weights, 144 KiB a token.
+FIXED, ROW, LIMIT = 16_381_470_720, 144 * KIB, 40960
+
+
+@pytest.fixture(autouse=True)
+def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("gib", "asked", "fit"),
+    [
+        (120, {}, Fit(16, LIMIT)),  # whole slots
+        (80, {}, Fit(16, LIMIT, pages=1841)),
+        (22, {}, Fit(16, LIMIT, pages=191)),
+        (18, {}, Fit(16, 16384, pages=78)),
+        (22, {"slots": 3, "context": 1000}, Fit(3, 1000)),
+        (22, {"slots": 3, "context": 1000, "memory": GIB}, Fit(3, 1000, pages=12)),  # all that the slots could use
+        (22, {"memory": 1000 << 20}, Fit(16, 6144, pages=27)),
+        (22, {"memory": 1000 << 20, "context": LIMIT}, Fit(16, 27 * PAGE, pages=27)),
+        (10, {}, Fit(1, 1024, fits=False, pages=4)),
+    ],
+)
+def test_a_pool_is_what_is_left_or_what_was_asked_for(gib: float, asked: dict[str, int], fit: Fit) -> None:
+    assert pooled([DeviceNeed("cuda:0", int(gib * GIB), FIXED, ROW)], LIMIT, **asked) == fit
+
+
+def test_what_a_draft_keeps_is_charged_for_every_slot() -> None:
+    need = DeviceNeed("cuda:0", 40 * GIB, FIXED, ROW + 20 * KIB, own=20 * KIB)
+    fit = pooled([need], LIMIT)
+    assert (fit.slots, fit.context) == (16, LIMIT)
+    assert need.taken(fit) == FIXED + 16 * LIMIT * 20 * KIB + fit.pages * PAGE * ROW <= need.there
+
+
+async def answers(target: Target, jobs: list[Job], *, together: bool) -> list[tuple[Tokens, str]]:
+    told = list[tuple[Tokens, str]]([((), "")] * len(jobs))
+
+    async def one(number: int) -> None:
+        tokens: Tokens = ()
+        async for message in running.door.submit(jobs[number]):
+            if isinstance(message, EmitTokens):
+                tokens += message.tokens
+            elif isinstance(message, Closed):
+                told[number] = tokens, message.finish
+
+    async with engine(target.settings, target.executor, facts={}, paranoid=True) as running:
+        if together:
+            async with anyio.create_task_group() as tasks:
+                for number in range(len(jobs)):
+                    tasks.start_soon(one, number)
+        else:
+            for number in range(len(jobs)):
+                await one(number)
+    return told
+
+
+async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was_alone(tmp_path: Path) -> None:
+    save_qwen3(tmp_path / "model", max_position_embeddings=1024)
+    how = {"disk_prefix_cache": "off", "host_cache_budget": 0, "chunk": 64, "device": "cpu"}
+    options = Options(model=str(tmp_path / "model"), slots=4, max_ctx=1024, kv_memory=1, **how)
+    target = await load_target(options)
+    try:
+        settings, token = target.settings, target.shard.row_spec.token_bytes
+        assert settings.pages == min((1 << 20) // (PAGE * token), 16)
+        assert settings.max_context == min(1024, settings.pages * PAGE)
+        assert target.memory(0)["slots"]["target"] == settings.pages * PAGE * token <= 1 << 20
+        head = tuple(10 + number % 140 for number in range(settings.max_context // 3))
+        jobs = [Job((*head, *(11 + number,) * 40), 60) for number in range(6)]
+        alone = await answers(target, jobs, together=False)
+        assert await answers(target, jobs, together=True) == alone
+        assert {finish for _, finish in alone} == {"length"}
+    finally:
+        await target.close()
+
+
+def test_slots_of_other_processes_have_no_pool() -> None:
+    elsewhere = Placement(range(3), torch.device("cpu"), peer=cast(Peer, object()))
+    with pytest.raises(Refusal, match="--kv-memory: shards in other processes keep whole slots"):
+        fit_of(Options(kv_memory=100), [], 512, [elsewhere])

@@ -1,0 +1,176 @@
+"""Rows in pages that slots share: who is given which, who has to wait, and why nobody waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+
+from effects.all import Ask
+from effects.compression import Compression
+from effects.decode import RunDecode
+from effects.ids import PageId, RequestId
+from effects.job import Job
+from effects.prefill import OpenSlot
+from states import growth, pages, slots
+from states.events import ForRequest, Submitted
+from states.life import Generated, Prompt, Seat, Speculating, State, Undrafted, Waiting
+from states.pages import Pages
+from states.settings import Settings
+from states.slots import Slot, Slots
+from states.world import advance, begin
+from tests.states.builders import ONE, THREE, TWO
+
+PAGE = 8
+POOL = Settings(slots=4, max_context=64, chunk=8, block_size=4, batch_rows=8, pages=8, page=PAGE, shares_pages=True)
+PROMPT = tuple(range(100, 121))  # 21 rows: two pages and a part of one
+
+
+def ids(*numbers: int) -> Pages:
+    return tuple(map(PageId, numbers))
+
+
+def job(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 3, **more: object) -> Job:
+    return evolve(Job(prompt, max_tokens), **more)
+
+
+def decoding(one: Job, slot: int, said: int = 0) -> State:
+    seat = Seat(slots.SlotId(slot), len(one.prompt) - 1 + said)
+    return Speculating(seat, Prompt(one, one.prompt), Undrafted("declined"), Generated((1,) * said))
+
+
+def house(*slots_: Slot, waiting: tuple[RequestId, ...] = ()) -> Slots:
+    return Slots((*slots_, *(Slot(),) * (POOL.slots - len(slots_))), waiting)
+
+
+@pytest.mark.parametrize(
+    ("running", "total", "safe"),
+    [
+        ([], 0, True),
+        ([(ids(0, 1), 2)], 2, True),
+        ([(ids(0, 1), 3)], 2, False),
+        ([(ids(0, 1), 4), (ids(2, 3), 4)], 6, True),  # one after the other
+        ([(ids(0, 1), 4), (ids(2, 3), 4)], 5, False),  # each waits for what the other has
+        ([(ids(0), 4), (ids(1, 2, 3), 4)], 5, True),  # the second ends first, and leaves enough
+        ([(ids(0, 1, 2), 4), (ids(0, 1, 3), 4)], 5, True),
+        ([(ids(0, 1), 3), (ids(0, 1), 3), (ids(2), 5)], 5, True),  # what two have comes free with the second
+        ([(ids(0, 1), 3), (ids(0, 1), 4), (ids(2), 5)], 4, False),
+    ],
+)
+def test_all_that_run_come_to_their_ends_one_after_the_other(
+    running: list[tuple[Pages, int]], total: int, safe: bool
+) -> None:
+    assert pages.safe(running, total) is safe
+
+
+def test_a_claim_is_the_prompt_and_the_answer_within_the_context() -> None:
+    assert [pages.claim(POOL, job(PROMPT, count)) for count in (3, 4, 11, 12)] == [3, 4, 4, 5]
+    assert pages.claim(POOL, job(tuple(range(500)), 3)) == 8
+
+
+def test_whole_pages_are_shared_and_the_rest_is_copied() -> None:
+    source = ids(5, 6, 7)
+    assert pages.kept(source, 21, PAGE, {5, 6, 7}, shared=True) == [5, 6, None]
+    assert pages.kept(source, 16, PAGE, {5, 6, 7}, shared=True) == [5, 6]
+    assert pages.kept(source, 21, PAGE, {5, 6, 7}, shared=False) == [None, None, None]
+    assert pages.kept(source, 21, PAGE, set(), shared=False) == [5, 6, 7]
+    assert pages.kept(source, 21, PAGE, {6}, shared=False) == [5, None, 7]
+
+
+def admitted(before: Slots, prompt: Job, requests: dict[RequestId, State] | None = None, **more: int) -> Slots | None:
+    everybody = {**(requests or {}), ONE: Waiting(Prompt(prompt, prompt.prompt))}
+    seated = slots.admit(evolve(before, waiting=(ONE,)), everybody, evolve(POOL, **more))
+    return None if seated is None else seated[0]
+
+
+def test_a_prompt_takes_its_pages_and_shares_those_of_a_head_in_common() -> None:
+    after = admitted(house(), job())
+    assert after is not None
+    assert after.slots[0].pages == ids(0, 1, 2)
+    busy = house(Slot(holder=TWO, pages=ids(0, 1, 2)))
+    after = admitted(busy, job((*PROMPT[:18], 7, 7, 7)), {TWO: decoding(job(), 0)})
+    assert after is not None
+    assert after.slots[1].pages == ids(0, 1, 3)
+    apart = admitted(busy, job((*PROMPT[:18], 7, 7, 7)), {TWO: decoding(job(), 0)}, shares_pages=False)
+    assert apart is not None
+    assert apart.slots[1].pages == ids(3, 4, 5)
+
+
+def test_what_may_yet_be_compressed_shares_nothing_with_anybody() -> None:
+    asked = Compression("auto", threshold=500)
+    busy = house(Slot(holder=TWO, pages=ids(0, 1, 2)))
+    for first, second in ((asked, Compression()), (Compression(), asked)):
+        requests = {TWO: decoding(job(compression=first), 0)}
+        after = admitted(busy, job((*PROMPT[:18], 7, 7, 7), compression=second), requests, drafter=1000)
+        assert after is not None
+        assert after.slots[1].pages == ids(3, 4, 5)
+
+
+def test_idle_sequences_make_room_those_first_that_nobody_came_back_to() -> None:
+    idle = house(
+        Slot(tuple(range(8)), None, 5, pages=ids(0)),
+        Slot(tuple(range(8, 24)), None, 3, pages=ids(1, 2)),
+        Slot(tuple(range(30, 54)), None, 4, pages=ids(3, 4, 5)),
+    )
+    after = admitted(idle, job())
+    assert after is not None
+    assert after.slots[3].pages == ids(1, 2, 6)
+    assert [len(slot.tokens) for slot in after.slots] == [8, 0, 24, 0]
+    assert after.slots[1].pages == ()
+
+
+def test_where_a_copy_has_no_room_the_sequence_itself_is_gone_on_with() -> None:
+    kept = Slot((*PROMPT, *range(40)), None, 1, pages=ids(0, 1, 2, 3, 4, 5, 6, 7))
+    after = admitted(house(kept), job((*PROMPT[:18], 7, 7, 7)), shares_pages=False)
+    assert after is not None
+    assert (after.slots[0].holder, after.slots[0].pages) == (ONE, ids(0, 1, 2))
+
+
+def test_who_finds_too_few_pages_waits_until_some_come_free_and_nobody_passes() -> None:
+    world = begin(POOL)
+    for number, one in enumerate((job(max_tokens=40), job(PROMPT[::-1], 8), job((1, 2), 60), job((3,), 1))):
+        world, _ = advance(world, ForRequest(RequestId(number), Submitted(one)))
+    assert [slot.holder for slot in world.slots.slots] == [0, 1, None, None]
+    assert world.slots.waiting == (2, 3)
+    assert world.slots.short == {2}
+
+
+def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> None:
+    requests = {TWO: decoding(job(max_tokens=40), 0, said=4), THREE: decoding(job(PROMPT[::-1], 10), 1)}
+    before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(holder=THREE, pages=ids(3, 4, 5)))
+    first = Ask(TWO, RunDecode(slots.SlotId(0), 24, 1))
+    after, ask = growth.grown(before, first, requests, POOL)
+    assert ask is not None
+    assert isinstance(ask.effect, RunDecode)
+    assert (ask.effect.pages, after.slots[0].pages) == (ids(6), ids(0, 1, 2, 6))
+    stuck, none = growth.grown(after, Ask(TWO, RunDecode(slots.SlotId(0), 32, 1)), requests, POOL)
+    assert none is None  # the last page is for the other, who can end with it
+    assert stuck.short == {TWO}
+    assert growth.grown(stuck, Ask(THREE, RunDecode(slots.SlotId(1), 24, 1)), requests, POOL)[1] is not None
+    within = Ask(TWO, RunDecode(slots.SlotId(0), 28, 1, propose=7))
+    _, less = growth.grown(after, within, requests, POOL)
+    assert less is not None
+    assert isinstance(less.effect, RunDecode)
+    assert less.effect.propose == 3  # as much as its last page has room for
+
+
+def test_an_idle_sequence_gives_its_pages_to_an_answer_that_grows() -> None:
+    requests = {TWO: decoding(job(max_tokens=40), 0, said=4)}
+    before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(tuple(range(40)), None, 1, pages=ids(3, 4, 5, 6, 7)))
+    after, ask = growth.grown(before, Ask(TWO, RunDecode(slots.SlotId(0), 24, 1)), requests, POOL)
+    assert ask is not None
+    assert [slot.pages for slot in after.slots[:2]] == [ids(0, 1, 2, 3), ()]
+    assert after.slots[1].tokens == ()
+
+
+def test_a_slot_is_opened_with_its_pages() -> None:
+    world, out = advance(begin(POOL), ForRequest(ONE, Submitted(job())))
+    opened = [ask.effect for ask in out if isinstance(ask, Ask) and isinstance(ask.effect, OpenSlot)]
+    assert [one.pages for one in opened] == [ids(0, 1, 2)]
+    assert world.slots.slots[0].pages == ids(0, 1, 2)
+
+
+def test_settings_that_could_not_hold_one_sequence_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 pages do not hold the longest sequence, 64 rows"):
+        evolve(POOL, pages=7)
+    with pytest.raises(ValueError, match="nobody may share them"):
+        evolve(POOL, stateful=True)
