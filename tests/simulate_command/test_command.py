@@ -84,7 +84,18 @@ def test_the_plot_is_a_picture(log: str, tmp_path: Path) -> None:
 def test_processes_of_their_own_tell_the_same(
     log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["simulate", log, "--scope", "off,full,auto:8,300", "--restart-every", "2", "--min-tokens", "64", "--json", "--quiet"]
+    words = [
+        "simulate",
+        log,
+        "--scope",
+        "off,full,auto:8,300",
+        "--restart-every",
+        "2",
+        "--min-tokens",
+        "64",
+        "--json",
+        "--quiet",
+    ]
     assert main([*words, "--plot", str(tmp_path / "one.svg")]) == 0
     alone = capsys.readouterr()
     monkeypatch.setattr("engine.simulate.LONG", 0)
