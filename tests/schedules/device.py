@@ -418,8 +418,9 @@ class Device:
             slot.rows = [NOTHING] * self.settings.max_context
         else:  # what others read is theirs, too
             elsewhere = {page for other in self.slots if other is not slot for page in other.rows.table}
-            slot.rows.table = tuple(page for page in slot.rows.table if page not in elsewhere)
-            slot.rows[: len(slot.rows)] = [NOTHING] * len(slot.rows)
+            for row in range(len(slot.rows)):
+                if slot.rows.table[row // self.settings.page] not in elsewhere:
+                    slot.rows[row] = NOTHING
 
     def lose(self, number: int) -> None:
         """What kept these rows died."""
