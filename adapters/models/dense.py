@@ -64,8 +64,7 @@ class DenseShard:
         self._device, self._dtype = torch.device(device), dtype
         self._layers = range(config.num_layers) if layers is None else layers
         _check_arguments(config, self._layers, slots, capacity, (buckets, aux_layers))
-        self._slots = slots
-        self._capacity = -(-capacity // kernels.kv_tile) * kernels.kv_tile
+        self._slots, self._capacity = slots, -(-capacity // kernels.kv_tile) * kernels.kv_tile
         self._buckets, self._aux_layers = tuple(buckets), tuple(aux_layers)
         self._buffers: dict[int, Buffers] = {}
         self._rope = config.rotary.tables(self._capacity, self._device)
@@ -82,14 +81,12 @@ class DenseShard:
     def _load(self, read: WeightReader) -> None:
         config, kernels = self._config, self._kernels
         last = self._layers.stop == config.num_layers
-        self._embedding: Tensor | None = None
         self._norm: Tensor | None = None
         self._head: Any = None
         table: Tensor | None = None
         if self._layers.start == 0 or (last and config.tie_word_embeddings):
             table = read("model.embed_tokens.weight")
-        if self._layers.start == 0:
-            self._embedding = table
+        self._embedding = table if self._layers.start == 0 else None
         self._decoder: list[DecoderLayer | DeltaLayer] = [
             (load_delta_layer if config.recurrent(layer) else load_layer)(
                 read, kernels, config.shape_of(layer), f"model.layers.{layer}."
@@ -265,15 +262,10 @@ class DenseShard:
 
     def _at(self, bucket: int) -> Buffers:
         if bucket not in self._buffers:
-            shape = (bucket, self._config.hidden_size)
-            hidden = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            aux_hidden_states = {
-                layer: torch.zeros(shape, dtype=self._dtype, device=self._device)
-                for layer in self._aux_layers
-                if layer in self._layers
-            }
-            batch, left = StateBatch(bucket, self._device, pages=self._cache.table), Forward(hidden, aux_hidden_states)
-            self._buffers[bucket] = Buffers(batch, hidden, None, left)
+            hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
+            aux_hidden_states = {layer: torch.zeros_like(hidden) for layer in self._aux_layers if layer in self._layers}
+            batch = StateBatch(bucket, self._device, pages=self._cache.table)
+            self._buffers[bucket] = Buffers(batch, hidden, None, Forward(hidden, aux_hidden_states))
         return self._buffers[bucket]
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
