@@ -218,6 +218,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         "prefill_threshold": 7,
         "prefill_keep_ratio": 0.5,
         "prefill_curve": "10:0.5",
+        "disk_prefix_cache_compress": True,
+        "kv_memory": 8,
     },
     "demo-hybrid": {
         "model": "demo-hybrid",

@@ -163,7 +163,7 @@ class CpuAttention:
         own = self.kernels.own_attention
         if own is None:
             raise Unproven("a plan for attention of our own, and this installation has none")
-        if self.plan is not None and batch.bucket not in how.rows:
+        if self.plan is not None and self.plan.steps and batch.bucket not in how.rows:
             raise Unproven(f"attention of {batch.bucket} rows; proven: {how.rows}")
         batch.plan.check(k_cache.shape[0], k_cache.shape[2])
         return own.attend(q, batch.slots, seen, k_cache, v_cache)
