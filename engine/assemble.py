@@ -79,17 +79,14 @@ async def engine(
         OpenSlot: (executor.open,),
         Abandon: giving_up(executor, drafter, transfer),
         Halt: (executor.halt,),
+        KeepFrozen: (freeze,),
     }
-    notify[KeepFrozen] = (freeze,)
-    perform: dict[type, Perform] = {}
     if transfer is not None:
         metrics.watch_cache(transfer.store.figures)
         notify |= {OpenSlot: (executor.open, transfer.restorer.opened), ReleasePrefix: (transfer.lookup.release,)}
-        perform |= {FindPrefix: transfer.lookup.find, RestoreBlocks: transfer.restorer.restore}
-        perform |= {SaveSnapshot: transfer.saver.save}
     runner = Runner(
         begin(settings),
-        Executors(lanes(settings, executor, drafter), perform, notify),
+        Executors(lanes(settings, executor, drafter), moving(transfer), notify),
         time.monotonic_ns,
         settings.slots + settings.max_queue + SPARE,
         None if recorder is None else recorder.record,
@@ -123,6 +120,17 @@ def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None)
     beside = None if drafter is None else drafter.beside
     apart: dict[LaneId, Submit] = {} if beside is None else {settings.drafter_lane: beside.submit}
     return {MAIN: executor.submit, **apart}
+
+
+def moving(transfer: Transfer | None) -> dict[type, Perform]:
+    """What goes on beside the lanes, where rows are kept beyond the device."""
+    if transfer is None:
+        return {}
+    return {
+        FindPrefix: transfer.lookup.find,
+        RestoreBlocks: transfer.restorer.restore,
+        SaveSnapshot: transfer.saver.save,
+    }
 
 
 def giving_up(

@@ -279,7 +279,7 @@ async def test_an_append_only_turn_after_a_restart_goes_on_in_the_last_block_of_
 
 async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(0, 1000)  # every launch takes as long, whatever it proposes, so proposing pays
-    monkeypatch.setattr("adapters.device.executor.time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
+    monkeypatch.setattr("adapters.device.decoding.time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
     job = Job(prompt(1, 70), 60)
     plain = await cold(tmp_path, job)
     known = (*job.prompt, *plain)
