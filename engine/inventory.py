@@ -22,6 +22,7 @@ from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.gguf.tensors import GgufTensor
 from adapters.checkpoint.weights import StoredTensor
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
+from effects.ids import PAGE
 from engine.cache.look import wide
 from engine.catalog import LocalModel, hub_folder, local_models, own_folder
 from engine.draft import find_draft
@@ -36,7 +37,8 @@ from engine.refusal import Refusal
 
 @frozen(kw_only=True)
 class Listed:
-    """One model. why: it is not served; empty if it is. devices: bytes taken and there, by name."""
+    """One model. why: it is not served; empty if it is. pages: of rows, that all slots share; 0: each has room for the
+    whole context. devices: bytes taken and there, by name."""
 
     name: str
     path: str
@@ -49,6 +51,7 @@ class Listed:
     limit: int = 0
     slots: int = 0
     context: int = 0
+    pages: int = 0
     fits: bool = False
     devices: dict[str, tuple[int, int]] = attrs.field(factory=dict)
     advice: tuple[str, ...] = ()
@@ -169,6 +172,8 @@ def verdict(one: Listed) -> str:
     if not one.fits:
         return "[red]no[/red]"
     many = f"{one.slots} x {one.context:,} tokens"
+    if one.pages:
+        many = f"{one.slots} x up to {one.context:,} tokens,\n{one.pages * PAGE:,} together"
     return many if one.context >= one.limit else f"{many}\nof {one.limit:,}"
 
 

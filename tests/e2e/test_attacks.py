@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,9 @@ def test_an_executed_replay_also_stops_where_it_is_told(trace: Path, capsys: pyt
 
 def test_an_interrupt_ends_a_server_that_is_only_starting() -> None:
     process = subprocess.Popen(command("serve", "--port", "0"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    time.sleep(0.8)
+    assert process.stderr is not None
+    assert b"starting" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode in {130, -signal.SIGINT}
     assert b"Traceback" not in errors

@@ -52,7 +52,8 @@ def test_a_file_is_served_like_a_folder(kind: Kind, tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", demo.FOLDER, Kind.Q8_0)
     line = refused("serve", str(path))
-    assert line.endswith(f"{path}: tokenizer.ggml.model is missing; accepted: 'gpt2', which is byte-level BPE")
+    accepted = "'gpt2', which is byte-level BPE, and 'llama', which is SentencePiece"
+    assert line.endswith(f"{path}: tokenizer.ggml.model is missing; accepted: {accepted}")
     short = tmp_path / "short.gguf"
     shutil.copy(path, short)
     with short.open("r+b") as file:

@@ -200,7 +200,7 @@ async def test_a_template_that_loops_or_hoards_is_stopped_and_the_event_loop_goe
         tasks.cancel_scope.cancel()
     seconds = time.monotonic() - start
     assert "did not end" not in str(error.value), "its own limits stopped it, not the clock"
-    assert ticks > 20 * seconds
+    assert ticks > 10 * seconds - 2
 
 
 async def test_a_killed_worker_is_replaced(make: Make) -> None:
