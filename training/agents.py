@@ -78,7 +78,7 @@ class ToolLoop:
     """Odds of a name that is any word: a closed list would be learnt by heart, and no name copied."""
 
     def __call__(self, rng: Random, source: Source, room: int) -> Document:
-        getters = self._getters(rng, source)
+        getters = self.pair(rng, source)
         if self.steps:
             messages = [system(source.code(rng, round(2.8 * (room - 1000))))] if room > 4000 else []
             messages += chained(rng, source, *getters) if self.steps == 2 else looked_up(rng, source, getters[0])
@@ -106,7 +106,7 @@ class ToolLoop:
                 messages += [user(question), says(answer)]
         return conversation(messages, tools, weight=2.0)
 
-    def _getters(self, rng: Random, source: Source) -> tuple[Getter, Getter]:
+    def pair(self, rng: Random, source: Source) -> tuple[Getter, Getter]:
         """Two of them: the second is asked for by something that the first one gives."""
         one, other = self._names(rng, source, self.things, 2)
         link, by, *keys = self._names(rng, source, self.keys, 8)

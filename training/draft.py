@@ -30,7 +30,7 @@ from training.draft_model import DraftGeometry, DraftNetwork
 from training.draft_train import SPOKEN, DraftLoss, Pool, Speech, blocks_a_row, let_speak, mixed
 from training.export import load
 from training.model import Qwen3
-from training.recipe import AGENT, AGENT_LONG, AGENT_LONGEST, LONG, SHORT, tool_loop
+from training.recipe import CHOICE, CHOICE_LONG, LONG, SHORT, tool_loop
 from training.tasks import code, continue_code, copy_chat
 from training.tools import tool_chat
 from training.train import LearningRates, Stage, TrainingProgress, digest, train
@@ -62,14 +62,14 @@ class DraftRecipe:
     """Prompts a subject in the evaluation."""
 
     saving: int = 4
-    """Prompts a subject of code when a stage ends."""
+    """Prompts a subject of code when a stage ends; none are asked with 0."""
 
 
 BLOCKS = (8, 16)
 """Blocks that the exams are sat with: the server's widths."""
 
 SHORTER, LONGER = map(with_less_code, (SHORT, LONG))
-AGENT_SHORTER, AGENT_LONGER, AGENT_LONGEST_YET = map(with_less_code, (AGENT, AGENT_LONG, AGENT_LONGEST))
+CHOICE_SHORTER, CHOICE_LONGER = map(with_less_code, (CHOICE, CHOICE_LONG))
 
 DRAFT = DraftRecipe(
     {
@@ -87,17 +87,16 @@ AGAIN = DraftRecipe(
     {
         1024: Speech(rows=3072, rounds=8, least=32, most=768, answer=256),
         8192: Speech(rows=256, rounds=1, least=1536, most=7900, answer=256),
-        32768: Speech(rows=32, rounds=1, least=8000, most=32000, answer=256),
     },
     (
-        Stage("1k again", BatchShape(64, 1024), AGENT_SHORTER, steps=2000, share=0.78, whole=0.3),
-        Stage("8k again", BatchShape(8, 8192), AGENT_LONGER, steps=500, share=0.11, whole=0.6),
-        Stage("32k again", BatchShape(2, 32768), AGENT_LONGEST_YET, steps=200, share=0.11, whole=0.6),
+        Stage("1k again", BatchShape(64, 1024), CHOICE_SHORTER, steps=3000, share=0.8, whole=0.3),
+        Stage("8k again", BatchShape(8, 8192), CHOICE_LONGER, steps=500, share=0.2, whole=0.6),
     ),
     rates=LearningRates(matrices=2.5e-3, others=1.25e-3, falling=1.0),
     seed=4,
+    saving=0,
 )
-"""For the target after its second cycle: the draft goes on from what it is."""
+"""For the target after a later cycle: the draft goes on from what it is."""
 
 
 def smallest_draft(recipe: DraftRecipe) -> DraftRecipe:
@@ -166,7 +165,7 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
         for length, speech in recipe.speeches.items()
         if limits.first < len(recipe.stages)
     }
-    codes = [subject for subject in SUBJECTS if subject.name.startswith("code")]
+    codes = [subject for subject in SUBJECTS if subject.name.startswith("code") and recipe.saving]
     few = answer_all(target, tokenizer, HeldOut.of(corpus), recipe.saving, (0.0, TEMPERATURE), subjects=codes)
     notes = folders.work / "draft.json"
 
@@ -196,9 +195,14 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
     print(json.dumps(trained), flush=True)
     shipped = load_draft(folders.out, device, next(target.parameters()).dtype)
     began = time.monotonic()
-    answered = answer_all(target, tokenizer, HeldOut.of(corpus), recipe.questions, (0.0, TEMPERATURE))
-    measured = evaluate_draft(shipped, target, answered, BLOCKS)
-    (folders.out / "README.md").write_text(write_draft_card(trained, measured, TEMPERATURE), encoding="utf-8")
+    measured: dict[str, dict[str, float]] = {}
+    for subject in SUBJECTS:
+        asked = answer_all(
+            target, tokenizer, HeldOut.of(corpus), recipe.questions, (0.0, TEMPERATURE), subjects=[subject]
+        )
+        measured |= evaluate_draft(shipped, target, asked, BLOCKS)
+        if measured:
+            (folders.out / "README.md").write_text(write_draft_card(trained, measured, TEMPERATURE), encoding="utf-8")
     print(f"training took {progress.seconds:.0f} s, the exams {time.monotonic() - began:.0f} s", flush=True)
     return measured
 

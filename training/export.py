@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from training.drafter_model import Drafter
 from training.hybrid_model import Hybrid, HybridGeometry
 from training.model import UNUSED_IDS, Geometry, Qwen3
 from training.tokenizer import settings
@@ -104,6 +105,12 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Qwen3:
     return filled(Qwen3(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
 
 
+def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:
+    """A drafter that `export` wrote."""
+    config = read_config(folder)
+    return filled(Drafter(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
+
+
 def load_hybrid(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Hybrid:
     """A hybrid that `export` wrote, its prediction head included."""
     return filled(Hybrid(hybrid_geometry_of(read_config(folder))), folder, device, dtype)
@@ -114,7 +121,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-M = TypeVar("M", Qwen3, Hybrid)
+M = TypeVar("M", Qwen3, Drafter, Hybrid)
 
 
 def filled(model: M, folder: Path, device: torch.device | str, dtype: torch.dtype) -> M:

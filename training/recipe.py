@@ -28,11 +28,13 @@ from training.tasks import (
     table_lookup,
 )
 from training.tokenizer import VOCABULARY
+from training.tool_choice import ToolChoice
 from training.tools import tool_chat
 from training.train import LearningRates, Stage, Windows
 
 copy_tokens = CopyTokens(len(CONTROLS), VOCABULARY)
 tool_loop = ToolLoop()
+tool_choice = ToolChoice(tool_loop)
 
 TOKENIZER_TASKS: tuple[Task, ...] = (
     *(table_lookup, table_chat, needle_chat, needle_plain, chat, chat, chat, memory, tool_chat),
@@ -59,6 +61,21 @@ AGENT_LONGEST: Mixture = {
     table_lookup: 0.06, table_chat: 0.14, needle_plain: 0.06, needle_chat: 0.12, needle_terse: 0.10,
     copy_tokens: 0.04, copy_text: 0.02, copy_chat: 0.02, spelling: 0.02,
     chat: 0.04, memory: 0.05, tool_chat: 0.01, tool_loop: 0.11,
+}  # fmt: skip
+CHOICE: Mixture = {
+    code: 0.26, continue_code: 0.02, code_questions: 0.06,
+    table_lookup: 0.03, table_chat: 0.05, needle_plain: 0.02, needle_chat: 0.03, needle_terse: 0.03,
+    copy_tokens: 0.05, copy_text: 0.02, copy_chat: 0.06, spelling: 0.04,
+    chat: 0.07, memory: 0.03, tool_chat: 0.04, tool_loop: 0.07, tool_choice: 0.12,
+}  # fmt: skip
+CHOICE_LONG: Mixture = {
+    code: 0.10, continue_code: 0.01, code_questions: 0.08,
+    table_lookup: 0.04, table_chat: 0.14, needle_plain: 0.05, needle_chat: 0.13, needle_terse: 0.08,
+    copy_tokens: 0.03, copy_text: 0.02, copy_chat: 0.03, spelling: 0.02,
+    chat: 0.03, memory: 0.05, tool_chat: 0.02, tool_loop: 0.07, tool_choice: 0.10,
+}  # fmt: skip
+CHOICE_LONGEST: Mixture = {
+    **CHOICE_LONG, code: 0.06, code_questions: 0.06, table_chat: 0.16, needle_chat: 0.20, needle_terse: 0.12,
 }  # fmt: skip
 
 
@@ -97,34 +114,61 @@ FIRST = Cycle(
 )
 TARGET = Recipe(Geometry(), (FIRST,), seed=1)
 
-LONGER = Recipe(
-    Geometry(context=32768),
+SECOND = Cycle(
     (
-        FIRST,
-        Cycle(
-            (
-                Stage("2k again", BatchShape(128, 2048), AGENT, steps=900, share=0.25, whole=0.3),
-                Stage(
-                    "every length",
-                    BatchShape(64, 2048),
-                    AGENT,
-                    steps=2400,
-                    share=0.6,
-                    whole=0.3,
-                    beside=(
-                        Windows(BatchShape(16, 8192), AGENT_LONG, 0.5, mingled=True),
-                        Windows(BatchShape(64, 2048), AGENT, 0.3),
-                        Windows(BatchShape(4, 32768), AGENT_LONGEST, 0.4, mingled=True),
-                    ),
-                ),
+        Stage("2k again", BatchShape(64, 2048), AGENT, steps=3000, share=0.24, whole=0.3),
+        Stage("8k again", BatchShape(16, 8192), AGENT_LONG, steps=1500, share=0.2, whole=0.6),
+        Stage("32k", BatchShape(4, 32768), AGENT_LONGEST, steps=800, share=0.19, whole=0.6),
+    ),
+    LearningRates(matrices=2.5e-3, others=1.5e-3, falling=1.0),
+)
+"""Tool loops and four times the context. It ends with four long windows of one task each a step, which spoils what
+short windows had taught."""
+
+THIRD = Cycle(
+    (
+        Stage("2k at last", BatchShape(64, 2048), AGENT, steps=500, share=0.07, whole=0.3),
+        Stage(
+            "every length",
+            BatchShape(64, 2048),
+            AGENT,
+            steps=800,
+            share=0.13,
+            whole=0.3,
+            beside=(
+                Windows(BatchShape(16, 8192), AGENT_LONG, 0.5, mingled=True),
+                Windows(BatchShape(64, 2048), AGENT, 0.3),
+                Windows(BatchShape(4, 32768), AGENT_LONGEST, 0.4, mingled=True),
             ),
-            LearningRates(matrices=1e-3, others=6e-4, falling=1.0),
         ),
     ),
-    seed=1,
+    LearningRates(matrices=1.5e-3, others=1e-3, falling=1.0),
 )
-"""The same, and a second cycle for tool loops and four times the context. Every length comes in turn, so that none is
-forgotten, with documents of any tasks in a window: four long windows of one task each are a bad step to end with."""
+"""Every length in turn, so that none is forgotten, with documents of any tasks in a window."""
+
+FOURTH = Cycle(
+    (
+        Stage("choices", BatchShape(64, 2048), CHOICE, steps=1000, share=0.12, whole=0.3),
+        Stage(
+            "every length again",
+            BatchShape(64, 2048),
+            CHOICE,
+            steps=2400,
+            share=0.32,
+            whole=0.3,
+            beside=(
+                Windows(BatchShape(4, 32768), CHOICE_LONGEST, 0.6, mingled=True),
+                Windows(BatchShape(64, 2048), CHOICE, 0.3),
+                Windows(BatchShape(8, 16384), CHOICE_LONG, 0.6, mingled=True),
+            ),
+        ),
+    ),
+    LearningRates(matrices=1.5e-3, others=9e-4, falling=1.0),
+)
+"""Which of the functions a request is for: where tool loops failed after the third cycle, and next to nowhere else."""
+
+LONGER = Recipe(Geometry(context=32768), (FIRST, SECOND, THIRD, FOURTH), seed=1)
+"""The same, and cycles for tool loops and four times the context."""
 
 
 def narrow(windows: Windows) -> Windows:

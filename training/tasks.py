@@ -22,6 +22,7 @@ from training.words import ADJECTIVES, NAMES, NOUNS, Source, key, noun_phrase, v
 Task = Callable[[Random, Source, int], Document]
 
 CODE_WEIGHT, FILLER_WEIGHT, COPY_WEIGHT, ANSWER_WEIGHT = 1.0, 0.3, 2.0, 4.0
+READ = "I have read it."
 CODE_CHARS, TABLE_CHARS = 3.0, 1.9  # characters a token, on the short side
 
 SEPARATORS = (
@@ -129,7 +130,7 @@ def _context_first(rng: Random, context: str, exchanges: Sequence[tuple[str, str
         case 0:
             messages = [system(context), user(first)]
         case 1:
-            messages = [user(context), says("I have read it."), user(first)]
+            messages = [user(context), says(READ), user(first)]
         case 2:
             messages = [user(f"{first}\n\n{context}")]
         case _:

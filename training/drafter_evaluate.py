@@ -1,0 +1,150 @@
+"""What a compressed prompt is still good for: the target's answers after what the drafter kept, and what others keep.
+
+`python -m training.drafter_evaluate` examines the shipped drafter with the shipped demo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+from attrs import frozen
+from tokenizers import Tokenizer
+
+from adapters.demo import FOLDER
+from adapters.device.selection import Marks, select
+from effects.compression import PromptPart
+from training import tasks
+from training.batches import flatten, row_random
+from training.chat_format import CONTROLS, END_OF_TURN, TURN
+from training.corpus import HeldOut, held_out
+from training.drafter_model import Drafter
+from training.evaluate import SEED, greedy_picks, hash_of, spans
+from training.export import load, load_drafter
+from training.model import Qwen3
+from training.tokenizer import encode
+from training.words import Source
+
+LENGTHS = (8192, 16384, 32768, 65536)
+KEEP = (50, 100, 200)  # thousandths
+TURN_ID, END_ID = map(CONTROLS.index, (TURN, END_OF_TURN))
+
+Scores = Callable[[Sequence[int]], Sequence[float]]
+
+
+@frozen
+class Question:
+    """A prompt and its answer."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def questions(tokenizer: Tokenizer, source: Source, length: int, count: int, needles: int) -> list[Question]:
+    """About a fact that is hidden in code, alone or, where `needles` is 0, with others: the same ones every time."""
+    found: list[Question] = []
+    (read,) = encode(tokenizer, [tasks.READ + END_OF_TURN])
+    number = 0
+    while len(found) < count:
+        rng = row_random(SEED, number, hash_of(f"{needles} of {length}"))
+        number += 1
+        depth = rng.random() if needles == 1 else None
+        ids, weights = flatten(tokenizer, tasks.needle_chat(rng, source, length - 64, depth))
+        first = next(said for said in spans(weights) if ids[said] != read)
+        if first.stop <= length:
+            found.append(Question(tuple(ids[: first.start]), tuple(ids[first])))
+    return found
+
+
+def parts_of(prompt: Sequence[int]) -> list[PromptPart]:
+    """The messages of a prompt in the demo's template; a short last question stays as it is."""
+    starts = [at + 1 for at, token in enumerate(prompt) if token == TURN_ID][:-1]
+    stops = [at for at, token in enumerate(prompt) if token == END_ID]
+    every = list(zip(starts, stops, strict=False))
+    return [
+        PromptPart("user", start, stop, protected=(start, stop) == every[-1] and stop - start < 1024)
+        for start, stop in every
+    ]
+
+
+def marks_of(tokenizer: Tokenizer) -> Marks:
+    """As the server's, of the demo's tokenizer."""
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in range(tokenizer.get_vocab_size())]
+    return Marks(
+        bytes(text.rstrip(" \t\r").endswith("\n") for text in texts),
+        bytes(text.rstrip().endswith((".", "!", "?", ";")) for text in texts),
+        frozenset(range(len(CONTROLS))),
+    )
+
+
+def shortened(question: Question, scores: Sequence[float], marks: Marks, keep: int) -> list[int]:
+    prompt = question.prompt
+    kept = select(prompt, scores, parts_of(prompt), marks, keep=len(prompt) * keep // 1000, most=len(prompt))
+    assert kept is not None, "what has to stay is a part of the prompt"
+    return [token for start, stop in kept.spans for token in prompt[start:stop]]
+
+
+@torch.inference_mode()
+def right(target: Qwen3, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    picks = greedy_picks(target, [[*prompt, *answer]])[0]
+    return picks[len(prompt) - 1 :] == list(answer)
+
+
+def evaluate_drafter(
+    drafter: Drafter, target: Qwen3, tokenizer: Tokenizer, texts: HeldOut, count: int
+) -> dict[str, dict[str, float]]:
+    """How many answers are right, by where the facts are and by what is kept; printed as they come."""
+    source, marks = Source(texts.stdlib), marks_of(tokenizer)
+    device = drafter.cos.device
+
+    def looked_at(prompt: Sequence[int]) -> Sequence[float]:
+        found: list[float] = drafter.scores(torch.tensor(prompt, device=device)).tolist()
+        return found
+
+    ways: Mapping[str, Scores] = {
+        "the drafter": looked_at,
+        "the latest": lambda prompt: range(len(prompt)),
+        "any": lambda prompt: Random(len(prompt)).choices((0.0, 1.0), k=len(prompt)),
+    }
+    found: dict[str, dict[str, float]] = {}
+    for length in (length for length in LENGTHS if length <= drafter.geometry.context):
+        for needles, name in ((1, "one fact"), (0, "several")):
+            asked = questions(tokenizer, source, length, max(1, count * 8192 // length), needles)
+            row = found.setdefault(f"{name}, {length}", {})
+            if length <= target.geometry.context:
+                row["all of it"] = share(right(target, one.prompt, one.answer) for one in asked)
+            for way, scores in ways.items():
+                every = [scores(one.prompt) for one in asked]
+                for keep in KEEP if way == "the drafter" else KEEP[1:2]:
+                    kept = [shortened(one, looks, marks, keep) for one, looks in zip(asked, every, strict=True)]
+                    row[f"{way}, {keep / 10:g} %"] = share(
+                        right(target, prompt, one.answer) for prompt, one in zip(kept, asked, strict=True)
+                    )
+            print(f"{name}, {length}: " + ", ".join(f"{way} {part:.1%}" for way, part in row.items()), flush=True)
+    return found
+
+
+def share(every: Iterable[bool]) -> float:
+    hits = list(every)
+    return sum(hits) / max(len(hits), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=FOLDER, help="the target's checkpoint folder")
+    parser.add_argument("--drafter", type=Path, default=FOLDER / "drafter", help="the drafter's checkpoint folder")
+    parser.add_argument("--questions", type=int, default=8, help="of 8192 tokens; fewer of longer ones")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target, drafter = load(arguments.model, device, dtype), load_drafter(arguments.drafter, device, dtype)
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    print(json.dumps(evaluate_drafter(drafter, target, tokenizer, held_out(), arguments.questions)))
+
+
+if __name__ == "__main__":
+    main()
