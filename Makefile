@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= 2
 DRAFT_ARGS ?=
 
-.PHONY: install serve test lint types imports check docs reference diagram pictures train-demo train-demo-draft train-demo-hybrid bench clean
+.PHONY: install serve test lint types imports check docs reference diagram pictures train-demo train-demo-draft train-demo-drafter train-demo-hybrid bench clean
 
 install: .venv/develops  ## set up .venv with rekindle and what its tests and benchmarks need
 
@@ -72,12 +72,16 @@ bench: install  ## the figures of docs/BENCHMARKS.md that need no GPU; takes a w
 .train/packages: training/corpus.txt install  ## what the corpus reads and nothing else needs
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --upgrade --target $@ -r $<
 
-train-demo: install .train/packages  ## train the demo model and its draft again, from nothing; needs a CUDA device
+train-demo: install .train/packages  ## train the demo model, its draft and its drafter again, from nothing; needs a CUDA device
 	$(BIN)/python -m training.demo $(ARGS)
 	$(BIN)/python -m training.draft $(DRAFT_ARGS)
+	$(BIN)/python -m training.drafter $(DRAFTER_ARGS)
 
 train-demo-draft: install  ## train the demo model's draft again, for the demo model as it is; needs a CUDA device
 	$(BIN)/python -m training.draft $(ARGS)
+
+train-demo-drafter: install .train/packages  ## train what scores prompts for the demo model again, from nothing; needs a CUDA device
+	$(BIN)/python -m training.drafter $(ARGS)
 
 clean:
 	rm -rf .venv

@@ -82,7 +82,7 @@ class Drafter:
 
 def find_drafter(options: Options, folder: Path, target: torch.device, context: int) -> FoundDrafter | None:
     """folder: of the target. Raises Refusal for one that cannot score its prompts."""
-    name = options.prefill_drafter
+    name = options.drafter
     if not name:
         return None
     path = demo.FOLDERS.get(name) or Path(name)

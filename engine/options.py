@@ -11,6 +11,7 @@ from attrs import frozen
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from adapters import demo
 from effects.scope import Scope, parse
 from engine.accepted import (
     Residency,
@@ -142,8 +143,9 @@ class Options(ModelOption):
     prefill_compression: Annotated[Literal["off", "auto", "always"], flag(COMPRESSION)] = "off"
     """Leave out of prompts what a drafter attends least to; auto: of long ones, where that is quicker."""
 
-    prefill_drafter: Annotated[str, flag(COMPRESSION)] = ""
-    """Folder or GGUF file of the drafter: any family that is served, with the model's tokenizer; or a demo's name."""
+    prefill_drafter: Annotated[str, flag(COMPRESSION)] = "auto"
+    """Folder or GGUF file of the drafter: any family that is served, with the model's tokenizer; or a demo's name;
+    auto: what a demo comes with, unless --prefill-compression is off."""
 
     prefill_drafter_device: Annotated[Device, flag(COMPRESSION, validator=known_drafter_device)] = ""
     """Where it runs: cpu, cuda or cuda:N; the model's own device by default."""
@@ -253,7 +255,7 @@ class Options(ModelOption):
         self._check_shards()
         if self.lazy_draft and self.draft_residency == "persistent":
             raise Refusal("--lazy-draft is --draft-residency request-scoped, not persistent: leave one out")
-        if not self.prefill_drafter and (self.prefill_compression != "off" or self.prefill_drafter_device):
+        if not self.drafter and (self.prefill_compression != "off" or self.prefill_drafter_device):
             asked = f"--prefill-compression {self.prefill_compression}, --prefill-drafter-device"
             raise Refusal(f"{asked}: there is no model that could score prompts; name one with --prefill-drafter")
         self._check_freezing()
@@ -273,6 +275,14 @@ class Options(ModelOption):
                 "--disk-prefix-cache-compress keeps what messages were frozen to beside the prefix cache on disk, and "
                 "--disk-prefix-cache off or --kv-cache-budget 0 declines that: leave one out"
             )
+
+    @property
+    def drafter(self) -> str:
+        """Folder, file or name of what scores prompts; empty where nothing does."""
+        if self.prefill_drafter != "auto":
+            return self.prefill_drafter
+        wanted = self.prefill_compression != "off" and self.model in demo.FOLDERS
+        return str(demo.DRAFTER) if wanted else ""
 
     def _check_shards(self) -> None:
         launched = [one for one in self.devices if one.launched]

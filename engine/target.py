@@ -298,7 +298,7 @@ def decide(
         why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
         log.warning("--ddtree: %s; chains are proposed", why or "a prediction head says one token after the other")
     tree = options.ddtree_budget if options.ddtree and branches else 0
-    low_memory, has_drafter = short_of_memory(shard.device), bool(options.prefill_drafter)
+    low_memory, has_drafter = short_of_memory(shard.device), bool(options.drafter)
     residency, message = resolved(
         options.residency, has_draft=has_draft, has_drafter=has_drafter, low_memory=low_memory
     )

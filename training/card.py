@@ -45,7 +45,7 @@ finds, remembers, copies and calls tools; it knows next to nothing about the wor
   `training/`.
 
 Loss weights: code 1 (0.3 where it hides facts), conversations, copies, memory and tool calls 2, answers of
-retrieval 4, prompts 0.
+retrieval and of the choice of functions 4, prompts 0.
 
 The tokenizer is a byte-level BPE trained on the same corpus; every digit is a token. Control tokens that are never used
 stay out of the softmax while training, and their rows are the mean of the others, so they are never predicted.

@@ -25,7 +25,7 @@ from training.evaluate import evaluate
 from training.export import Trained, export, load
 from training.model import Geometry, Qwen3
 from training.packages import MORE, PACKAGES
-from training.recipe import LONGER, TARGET, TOKENIZER_TASKS, Cycle, G, Recipe, smallest
+from training.recipe import TARGET, TOKENIZER_TASKS, Cycle, G, Recipe, smallest
 from training.tokenizer import train_tokenizer
 from training.train import Stage, TrainingProgress, digest, train, windows_of
 from training.words import Source
@@ -173,11 +173,9 @@ def filled(text: str) -> str:
 
 def main() -> None:
     told = parser(__doc__, FOLDER)
-    told.add_argument("--longer", action="store_true", help="with the second cycle, of tool loops and 32768 tokens")
     told.add_argument("--attention", choices=("flash", "cudnn"), default="flash", help="whose kernels attend")
     arguments = parsed(told)
-    recipe = LONGER if arguments.longer else TARGET
-    recipe = smallest(recipe) if arguments.smoke else recipe
+    recipe = smallest(TARGET) if arguments.smoke else TARGET
     run(
         recipe,
         arguments.work,

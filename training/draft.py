@@ -65,6 +65,9 @@ class DraftRecipe:
     """Prompts a subject of code when a stage ends; none are asked with 0."""
 
 
+BEGAN = "Layers began as the target's last ones."
+WENT_ON = "It began as the draft of the target after an earlier cycle (`--again`)."
+
 BLOCKS = (8, 16)
 """Blocks that the exams are sat with: the server's widths."""
 
@@ -191,7 +194,8 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
         first=limits.first,
         before=TrainingProgress.load(notes) if limits.first else None,
     )
-    trained = describe(recipe, pools, progress, draft, target) | {"ended": ended(limits.seconds)}
+    began = WENT_ON if limits.again else BEGAN
+    trained = describe(recipe, pools, progress, draft, target) | {"ended": ended(limits.seconds), "began": began}
     print(json.dumps(trained), flush=True)
     shipped = load_draft(folders.out, device, next(target.parameters()).dtype)
     began = time.monotonic()

@@ -36,7 +36,7 @@ Then, with the frozen target in the same step:
 
 A slot's loss is the cross-entropy to the target's distribution at temperature 0.8, that to its likeliest token, and
 the logarithm of what both distributions share. It weighs less the later the slot is, the worse the target would find
-the tokens before it, and the less likely the draft would get that far. Layers began as the target's last ones. Peak
+the tokens before it, and the less likely the draft would get that far. {began} Peak
 rates {matrices} (Muon, matrices) and {others} (AdamW, norms), falling over the last {falling:.0%}, bf16 autocast;
 {seconds:.0f} s of training on one {hardware},
 torch {torch}. Digest of the parameters (blake2b): `{weights}`.

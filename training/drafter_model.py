@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from adapters.models.scorer import POOL, TAIL
 from training.model import Geometry, Qwen3, SelfAttention
 
 GEOMETRY = Geometry(hidden=160, inner=384, layers=4, heads=3, kv_heads=1, context=65536)
 """1.7 million parameters. Of the last layer only queries and keys are used, so scoring takes a fifteenth of a target's
 work a token, and a ninth of its attention."""
 
-TAIL = 8  # last tokens of a prompt, whose queries score
-POOL = 13  # tokens that a score is averaged over
 SEARCHING = 5  # tokens before an answer that are to look for it: what closes the question and opens the answer
 NEAR = 40  # tokens before an answer that hold its question, which says some of its words, too
 ANSWER = 16  # first tokens of an answer that may be found

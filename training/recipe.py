@@ -112,7 +112,7 @@ FIRST = Cycle(
     ),
     LearningRates(matrices=5e-3, others=3e-3, falling=0.6),
 )
-TARGET = Recipe(Geometry(), (FIRST,), seed=1)
+"""Language and retrieval."""
 
 SECOND = Cycle(
     (
@@ -167,8 +167,7 @@ FOURTH = Cycle(
 )
 """Which of the functions a request is for: where tool loops failed after the third cycle, and next to nowhere else."""
 
-LONGER = Recipe(Geometry(context=32768), (FIRST, SECOND, THIRD, FOURTH), seed=1)
-"""The same, and cycles for tool loops and four times the context."""
+TARGET = Recipe(Geometry(context=32768), (FIRST, SECOND, THIRD, FOURTH), seed=1)
 
 
 def narrow(windows: Windows) -> Windows:

@@ -58,7 +58,7 @@ def test_every_weight_is_finite(model):
 def test_our_own_reader_takes_it_and_knows_how_an_answer_ends():
     checkpoint = Checkpoint.open(DEMO)
     assert checkpoint.config.num_layers == 10
-    assert checkpoint.config.max_positions == 8192
+    assert checkpoint.config.max_positions == 32768
     assert set(TextFiles.read(DEMO).end_tokens) == {2, 4}
 
 

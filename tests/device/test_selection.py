@@ -156,6 +156,16 @@ def test_what_stands_around_words_that_meet_by_chance_leaves_room_for_the_other_
     assert {*range(200, 204), *range(2000, 2004)} <= kept
 
 
+def test_the_best_scores_are_kept_before_what_the_end_says_again() -> None:
+    """The end of a file says much that stands in all of it, and a question is about one line."""
+    prompt = repeating([1000 + 200 * at for at in range(ANCHORS[0][2])])
+    scores = [0.0] * len(prompt)
+    scores[2944:2976] = [1.0] * 32  # between two anchors
+    found = chosen(prompt, 12 * PIECE, scores=scores)
+    assert found.tokens == 12 * PIECE
+    assert (2944, 2976) in [span for span in found.spans if span not in found.forced]
+
+
 def test_what_is_said_everywhere_anchors_nothing() -> None:
     limit = ANCHORS[0][2]
     found = chosen(repeating([1000 + 150 * at for at in range(limit + 1)]), 2400)

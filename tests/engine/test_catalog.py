@@ -174,7 +174,7 @@ def test_models_are_listed_with_what_they_would_be_served_with(told: Callable[..
     assert mine["bytes"] > 4 * mine["parameters"]
     assert mine["devices"]["cpu"][0] < mine["devices"]["cpu"][1]
     assert "model_type 'gpt2' is not supported" in other["why"]
-    assert (demo["slots"], demo["context"], demo["stored"]) == (4, 8192, "bfloat16")
+    assert (demo["slots"], demo["context"], demo["stored"]) == (4, 32768, "bfloat16")
     text = told()
     assert "4 x 16,384 tokens" in text
     assert "other: not served: config.json: model_type 'gpt2'" in text

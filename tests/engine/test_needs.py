@@ -47,9 +47,9 @@ async def test_the_ledger_charges_what_was_reckoned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("there", "asked", "served"),
     [
-        (1 << 40, {}, (4, 8192)),  # the demo is served as it always was
+        (1 << 40, {}, (4, 32768)),  # all of what the demo can read
         (1 << 40, {"slots": 9, "max_ctx": 100}, (9, 100)),
-        (145 << 20, {}, (2, 8192)),
+        (145 << 20, {}, (1, 16384)),
         (145 << 20, {"slots": 4}, (4, 4096)),
         (1 << 20, {}, (1, 1024)),
     ],
@@ -66,7 +66,7 @@ def test_what_nobody_chose_is_what_there_is_room_for(
     with caplog.at_level(logging.WARNING, "rekindle"):
         found = chosen(options, CONFIG, F32, planned(options, CONFIG), None)
     assert (found.slots, found.context) == served
-    assert ("--max-ctx: 4096 of the model's 8192 tokens" in caplog.text) == (asked == {"slots": 4})
+    assert ("--max-ctx: 4096 of the model's 32768 tokens" in caplog.text) == (asked == {"slots": 4})
     assert ("can be had" in caplog.text) == (there == 1 << 20)
 
 

@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 import engine.__main__ as command
+from adapters import demo
 from adapters.text.answer.reader import REASONING_PARSERS, TOOL_PARSERS
 from effects.scope import Scope
 from engine.options import Options, ReasoningParser, ToolParser
@@ -85,7 +86,10 @@ FREEZING = ("--disk-prefix-cache-compress", "--prefill-compression", "auto", "--
         (["--target-devices", "cpu", "--target-layer-split", "1,,2"], ["--target-layer-split", "'' is no weight"]),
         (["--dtype", "int4"], ["--dtype", "bfloat16"]),
         (["--prefill-compression", "on"], ["--prefill-compression", '"off", "auto", "always"']),
-        (["--prefill-compression", "auto"], ["--prefill-compression auto", "name one with --prefill-drafter"]),
+        (
+            ["elsewhere", "--prefill-compression", "auto"],
+            ["--prefill-compression auto", "name one with --prefill-drafter"],
+        ),
         (["--disk-prefix-cache-compress"], ["--disk-prefix-cache-compress", "accepted with it: auto, always"]),
         (
             [*FREEZING, "--kv-cache-budget", "0"],
@@ -277,3 +281,11 @@ def test_the_defaults_of_what_is_worth_keeping(served: list[Options]) -> None:
 )
 def test_a_curve_of_ratios_is_read_in_thousandths(curve: str, points: tuple[tuple[int, int], ...]) -> None:
     assert Options(prefill_curve=curve).curve == points
+
+
+def test_a_demo_scores_with_the_drafter_that_it_comes_with_unless_nothing_is_to_be_left_out() -> None:
+    assert Options().drafter == ""
+    assert Options(prefill_compression="auto").drafter == str(demo.DRAFTER)
+    assert Options(model="demo-hybrid", prefill_compression="always").drafter == str(demo.DRAFTER)
+    assert Options(prefill_drafter="elsewhere").drafter == "elsewhere"
+    assert (demo.DRAFTER / "config.json").is_file()

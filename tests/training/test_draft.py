@@ -306,6 +306,7 @@ def test_the_card_has_a_row_for_every_subject():
             "block",
             "mask",
             "ended",
+            "began",
             "cache",
             "target_weights",
             "weights",

@@ -14,6 +14,7 @@ from training.batches import flatten
 from training.chat_format import CONTROLS, END_OF_TURN
 from training.dialogues import EXCHANGES, memory
 from training.recipe import SHORT, TARGET
+from training.train import windows_of
 from training.words import key, value
 
 TASKS = list(SHORT)
@@ -111,6 +112,6 @@ def test_keys_and_values_are_never_empty(source):
     assert all(key(rng, word) and value(rng, word) for word in source.words(rng, 200))
 
 
-def test_the_shares_of_the_stages_add_up_and_the_last_reads_the_whole_context():
-    assert sum(stage.share for stage in TARGET.stages) == pytest.approx(1)
-    assert TARGET.stages[-1].shape.length == TARGET.geometry.context
+def test_the_first_cycle_is_the_unit_of_time_and_the_last_stage_reads_the_whole_context():
+    assert sum(stage.share for stage in TARGET.cycles[0].stages) == pytest.approx(1)
+    assert max(windows.shape.length for windows in windows_of(TARGET.stages[-1])) == TARGET.geometry.context
