@@ -194,8 +194,8 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
         first=limits.first,
         before=TrainingProgress.load(notes) if limits.first else None,
     )
-    began = WENT_ON if limits.again else BEGAN
-    trained = describe(recipe, pools, progress, draft, target) | {"ended": ended(limits.seconds), "began": began}
+    start = WENT_ON if limits.again else BEGAN
+    trained = describe(recipe, pools, progress, draft, target) | {"ended": ended(limits.seconds), "began": start}
     print(json.dumps(trained), flush=True)
     shipped = load_draft(folders.out, device, next(target.parameters()).dtype)
     began = time.monotonic()

@@ -22,7 +22,7 @@ from training.dialogues import chat, memory
 from training.draft import ended
 from training.drafter_card import write_drafter_card
 from training.drafter_evaluate import evaluate_drafter
-from training.drafter_model import GEOMETRY, SEARCHING, Drafter
+from training.drafter_model import GEOMETRY, SEARCHING, ScoringModel
 from training.export import export, load, load_drafter
 from training.model import Geometry
 from training.recipe import Cycle, Recipe, copy_tokens, short, tool_choice, tool_loop
@@ -101,7 +101,7 @@ def run(
         )
 
     torch.manual_seed(recipe.seed)
-    model = Drafter(recipe.geometry)
+    model = ScoringModel(recipe.geometry)
     if limits.first:
         model.load_state_dict(load_drafter(out, "cpu", torch.float32).state_dict())
     model.to(device)
@@ -130,7 +130,7 @@ def run(
         "target_weights": digest(reader),
         "questions": recipe.questions,
         "longest": max(windows.shape.length for stage in cycle.stages for windows in windows_of(stage)),
-        "share": Drafter.share,
+        "share": ScoringModel.share,
         "searching": SEARCHING,
         "ended": ended(limits.seconds),
     }

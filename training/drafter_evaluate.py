@@ -22,7 +22,7 @@ from training import tasks
 from training.batches import flatten, row_random
 from training.chat_format import CONTROLS, END_OF_TURN, TURN
 from training.corpus import HeldOut, held_out
-from training.drafter_model import Drafter
+from training.drafter_model import ScoringModel
 from training.evaluate import SEED, greedy_picks, hash_of, spans
 from training.export import load, load_drafter
 from training.model import Qwen3
@@ -95,7 +95,7 @@ def right(target: Qwen3, prompt: Sequence[int], answer: Sequence[int]) -> bool:
 
 
 def evaluate_drafter(
-    drafter: Drafter, target: Qwen3, tokenizer: Tokenizer, texts: HeldOut, count: int
+    drafter: ScoringModel, target: Qwen3, tokenizer: Tokenizer, texts: HeldOut, count: int
 ) -> dict[str, dict[str, float]]:
     """How many answers are right, by where the facts are and by what is kept; printed as they come."""
     source, marks = Source(texts.stdlib), marks_of(tokenizer)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adapters.models.scorer import POOL, TAIL
-from training.model import Geometry, Qwen3, SelfAttention
+from training.model import DecoderBlock, Geometry, Qwen3, SelfAttention
 
 GEOMETRY = Geometry(hidden=160, inner=384, layers=4, heads=3, kv_heads=1, context=65536)
 """1.7 million parameters. Of the last layer only queries and keys are used, so scoring takes a fifteenth of a target's
@@ -28,16 +28,19 @@ ASKED = 24  # answers of a row that are looked for
 LEAST_WEIGHT = 1.5  # of what is an answer
 
 
-class Drafter(Qwen3):
+class ScoringModel(Qwen3):
     """The loss is that of a Qwen3, and `SHARE` of how little the last layer looks at what is asked for."""
 
     share = 0.5
+
+    def blocks(self) -> list[DecoderBlock]:
+        return [layer for layer in self.model.layers if isinstance(layer, DecoderBlock)]
 
     def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
         inputs = tokens[:, :-1].long()
         x = self.model.embed_tokens(inputs)
         angles = self.cos[: inputs.shape[1]], self.sin[: inputs.shape[1]]
-        *layers, last = self.model.layers
+        *layers, last = self.blocks()
         for layer in layers:
             x = layer(x, angles)
         starts, goals, counted = places(tokens.long(), weights.float())
@@ -55,7 +58,7 @@ class Drafter(Qwen3):
         rows = torch.arange(len(tokens) - TAIL, len(tokens), device=tokens.device)
         ahead = torch.arange(len(tokens), device=tokens.device) > rows[:, None]
         most = torch.zeros(TAIL, len(tokens), device=tokens.device)
-        for layer in self.model.layers:
+        for layer in self.blocks():
             q, k = unrotated(layer.self_attn, layer.input_layernorm(x), rows[None])
             looks = (q[0].float() @ k[0].float().mT * layer.self_attn.dim**-0.5).masked_fill(ahead, -torch.inf)
             most = torch.maximum(most, looks.softmax(-1).amax(0))

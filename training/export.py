@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from training.drafter_model import Drafter
+from training.drafter_model import ScoringModel
 from training.hybrid_model import Hybrid, HybridGeometry
 from training.model import UNUSED_IDS, Geometry, Qwen3
 from training.tokenizer import settings
@@ -105,10 +105,10 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Qwen3:
     return filled(Qwen3(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
 
 
-def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:
+def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -> ScoringModel:
     """A drafter that `export` wrote."""
     config = read_config(folder)
-    return filled(Drafter(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
+    return filled(ScoringModel(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
 
 
 def load_hybrid(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Hybrid:
@@ -121,7 +121,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-M = TypeVar("M", Qwen3, Drafter, Hybrid)
+M = TypeVar("M", Qwen3, ScoringModel, Hybrid)
 
 
 def filled(model: M, folder: Path, device: torch.device | str, dtype: torch.dtype) -> M:

@@ -28,13 +28,13 @@ from training.tasks import (
     table_lookup,
 )
 from training.tokenizer import VOCABULARY
-from training.tool_choice import ToolChoice
+from training.tool_choice import FunctionChoice
 from training.tools import tool_chat
 from training.train import LearningRates, Stage, Windows
 
 copy_tokens = CopyTokens(len(CONTROLS), VOCABULARY)
 tool_loop = ToolLoop()
-tool_choice = ToolChoice(tool_loop)
+tool_choice = FunctionChoice(tool_loop)
 
 TOKENIZER_TASKS: tuple[Task, ...] = (
     *(table_lookup, table_chat, needle_chat, needle_plain, chat, chat, chat, memory, tool_chat),

@@ -22,7 +22,7 @@ FAR = 3000  # tokens, from which on text is put before
 
 
 @frozen
-class ToolChoice:
+class FunctionChoice:
     """The task. loop: what functions are named after."""
 
     loop: ToolLoop

@@ -163,7 +163,7 @@ def test_props_tell_how_numbers_come_about(server: Running) -> None:
     [
         ({"prompt": CODE, "temperature": -1}, 400, "temperature"),
         ({"prompt": CODE, "model": "gpt-5"}, 404, "gpt-5"),
-        ({"prompt": "x " * 20_000}, 400, "context"),
+        ({"prompt": "x " * 80_000}, 400, "context"),
         ({"prompt": [5000]}, 400, "prompt"),
         ({}, 400, "prompt"),
     ],

@@ -12,7 +12,7 @@ from training.agents import HELD_OUT_KEYS, HELD_OUT_THINGS, HELD_OUT_VERBS, KEYS
 from training.batches import flatten
 from training.chat_format import END_OF_TURN
 from training.file_tools import FileTools
-from training.tool_choice import ToolChoice
+from training.tool_choice import FunctionChoice
 
 EXAM = (HELD_OUT_VERBS, HELD_OUT_THINGS, HELD_OUT_KEYS)
 TOOLS = re.compile(r"<tools>\n(.*)\n</tools>", re.DOTALL)
@@ -93,7 +93,7 @@ def test_files_are_read_and_written_with_tools_that_are_listed(make, source):
 def test_a_choice_follows_from_the_request(seed, source):
     """Of all functions that are offered, the one that is called or named is the only one of that thing, and no two have
     a thing in common."""
-    text = text_of(ToolChoice(ToolLoop())(Random(seed), source, 2000))
+    text = text_of(FunctionChoice(ToolLoop())(Random(seed), source, 2000))
     things = {}
     for tool in map(json.loads, listed(text)):
         of = re.fullmatch(r"Give the .* of a (\S+)\.", tool["function"]["description"])

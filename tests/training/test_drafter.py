@@ -15,7 +15,7 @@ from training.chat_format import CONTROLS, conversation, user
 from training.chat_format import assistant as says
 from training.drafter import DRAFTER
 from training.drafter_evaluate import Question, marks_of, parts_of, questions, shortened
-from training.drafter_model import ASKED, NEAR, Drafter, places
+from training.drafter_model import ASKED, NEAR, ScoringModel, places
 from training.export import export
 from training.model import Geometry
 from training.tasks import ANSWER_WEIGHT, CODE_CHARS, table_chat
@@ -59,7 +59,7 @@ def test_an_answer_that_stands_nowhere_is_not_looked_for(source, tokenizer):
 def test_it_learns_to_look(source, tokenizer):
     """The tokens that open an answer look elsewhere at first, and after some steps where it stands."""
     torch.manual_seed(1)
-    model = Drafter(TINY)
+    model = ScoringModel(TINY)
     tokens, weights = Batches(tokenizer, source, {table_chat: 1.0}, BatchShape(4, 255), 1, whole=1.0)[0]
     stepper = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
@@ -77,7 +77,7 @@ def test_it_learns_to_look(source, tokenizer):
 
 def test_the_server_scores_with_it_as_training_does(tokenizer, tmp_path):
     torch.manual_seed(2)
-    model = Drafter(TINY)
+    model = ScoringModel(TINY)
     for parameter in model.model.layers.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -118,5 +118,5 @@ def test_what_is_asked_of_a_row_is_bounded():
 
 
 def test_what_is_shipped_is_small():
-    count = sum(parameter.numel() for parameter in Drafter(DRAFTER.geometry).parameters())
+    count = sum(parameter.numel() for parameter in ScoringModel(DRAFTER.geometry).parameters())
     assert count * 2 < 3_600_000
