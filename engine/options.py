@@ -263,26 +263,22 @@ class Options(ModelOption):
             raise Refusal("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
 
     def _check_freezing(self) -> None:
+        frozen = "--disk-prefix-cache-compress"
         if self.disk_prefix_cache_compress and self.prefill_compression == "off":
+            how = "shortens messages where --prefill-compression says so, and it is off"
+            raise Refusal(f"{frozen} {how}: accepted with it: auto, always")
+        kept = self.kv_cache_budget and parse(self.disk_prefix_cache).kind != "off"
+        if self.disk_prefix_cache_compress and not kept:
+            where = "keeps what messages were frozen to beside the prefix cache on disk"
             raise Refusal(
-                "--disk-prefix-cache-compress shortens messages where --prefill-compression says so, and it is off: "
-                "accepted with it: auto, always"
-            )
-        if self.disk_prefix_cache_compress and not (
-            self.kv_cache_budget and parse(self.disk_prefix_cache).kind != "off"
-        ):
-            raise Refusal(
-                "--disk-prefix-cache-compress keeps what messages were frozen to beside the prefix cache on disk, and "
-                "--disk-prefix-cache off or --kv-cache-budget 0 declines that: leave one out"
+                f"{frozen} {where}, and --disk-prefix-cache off or --kv-cache-budget 0 declines that: leave one out"
             )
 
     @property
     def drafter(self) -> str:
         """Folder, file or name of what scores prompts; empty where nothing does."""
-        if self.prefill_drafter != "auto":
-            return self.prefill_drafter
         wanted = self.prefill_compression != "off" and self.model in demo.FOLDERS
-        return str(demo.DRAFTER) if wanted else ""
+        return self.prefill_drafter if self.prefill_drafter != "auto" else str(demo.DRAFTER) if wanted else ""
 
     def _check_shards(self) -> None:
         launched = [one for one in self.devices if one.launched]
@@ -334,14 +330,9 @@ class Options(ModelOption):
         """For the trace's header and /props: everything but secrets."""
         raw = attrs.asdict(self)
         raw["api_key"] = len(self.api_key)
-        raw["api_key_file"] = None if self.api_key_file is None else self.api_key_file.name
-        raw["kv_cache_dir"] = None if self.kv_cache_dir is None else self.kv_cache_dir.name
-        raw["trace"] = None if self.trace is None else self.trace.name
         raw["target_shard_ipc_python"] = None  # an interpreter of this machine
-        raw["shard_secret_file"] = None if self.shard_secret_file is None else self.shard_secret_file.name
-        raw["model"] = Path(self.model).name
-        raw["draft"] = Path(self.draft).name
-        raw["prefill_drafter"] = Path(self.prefill_drafter).name
+        for name in ("model", "draft", "prefill_drafter", "api_key_file", "kv_cache_dir", "trace", "shard_secret_file"):
+            raw[name] = None if raw[name] is None else Path(raw[name]).name
         return raw
 
 

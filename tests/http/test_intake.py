@@ -83,9 +83,9 @@ async def test_however_many_bodies_come_only_so_much_is_held_and_all_are_answere
 async def test_clients_that_send_no_more_lose_their_room_to_one_that_sends(
     taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.intake.STALL_S", 0.2)
+    monkeypatch.setattr("adapters.http.intake.STALL_S", 1.0)
     async with AsyncExitStack() as stack:
-        with anyio.fail_after(15):
+        with anyio.fail_after(30):
             streams = await taking.begun(stack, 12)
             assert await taking.whole() == 200
             received = await answer(streams[0])
