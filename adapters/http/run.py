@@ -199,7 +199,7 @@ class Follower:
 
     @property
     def complete(self) -> bool:
-        return self.text.stopped is not None or self.parser.full
+        return self.text.stopped is not None or self.parser.closed
 
     def taken(self) -> tuple[PickedToken, ...]:
         picks, self.picks = tuple(self.picks), []

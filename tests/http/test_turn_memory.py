@@ -166,6 +166,18 @@ async def test_the_next_prompt_goes_on_from_what_was_generated_also_after_a_rest
     assert b"Let me" not in written, "what was said is nowhere but in the tokens"
 
 
+async def test_the_only_call_that_may_be_is_remembered_with_what_closes_it(thinking: Path) -> None:
+    """The model goes on with another one, which nobody hears."""
+    async with served(thinking) as site:
+        made, only, talk = say(site, *ANSWER), {"parallel_tool_calls": False}, ChatTalk()
+        say(site, *ANSWER, "\n", *ANSWER[3:])
+        response = await site.post(talk.path, {**talk.body(), **only})
+        talk.answered(response.json())
+        first, (answer, prompt) = site.door.tickets[-1].job.prompt, await ask(site, talk)
+        assert prompt[: len(first) + len(made)] == (*first, *made)
+        assert answer["rekindle"]["remembered"] == len(made) - 1
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_counting_tokens_counts_those_and_the_metrics_tell(thinking: Path, dialect: type[ApiTalk]) -> None:
     counters = {"/v1/messages": "/v1/messages/count_tokens"}

@@ -288,13 +288,27 @@ def test_what_is_certain_is_said_at_once() -> None:
     ]
 
 
-def test_one_call_is_enough_where_they_may_not_be_parallel() -> None:
-    one = '<tool_call>{"name": "get"}</tool_call>'
-    parser = evolve(READER, calls="hermes", parallel=False).start(lambda: "call0")
-    assert not parser.full
-    found = blocks([*parser.push("a" + one + "b" + one), *parser.finish()])
-    assert found == (SAID("a"), call(0, "get"))
-    assert parser.full
+# What an answer says first, what closes the only call that it may have, and what is not looked at any more.
+ONLY = {
+    "hermes": ('<tool_call>{"name": "get", "arguments": {}', "}\n</tool_call>", "b"),
+    "qwen-xml": ("<tool_call><function=get></function>", "\n</tool_call>", "b"),
+    "llama3-json": ('{"name": "get", "parameters": {}', "};", ' {"name": "get"'),
+    "pythonic": ("[get()", "]<|python_end|>", "b"),
+    "pythonic, and goes on": ("[get()", ",", " get()]"),
+}
+
+
+@pytest.mark.parametrize("form", ONLY)
+def test_one_call_is_enough_where_they_may_not_be_parallel(form: str) -> None:
+    """What closes it is part of the answer: it is what the conversation comes back with."""
+    one, closing, more = ONLY[form]
+    parser = evolve(READER, calls=form.partition(",")[0], parallel=False).start(lambda: "call0")
+    said = list[AnswerPiece]()
+    for text in (one, *closing):
+        assert not parser.closed, text
+        said += parser.push(text)
+    assert parser.closed
+    assert blocks([*said, *parser.push(more), *parser.finish()]) == (call(0, "get"),)
 
 
 def test_without_tools_and_without_reasoning_all_is_text() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from attrs import evolve
 
 from adapters.text.answer.held import answer_grammar
+from adapters.text.answer.pieces import blocks
 from adapters.text.answer.reader import AnswerReader
 from adapters.text.answer.xml_calls import MOST_READ, types_of
-from adapters.text.conversation import FunctionTool, ToolChoice
-from adapters.text.grammar import Grammars, json_grammar
+from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
+from adapters.text.grammar import GrammarRefused, Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
 from tests.text import small
@@ -66,6 +69,33 @@ def xml(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
+PUT = FunctionTool(
+    "put",
+    None,
+    {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "pattern": "^[a-z]{2}[0-9]$"},
+            "at": {"$ref": "#/$defs/at"},
+            "unit": {"anyOf": [{"enum": ["C", "F"]}, {"type": "null"}]},
+            "note": {"type": "string", "pattern": "^a/"},
+            "few": {"type": "string", "maxLength": 3},
+            "sure": {"type": "boolean"},
+        },
+        "required": ["id", "at", "unit"],
+        "additionalProperties": False,
+        "$defs": {
+            "at": {
+                "type": "object",
+                "properties": {"x": {"type": "integer", "maximum": 9}},
+                "required": ["x"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    strict=True,
+)
+PYTHON = AnswerReader(calls="pythonic", tools=TOOLS, choice=ToolChoice("required"))
 XML_ADDED, XML_LOOKED = xml("add", path="a\n</par b", n="5"), xml("look", anything="1 < 2")
 
 
@@ -109,6 +139,75 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
             xml("add", path="a", n="1", more="x"),
         ),
     ),
+    "xml, strict": (
+        evolve(XML, choice=ToolChoice()),
+        None,
+        ("Hm.", "a </parameter> b", XML_ADDED, f"Look:\n{XML_LOOKED}", xml("look", any="a</parameter>b")),
+        (xml("add", path="a"), f"Look: {xml('add', path='a', n='x')}", "<function=add>\n", f"{XML_ADDED} ok"),
+    ),
+    "xml, values": (
+        evolve(XML, tools={"put": PUT}),
+        None,
+        (
+            xml("put", id="ab1", at='{"x": 4}', unit="null"),
+            xml("put", id="ab1", at='{\n  "x": 4\n}', unit="C", note="a/b", few="a\nb"),
+        ),
+        (
+            xml("put", id="ab", at='{"x": 4}', unit="C"),
+            xml("put", id="ab1", at='{"x": 10}', unit="C"),
+            xml("put", id="ab1", at='{"x": 4}', unit="K"),
+            xml("put", id="ab1", at='{"x": 4}', unit="C", note="b/a"),
+            xml("put", id="ab1", at='{"x": 4}', unit="C", few="abcd"),
+            xml("put", id="ab1</parameter>\n</function>", at='{"x": 4}', unit="C"),
+        ),
+    ),
+    "python": (
+        PYTHON,
+        None,
+        ("[add(n=4)]", "[look()]", "[look(a='it\\'s', b=[True, None, {\"c\": -1.5}]), add(n=9)]"),
+        ("", "Hm.", "[]", "[add()]", "[add(n=10)]", "[add(n='x')]", "[other()]", "[add(n=4)] ok", "[look(a=b)]"),
+    ),
+    "python, one": (evolve(PYTHON, parallel=False), None, ("[add(n=4)]",), ("[add(n=4), look()]",)),
+    "python, values": (
+        evolve(PYTHON, tools={"put": PUT}),
+        None,
+        ('[put(id="ab1", at={"x": 4}, unit=null)]', '[put(id="ab1", at={"x": 4}, unit="C", note="a/b", sure=True)]'),
+        (
+            '[put(id="ab1", at={"x": 4})]',
+            '[put(id="ab", at={"x": 4}, unit="C")]',
+            '[put(id="ab1", at={"x": 10}, unit="C")]',
+        ),
+    ),
+    "python, types": (
+        evolve(PYTHON, tools={"add": FunctionTool("add", None, TYPED)}),
+        None,
+        ("[add(path='a', n=None)]", '[add(path="", n=5, unit="K")]'),
+        ("[add(path=1, n=5)]", "[add(path='a', n='5')]", "[add(n=5, path='a')]", "[add(path='a', n=5, more=1)]"),
+    ),
+    "python, none required": (
+        evolve(PYTHON, tools={"look": FunctionTool("look", None, {"properties": {"a": {}, "b": {}}})}),
+        None,
+        ("[look()]", "[look(a=1)]", "[look(b=1)]", "[look(a=1, b=2)]"),
+        ("[look(b=1, a=1)]", "[look(, b=1)]", "[look(a=1, )]"),
+    ),
+    "python, strict": (
+        evolve(PYTHON, choice=ToolChoice()),
+        None,
+        ("", "[see] add(n=10)", "It is [add(n=10)], say.", "[add(n=4)]", "So:\n  [look(a=1), add(n=5)]", "[1, 2]"),
+        ("[add(n=10)]", "So:\n[add(n='x')]", "[ add(n=10)]", "[add(n=4)] ok"),
+    ),
+    "python, allowed": (
+        evolve(PYTHON, choice=ToolChoice(allowed=("look",))),
+        None,
+        ("[look()]", "Hm."),
+        ("[add(n=4)]",),
+    ),
+    "bare, strict": (
+        evolve(BARE, choice=ToolChoice()),
+        None,
+        ("", '{"a": 1}', '{"name": "Ann"}', 'So: {"name": "add"}', 'So:\n{"name": "add", "parameters": {"n": 4}}'),
+        ('{"name": "add", "parameters": {"n": 10}}', 'So:\n {"parameters": {}, "name": "add"}', '{"name":"add"}'),
+    ),
     "bare": (BARE, None, ('{"name": "add", "parameters": {"n": 4}}',), ("Hm.", '{"name": "add", "parameters": {}}')),
 }
 
@@ -118,9 +217,6 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
 def test_what_may_be_answered(grammars: Grammars, tokenizer: Tokenizer, name: str, known: bool) -> None:
     reader, form, good, bad = CASES[name]
     grammar = answer_grammar(reader, form, tokenizer.controls if known else ())
-    if not known and name in {"strict", "allowed"}:
-        assert grammar is None, "a call could not be told from text"
-        return
     assert grammar is not None
     for text in (*good, *bad):
         (tokens,) = tokenizer.encode_now([text], controls=known)
@@ -132,6 +228,18 @@ def test_what_may_be_answered(grammars: Grammars, tokenizer: Tokenizer, name: st
         assert (at == len(whole)) == (text in good), (
             f"{text!r} is left at {tokenizer.decode(whole[:at], special=True)!r}"
         )
+    for text in good:
+        check_reading(reader, text)
+
+
+def check_reading(reader: AnswerReader, text: str) -> None:
+    """Who reads it finds the calls that were asked for, and what is strict as its schema says."""
+    parser = reader.start()
+    pieces = [*parser.push(text), *parser.finish()]
+    assert reader.kept(parser.called) is not False
+    for block in blocks(pieces):
+        if isinstance(block, ToolCall) and (tool := reader.tools[block.name]).strict:
+            jsonschema.validate(json.loads(block.arguments), tool.parameters)
 
 
 def allowed(matching: Any, token: int) -> bool:
@@ -144,16 +252,43 @@ def allowed(matching: Any, token: int) -> bool:
     [
         AnswerReader(),
         AnswerReader(calls="hermes", tools={"look": LOOK}),  # nobody says strict
-        AnswerReader(
-            calls="pythonic", tools=TOOLS, choice=ToolChoice("required")
-        ),  # read, and told whether it was kept
         AnswerReader(calls="hermes", choice=ToolChoice("none")),
-        evolve(XML, choice=ToolChoice()),  # what is strict cannot be held to in this form
         THINKS,
     ],
 )
 def test_whoever_asks_for_nothing_gets_no_grammar(reader: AnswerReader) -> None:
     assert answer_grammar(reader, None, ()) is None
+
+
+REFUSED: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "a format of bare text": ("qwen-xml", {"properties": {"a": {"type": "string", "format": "date"}}}, '"format"'),
+    "all of them": ("qwen-xml", {"properties": {"a": {"allOf": [{"type": "string"}]}}}, '"allOf"'),
+    "what is of all arguments": ("pythonic", {"properties": {}, "minProperties": 2}, '"minProperties"'),
+    "a union of nothing": ("qwen-xml", {"properties": {"a": {"anyOf": 5}}}, '"anyOf"'),
+    "a key that has no place": ("pythonic", {"properties": {"a b": {}}, "required": ["a b"]}, '"a b"'),
+    "a union that leads back to itself": (
+        "qwen-xml",
+        {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
+        "too many",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_form_cannot_hold_is_refused_by_name(name: str) -> None:
+    calls, schema, word = REFUSED[name]
+    strict = AnswerReader(calls=calls, tools={"add": FunctionTool("add", None, schema, strict=True)})
+    with pytest.raises(GrammarRefused, match=word):
+        answer_grammar(strict, None, ())
+    # who does not say so is held to what there is room for
+    free = evolve(strict, tools={"add": FunctionTool("add", None, schema)}, choice=ToolChoice("required"))
+    assert answer_grammar(free, None, ()) is not None
+
+
+def test_a_name_that_a_form_cannot_write_is_refused() -> None:
+    tools = {"a:b": FunctionTool("a:b")}
+    with pytest.raises(GrammarRefused, match="names"):
+        answer_grammar(AnswerReader(calls="pythonic", tools=tools, choice=ToolChoice("required")), None, ())
 
 
 def test_types_that_lead_in_circles_are_read_once() -> None:

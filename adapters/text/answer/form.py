@@ -47,6 +47,7 @@ class CallForm(ABC):
     _space: str = field(default="", init=False)  # text if more text follows, and nothing if a call does
     _fresh: bool = field(default=False, init=False)  # nothing was said since a call
     _line: bool = field(default=True, init=False)  # nothing but white space since the last line break
+    _calling: bool = field(default=False, init=False)  # what it reads is a call, or what closes one
     _parsing: Parsing[None] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -66,8 +67,13 @@ class CallForm(ABC):
 
     @property
     def full(self) -> bool:
-        """The one call that there may be is complete; what follows it is not looked at."""
+        """The one call that there may be is complete; nothing is said of what follows it."""
         return self.ended > 0 and not self.parallel
+
+    @property
+    def closed(self) -> bool:
+        """And so is what closes it: from here on nothing has to be read."""
+        return self.full and not self._calling
 
     def push(self, text: str) -> list[AnswerPiece]:
         self.incoming.push(text)
@@ -91,6 +97,7 @@ class CallForm(ABC):
                 self.text(opener)
                 continue
             self.attempt(opener)
+            self._calling = True
             try:
                 yield from self.call()
             except BrokenCall:
@@ -98,7 +105,7 @@ class CallForm(ABC):
                     self.incoming.at = self.incoming.mark
                     self.text(self._opener)
             self.end()
-            self.incoming.mark = None
+            self.incoming.mark, self._calling = None, False
 
     # -- for forms
 

@@ -41,6 +41,8 @@ class PythonicCalls(CallForm):
             self.arguments(json.dumps(arguments, ensure_ascii=False))
             self.end()
             self.attempt(end)
+            if self.full and end == ",":
+                raise BrokenCall
         yield from incoming.matched(SPACE)
         yield from incoming.follows("<|python_end|>")
 

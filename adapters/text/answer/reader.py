@@ -92,9 +92,9 @@ class AnswerParser:
         return self._thinking is not None and self._thinking.active
 
     @property
-    def full(self) -> bool:
+    def closed(self) -> bool:
         """Nothing that follows is looked at."""
-        return self.calls is not None and self.calls.full
+        return self.calls is not None and self.calls.closed
 
     @property
     def calling(self) -> bool:
