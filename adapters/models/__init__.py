@@ -23,4 +23,5 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3moe": "qwen3_moe",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
+    "qwen3next": "qwen3_next",
 }

@@ -28,6 +28,7 @@ NAMES = {
     "qwen3_moe": "qwen3moe",
     "qwen3_5": "qwen35",
     "qwen3_5_moe": "qwen35moe",
+    "qwen3_next": "qwen3next",
 }
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight")
 ROUTERS = ("mlp.gate.weight", "shared_expert_gate.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
@@ -71,11 +72,13 @@ def write_gguf(
     tokenizer: str | None = None,
     split: int = 0,
     weights: bool = True,
+    older: bool = False,
     **fields: Any,
 ) -> Path:
     """The checkpoint in `folder` as one file. tokenizer: what llama.cpp calls its pre-tokenizer; None: none is written.
 
-    split: tensors of one file of several. weights: without them, only the header can be read. fields: further ones, and
+    split: tensors of one file of several. weights: without them, only the header can be read. older: as the converter
+    wrote Qwen3-Next at first. fields: further ones, and
     None for those that are to be left out.
     """
     checkpoint = Checkpoint.open(folder)
@@ -99,9 +102,12 @@ def write_gguf(
         tensor = stacked(checkpoint, published, config, name)
         if tensor is None:
             continue
-        there = called(published, names, config.num_layers)
-        data, stored = pack(there, np.ascontiguousarray(tensor.numpy()), kind)
-        writer.add_tensor(there, data, raw_dtype=stored)
+        whole = {called(published, names, config.num_layers): tensor}
+        for there, part in (
+            whole.items() if older or "in_proj_qkvz" not in published else apart(published, tensor, config)
+        ):
+            data, stored = pack(there, np.ascontiguousarray(part.numpy()), kind)
+            writer.add_tensor(there, data, raw_dtype=stored)
     scaling = getattr(config, "rope_scaling", None)
     if isinstance(scaling, Llama3):
         plain = type(config.rotary)(config.head_dim, config.rope_theta).frequencies()[0]
@@ -126,6 +132,17 @@ def stacked(checkpoint: Checkpoint, name: str, config: Any, architecture: str) -
     if expert[1] != "0":
         return None
     return torch.stack([one(name.replace(".experts.0.", f".experts.{at}.")) for at in range(config.experts.count)])
+
+
+def apart(name: str, tensor: Tensor, config: Any) -> list[tuple[str, Tensor]]:
+    """What Qwen3-Next projects, column by column as the converter does it: rows of a key head after the other's."""
+    delta, layer = config.linear, name.split(".")[2]
+    values = delta.values // delta.key_heads
+    columns = tensor.T.reshape(config.hidden_size, delta.key_heads, -1)
+    q, k, v, z = torch.split(columns, [delta.key_size, delta.key_size, values, values], -1)
+    mixed = torch.cat([one.reshape(config.hidden_size, -1) for one in (q, k, v)], -1)
+    gate = z.reshape(config.hidden_size, -1)
+    return [(f"blk.{layer}.attn_qkv.weight", mixed.T), (f"blk.{layer}.attn_gate.weight", gate.T)]
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -165,10 +182,10 @@ def settings(config: Any, name: str) -> dict[str, Any]:
         }
         if config.experts.shared:
             found["ARCH.expert_shared_feed_forward_length"] = config.experts.shared
-    if name.startswith("qwen35"):
+    if name.startswith(("qwen35", "qwen3next")):
         found |= {
             "ARCH.rope.dimension_count": config.rotated,
-            "ARCH.rope.dimension_sections": [11, 11, 10, 0],
+            **({} if name == "qwen3next" else {"ARCH.rope.dimension_sections": [11, 11, 10, 0]}),
             "ARCH.ssm.conv_kernel": 4,
             "ARCH.ssm.group_count": config.linear.key_heads,
             "ARCH.ssm.state_size": config.linear.key_size,
@@ -212,7 +229,9 @@ def converted(name: str, tensor: Tensor, config: Any, architecture: str) -> Tens
     if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_heads if "q_proj" in name else config.num_kv_heads
         return tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
-    if not architecture.startswith("qwen35"):
+    if architecture == "qwen3next" and "linear_attn." in name:
+        return -tensor.exp() if name.endswith("A_log") else tensor.squeeze()
+    if not architecture.startswith(("qwen35", "qwen3next")):
         return tensor
     delta = config.linear
 

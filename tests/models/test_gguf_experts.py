@@ -14,7 +14,7 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.mtp.checkpoint import HeadCheckpoint
 from tests.models.checkpoints import EXPERTS, save_model
 from tests.models.ggufs import packed, write_gguf
-from tests.models.hybrids import save_with_head
+from tests.models.hybrids import SPARSE, save_with_head
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,9 @@ def folder(tmp_path_factory) -> Path:
     return found
 
 
-def test_a_head_of_experts_is_the_layer_behind_the_last(tmp_path: Path) -> None:
-    save_with_head(tmp_path / "m", "qwen3_5_moe_text")
+@pytest.mark.parametrize(("family", "own"), [("qwen3_5_moe_text", {}), ("qwen3_next", {"norm_topk_prob": True})])
+def test_a_head_of_experts_is_the_layer_behind_the_last(tmp_path: Path, family: str, own: dict) -> None:
+    save_with_head(tmp_path / "m", family, **own)
     folder = Checkpoint.open(tmp_path / "m")
     file = Checkpoint.open(write_gguf(tmp_path / "m.gguf", tmp_path / "m"))
     ours, theirs = HeadCheckpoint.open(file), HeadCheckpoint.open(folder)
@@ -53,6 +54,66 @@ def test_what_is_not_served_is_refused_by_name(folder: Path, tmp_path: Path, fie
     with pytest.raises(CheckpointError) as found:
         Checkpoint.open(path)
     assert said in str(found.value)
+
+
+@pytest.fixture(scope="module")
+def following(tmp_path_factory) -> Path:
+    """A small Qwen3-Next."""
+    found = tmp_path_factory.mktemp("next")
+    save_model(found, "qwen3_next", **SPARSE["qwen3_next"][1] | {"norm_topk_prob": True, "mlp_only_layers": []})
+    return found
+
+
+def test_older_files_have_what_is_projected_as_it_was_published(following: Path, tmp_path: Path) -> None:
+    file, folder = Checkpoint.open(write_gguf(tmp_path / "m.gguf", following, older=True)), Checkpoint.open(following)
+    for name in folder.tensors:
+        if "in_proj" in name:
+            assert torch.equal(file.read(name), folder.read(name)), name
+
+
+def test_what_is_projected_is_one_tensor_of_two_types(following: Path, tmp_path: Path) -> None:
+    def gates(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
+        return packed(name, data, Kind.Q8_0 if "attn_gate" in name else kind)
+
+    file = Checkpoint.open(write_gguf(tmp_path / "m.gguf", following, Kind.BF16, pack=gates))
+    stored = file.tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+    assert stored.form == "Q8_0"
+    read = stored.rounded(torch.bfloat16).read("projected")
+    published = Checkpoint.open(following).read("model.layers.0.linear_attn.in_proj_qkvz.weight")
+    assert read.dtype == torch.bfloat16
+    torch.testing.assert_close(read.float(), published, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"ARCH.ssm.group_count": 3}, "linear_num_value_heads 4 is not a multiple of linear_num_key_heads 3"),
+        ({"ARCH.ssm.group_count": 1}, "tensor blk.0.attn_qkv.weight has shape [128, 64]; accepted here: [96, 64]"),
+        ({"ARCH.ssm.inner_size": 32}, "tensor blk.0.attn_qkv.weight has shape [128, 64]; accepted here: [96, 64]"),
+        ({"ARCH.ssm.conv_kernel": 3}, "linear_conv_kernel_dim 3 is not supported; accepted: 4"),
+        ({"ARCH.ssm.time_step_rank": 0}, "linear_num_value_heads 0 is not an integer"),
+        ({"ARCH.ssm.state_size": None}, "qwen3next.ssm.state_size is missing"),
+        ({"ARCH.expert_count": 0}, "num_experts 0 is not an integer"),
+        ({"ARCH.expert_weights_norm": False}, "qwen3next.expert_weights_norm False is not supported; accepted: True"),
+        ({"ARCH.expert_shared_feed_forward_length": None}, "expert_shared_feed_forward_length is missing"),
+        ({"ARCH.rope.scaling.type": "yarn"}, "qwen3next.rope.scaling.type 'yarn' is not supported; accepted: 'none'"),
+        ({"ARCH.nextn_predict_layers": 2}, "qwen3next.nextn_predict_layers 2 is not supported; accepted: 0"),
+    ],
+)
+def test_what_is_odd_about_qwen3_next_is_refused_by_name(
+    following: Path, tmp_path: Path, fields: dict, said: str
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", following, **fields)
+    with pytest.raises(CheckpointError) as found:
+        Checkpoint.open(path)
+    assert said in str(found.value)
+
+
+def test_a_part_that_is_missing_is_told_by_its_name(following: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", following)
+    path.write_bytes(path.read_bytes().replace(b"blk.0.attn_gate.weight", b"blk.0.attn_gone.weight"))
+    with pytest.raises(CheckpointError, match=r"tensor blk.0.attn_gate.weight is missing"):
+        Checkpoint.open(path)
 
 
 def test_experts_that_are_not_as_many_as_are_told_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -72,6 +72,40 @@ class GgufTensor:
             data = read_bytes(self.file, start, start + len(piece) * packing.size, name)
             piece.copy_(unpack(torch.frombuffer(data, dtype=torch.uint8).view(len(piece), packing.size)))
         return tensor
+
+
+@frozen
+class JoinedTensor:
+    """A published tensor that the file has in several. join: those, read, as the one that they were."""
+
+    parts: tuple[GgufTensor, ...]
+    shape: tuple[int, ...]
+    join: Callable[[Sequence[Tensor]], Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        kinds = {part.dtype for part in self.parts}
+        return kinds.pop() if len(kinds) == 1 else torch.float32
+
+    @property
+    def files(self) -> Mapping[Path, int]:
+        return {file: header for part in self.parts for file, header in part.files.items()}
+
+    @property
+    def form(self) -> str:
+        return " and ".join(dict.fromkeys(part.form for part in self.parts if part.form))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def read(self, name: str) -> Tensor:
+        joined = self.join([part.read(name).to(self.dtype) for part in self.parts]).contiguous()
+        assert joined.shape == self.shape, (name, joined.shape, self.shape)
+        return joined
+
+    def rounded(self, dtype: torch.dtype) -> JoinedTensor:
+        return evolve(self, parts=tuple(part.rounded(dtype) for part in self.parts))
 
 
 def entry(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from attrs import frozen
@@ -41,13 +41,26 @@ SHARED = {
     "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
 }
+SPARSE = ("qwen3next",)  # architectures with experts that are not called so
+
+
+@frozen
+class Parts:
+    """What files have in the place of one published tensor: these, each with the rows that `rows` says of it, and
+    `join` makes one of them again.
+    """
+
+    names: tuple[str, ...]
+    rows: Callable[[Any], tuple[int, ...]]
+    join: Callable[[Any, Sequence[Tensor]], Tensor]
 
 
 @frozen
 class Architecture:
     """settings: as config.json has them. layer: a layer's tensors, as they are published and as llama.cpp calls them.
-    undo: what brings a tensor back to what was published, if anything was done to it. adjusted: the configuration, if a
-    tensor is part of it. spare: tensors that it has read. head: those of a prediction head, behind the last layer.
+    apart: what files may have of a layer in several tensors, by the published name. undo: what brings a tensor back to
+    what was published, if anything was done to it. adjusted: the configuration, if a tensor is part of it. spare:
+    tensors that it has read. head: those of a prediction head, behind the last layer.
     """
 
     settings: Callable[[Metadata], dict[str, Any]]
@@ -56,11 +69,12 @@ class Architecture:
     adjusted: Callable[[Any, Metadata], Any] = lambda config, _: config
     spare: frozenset[str] = frozenset()
     head: Mapping[str, str] = {}
+    apart: Mapping[str, Parts] = {}
 
 
 def shared_settings(found: Metadata) -> dict[str, Any]:
     """What all architectures have alike, with experts where they have any. Raises CheckpointError."""
-    sparse = found.architecture.endswith("moe")
+    sparse = found.architecture.endswith("moe") or found.architecture in SPARSE
     for name in ("attention.sliding_window",) if sparse else ("expert_count", "attention.sliding_window"):
         found.refuse(name, 0)
     found.refuse("attention.causal", True)

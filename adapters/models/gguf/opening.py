@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from attrs import evolve, frozen
 from adapters.checkpoint.errors import CheckpointError, shown
 from adapters.checkpoint.gguf.header import Stored
 from adapters.checkpoint.gguf.metadata import Metadata, read_metadata
-from adapters.checkpoint.gguf.tensors import GgufTensor, entry
+from adapters.checkpoint.gguf.tensors import GgufTensor, JoinedTensor, entry
 from adapters.models import ARCHITECTURES
 from adapters.models.family import Family, ModelConfig, family_of
 from adapters.models.gguf.dense import LLAMA, QWEN, QWEN_MOE
-from adapters.models.gguf.form import OUTSIDE, Architecture, heads_of_its_own
+from adapters.models.gguf.form import OUTSIDE, Architecture, Parts, heads_of_its_own
+from adapters.models.gguf.qwen3next import QWEN3_NEXT
 from adapters.models.gguf.qwen35 import QWEN35, QWEN35_MOE
 
 FORMS: Mapping[str, Architecture] = {
@@ -26,6 +28,7 @@ FORMS: Mapping[str, Architecture] = {
     "qwen3moe": QWEN_MOE,
     "qwen35": QWEN35,
     "qwen35moe": QWEN35_MOE,
+    "qwen3next": QWEN3_NEXT,
 }
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -37,7 +40,7 @@ class Opened:
 
     family: Family
     config: ModelConfig
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, GgufTensor | JoinedTensor]
     others: Mapping[str, GgufTensor]
 
 
@@ -60,7 +63,7 @@ def open_gguf(path: Path) -> Opened:
     what = f"a {config.num_layers}-layer {found.architecture}"
     tensors = {name: published(found, form, config, name, shape) for name, shape in config.tensors().items()}
     others = head(found, form, config)
-    used = {called(form, config, name) for name in (*tensors, *others)}
+    used = {there for name in (*tensors, *others) for there in stored_as(found, form, config, name)}
     for name in found.tensors:
         if name not in used and name not in form.spare:
             raise CheckpointError(f"{path}: tensor {name} is not part of {what}")
@@ -82,11 +85,22 @@ def called(form: Architecture, config: ModelConfig, name: str) -> str:
     return f"blk.{layer[1]}.{form.layer[layer[2]]}"
 
 
+def stored_as(found: Metadata, form: Architecture, config: ModelConfig, name: str) -> tuple[str, ...]:
+    """The names of what the file has of a published tensor: those of its parts, unless it is there in one."""
+    there, layer = called(form, config, name), LAYER.fullmatch(name)
+    parts = form.apart.get(layer[2]) if layer else None
+    if layer is None or parts is None or there in found.tensors:
+        return (there,)
+    return tuple(f"blk.{layer[1]}.{part}" for part in parts.names)
+
+
 def published(
     found: Metadata, form: Architecture, config: ModelConfig, name: str, shape: tuple[int, ...]
-) -> GgufTensor:
+) -> GgufTensor | JoinedTensor:
     """A tensor that the family needs, by its published name and shape. Raises CheckpointError."""
-    there = called(form, config, name)
+    there, *others = stored_as(found, form, config, name)
+    if others:
+        return joined(found, form.apart[name.split(".", 3)[3]], config, (there, *others), shape)
     stored = found.tensors.get(there)
     if stored is None:
         raise found.wrong(f"tensor {there} is missing")
@@ -96,6 +110,20 @@ def published(
     if bare(stored.shape) != bare(flat):
         raise found.wrong(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(flat)}")
     return entry(evolve(stored, shape=flat), form.undo(config, name), shape)
+
+
+def joined(
+    found: Metadata, parts: Parts, config: ModelConfig, names: tuple[str, ...], shape: tuple[int, ...]
+) -> JoinedTensor:
+    entries = list[GgufTensor]()
+    for there, rows in zip(names, parts.rows(config), strict=True):
+        stored, wanted = found.tensors.get(there), (rows, *shape[1:])
+        if stored is None:
+            raise found.wrong(f"tensor {there} is missing")
+        if stored.shape != wanted:
+            raise found.wrong(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(wanted)}")
+        entries.append(entry(stored))
+    return JoinedTensor(tuple(entries), shape, partial(parts.join, config))
 
 
 def of_expert(found: Metadata, config: Any, stored: Stored, number: int, there: str) -> Stored:
