@@ -43,6 +43,10 @@ class Metrics:
         """From now on the prefix cache's own figures (`full_cache` of /props) are exposed too."""
         self.registry.register(CacheFigures(figures))
 
+    def watch_pages(self, figures: Callable[[], Mapping[str, int]]) -> None:
+        """From now on the pages of KV memory (`kv_pages` of /props) are exposed, where slots share any."""
+        self.registry.register(PageFigures(figures))
+
     def watch_damage(self, figures: Callable[[], Mapping[str, int]]) -> None:
         """From now on files that were found damaged are exposed, by kind."""
         self.registry.register(DamageFigures(figures))
@@ -150,6 +154,25 @@ class CacheFigures(Collector):
             yield GaugeMetricFamily(
                 "rekindle_cache_queued_bytes", "Bytes that wait to be written", value=figures["queued_bytes"]
             )
+
+
+@frozen(eq=False)
+class PageFigures(Collector):
+    """Of KV memory that all slots share."""
+
+    figures: Callable[[], Mapping[str, int]]
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: else registering would ask for the figures."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self.figures()
+        gauge = GaugeMetricFamily("rekindle_kv_pages", "Pages of KV memory that slots share, by use", labels=["use"])
+        for use in ("busy", "idle", "free"):
+            if use in figures:
+                gauge.add_metric([use], figures[use])
+        yield gauge
 
 
 @frozen(eq=False)

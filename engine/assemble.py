@@ -27,6 +27,7 @@ from engine.drafter import Drafter
 from engine.meter import Meter
 from engine.misses import Misses
 from engine.runner import Envelope, Executors, Runner
+from engine.showing import kv_pages
 from engine.trace import Recorder
 from states import invariants
 from states.events import ForEngine, SlotsLost
@@ -93,6 +94,7 @@ async def engine(
         observe,
     )
 
+    metrics.watch_pages(lambda: kv_pages(runner.world))
     executor.lost_to(lambda slots: runner.tell(ForEngine(SlotsLost(slots))))
 
     def living() -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.meter import STAGES, Meter
 from engine.prefill_log import PrefillLog
 from engine.runner import Runner
-from engine.showing import Past, running, slot_status
+from engine.showing import Past, kv_pages, running, slot_status
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
 
@@ -127,6 +127,7 @@ class EngineDoor:
             props={
                 **self.facts,
                 **live,
+                "kv_pages": kv_pages(world),
                 "rates_ns": asdict(world.rates),
                 "runtime": {"draft_residency": residency.shown(world.models, world.settings, held(live))},
                 "requests": dict(Counter(STAGES[type(state)] for state in world.requests.values())),

@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 from effects.ids import RequestId
 from effects.ports import MOST_RECENT, MOST_RUNNING, Closed, PastRequest, RequestStatus, SlotStatus, Stage, Totals
 from engine.meter import STAGES, Meter
-from states import life
+from states import life, pages
 from states.slots import Slot
 from states.world import World
 
@@ -21,6 +21,17 @@ def slot_status(number: int, slot: Slot, world: World) -> SlotStatus:
     state = None if slot.holder is None else STAGES[type(world.requests[slot.holder])]
     busy = slot.holder is not None
     return SlotStatus(id=number, is_processing=busy, request=slot.holder, state=state, kept_tokens=len(slot.tokens))
+
+
+def kv_pages(world: World) -> dict[str, int]:
+    """Pages that all slots share, by use, and requests that there were too few for. Empty: each has its own rows."""
+    settings, slots = world.settings, world.slots.slots
+    if not settings.pages:
+        return {}
+    busy = (slot.pages for slot in slots if slot.holder is not None)
+    idle = (slot.pages for slot in slots if slot.holder is None)
+    of_use = pages.use(busy, idle, settings.pages)
+    return {"rows": settings.page, "total": settings.pages, **of_use, "waiting": len(world.slots.short)}
 
 
 def running(world: World, meter: Meter, now_ns: int) -> tuple[RequestStatus, ...]:

@@ -58,6 +58,13 @@ def free(held: Iterable[Pages], total: int, count: int) -> Pages | None:
     return tuple(page for page, _ in zip(spare, range(count), strict=False))
 
 
+def use(busy: Iterable[Pages], idle: Iterable[Pages], total: int) -> dict[str, int]:
+    """How many are held by requests, how many only by prompts that stay warm, and how many by nobody."""
+    running = {page for pages in busy for page in pages}
+    warm = {page for pages in idle for page in pages} - running
+    return {"busy": len(running), "idle": len(warm), "free": total - len(running) - len(warm)}
+
+
 def kept(source: Pages, keep: int, page: int, others: Collection[PageId], *, shared: bool) -> list[PageId | None]:
     """Of the pages of the source's first `keep` rows those that may be gone on with; None: its rows have to be copied.
 

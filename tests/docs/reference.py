@@ -157,6 +157,7 @@ def every_metric() -> Metrics:
     figures |= {"restores": {"device": defaultdict(int)}, **dict.fromkeys((*DISK_COUNTERS, "queued_bytes"), 0)}
     metrics.watch_cache(lambda: figures)
     metrics.watch_damage(lambda: {"run": 0})
+    metrics.watch_pages(lambda: dict.fromkeys(("busy", "idle", "free"), 0))
     metrics.watch_turns(lambda: defaultdict(int))
     metrics.watch_listeners(lambda: 0)
     metrics.watch_shards(lambda: {"0-1": defaultdict(int)})

@@ -1,0 +1,49 @@
+"""Slots that share a pool of pages too small for all of them, over HTTP: everybody is answered, as if alone."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from effects.ids import PAGE
+from tests.e2e.server import Running, serving
+
+HEAD = [1000 + number % 700 for number in range(3 * PAGE - 80)]
+SESSIONS, ANSWER = 5, 40  # a session ends in a page of its own, which its answer needs
+
+
+def answer(server: Running, session: int) -> object:
+    prompt = [*HEAD, *(2000 + session + number for number in range(60))]
+    done = server.complete(prompt, max_tokens=ANSWER, temperature=0, ignore_eos=True, logprobs=1)
+    return done.raise_for_status().json()["choices"]
+
+
+def settled(server: Running) -> dict[str, int]:
+    """Pages once nobody holds any."""
+    end = time.monotonic() + 30
+    while True:
+        found: dict[str, int] = server.client.get("/props").json()["kv_pages"]
+        if not found["busy"]:
+            return found
+        assert time.monotonic() < end, found
+        time.sleep(0.02)
+
+
+def test_more_sessions_than_the_pool_has_room_for_get_their_answers_over_http() -> None:
+    words = ("demo", "--draft", "none", "--slots", "4", "--max-ctx", "1024", "--host-cache-budget", "0")
+    with serving(*words, "--kv-memory", "6", "--paranoid") as server:
+        pool = settled(server)
+        total = pool["total"]
+        assert pool == {"rows": PAGE, "total": total, "busy": 0, "idle": 0, "free": total, "waiting": 0}
+        assert 4 <= total < 4 * 3 + 2, "four requests of four pages, two of them shared, have room: nothing is tried"
+        alone = [answer(server, session) for session in range(SESSIONS)]
+        with ThreadPoolExecutor(SESSIONS) as together:
+            assert list(together.map(lambda session: answer(server, session), range(SESSIONS))) == alone
+        after = settled(server)
+        assert after["idle"] + after["free"] == total
+        assert after["idle"] >= 3, "a prompt stays warm in the pages that its request leaves"
+        metrics = server.client.get("/metrics").text
+        assert f'rekindle_kv_pages{{use="free"}} {float(after["free"])}' in metrics
+        long = server.complete(HEAD * 2, max_tokens=1)
+        assert long.status_code == 400
+        assert f"{2 * len(HEAD)} tokens" in long.json()["error"]["message"]
