@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import anyio
-from attrs import define
+from attrs import define, field
 
 from adapters.http import figures
 from adapters.http.api import Api, Asked, Asker
@@ -27,6 +27,7 @@ from effects.ids import Tokens
 
 MAX_PROBS = 20
 MOST_PARTS = 1024  # texts of one mixed prompt: each is encoded by itself
+MOST_FIELDS = 256  # of an answer
 KINDS = "a string, an array of token ids and strings (one prompt), or an array of such prompts"
 REFUSED: Mapping[str, Missing] = {
     **{name: missing for name, missing in MISSING.items() if name not in {"n_probs", "suffix"}},
@@ -44,7 +45,7 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     controls = read_controls(fields, WORDS, options, text.tokenizer.end_tokens, probs or -1)
     prompt, path = fields.data.get("prompt"), fields.at("prompt")
     several = isinstance(prompt, list) and int not in set(map(type, prompt))
-    listed = prompt if isinstance(prompt, list) and several else [prompt]
+    listed = [plain(one) for one in (prompt if isinstance(prompt, list) and several else [prompt])]
     if not listed or len(listed) > options.max_prompts:
         raise invalid(path, f"must have 1 to {options.max_prompts} prompts, not {len(listed)}")
     paths = [f"{path}[{place}]" if several else path for place in range(len(listed))]
@@ -55,7 +56,18 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
         one if isinstance(one, str) else await anyio.to_thread.run_sync(spelt, text.tokenizer, tokens)
         for one, tokens in zip(listed, read, strict=True)
     ]
-    return Asked(controls, read, paths, echo={"prompts": said, "several": several})
+    wanted = fields.items("response_fields", MOST_FIELDS) or []
+    if not all(isinstance(one, str) for one in wanted):
+        raise fields.wrong("response_fields", "an array of strings, such as 'generation_settings/n_predict'")
+    return Asked(controls, read, paths, echo={"prompts": said, "several": several, "fields": wanted})
+
+
+def plain(prompt: Any) -> Any:
+    """A text may come as an object, which has room for images beside it."""
+    match prompt:
+        case {"prompt_string": str(text), **others} if not others.get("multimodal_data"):
+            return text
+    return prompt
 
 
 async def mixed(prompt: Any, path: str, how: dict[str, Any], text: Text, options: EdgeOptions) -> Tokens:
@@ -89,8 +101,10 @@ class LlamaShape:
     asked: Asked
     options: EdgeOptions
     tokenizer: Tokenizer
+    lines: set[int] = field(factory=set, init=False)  # answers with a line break
 
     def part(self, index: int, content: str, **more: Any) -> dict[str, Any]:
+        self.lines |= {index} if "\n" in content else set()
         tokens = len(self.asked.prompts[index])
         return {"index": index, "content": content, "tokens": [], "id_slot": -1, "tokens_evaluated": tokens, **more}
 
@@ -124,8 +138,9 @@ class LlamaShape:
         job, finish = ended.planned.job, ended.closed.finish
         settings = {**settings_of(job.sampling), "seed": job.sampling.seed, "n_predict": job.max_tokens}
         kind = "word" if ended.stop is not None else {"stop": "eos", "length": "limit"}.get(finish, "none")
-        return {
+        told = {
             **self.part(said.index, said.text, stop=True),
+            "has_new_line": said.index in self.lines,
             "model": self.asked.controls.model,
             "tokens_predicted": ended.tokens,
             "tokens_cached": ended.closed.report.restored_tokens,
@@ -138,6 +153,7 @@ class LlamaShape:
             "timings": figures.timings(ended),
             "rekindle": figures.rekindle(ended, self.options),
         }
+        return chosen(told, self.asked.echo["fields"]) if self.asked.echo["fields"] else told
 
     def probabilities(self, picks: Sequence[PickedToken]) -> dict[str, Any]:
         if not picks:
@@ -152,4 +168,17 @@ class LlamaShape:
         return {"completion_probabilities": told}
 
 
+def chosen(told: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Of an answer what its client reads; `a/b` is b of a. What is not there is left out."""
+    found = dict[str, Any]()
+    for path in paths:
+        value: Any = told
+        for name in path.split("/"):
+            value = value.get(name, MISSED) if isinstance(value, Mapping) else MISSED
+        if value is not MISSED:
+            found[path] = value
+    return found
+
+
+MISSED = object()
 LLAMACPP = Api("/completion", "cmpl-", read, LlamaShape)

@@ -63,7 +63,15 @@ def check_window(fields: Fields, sampling: Sampling) -> None:
 
 
 def read_biases(fields: Fields, options: EdgeOptions) -> tuple[tuple[int, float], ...]:
-    biases = fields.within("logit_bias")
+    """An object of token ids, or, as llama.cpp has it too, an array of pairs."""
+    pairs = fields.data.get("logit_bias")
+    if isinstance(pairs, list):
+        path = fields.at("logit_bias")
+        if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in pairs):
+            raise invalid(path, "must be an object of token ids, or an array of pairs of a token id and a number")
+        biases: Fields | None = Fields.of({str(token): bias for token, bias in pairs}, path)
+    else:
+        biases = fields.within("logit_bias")
     if biases is None:
         return ()
     if len(biases.data) > MAX_BIASES:
@@ -96,4 +104,5 @@ def settings_of(sampling: Sampling) -> Mapping[str, Any]:
         "repeat_last_n": -1,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in sampling.logit_bias],
     }

@@ -64,6 +64,32 @@ async def test_prompts_are_texts_ids_and_both_mixed_one_or_many(site: Site) -> N
     assert isinstance(await ask(site, ["The fox"], n_predict=1), list), "a list of one prompt"
 
 
+async def test_a_text_may_come_as_an_object(site: Site) -> None:
+    fox, dog = site.text.tokenizer.encode_now(["The fox", " and a dog"])
+    await ask(site, {"prompt_string": "The fox"}, n_predict=1)
+    await ask(site, [[*fox], {"prompt_string": " and a dog", "multimodal_data": []}], n_predict=1)
+    assert [ticket.job.prompt for ticket in site.door.tickets] == [fox, fox, dog]
+
+
+async def test_a_client_names_the_fields_that_it_reads(site: Site) -> None:
+    site.say("Two\nlines")
+    fields = ["content", "generation_settings/n_predict", "has_new_line", "timings/none", "prompt/none"]
+    answer = await ask(site, "The fox", n_predict=64, response_fields=fields)
+    assert answer == {"content": "Two\nlines", "generation_settings/n_predict": 64, "has_new_line": True}
+    _, lines = await stream(site, PATH, {"prompt": "The fox", "n_predict": 64, "response_fields": fields})
+    *parts, last = map(json.loads, lines)
+    assert all("index" in part for part in parts)
+    assert last == {**answer, "content": ""}
+    assert (await ask(site, "The fox", n_predict=1, response_fields=[]))["has_new_line"] is False
+
+
+async def test_biases_are_an_object_or_pairs(site: Site) -> None:
+    for biases in ({"3": 1.5, "7": -100}, [[7, -100], [3, 1.5]]):
+        answer = await ask(site, "The fox", n_predict=1, logit_bias=biases)
+        assert site.door.tickets[-1].job.sampling.logit_bias == ((3, 1.5), (7, -100))
+        assert answer["generation_settings"]["logit_bias"] == [{"token": 3, "bias": 1.5}, {"token": 7, "bias": -100}]
+
+
 async def test_control_tokens_in_a_prompt_are_parsed_unless_told_not_to(site: Site) -> None:
     await ask(site, "<|im_start|>user", n_predict=1)
     await ask(site, "<|im_start|>user", n_predict=1, parse_special=False)
@@ -109,7 +135,12 @@ async def test_nothing_may_be_predicted_and_nothing_shared(site: Site) -> None:
         ({"prompt": [1, 2, 1 << 30]}, "$.prompt[2]", "must be a token id from 0"),
         ({"prompt": [1] * 5000}, "$.prompt", "5000"),
         ({"prompt": ""}, "$.prompt", "at least one token"),
-        ({"prompt": {"prompt_string": "x", "multimodal_data": []}}, "$.prompt", "not an object"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": ["y"]}}, "$.prompt", "not an object"),
+        ({"prompt": {"prompt_string": 1}}, "$.prompt", "must be a string"),
+        ({"prompt": "x", "response_fields": "content"}, "$.response_fields", "must be an array"),
+        ({"prompt": "x", "response_fields": [1]}, "$.response_fields", "an array of strings"),
+        ({"prompt": "x", "logit_bias": [["i", 1]]}, "$.logit_bias", "pairs"),
+        ({"prompt": "x", "logit_bias": [[1, 1000]]}, "$.logit_bias.1", "[-100, 100]"),
         ({"prompt": "x", "n_probs": 21}, "$.n_probs", "from 0 to 20"),
         ({"prompt": "x", "n_predict": -2}, "$.n_predict", ">= -1"),
         ({"prompt": "x", "mirostat": 2}, "$.mirostat", "sampler"),
