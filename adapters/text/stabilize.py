@@ -46,6 +46,7 @@ def lines(pattern: str) -> re.Pattern[str]:
 
 
 UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+POWERED = "- You are powered by the model named "
 RULES = (
     # x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch=36ee5;
     Rule(
@@ -105,6 +106,28 @@ RULES = (
         ),
         "first",
         tries=1,
+    ),
+    # a variant of a model that is not served here; a session that is resumed leaves it out
+    Rule(
+        "claude-model-name",
+        "lines",
+        POWERED,
+        re.compile(rf"{POWERED}[^(\n]{{1,64}}(?P<part> \(1M context\))\. The exact model ID is "),
+        "nowhere",
+    ),
+    Rule(
+        "claude-model-id",
+        "lines",
+        POWERED,
+        re.compile(rf"{POWERED}[^(\n]{{1,64}}\. The exact model ID is [a-z0-9.-]{{1,64}}(?P<part>\[1m\])\.(?=\n|\Z)"),
+        "nowhere",
+    ),
+    Rule(
+        "claude-model-author",
+        "tool",
+        "Co-Authored-By: Claude ",
+        re.compile(r"Co-Authored-By: Claude [^(\n]{1,64}(?P<part> \(1M context\))(?= <noreply@anthropic\.com>)"),
+        "nowhere",
     ),
     # of a file that only the agent opens: /tmp/claude-settings-20fc829c-5ec4-43a6-93f9-62663f5517b1.json
     Rule(

@@ -43,6 +43,12 @@ Recent commits:
 d6c99bb fix: Apply ESLint fixes"""
 PI = "You are an expert coding assistant operating inside pi.{}\nCurrent working directory: /srv/shapes"
 TIME, PI_DATE = "Current date and time: Monday, March 9, 2026 at 06:00:31 PM PDT", "Current date: 2026-06-09"
+POWERED = """# Environment
+ - OS Version: Linux 6.18.44
+ - You are powered by the model named Opus 4.8{}. The exact model ID is claude-opus-4-8{}.
+ - Assistant knowledge cutoff is January 2026."""
+COMMITS = "Runs a command.\n- End messages with:\nCo-Authored-By: Claude Opus 4.8{} <noreply@anthropic.com>\n- Brief."
+LONG = " (1M context)", "[1m]"
 SETTINGS = "Runs a command. Not writable: /tmp/claude-settings{}.json"
 UUID = "-20fc829c-5ec4-43a6-93f9-62663f5517b1"
 TURN = (ChatMessage("user", "Hello"), ChatMessage("assistant", "Hi."), ChatMessage("user", "Why?"))
@@ -92,6 +98,17 @@ def test_a_tools_description_keeps_all_but_the_random_part() -> None:
     assert told.tools == [FunctionTool("Bash", SETTINGS.format("")), *tools[1:]]
 
 
+def test_a_session_that_is_resumed_begins_as_it_did() -> None:
+    """Its second process knows its model by another name, in the system prompt and in a tool's description."""
+    first, second = (
+        stabilized(evolve(asked(POWERED.format(*names)), tools=(FunctionTool("Bash", COMMITS.format(names[0])),)))
+        for names in (LONG, ("", ""))
+    )
+    assert first.stabilized == ("claude-model-name", "claude-model-id", "claude-model-author")
+    assert second.stabilized == ()
+    assert (list(first.messages), list(first.tools)) == (list(second.messages), list(second.tools))
+
+
 def test_all_of_them_at_once_leave_the_same_head_at_every_turn() -> None:
     heads, messages = list[str](), [ChatMessage("user", "Hello")]
     counters = ""
@@ -119,6 +136,8 @@ def test_all_of_them_at_once_leave_the_same_head_at_every_turn() -> None:
         f"{LEFT} is left",
         "<total_tokens>many tokens left</total_tokens>",
         "<total_tokens>1234567890123456 tokens left</total_tokens>",
+        POWERED.format(" (2M context)", "[2m]"),
+        f"It says: {POWERED.format(*LONG)[40:]}".replace("\n - You", " - You"),
         DATE,
         f"{DATE}\nThat is today.\n</env>",
         ENV.format("Today's date: soon\n"),

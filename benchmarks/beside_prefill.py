@@ -1,0 +1,119 @@
+"""What streams feel of somebody else's long prompt: time between tokens, over HTTP, before it and while it is read.
+
+    python -m benchmarks.beside_prefill [--streams 10] [--prompt 8192] [--model demo] [-- OPTIONS]
+
+Every stream generates until it is stopped; after some seconds a prompt that is new to the server is sent, and answered
+with one token. A gap lies between two messages of one stream that bring text, and belongs to the time it ends in.
+
+Goal: p99 at most three times p50, of all gaps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import threading
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.report import machine, raw, table
+from tests.e2e.server import Running, serving
+
+ALONE_S = 10.0  # streams without the prompt
+WORDS = ("shapes", "have", "sides", "and", "each", "side", "a", "length", "that", "somebody", "measured", "once")
+
+
+class Streaming(threading.Thread):
+    """One stream. times: when messages with text came."""
+
+    def __init__(self, server: Running, number: int, stop: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.server, self.number, self.stop = server, number, stop
+        self.times = list[float]()
+
+    def run(self) -> None:
+        body = {**self.server.endless(), "prompt": f"x = {self.number}\n", "temperature": 0.7, "seed": self.number}
+        with (
+            httpx.Client(base_url=self.server.url, timeout=120) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            for line in answer.iter_lines():
+                if line.startswith("data: {") and json.loads(line[6:])["choices"][0].get("text"):
+                    self.times.append(time.perf_counter())
+                if self.stop.is_set():
+                    return
+
+
+def gaps(streams: Sequence[Streaming], since: float, until: float) -> list[float]:
+    """Milliseconds, ascending."""
+    return sorted(
+        1e3 * (later - earlier) for one in streams for earlier, later in pairwise(one.times) if since <= later < until
+    )
+
+
+def row(name: str, found: Sequence[float]) -> dict[str, Any]:
+    p50, p99 = found[len(found) // 2], found[int(0.99 * len(found))]
+    return {
+        "gaps": name,
+        "number": len(found),
+        "p50, ms": p50,
+        "p99, ms": p99,
+        "most, ms": found[-1],
+        "p99/p50": p99 / p50,
+    }
+
+
+def measure(server: Running, streams: int, prompt: int) -> dict[str, Any]:
+    stop = threading.Event()
+    running = [Streaming(server, number, stop) for number in range(streams)]
+    for one in running:
+        one.start()
+    while any(len(one.times) < 8 for one in running):
+        time.sleep(0.1)
+    begin = time.perf_counter()
+    time.sleep(ALONE_S)
+    draw = random.Random(begin)
+    text = " ".join(draw.choice(WORDS) for _ in range(prompt))
+    tokens = server.client.post("/tokenize", json={"content": text}).json()["tokens"][:prompt]
+    sent = time.perf_counter()
+    answer = server.client.post("/v1/completions", json={"prompt": tokens, "max_tokens": 1}, timeout=600)
+    read = time.perf_counter()
+    answer.raise_for_status()
+    stop.set()
+    for one in running:
+        one.join(10)
+    rows = [
+        row("before", gaps(running, begin, sent)),
+        row("while it is read", gaps(running, sent, read)),
+        row("all", gaps(running, begin, read)),
+    ]
+    return {"streams": streams, "prompt": len(tokens), "read in, s": read - sent, "rows": rows, "machine": machine()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=10)
+    parser.add_argument("--prompt", type=int, default=8192)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("options", nargs="*")
+    given = parser.parse_args()
+    with serving(given.model, "--slots", str(given.streams + 1), *given.options) as server:
+        found = measure(server, given.streams, given.prompt)
+    table(
+        f"{given.streams} streams while {found['prompt']} tokens were read in {found['read in, s']:.1f} s",
+        found["rows"],
+    )
+    raw("beside_prefill", found)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
