@@ -15,8 +15,17 @@ if TYPE_CHECKING:
     import torch
 
 # Bytes of an element.
-SIZES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1}
-_TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32", "U8": "uint8"}
+SIZES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}
+_TORCH = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+}
 _NAMES = {f"torch.{long}": short for short, long in _TORCH.items()}
 
 
@@ -37,7 +46,8 @@ class TensorSpec:
 class RowSpec:
     """What one model keeps of every token: each of `names` is `[heads, tokens, width]` of `dtype`.
 
-    The names are a layer's keys and its values in turn, and say the order in which rows lie end to end.
+    The names are a layer's keys and its values in turn, and say the order in which rows lie end to end. In I8 and
+    F8_E4M3 the last four bytes of a head's `width` are the float32 that its codes are multiplied with.
     """
 
     names: tuple[str, ...]

@@ -1,7 +1,8 @@
 """The promise, measured: the same tokens with and without speculation, cold and restored from each tier, batched, with
 a draft that stays or one that comes and goes, as chains and as trees, and executed again from a trace.
 
-`python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--draft auto] [--only cold,trees,...]`
+`python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
+[--only cold,trees,...]`
 
 Prompts are code, tool calls, chat and retrieval in turn, half of them greedy and half sampled by a seed. Everything is
 compared with answers that are computed cold, alone and without a draft.
@@ -254,6 +255,7 @@ async def measure(options: Options, count: int, skip: int, modes: Sequence[str])
             await compared.target.close()
     table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
     where = {"numerics": dict(target.numerics_shown), "machine": machine(), "draft": target.draft is not None}
+    where["kv_dtype"] = target.model_info["kv_dtype"]
     raw(
         "exactness", {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     )
@@ -300,10 +302,12 @@ def main() -> int:
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--only", default=",".join(MODES), help="of " + ", ".join(MODES))
     given = parser.parse_args()
     where = {"device": given.device, "threads": given.threads}
-    options = Options(model=given.model, draft=given.draft, **where, dtype=given.dtype, slots=4)
+    kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype}
+    options = Options(model=given.model, draft=given.draft, **where, **kinds, slots=4)
     return 1 if anyio.run(measure, options, given.prompts, given.skip, given.only.split(",")) else 0
 
 

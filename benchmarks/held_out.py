@@ -1,8 +1,10 @@
-"""What packed weights cost: the loss on code that the demo was not trained on, beside that of the weights as they were.
+"""What packed weights and coded rows cost: the loss on code that the demo was not trained on, beside that of both as
+they were.
 
-`python -m benchmarks.held_out demo demo:int8 demo:int4 FILE.gguf FOLDER [--tokens 16384]`. The first is what the others
-are compared with; `:int8` and `:int4` are `--quantize`. All read the same tokens, in runs of 1,024, and are computed in
-what they are served in.
+`python -m benchmarks.held_out demo demo:int8 demo@int8 demo@fp8 FILE.gguf FOLDER [--tokens 16384] [--run 1024]`. The
+first is what the others are compared with; `:int8` and `:int4` are `--quantize`, `@int8` and `@fp8` `--kv-dtype`. All
+read the same tokens, in runs of `--run`, and are computed in what they are served in. `off by` is how far the
+log-probability of the token that came is from the first one's, on average, and `at most` for 999 of 1,000.
 """
 
 from __future__ import annotations
@@ -16,69 +18,82 @@ from torch.nn.functional import cross_entropy
 
 from adapters import demo
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
+from adapters.models.kernels.row_form import row_dtype
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.shard import Segment, Step
 from benchmarks.report import machine, raw, table
 from benchmarks.subjects import held_out_sources
 
-RUN = 1024
 CHUNK = 256
 
 
 @frozen
 class PackedLoss:
-    """error: of weights that were rounded at load. loss: nats a token."""
+    """error: of weights that were rounded at load. losses: nats of each token."""
 
     name: str
     stored: float
     error: float | None
-    loss: float
+    losses: torch.Tensor
+
+    @property
+    def loss(self) -> float:
+        return float(self.losses.mean())
+
+    def off(self, other: PackedLoss) -> tuple[float, float]:
+        """What the log-probability of a token differs by: on average, and of one in a thousand at least."""
+        apart = (self.losses - other.losses).abs()
+        return float(apart.mean()), float(apart.quantile(0.999))
 
 
-def measured(name: str, runs: list[list[int]]) -> PackedLoss:
-    path, _, rounding = name.partition(":")
+def measured(name: str, runs: list[list[int]], length: int) -> PackedLoss:
+    weighed, _, kept = name.partition("@")
+    path, _, rounding = weighed.partition(":")
     checkpoint = Checkpoint.open(demo.FOLDERS.get(path, path))
     if rounding:
         checkpoint = checkpoint.quantised(int(rounding.removeprefix("int")))
     dtype = resolve_dtype("auto", checkpoint)
     weights = checkpoint.rounded(dtype)
-    how = {"device": torch.device("cpu"), "dtype": dtype, "slots": 1, "capacity": RUN, "buckets": (CHUNK,)}
+    how = {"device": torch.device("cpu"), "dtype": dtype, "slots": 1, "capacity": length, "buckets": (CHUNK,)}
+    how["rows"] = row_dtype(kept, dtype)
     shard = checkpoint.family.build(checkpoint.config, weights, CpuKernels(dtype), **how)
-    total = 0.0
+    losses = list[torch.Tensor]()
     for run in runs:
-        for start in range(0, RUN - 1, CHUNK):
+        for start in range(0, length - 1, CHUNK):
             tokens = torch.tensor(run[start : start + CHUNK])
             step = Step((Segment(0, start, len(tokens)),), CHUNK)
             logits = shard.logits(step, shard.forward(step, tokens).hidden)
             shard.commit(step, [len(tokens)])
             wanted = torch.tensor(run[start + 1 : start + 1 + CHUNK])
-            total += float(cross_entropy(logits[: len(wanted)].float(), wanted, reduction="sum"))
-    return PackedLoss(name, weights.bits, weights.error, total / (len(runs) * (RUN - 1)))
+            losses.append(cross_entropy(logits[: len(wanted)].double(), wanted, reduction="none"))
+    return PackedLoss(name, weights.bits, weights.error, torch.cat(losses))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", nargs="+")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--run", type=int, default=1024, help="tokens that are read in a row")
     given = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(demo.FOLDER / "tokenizer.json"))
     runs = list[list[int]]()
     for text in held_out_sources()[0].texts:
-        ids = tokenizer.encode(text[:20_000], add_special_tokens=False).ids
-        if len(ids) >= RUN:
-            runs.append(ids[:RUN])
-        if len(runs) * RUN >= given.tokens:
+        ids = tokenizer.encode(text[: 20 * given.run], add_special_tokens=False).ids
+        if len(ids) >= given.run:
+            runs.append(ids[: given.run])
+        if len(runs) * given.run >= given.tokens:
             break
     rows, first = list[dict[str, object]](), None
     for name in given.weights:
-        one = measured(name, runs)
-        first = one.loss if first is None else first
-        figures = {"bits a weight": one.stored, "error, %": None if one.error is None else 100 * one.error}
-        figures |= {"nats a token": one.loss, "more, %": 100 * (one.loss / first - 1)}
+        one = measured(name, runs, given.run)
+        first = one if first is None else first
+        figures = {"bits a weight": one.stored, "weights off, %": None if one.error is None else 100 * one.error}
+        figures |= {"nats a token": one.loss, "more, %": 100 * (one.loss / first.loss - 1)}
+        figures |= dict(zip(("off by", "at most"), one.off(first), strict=True)) if one is not first else {}
         raw("held_out", {"weights": name, **figures})
         rows.append({"weights": name.rsplit("/", 1)[-1], **{key: rounded(value) for key, value in figures.items()}})
     print(machine())
-    table(f"Loss on {len(runs)} held-out files, the first {RUN:,} tokens of each", rows)
+    table(f"Loss on {len(runs)} held-out files, the first {given.run:,} tokens of each", rows)
 
 
 def rounded(value: float | None) -> str:

@@ -39,6 +39,7 @@ from engine.refusal import Refusal
 
 log = logging.getLogger("rekindle")
 
+WIDTHS = (3, 7, 15)  # proposals of the decode steps that are measured at start
 OWN = "mtp"  # the model's own prediction head
 SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
 """What `auto` takes for models that come with a draft."""
@@ -198,3 +199,21 @@ def short_of_memory(device: torch.device) -> bool:
         return False
     free, total = torch.cuda.mem_get_info(device)
     return free * 20 < total
+
+
+def proposals(draft: CachedDraft[Any] | None, shard: Pipeline) -> int:
+    """Of one decode step, at most. Where the model has positional state, what can be taken back is one block of it: the
+    token that is fed, and the proposals after it.
+    """
+    wanted = 0 if draft is None else draft.block - 1
+    most = min(wanted, shard.state_block - 1) if shard.state_specs else wanted
+    if most < wanted:
+        log.warning(
+            "the draft proposes %d tokens at once; %d can be taken back here, and no more are asked for", wanted, most
+        )
+    return most
+
+
+def widths(block: int, tree: int) -> list[int]:
+    """Proposals of the decode steps that are worth measuring. block: of a chain, at most; tree: of a tree."""
+    return sorted({0, block, max(block, tree), *(width for width in WIDTHS if width < block)})

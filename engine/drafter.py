@@ -27,8 +27,9 @@ from effects.all import Outcome
 from effects.ids import LaneId, ModelName, RequestId
 from effects.pflash import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
+from engine.identity import identity
 from engine.kept import Kept
-from engine.machine import Placement, choose_device, identity, prove
+from engine.machine import Placement, choose_device, prove
 from engine.options import Options
 from engine.refusal import Refusal
 from states.settings import Settings

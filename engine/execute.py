@@ -269,7 +269,7 @@ def options_of(header: Header, model: str | None) -> Options:
     """What the trace was served with, as far as it decides the numbers. Raises Refusal: traces are hostile input."""
     names = (
         *("model", "device", "target_devices", "target_layer_split", "dtype", "max_ctx", "numerics", "slots", "chunk"),
-        *("threads", "state_checkpoints", "quantize", "kv_memory"),
+        *("threads", "state_checkpoints", "quantize", "kv_dtype", "kv_memory"),
     )
     wanted: dict[str, Any] = {name: header.config[name] for name in names if name in header.config}
     if model is not None:

@@ -110,7 +110,7 @@ def listed(model: LocalModel, options: Options) -> Listed:
 
 
 # What may help: an option of those that decide, and a value that takes less.
-CHANGES: dict[str, Any] = {"slots": 1, "max_ctx": 8192, "dtype": "bfloat16", "device": "cpu"}
+CHANGES: dict[str, Any] = {"slots": 1, "max_ctx": 8192, "dtype": "bfloat16", "kv_dtype": "int8", "device": "cpu"}
 
 
 def open_to(options: Options, dtype: torch.dtype) -> Iterator[str]:
@@ -121,6 +121,8 @@ def open_to(options: Options, dtype: torch.dtype) -> Iterator[str]:
         yield "max_ctx"
     if options.dtype == "auto" and dtype == torch.float32:
         yield "dtype"
+    if options.kv_dtype == "auto":
+        yield "kv_dtype"
     if options.device == "auto" and not options.target_devices and torch.cuda.is_available():
         yield "device"
 

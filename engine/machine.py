@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from adapters.models.ends import CopiedEnds
 from adapters.models.family import ModelConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import ProductPlan
+from adapters.models.kernels.row_form import row_dtype
 from adapters.models.numerics import Numerics, joined
 from adapters.models.pipeline import Pipeline
 from adapters.models.probe import probe, probe_key
@@ -153,11 +153,11 @@ class SlotMemory:
 
 
 def host_rows(
-    config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, plan: Sequence[Placement]
+    config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, rows: torch.dtype, plan: Sequence[Placement]
 ) -> SlotMemory:
-    """Of the layers that host memory keeps them for. draft: one that is there, too."""
+    """Of the layers that host memory keeps them for. rows: what these keep theirs in. draft: one that is there, too."""
     here = [one.layers for one in plan if one.on_host]
-    token = sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
+    token = sum(config.kv_bytes_per_token(rows, layers) for layers in here)
     if draft is not None:
         token += draft.kv_bytes_per_token(dtype)
     states = [config.state_bytes(dtype, "cpu", layers) for layers in here]
@@ -199,12 +199,12 @@ def prove(
     """What the probe finds or found on each device, for the whole model, and kernels for each shard that keep to it;
     those in other processes say themselves what holds there, and have their own.
     """
-    chunk = chunk_of(options, plan)
+    chunk, rows = chunk_of(options, plan), row_dtype(options.kv_dtype, dtype)
     found, offers = dict[torch.device, tuple[Numerics, Kernels]](), list[Offer]()
     # Beside the last layers is a draft, with a copy of the head: in this process, wherever they are.
     for device in dict.fromkeys(one.device for one in plan if one.local or one is plan[-1]):
         with current(device):
-            kernels, how = build_kernels(device, dtype), probing(device, dtype, chunk, context)
+            kernels, how = build_kernels(device, dtype), probing(device, dtype, rows, chunk, context)
             numerics = probed(checkpoint, kernels, kept, **how)
             offers.append(Offer(probe_key(checkpoint.family, checkpoint.config, kernels, **how), numerics.to_json()))
         found[device] = numerics, kernels
@@ -213,7 +213,15 @@ def prove(
         if one.peer is None:
             proven.append(found[one.device][0])
         else:
-            asked = Prove(dtype_name(dtype), chunk, context, boot_id(), options.bits, tuple(offers[:MOST_OFFERS]))  # type: ignore[arg-type]
+            asked = Prove(
+                dtype_name(dtype),  # type: ignore[arg-type]
+                dtype_name(rows),  # type: ignore[arg-type]
+                chunk,
+                context,
+                boot_id(),
+                options.bits,
+                tuple(offers[:MOST_OFFERS]),
+            )
             proven.append(one.peer.prove(asked))
     own = tuple(
         found[one.device][1].using(plan_served(found[one.device][0], fast=options.numerics == "fast"))
@@ -225,11 +233,12 @@ def prove(
     return evolve(whole, plan=found[plan[-1].device][0].plan), own
 
 
-def probing(device: torch.device, dtype: torch.dtype, chunk: int, context: int) -> dict[str, Any]:
+def probing(device: torch.device, dtype: torch.dtype, rows: torch.dtype, chunk: int, context: int) -> dict[str, Any]:
     """What a probe depends on, besides the model and the machine."""
     return {
         "device": device,
         "dtype": dtype,
+        "rows": rows,
         "chunk": chunk,
         "capacity": context,
         "memory": host_memory() // 2,
@@ -249,24 +258,26 @@ def shards(
     kernels: Sequence[Kernels | None],
     memory: Memory,
     *,
+    rows: torch.dtype,
     fast: bool,
     pages: int = 0,
     **how: Any,
 ) -> Pipeline:
     """Each on its device, with the tensors of its own layers and no other. memory: what a GPU's pass through. pages,
-    how: as `Build` has it; shards in other processes have no pages.
+    rows, how: as `Build` has it; shards in other processes have no pages.
     """
     parts = list[Shard]()
     for place, own in zip(plan, kernels, strict=True):
         if place.peer is not None:
             ends = CopiedEnds(checkpoint.config, checkpoint, own, dtype, place.device)
-            asked = loading(checkpoint.config, dtype, place.layers, fast=fast, **how)
+            asked = loading(checkpoint.config, dtype, place.layers, rows=rows, fast=fast, **how)
             shape = checkpoint.config.hidden_size, checkpoint.config.num_layers
             parts.append(RemoteShard(place.peer, asked, ends, *shape))
             continue
         assert own is not None
         with current(place.device), weights_for(checkpoint, place, memory) as weights:
-            where: dict[str, Any] = {"device": place.device, "dtype": dtype, "layers": place.layers, "pages": pages}
+            where: dict[str, Any] = {"device": place.device, "layers": place.layers, "pages": pages}
+            where |= {"dtype": dtype, "rows": rows}
             parts.append(checkpoint.family.build(checkpoint.config, weights, own, **where, **how))
     return Pipeline(parts)
 
@@ -327,18 +338,3 @@ def keep_compiled() -> None:
     with suppress(OSError):  # a home that cannot be written: it stays where Triton would have it
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
-
-
-def identity(checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str) -> str:
-    """Everything that changes numbers, and nothing about this instance: 32 hex digits."""
-    parts = (
-        checkpoint.digest(),
-        repr(checkpoint.config),
-        str(dtype),
-        str(numerics.block_size),
-        numerics.numerics_class,
-        numerics.mode,
-        repr(numerics.buckets),  # what serves: other shapes may round otherwise, and two starts may have proven others
-        mode,
-    )
-    return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

@@ -10,6 +10,7 @@ import torch
 
 from adapters.models.dense_config import HEAD_ROWS
 from adapters.models.family import ModelConfig
+from adapters.models.kernels.row_form import row_dtype
 from engine.draft import FoundDraft, draft_device
 from engine.fit import SLOTS, DeviceNeed, Fit, fitted, pooled
 from engine.human import size
@@ -42,7 +43,8 @@ def chosen(
             short = f"{size(taken)} are needed, and {size(need.there)} can be had"
             log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
     on_host = draft is not None and draft_device(options, plan[-1].device).type == "cpu"
-    check_memory(host_rows(config, draft.shape if draft and on_host else None, dtype, plan), options, found)
+    shape, rows = draft.shape if draft and on_host else None, row_dtype(options.kv_dtype, dtype)
+    check_memory(host_rows(config, shape, dtype, rows, plan), options, found)
     return found
 
 
@@ -78,7 +80,7 @@ def needs(
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
         fixed = sum(weights(config, dtype, device, layers) for layers in here)
         fixed += options.state_checkpoints * sum(place for _, place in states)
-        own, row = 0, sum(config.kv_bytes_per_token(dtype, layers) for layers in here)
+        own, row = 0, sum(config.kv_bytes_per_token(row_dtype(options.kv_dtype, dtype), layers) for layers in here)
         if plan[-1] in places:
             fixed += buffers(options, config, dtype, plan)
         if draft is not None and memory == drafted:

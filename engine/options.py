@@ -96,6 +96,9 @@ class Options(ModelOption):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
     """What weights and KV are kept and computed in; auto is the checkpoint's own, of GGUF files bfloat16 or float32."""
 
+    kv_dtype: Annotated[Literal["auto", "bf16", "fp8", "int8"], flag(MODEL)] = "auto"
+    """What keys and values are kept in; auto: as computed. int8, fp8: half of bfloat16's room, other answers."""
+
     quantize: Annotated[Literal["none", "int8", "int4"], flag(MODEL)] = "none"
     """int8 or int4: round the matrices of a checkpoint that is not packed, in groups of 128, while it is loaded. For
     trying what a packed one would answer: they take the room of --dtype. The start line tells the error."""
@@ -263,16 +266,13 @@ class Options(ModelOption):
             raise Refusal("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
 
     def _check_freezing(self) -> None:
-        frozen = "--disk-prefix-cache-compress"
         if self.disk_prefix_cache_compress and self.prefill_compression == "off":
             how = "shortens messages where --prefill-compression says so, and it is off"
-            raise Refusal(f"{frozen} {how}: accepted with it: auto, always")
+            raise Refusal(f"--disk-prefix-cache-compress {how}: accepted with it: auto, always")
         kept = self.kv_cache_budget and parse(self.disk_prefix_cache).kind != "off"
         if self.disk_prefix_cache_compress and not kept:
-            where = "keeps what messages were frozen to beside the prefix cache on disk"
-            raise Refusal(
-                f"{frozen} {where}, and --disk-prefix-cache off or --kv-cache-budget 0 declines that: leave one out"
-            )
+            where = "keeps what messages were frozen to beside the prefix cache on disk, and --disk-prefix-cache off or"
+            raise Refusal(f"--disk-prefix-cache-compress {where} --kv-cache-budget 0 declines that: leave one out")
 
     @property
     def drafter(self) -> str:

@@ -47,7 +47,7 @@ class ServedModel:
 
     checkpoint: Checkpoint
     device: torch.device
-    _proven: tuple[Checkpoint, torch.dtype, Kernels, Numerics] | None = None
+    _proven: tuple[Checkpoint, torch.dtype, torch.dtype, Kernels, Numerics] | None = None
 
     @classmethod
     def open(cls, model: str, device: str) -> ServedModel:
@@ -76,9 +76,9 @@ class ServedModel:
         """What the server has found, if it is on the same machine, with the same libraries and threads; or else what
         holds here.
         """
-        dtype = torch_dtype(asked.dtype)
+        dtype, rows = torch_dtype(asked.dtype), torch_dtype(asked.rows)
         checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
-        checkpoint, how = checkpoint.rounded(dtype), probing(self.device, dtype, asked.chunk, asked.capacity)
+        checkpoint, how = checkpoint.rounded(dtype), probing(self.device, dtype, rows, asked.chunk, asked.capacity)
         with current(self.device):
             kernels = build_kernels(self.device, dtype)
             key = probe_key(checkpoint.family, checkpoint.config, kernels, **how)
@@ -87,13 +87,13 @@ class ServedModel:
                 numerics = Numerics.from_json(offered[-1])
             else:
                 numerics = probed(checkpoint, kernels, Kept(user_folder()), **how)
-        self._proven = checkpoint, dtype, kernels, numerics
+        self._proven = checkpoint, dtype, rows, kernels, numerics
         return Offer(key, numerics.to_json())
 
     def load(self, asked: LoadLayers) -> Shard:
         if self._proven is None:
             raise ValueError("nothing is proven, so nothing is loaded")
-        checkpoint, dtype, kernels, numerics = self._proven
+        checkpoint, dtype, rows, kernels, numerics = self._proven
         with current(self.device):
             return checkpoint.family.build(
                 checkpoint.config,
@@ -101,6 +101,7 @@ class ServedModel:
                 kernels.using(plan_served(numerics, fast=asked.fast)),
                 device=self.device,
                 dtype=dtype,
+                rows=rows,
                 layers=range(*asked.layers),
                 slots=asked.slots,
                 capacity=asked.capacity,

@@ -17,9 +17,11 @@ from adapters.device.buckets import row_counts
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
+from adapters.layout import torch_dtype
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.draft import CachedDraft
 from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.row_form import row_dtype
 from adapters.models.numerics import Numerics
 from adapters.models.pipeline import Pipeline
 from adapters.remote.peer import Peer
@@ -31,12 +33,13 @@ from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope
 from engine import startup
 from engine.catalog import served_name
-from engine.draft import find_draft, placed_draft, provable, short_of_memory
+from engine.draft import find_draft, placed_draft, proposals, provable, short_of_memory, widths
 from engine.drafter import Drafter, add_drafter, find_drafter, pflash
 from engine.fit import Fit
 from engine.folders import user_folder
+from engine.identity import identity
 from engine.kept import Kept
-from engine.machine import identity, planned, prove, shards, state_tokens
+from engine.machine import planned, prove, shards, state_tokens
 from engine.measure import kept_or_measured, key
 from engine.needs import chosen, shares_pages
 from engine.options import Options
@@ -50,7 +53,6 @@ from states.settings import Settings
 log = logging.getLogger("rekindle")
 
 BATCH_ROWS = 64  # rows of one batched decode step at most
-WIDTHS = (3, 7, 15)  # proposals of the decode steps that are measured at start
 
 
 @define
@@ -85,6 +87,7 @@ class Target:
         return {
             "n_ctx_train": config.max_positions,
             "dtype": str(self.shard.dtype).removeprefix("torch."),
+            "kv_dtype": str(torch_dtype(self.shard.row_spec.dtype)).removeprefix("torch."),
             "size": self.shard.memory()["weights"],
             "packed": list(self.checkpoint.forms),
             "bits_per_weight": round(self.checkpoint.bits, 2),
@@ -199,18 +202,18 @@ def load_over(
     fit = chosen(options, checkpoint.config, dtype, plan, opened)
     kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
     numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
-    named = identity(checkpoint, dtype, numerics, options.numerics)
+    rows = row_dtype(options.kv_dtype, dtype)
+    named = identity(checkpoint, dtype, numerics, options.numerics, rows)
     if only not in {None, named}:
         raise Mismatched(named)
     found, scores = provable(opened, numerics), find_drafter(options, checkpoint.folder, plan[-1].device, fit.context)
     step(startup.WEIGHTS)
     memory = transfer_memory(options, [one.device for one in plan])
     heard = startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors))
+    room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "rows": rows}
     shard = shards(
         *(checkpoint.followed(heard), dtype, plan, kernels, memory),
-        slots=fit.slots,
-        capacity=fit.context,
-        pages=fit.pages,
+        **room,
         buckets=row_counts(numerics.buckets, fast=fast),
         state_places=options.state_checkpoints,
         aux_layers=() if found is None else found.shape.aux_layers,
@@ -330,21 +333,3 @@ def decide(
         interval=options.kv_cache_interval,
         cold_max=options.kv_cache_cold_max,
     )
-
-
-def proposals(draft: CachedDraft[Any] | None, shard: Pipeline) -> int:
-    """Of one decode step, at most. Where the model has positional state, what can be taken back is one block of it: the
-    token that is fed, and the proposals after it.
-    """
-    wanted = 0 if draft is None else draft.block - 1
-    most = min(wanted, shard.state_block - 1) if shard.state_specs else wanted
-    if most < wanted:
-        log.warning(
-            "the draft proposes %d tokens at once; %d can be taken back here, and no more are asked for", wanted, most
-        )
-    return most
-
-
-def widths(block: int, tree: int) -> list[int]:
-    """Proposals of the decode steps that are worth measuring. block: of a chain, at most; tree: of a tree."""
-    return sorted({0, block, max(block, tree), *(width for width in WIDTHS if width < block)})

@@ -13,10 +13,11 @@ from torch import Tensor
 from adapters.checkpoint.weights import WeightSource
 from adapters.layout import RowSpec, TensorSpec
 from adapters.models.decoder import DecoderLayer, WeightReader, finished, gated, load_layer, projected
-from adapters.models.dense_config import DenseConfig
+from adapters.models.dense_config import DenseConfig, check_arguments
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.delta import CHUNK
 from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.row_form import RowForm
 from adapters.models.kv_cache import KvCache, PagedKvCache
 from adapters.models.parking import size_of
 from adapters.models.recurrent import DeltaLayer, load_delta_layer
@@ -41,7 +42,8 @@ class DenseShard:
 
     aux_layers: global layer indices whose output (HF `hidden_states[i + 1]`) every forward leaves in its
     `aux_hidden_states`. buckets: the row counts that `forward` accepts. capacity is rounded up to whole key tiles of
-    the kernels. pages: that slots are given; without, each has memory for all of its rows.
+    the kernels. rows: what keys and values are kept in; by default the dtype. pages: that slots are given; without,
+    each has memory for all of its rows.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class DenseShard:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        rows: torch.dtype | None = None,
         layers: range | None = None,
         slots: int = 4,
         capacity: int = 8192,
@@ -63,7 +66,7 @@ class DenseShard:
         self._config, self._kernels = config, kernels
         self._device, self._dtype = torch.device(device), dtype
         self._layers = range(config.num_layers) if layers is None else layers
-        _check_arguments(config, self._layers, slots, capacity, (buckets, aux_layers))
+        check_arguments(config, self._layers, slots, capacity, (buckets, aux_layers))
         self._slots, self._capacity = slots, -(-capacity // kernels.kv_tile) * kernels.kv_tile
         self._buckets, self._aux_layers = tuple(buckets), tuple(aux_layers)
         self._buffers: dict[int, Buffers] = {}
@@ -71,9 +74,10 @@ class DenseShard:
         names, recurrent = (
             [f"layers.{layer}" for layer in self._layers if config.recurrent(layer) is kind] for kind in (False, True)
         )
-        shape = (slots, config.num_kv_heads, self._capacity, config.head_dim)
+        form = RowForm(dtype if rows is None else rows)
+        shape = (slots, config.num_kv_heads, self._capacity, form.width(config.head_dim))
         cache = PagedKvCache if kernels.paged and pages else KvCache
-        self._cache = cache(names, shape, dtype=dtype, device=self._device, pages=pages)
+        self._cache = cache(names, shape, dtype=form.dtype, device=self._device, pages=pages)
         how: dict[str, Any] = {"slots": slots, "places": state_places, "dtype": dtype, "device": self._device}
         self._states = RecurrentCache(recurrent, config.delta, kernels.delta, **how)
         self._load(WeightReader(weights, self._device, dtype))
@@ -194,7 +198,7 @@ class DenseShard:
         """Its shape changes from step to step, so no graph is recorded of it."""
         if buffers.tree is None:
             width = self._config.num_heads * self._config.head_dim
-            buffers.tree = TreeAttention(self._kernels, step.bucket, self._rope, self._cache, width)
+            buffers.tree = TreeAttention(self._kernels, step.bucket, self._rope, self._cache, (width, self._dtype))
         buffers.tree.load(step)
         if self._device.type == "cuda":
             self._run_layers(buffers, buffers.tree)
@@ -334,17 +338,3 @@ class DenseShard:
         self._embedding = self._norm = self._head = None
         self._cache.close()
         self._states.close()
-
-
-def _check_arguments(
-    config: DenseConfig, layers: range, slots: int, capacity: int, lists: tuple[Sequence[int], Sequence[int]]
-) -> None:
-    buckets, aux_layers = lists
-    if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
-        raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
-    if slots < 1 or not 1 <= capacity <= config.max_positions:
-        raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1..{config.max_positions}")
-    if not buckets or any(bucket < 1 for bucket in buckets):
-        raise ValueError(f"buckets {tuple(buckets)} are not positive row counts")
-    if any(not 0 <= layer < config.num_layers for layer in aux_layers):
-        raise ValueError(f"aux_layers {tuple(aux_layers)}: not all in 0..{config.num_layers - 1}")

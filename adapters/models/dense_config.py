@@ -16,6 +16,7 @@ from adapters.models.feed_forward import idle_weights
 from adapters.models.kernels.delta import DeltaShape, raw_state, row_state
 from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
+from adapters.models.kernels.row_form import RowForm
 from adapters.models.rope import Rotary
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
@@ -82,7 +83,7 @@ class DenseConfig:
 
     def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
         attending = (self.num_layers if layers is None else len(layers)) - self.recurrent_layers(layers)
-        return 2 * attending * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return 2 * attending * self.num_kv_heads * RowForm(dtype).width(self.head_dim) * dtype.itemsize
 
     def state_bytes(self, dtype: torch.dtype, device: str = "cpu", layers: range | None = None) -> tuple[int, int]:
         count = self.recurrent_layers(layers)
@@ -141,6 +142,21 @@ class DenseConfig:
     def _small(self, **changes: Any) -> Self:
         changes |= {"vocab_size": _PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
         return evolve(self, num_layers=2, **changes)
+
+
+def check_arguments(
+    config: DenseConfig, layers: range, slots: int, capacity: int, lists: tuple[Sequence[int], Sequence[int]]
+) -> None:
+    """Of a shard of some layers. Raises ValueError. lists: the buckets, and the layers whose outputs are kept."""
+    buckets, aux_layers = lists
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
+        raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
+    if slots < 1 or not 1 <= capacity <= config.max_positions:
+        raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1..{config.max_positions}")
+    if not buckets or any(bucket < 1 for bucket in buckets):
+        raise ValueError(f"buckets {tuple(buckets)} are not positive row counts")
+    if any(not 0 <= layer < config.num_layers for layer in aux_layers):
+        raise ValueError(f"aux_layers {tuple(aux_layers)}: not all in 0..{config.num_layers - 1}")
 
 
 ConfigT = TypeVar("ConfigT", bound=DenseConfig)

@@ -43,7 +43,7 @@ class ModelConfig(Protocol):
         ...
 
     def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
-        """Of these layers, or of all."""
+        """Of these layers, or of all, in what their rows are kept in."""
         ...
 
     def state_bytes(self, dtype: torch.dtype, device: str = ..., layers: range | None = None) -> tuple[int, int]:
@@ -80,6 +80,7 @@ class Build(Protocol):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        rows: torch.dtype | None = ...,
         layers: range | None = ...,
         slots: int,
         capacity: int,
@@ -90,9 +91,10 @@ class Build(Protocol):
     ) -> Shard:
         """Layers `[first, last)`, all by default; the embedding with the first, final norm and head with the last.
 
-        capacity: rows of a slot, at least. buckets: the row counts that `forward` accepts. aux_layers: whose outputs
-        every forward leaves in its `aux_hidden_states`. state_places: for positional states beside the slots; models
-        without any need none, and make none. pages: of the pool that slots take their rows from; 0: there is none.
+        rows: what keys and values are kept in (`RowForm`); by default as they are computed. capacity: rows of a slot,
+        at least. buckets: the row counts that `forward` accepts. aux_layers: whose outputs every forward leaves in its
+        `aux_hidden_states`. state_places: for positional states beside the slots; models without any need none, and
+        make none. pages: of the pool that slots take their rows from; 0: there is none.
         """
         ...
 

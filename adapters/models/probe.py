@@ -13,14 +13,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from adapters.layout import torch_dtype
 from adapters.models.family import Family, ModelConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.proof import Proof
+from adapters.models.kernels.row_form import RowForm
 from adapters.models.numerics import BLOCK_SIZE, Numerics, kept_under, machine
 from adapters.models.shard import BUCKETS, Segment, Shard, Step
 from adapters.models.state_probe import StateBench
@@ -39,6 +42,7 @@ def probe_key(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    rows: torch.dtype | None = None,
     chunk: int,
     capacity: int,
     sizes: Sequence[int] = BUCKETS,
@@ -49,7 +53,7 @@ def probe_key(
         buckets_of(sizes, chunk), capacity=capacity, dtype=dtype, threads=torch.get_num_threads(), memory=memory
     )
     kinds = (family.model_type, tuple(config.probed()))
-    return kept_under(listed, kernels, device, (kinds, chunk, capacity, tuple(sizes), str(dtype)))
+    return kept_under(listed, kernels, device, (kinds, chunk, capacity, tuple(sizes), str(dtype), str(rows or dtype)))
 
 
 def buckets_of(sizes: Sequence[int], chunk: int) -> tuple[int, ...]:
@@ -63,6 +67,7 @@ def probe(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    rows: torch.dtype | None = None,
     chunk: int,
     capacity: int,
     sizes: Sequence[int] = BUCKETS,
@@ -70,15 +75,14 @@ def probe(
 ) -> Numerics:
     """Take the measure of `kernels` on `device`; a second or two. The kernels themselves are left as they were.
 
-    memory: bytes that packed weights may take in host memory.
+    rows: what keys and values are kept in; by default the dtype. memory: bytes that packed weights may take in host
+    memory.
     """
     start = time.perf_counter()
     buckets, threads = buckets_of(sizes, chunk), torch.get_num_threads()
     proof = kernels.prove(config.products(buckets, capacity=capacity, dtype=dtype, threads=threads, memory=memory))
-    found = [
-        _layer(family, small, layers, kernels, proof, device=device, dtype=dtype, capacity=capacity, buckets=buckets)
-        for small, layers in config.probed()
-    ]
+    shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "capacity": capacity, "buckets": buckets}
+    found = [_layer(family, small, layers, kernels, proof, **shape) for small, layers in config.probed()]
     broken = {bucket: why for one in found for bucket, why in one.broken.items()}
     kept = tuple(bucket for bucket in buckets if bucket not in broken)
     buckets_hold = proof.holds and chunk not in broken and (len(kept) > 1 or len(buckets) == 1)
@@ -123,6 +127,7 @@ def _layer(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    rows: torch.dtype | None,
     capacity: int,
     buckets: tuple[int, ...],
 ) -> LayerFindings:
@@ -134,6 +139,7 @@ def _layer(
         kernels.using(proof.plan),
         device=device,
         dtype=dtype,
+        rows=rows,
         layers=layers,
         slots=_SLOTS,
         capacity=capacity,
@@ -205,10 +211,11 @@ class LayerBench:
         if shard.layers.start:  # hidden states come in, one vector for each token of the vocabulary
             table = torch.empty(shard.vocab_size, self.hidden_size, device=shard.device, dtype=shard.dtype)
             self.vectors = table.normal_(generator=generator)
-        spec, rows = shard.row_spec, dict[str, Tensor]()
+        spec, form, rows = shard.row_spec, RowForm(torch_dtype(shard.row_spec.dtype)), dict[str, Tensor]()
+        shape = (spec.heads, self.capacity, form.head(spec.width))
         for name in spec.names:
-            rows[name] = torch.empty(spec.heads, self.capacity, spec.width, device=shard.device, dtype=shard.dtype)
-            rows[name].normal_(generator=generator)
+            drawn = torch.empty(shape, device=shard.device, dtype=shard.dtype)
+            rows[name] = form.encode(drawn.normal_(generator=generator))
         shard.import_rows(0, 0, rows)
         for slot in range(1, _SLOTS):
             shard.copy_rows(0, slot, self.capacity)

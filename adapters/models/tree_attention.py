@@ -50,7 +50,7 @@ class TreeAttention:
     bucket: int
     tables: Rope
     cache: KvCache
-    width: int  # of what attention returns, H * hd
+    returned: tuple[int, torch.dtype]  # by attention: H * hd numbers of a row
     flat: Batch = field(init=False)
     rope: Rope = field(init=False)
     aside: list[tuple[Tensor, Tensor]] = field(init=False)
@@ -66,7 +66,8 @@ class TreeAttention:
             *(table.new_zeros(self.bucket, table.shape[1]) for table in (self.tables.cos, self.tables.sin))
         )
         self.aside = [(k.new_zeros(shape), k.new_zeros(shape)) for _ in self.cache.layers]
-        self.out = k.new_zeros(self.bucket, self.width)
+        width, dtype = self.returned
+        self.out = k.new_zeros(self.bucket, width, dtype=dtype)
 
     @property
     def nbytes(self) -> int:

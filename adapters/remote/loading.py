@@ -21,6 +21,7 @@ def loading(
     dtype: torch.dtype,
     layers: range,
     *,
+    rows: torch.dtype,
     slots: int,
     capacity: int,
     buckets: Sequence[int],
@@ -30,7 +31,7 @@ def loading(
 ) -> LoadLayers:
     """What a daemon is asked to load, and how much may cross at once: a step with all its logits, or a whole slot."""
     chunk, wide = max(buckets), (2 + len(aux_layers)) * config.hidden_size * dtype.itemsize
-    kept = (capacity + SPARE_ROWS) * config.kv_bytes_per_token(dtype, layers) + max(
+    kept = (capacity + SPARE_ROWS) * config.kv_bytes_per_token(rows, layers) + max(
         config.state_bytes(dtype, layers=layers)
     )
     limit = max(kept, chunk * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD

@@ -24,7 +24,7 @@ Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 62))]
 Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Outcome: TypeAlias = Annotated[str, Meta(max_length=1 << 19)]  # of a numerics probe
 Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Element: TypeAlias = Literal["F32", "BF16", "F16", "I64", "I32", "U8"]
+Element: TypeAlias = Literal["F32", "BF16", "F16", "I64", "I32", "U8", "I8", "F8_E4M3"]
 Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=4)]
 Bytes: TypeAlias = tuple[Number, Number, Number]  # weights, rows and states, buffers
 Layers: TypeAlias = tuple[Count, Count]
@@ -112,11 +112,12 @@ class Offer(WireMessage, frozen=True, array_like=True):
 
 
 class Prove(WireMessage, frozen=True):
-    """bits: that matrices are rounded to as they are read; 0: they are not. offers: what the server found itself, on a
-    machine that was started as `boot`.
+    """rows: what keys and values are kept in. bits: that matrices are rounded to as they are read; 0: they are not.
+    offers: what the server found itself, on a machine that was started as `boot`.
     """
 
     dtype: Element
+    rows: Element
     chunk: Count
     capacity: Count
     boot: Text

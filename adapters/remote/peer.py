@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from attrs import define, field, frozen
+from msgspec import structs
 from torch import Tensor
 
 from adapters.models.numerics import Numerics
@@ -246,7 +247,7 @@ class Peer:
         """A new one computes as the last one did, and has the same room."""
         if self._proof is not None:
             asked, found = self._proof
-            asked = Prove(asked.dtype, asked.chunk, asked.capacity, asked.boot, asked.bits, (*asked.offers[:15], found))
+            asked = structs.replace(asked, offers=(*asked.offers[:15], found))
             now, _ = self._asked(channel, Op.PROVE, asked, Offer, seconds=self.deadlines.prove)
             before = Numerics.from_json(found.outcome)
             if _bits(Numerics.from_json(now.outcome)) != _bits(before):

@@ -11,7 +11,7 @@ from attrs import evolve
 from adapters import demo
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.numerics import Numerics
-from engine.machine import identity
+from engine.identity import identity
 from tests.store.kit import LAYOUT, disk_store, kept, save, settled
 
 FOUND = Numerics("buckets", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5, 100, 7)
@@ -19,11 +19,15 @@ TOKENS = tuple(range(1, 41))
 
 
 def named(
-    numerics: Numerics = FOUND, dtype: torch.dtype = torch.bfloat16, mode: str = "exact", bits: int | None = None
+    numerics: Numerics = FOUND,
+    dtype: torch.dtype = torch.bfloat16,
+    mode: str = "exact",
+    bits: int | None = None,
+    rows: torch.dtype | None = None,
 ) -> str:
     """bits: that weights are rounded to."""
     checkpoint = Checkpoint.open(demo.FOLDER)
-    return identity(checkpoint if bits is None else checkpoint.quantised(bits), dtype, numerics, mode)
+    return identity(checkpoint if bits is None else checkpoint.quantised(bits), dtype, numerics, mode, rows)
 
 
 OTHERS = {
@@ -33,6 +37,8 @@ OTHERS = {
     "numerics class": lambda: named(evolve(FOUND, numerics_class="class two")),
     "dtype": lambda: named(dtype=torch.float32),
     "mode": lambda: named(mode="fast"),
+    "rows in int8": lambda: named(rows=torch.int8),
+    "rows in fp8": lambda: named(rows=torch.float8_e4m3fn),
     "weights in 8 bits": lambda: named(bits=8),
     "weights in 4 bits": lambda: named(bits=4),
 }

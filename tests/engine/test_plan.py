@@ -138,9 +138,9 @@ def test_options_that_contradict_each_other_are_refused(case: str) -> None:
 
 def test_host_memory_is_asked_for_the_layers_that_are_there() -> None:
     gpu = torch.device("cuda", 0)
-    whole, dtype = host_rows(CONFIG, None, torch.bfloat16, [Placement(range(10), CPU)]), torch.bfloat16
-    split = host_rows(CONFIG, None, dtype, [Placement(range(4), CPU), Placement(range(4, 10), CPU)])
-    mixed = host_rows(CONFIG, None, dtype, [Placement(range(4), CPU), Placement(range(4, 10), gpu)])
+    whole, dtype = host_rows(CONFIG, None, torch.bfloat16, torch.bfloat16, [Placement(range(10), CPU)]), torch.bfloat16
+    split = host_rows(CONFIG, None, dtype, dtype, [Placement(range(4), CPU), Placement(range(4, 10), CPU)])
+    mixed = host_rows(CONFIG, None, dtype, dtype, [Placement(range(4), CPU), Placement(range(4, 10), gpu)])
     assert whole == split
     assert mixed.token * 10 == whole.token * 4
 
@@ -230,6 +230,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "kv_cache_interval": 128,
         "state_checkpoints": 3,
         "quantize": "int8",
+        "kv_dtype": "int8",
     },
 }
 

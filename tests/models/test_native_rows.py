@@ -158,8 +158,9 @@ def test_caches_and_heads_of_other_shapes_are_refused(own):
     for wrong in (torch.zeros(1, 64), torch.zeros(1, 50)):
         with pytest.raises(ValueError, match="columns"):
             own.prepare(wrong, heads, rope, at, *caches)
-    with pytest.raises(TypeError, match="cache"):
-        own.prepare(torch.zeros(1, 48, dtype=BRAIN), heads, rope, at, *caches)
+    for numbers, kept in ((torch.float16, FLOAT), (FLOAT, torch.float16)):
+        with pytest.raises(TypeError, match="cache"):
+            own.prepare(torch.zeros(1, 48, dtype=numbers), heads, rope, at, *(cache.to(kept) for cache in caches))
     turned = caches[1].transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(ValueError, match="columns"):
         own.prepare(torch.zeros(1, 48), heads, rope, at, caches[0], turned)

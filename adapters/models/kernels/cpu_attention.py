@@ -27,6 +27,7 @@ from adapters.models.kernels.products import (
     span_of,
 )
 from adapters.models.kernels.proof import COUNTS, Multiplier
+from adapters.models.kernels.row_form import form_of
 from adapters.models.kernels.trials import name_of
 from adapters.models.shard import Segment
 
@@ -96,7 +97,8 @@ class StepPlan:
 
     def write(self, keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Put keys and values, each `[R, KV, hd]`, at the rows' slots and positions."""
-        k, v = keys.transpose(0, 1), values.transpose(0, 1)
+        form = form_of(k_cache)
+        k, v = form.encode(keys).transpose(0, 1), form.encode(values).transpose(0, 1)
         for row, segment in self.segments:
             slot, start, count = segment.slot, segment.start, segment.count
             k_cache.select(0, slot).narrow(1, start, count).copy_(k.narrow(1, row, count))
@@ -227,7 +229,7 @@ class CpuAttention:
         The heads of a group go together, so that keys and values are read once.
         Scores are float32 in every dtype: rounded to bfloat16 they would be the coarsest step of the whole model.
         """
-        count, keys, how = span.segment.count, span.stop - span.first, self._how(q)
+        count, keys, how, form = span.segment.count, span.stop - span.first, self._how(q), form_of(k_cache)
         k_slot = k_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
         v_slot = v_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
         rows, group = q.narrow(0, span.row, count), q.shape[2]
@@ -239,12 +241,12 @@ class CpuAttention:
             asking = rows.select(1, head).reshape(count * group, -1)
             if most > count * group:
                 asking = torch.cat((asking, asking.new_zeros(most - count * group, asking.shape[1])))
-            scores = self.kernels.multiply(asking, k_slot.select(0, head).float())
+            scores = self.kernels.multiply(asking, form.decode(k_slot.select(0, head)).float())
             wide = scores.narrow(0, 0, count * group).view(count, group, keys)
             for mask in span.masks:
                 wide.narrow(2, mask.key - span.first, mask.scores.shape[2]).add_(mask.scores)
             torch.softmax(scores, -1, out=scores)  # in place: large buffers that come and go cost page faults
-            found = self._weighted(scores, v_slot.select(0, head), how)
+            found = self._weighted(scores, form.decode(v_slot.select(0, head)), how)
             parts.append(found.narrow(0, 0, count * group).view(count, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

@@ -15,6 +15,7 @@ from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.reference_delta import ReferenceDelta
+from adapters.models.kernels.row_form import form_of
 from effects.ids import PAGE
 
 T = TypeVar("T")
@@ -79,7 +80,8 @@ class ReferenceKernels:
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        kv, head = k_cache.shape[1], k_cache.shape[3]
+        form = form_of(k_cache)
+        kv, head = k_cache.shape[1], form.head(k_cache.shape[3])
         biased = qkv if prep.bias is None else (qkv.float() + prep.bias.float()).to(qkv.dtype)
         heads = biased.reshape(len(qkv), qkv.shape[1] // head, head)
         q, k, v = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
@@ -87,7 +89,7 @@ class ReferenceKernels:
             q, k = rms_norm(q, prep.q_norm, prep.eps), rms_norm(k, prep.k_norm, prep.eps)
         at = batch.positions.clamp(min=0)
         cos, sin = rope.cos[at].unsqueeze(1), rope.sin[at].unsqueeze(1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = rotate(q, cos, sin), form.encode(rotate(k, cos, sin)), form.encode(v)
         row = 0
         for segment in batch.segments:
             rows, span = slice(row, row + segment.count), slice(segment.start, segment.start + segment.count)
@@ -130,11 +132,11 @@ class ReferenceKernels:
         """hidden(segment, keys `[n]`, positions `[rows, 1]`) -> bool `[rows, n]`: what a row must not see."""
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         group = q.shape[1] // k_cache.shape[1]
-        row = 0
+        row, form = 0, form_of(k_cache)
         for index, segment in enumerate(batch.segments):
             rows, stop = slice(row, row + segment.count), segment.start + segment.count
             k, v = (
-                rows_of(cache, batch, segment.slot, stop).float().repeat_interleave(group, dim=0)
+                form.decode(rows_of(cache, batch, segment.slot, stop)).float().repeat_interleave(group, dim=0)
                 for cache in (k_cache, v_cache)
             )
             scores = q[rows].transpose(0, 1).float() @ k.transpose(1, 2) * q.shape[2] ** -0.5

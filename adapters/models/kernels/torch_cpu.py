@@ -36,6 +36,7 @@ from adapters.models.kernels.native.products import FORMS, NativeProducts, Nativ
 from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.products import NARROW, NATIVE, TILE, ProductPlan, Products, Unproven
 from adapters.models.kernels.proof import Proof, prove
+from adapters.models.kernels.row_form import form_of
 from adapters.models.kernels.trials import name_of
 
 T = TypeVar("T")
@@ -234,7 +235,7 @@ class CpuKernels:
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        kv, head = k_cache.shape[1], k_cache.shape[3]
+        kv, head = k_cache.shape[1], form_of(k_cache).head(k_cache.shape[3])
         queries = qkv.shape[1] // head - 2 * kv
         if self._rows is not None:
             q = self._own_heads(self._rows, qkv, prep, rope, batch, k_cache, v_cache)
@@ -247,13 +248,15 @@ class CpuKernels:
         if self._rows is not None:
             self._own_heads(self._rows, kv, prep, rope, batch, k_cache, v_cache)
             return
-        keys, values = self._rotated(kv, prep, rope, batch, (0, k_cache.shape[1], k_cache.shape[3]))
+        head = form_of(k_cache).head(k_cache.shape[3])
+        keys, values = self._rotated(kv, prep, rope, batch, (0, k_cache.shape[1], head))
         batch.plan.write(keys, values, k_cache, v_cache)
 
     def _own_heads(
         self, own: NativeRows, x: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        slots, kv, capacity, head = k_cache.shape
+        slots, kv, capacity, width = k_cache.shape
+        head = form_of(k_cache).head(width)
         batch.plan.check(slots, min(capacity, len(rope.cos)))
         heads = self._prepared(prep, (x.shape[1] // head - 2 * kv, kv, head))
         return own.prepare(x, heads, rope, (batch.slots, batch.positions), k_cache, v_cache)

@@ -13,7 +13,7 @@ typedef struct {
     const char *keys, *values;
     long kv, group, size, slot, head; // slot, head: bytes between them in the cache
     void *out;
-    int brain, out_brain;
+    int form, out_brain;
     const long *blocks; // first rows of those that go together, and how many they are
     long tiles, asking; // tiles that are shared out one by one, and the most queries that go over one; or no tiles
     float *parts;       // what is found in tiles that are shared out
@@ -54,8 +54,8 @@ static void over_tile(
 ) {
     const long size = job->size, group = job->group, start = tile * KEYS, columns = columns_of(size);
     const long count = stop - start < KEYS ? stop - start : KEYS, asking = rows * group;
-    const long from = job->slots[row] * job->slot + head * job->head + start * size * (job->brain ? 2 : 4);
-    job->isa->turn(job->keys + from, size, count, bench->keys, job->brain);
+    const long from = job->slots[row] * job->slot + head * job->head + start * row_width(size, job->form) * number_size(job->form);
+    job->isa->turn(job->keys + from, size, count, bench->keys, job->form);
     job->isa->multiply(
         asking, (int)((count + 31) / 32), FLOATS, bench->queries, size + 16, (const char *)bench->keys, size * 128, size,
         bench->scores, SCORED, 0
@@ -64,7 +64,7 @@ static void over_tile(
         const long low = job->lows ? job->lows[row + i / group] : 0, high = job->highs[row + i / group];
         job->isa->weigh(bench->scores + i * SCORED, low - start, high - start, count, parts + i * part_of(size));
     }
-    job->isa->align(job->values + from, size, count, bench->values, job->brain);
+    job->isa->align(job->values + from, size, count, bench->values, job->form);
     job->isa->multiply(
         asking, (int)(columns / 32), FLOATS, bench->scores, SCORED, (const char *)bench->values, count * 128, count,
         bench->products, columns, 0
@@ -154,13 +154,13 @@ static void join_shared(void *of, long pair) {
 // Returns 0, or -1 where there is no memory.
 int rekindle_attend(
     const float *queries, long rows, long kv, long group, long size, const int64_t *slots, const int64_t *lows,
-    const int64_t *highs, const void *keys, const void *values, long slot, long head, int brain, void *out,
+    const int64_t *highs, const void *keys, const void *values, long slot, long head, int form, void *out,
     int out_brain, int threads, int level
 ) {
     static _Thread_local long *blocks;
     static _Thread_local float *parts;
     static _Thread_local long block_room, part_room;
-    const long most = group < ASKING ? ASKING / group : 1, number_size = brain ? 2 : 4;
+    const long most = group < ASKING ? ASKING / group : 1, each = number_size(form);
     if (block_room < rows) {
         free(blocks);
         blocks = malloc((size_t)(2 * rows) * sizeof(long));
@@ -178,8 +178,8 @@ int rekindle_attend(
         if (highs[row] > stop) stop = highs[row];
     }
     const long pairs = count * kv, tiles = (stop + KEYS - 1) / KEYS, asking = widest * group;
-    attention_t job = {isa_of(level), queries, slots, lows, highs, keys, values, kv, group, size, slot * number_size,
-                       head * number_size, out, brain, out_brain, blocks, 0, asking, NULL, 0};
+    attention_t job = {isa_of(level), queries, slots, lows, highs, keys, values, kv, group, size, slot * each,
+                       head * each, out, form, out_brain, blocks, 0, asking, NULL, 0};
     const long left = pairs * tiles * asking * part_of(size);
     if (threads > 1 && tiles > 1 && pairs < 2L * threads && left <= PARTS) {
         if (part_room < left) {

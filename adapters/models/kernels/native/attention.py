@@ -11,7 +11,8 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.kernels.native.compiled import NativeCode
-from adapters.models.kernels.native.products import FORMS
+from adapters.models.kernels.native.products import FORMS, ROW_FORMS
+from adapters.models.kernels.row_form import form_of
 
 
 @frozen(eq=False)
@@ -34,12 +35,12 @@ class NativeAttention:
         other, without that itself, of its slot; int64 `[R]`, None: from the first key on.
         """
         rows, kv, group, head = q.shape
-        low, high = seen
-        if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (head, 1):
+        (low, high), width = seen, form_of(k_cache).width(head)
+        if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (width, 1):
             raise ValueError(f"keys of {list(k_cache.shape)}, values of {list(v_cache.shape)}, for queries of {head}")
         if k_cache.shape[1] != kv or not len(slots) == len(high) == rows or not q.is_contiguous():
             raise ValueError(f"queries of {list(q.shape)} for a cache of {list(k_cache.shape)}")
-        if q.dtype is not torch.float32 or k_cache.dtype not in FORMS or v_cache.dtype is not k_cache.dtype:
+        if q.dtype is not torch.float32 or k_cache.dtype not in ROW_FORMS or v_cache.dtype is not k_cache.dtype:
             raise TypeError(f"queries in {q.dtype}, keys in {k_cache.dtype}, values in {v_cache.dtype}")
         out = torch.empty(rows, kv * group * head, dtype=self.to)
         failed = self.compiled.code.rekindle_attend(
@@ -55,7 +56,7 @@ class NativeAttention:
             v_cache.data_ptr(),
             k_cache.stride(0),
             k_cache.stride(1),
-            FORMS[k_cache.dtype],
+            ROW_FORMS[k_cache.dtype],
             out.data_ptr(),
             FORMS[self.to],
             torch.get_num_threads(),

@@ -71,7 +71,7 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
     code.rekindle_norm.restype = None
     code.rekindle_heads.argtypes = [
         *(pointer, size, size, size, size, size, pointer, pointer, pointer, pointer, size, pointer, pointer),
-        *(pointer, pointer, size, size, pointer, number, number, real, number, number),
+        *(pointer, pointer, size, size, pointer, number, number, number, real, number, number),
     ]
     code.rekindle_heads.restype = None
     code.rekindle_attend.argtypes = [

@@ -1,8 +1,43 @@
 // Attention over some keys, in the instructions that the including file names (see tiles.h): the keys and values of a slot
 // as products want them, weights of scores, and how what was found over some keys is joined to what was found before.
 
-// keys: `count` of `size` numbers -> panels of 32 keys: [panels, size, 32], zeros for keys that are not there.
-static FOR void ON(turn)(const void *keys, long size, long count, float *panels, int brain) {
+// What `turn` does, of codes: four of each of 32 keys are a word.
+static inline __attribute__((always_inline)) FOR void ON(turn_codes)(
+    const char *keys, long size, long count, float *panels, const int form
+) {
+    const long width = row_width(size, form);
+    for (long first = 0; first < count; first += 32, panels += 32 * size) {
+        const long there = count - first < 32 ? count - first : 32;
+        const char *const from = keys + first * width;
+        if (there == 32 && size % 4 == 0) {
+            float scales[32], words[32];
+            for (long lane = 0; lane < 32; lane++) scales[lane] = scale_of(from + lane * width, size);
+            for (long i = 0; i < size; i += 4) {
+                for (long lane = 0; lane < 32; lane += LANES) {
+                    const V found = WORDS((const float *)(from + lane * width + i), (int)(width / 4));
+                    STORE(words + lane, found);
+                }
+                for (int part = 0; part < 4; part++)
+                    for (long lane = 0; lane < 32; lane++) {
+                        const uint32_t word = bits_of(words[lane]) << (24 - 8 * part);
+                        panels[(i + part) * 32 + lane] = decoded(word, form) * scales[lane];
+                    }
+            }
+        } else {
+            memset(panels, 0, (size_t)size * 32 * sizeof(float));
+            for (long key = 0; key < there; key++) {
+                const uint8_t *const codes = (const uint8_t *)from + key * width;
+                const float scale = scale_of((const char *)codes, size);
+                for (long i = 0; i < size; i++)
+                    panels[i * 32 + key] = decoded((uint32_t)codes[i] << 24, form) * scale;
+            }
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) FOR void ON(turn_as)(
+    const void *keys, long size, long count, float *panels, const int brain
+) {
     const int words = brain ? 2 : 1; // numbers of 32 bits
     for (long first = 0; first < count; first += 32, panels += 32 * size) {
         const long there = count - first < 32 ? count - first : 32;
@@ -28,6 +63,32 @@ static FOR void ON(turn)(const void *keys, long size, long count, float *panels,
     }
 }
 
+// keys: `count` rows of `size` numbers -> panels of 32 keys: [panels, size, 32], zeros for keys that are not there.
+static FOR void ON(turn)(const void *keys, long size, long count, float *panels, int form) {
+    if (form == INT8S) ON(turn_codes)(keys, size, count, panels, INT8S);
+    else if (form == FLOAT8S) ON(turn_codes)(keys, size, count, panels, FLOAT8S);
+    else ON(turn_as)(keys, size, count, panels, form == BRAINS);
+}
+
+// What `align` does, of codes.
+static inline __attribute__((always_inline)) FOR void ON(align_codes)(
+    const char *values, long size, long count, float *panels, const int form
+) {
+    for (long start = 0; start < size; start += 32, panels += 32 * count) {
+        const long there = size - start < 32 ? size - start : 32;
+        if (there < 32) memset(panels, 0, (size_t)count * 32 * sizeof(float));
+        for (long key = 0; key < count; key++) {
+            const char *const row = values + key * row_width(size, form);
+            const uint8_t *const codes = (const uint8_t *)row + start;
+            const float scale = scale_of(row, size);
+            if (there == 32)
+                for (long i = 0; i < 32; i++) panels[key * 32 + i] = decoded((uint32_t)codes[i] << 24, form) * scale;
+            else
+                for (long i = 0; i < there; i++) panels[key * 32 + i] = decoded((uint32_t)codes[i] << 24, form) * scale;
+        }
+    }
+}
+
 static inline __attribute__((always_inline)) FOR void ON(align_as)(
     const void *values, long size, long count, float *panels, const int brain
 ) {
@@ -44,9 +105,11 @@ static inline __attribute__((always_inline)) FOR void ON(align_as)(
     }
 }
 
-// values: `count` of `size` numbers -> panels of 32 of these: [panels, count, 32].
-static FOR void ON(align)(const void *values, long size, long count, float *panels, int brain) {
-    if (brain) ON(align_as)(values, size, count, panels, 1);
+// values: `count` rows of `size` numbers -> panels of 32 of these: [panels, count, 32].
+static FOR void ON(align)(const void *values, long size, long count, float *panels, int form) {
+    if (form == INT8S) ON(align_codes)(values, size, count, panels, INT8S);
+    else if (form == FLOAT8S) ON(align_codes)(values, size, count, panels, FLOAT8S);
+    else if (form == BRAINS) ON(align_as)(values, size, count, panels, 1);
     else ON(align_as)(values, size, count, panels, 0);
 }
 

@@ -4,7 +4,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FLOATS, BRAINS }; // how weights are stored: float32, bfloat16
+// How numbers are stored: float32, bfloat16; keys and values also as codes, int8 or float8 (e4m3), with a float32 behind
+// those of a head that they are multiplied with.
+enum { FLOATS, BRAINS, INT8S, FLOAT8S };
+
+static inline long number_size(int form) { return form == FLOATS ? 4 : form == BRAINS ? 2 : 1; }
+
+// Numbers of that size which a head of keys or values takes.
+static inline long row_width(long head, int form) { return form > BRAINS ? head + 4 : head; }
 
 static inline float float_of(uint32_t bits) {
     float one;
@@ -63,6 +70,29 @@ static inline __attribute__((always_inline)) float number(const void *of, long a
     return brain ? widened(((const uint16_t *)of)[at]) : ((const float *)of)[at];
 }
 
+// What the codes of a head of so many numbers are multiplied with.
+static inline __attribute__((always_inline)) float scale_of(const char *row, long size) {
+    float scale;
+    memcpy(&scale, row + size, sizeof scale);
+    return scale;
+}
+
+// The number of a code that is the uppermost byte of a word, without its scale.
+static inline __attribute__((always_inline)) float decoded(uint32_t word, int form) {
+    if (form == INT8S) return (float)((int32_t)word >> 24);
+    return float_of((word & 0x80000000) | (word & 0x7f000000) >> 4) * 0x1p120f; // exponents begin at -6, not at -126
+}
+
+// The code nearest to a number, or the even one of two; what no code comes near has some code all the same.
+static inline __attribute__((always_inline)) uint8_t encoded(float one, int form) {
+    if (form == INT8S) return (uint8_t)bits_of(one + 12582912.0f);
+    const uint32_t bits = bits_of(one) & 0x7fffffff, sign = bits_of(one) >> 24 & 0x80;
+    const uint32_t small = bits_of(float_of(bits) + 16384.0f) - bits_of(16384.0f); // below 2^-6 codes are evenly apart
+    const uint32_t large = (bits + 0x7ffff + (bits >> 20 & 1)) / 0x100000 - 120 * 8;
+    const uint32_t found = bits < 0x3c800000 ? small : large;
+    return (uint8_t)(sign | (found > 0x7e ? 0x7e : found));
+}
+
 static inline __attribute__((always_inline)) void put(void *to, long at, float one, int brain) {
     if (brain) ((uint16_t *)to)[at] = rounded(one);
     else ((float *)to)[at] = one;
@@ -88,7 +118,7 @@ typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of
     void *keys, *values;
     long slot, group; // numbers between slots, and between heads, of keys and values alike
     float *out;
-    int brain, normed;
+    int brain, form, normed; // form: of keys and values as they are kept
     float eps;
 } heads_t;
 

@@ -270,15 +270,16 @@ void rekindle_norm(
 }
 
 // Bias, norm, weight and rotation of projected heads: queries go to out[rows, queries, head], keys and values to their
-// slots and positions. Rows at position -1 are padded: nothing is kept of them. head: 1024 at most.
+// slots and positions, in the form that the caches have. Rows at position -1 are padded: nothing is kept of them. head:
+// 1024 at most.
 void rekindle_heads(
     const void *projected, long stride, long rows, long queries, long kv, long head, const float *bias,
     const float *weight, const float *cos, const float *sin, long turned, const int64_t *slots,
-    const int64_t *positions, void *keys, void *values, long slot, long group, float *out, int brain, int normed,
-    float eps, int threads, int level
+    const int64_t *positions, void *keys, void *values, long slot, long group, float *out, int brain, int form,
+    int normed, float eps, int threads, int level
 ) {
     const heads_t heads = {projected, stride,    queries, kv,     head, bias,  weight, cos,   sin,    turned,
-                           slots,     positions, keys,    values, slot, group, out,    brain, normed, eps};
+                           slots,     positions, keys,    values, slot, group, out,    brain, form,   normed, eps};
     rows_t job = {isa_of(level), &heads, rows, 1};
     share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
 }

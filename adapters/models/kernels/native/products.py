@@ -14,6 +14,7 @@ from adapters.models.kernels.native.compiled import NativeCode
 
 PANEL = 32  # outputs whose weights lie together
 FORMS = {torch.float32: 0, torch.bfloat16: 1}  # what weights can be kept in, and rows come and go in
+ROW_FORMS = {**FORMS, torch.int8: 2, torch.float8_e4m3fn: 3}  # what keys and values can be kept in
 
 
 @frozen(eq=False)

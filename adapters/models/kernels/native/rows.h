@@ -43,6 +43,32 @@ static FOR void ON(norm)(const norm_t *norm, long row) {
     else ON(norm_as)(norm, row, 1, 0);
 }
 
+// A head of keys or values becomes a row. There is room for 16 numbers at a time.
+static inline __attribute__((always_inline)) FOR void ON(keep_as)(uint8_t *to, float *one, long size, const int form) {
+    float most[16] = {0};
+    for (long i = size; i % 16; i++) one[i] = 0.0f;
+    for (long i = 0; i < size; i += 16)
+        for (int lane = 0; lane < 16; lane++) {
+            const float here = __builtin_fabsf(one[i + lane]);
+            most[lane] = here > most[lane] ? here : most[lane];
+        }
+    for (int half = 8; half; half /= 2)
+        for (int lane = 0; lane < half; lane++)
+            most[lane] = most[lane + half] > most[lane] ? most[lane + half] : most[lane];
+    const float found = most[0] / (form == INT8S ? 127.0f : 448.0f), scale = found >= 0x1p-126f ? found : 0.0f;
+    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    for (long i = 0; i < size; i++) to[i] = encoded(one[i] * inverse, form);
+    memcpy(to + size, &scale, sizeof scale);
+}
+
+static FOR void ON(keep)(void *cache, long to, float *one, long size, int form) {
+    if (form == INT8S) ON(keep_as)((uint8_t *)cache + to, one, size, INT8S);
+    else if (form == FLOAT8S) ON(keep_as)((uint8_t *)cache + to, one, size, FLOAT8S);
+    else if (form == BRAINS)
+        for (long i = 0; i < size; i++) put(cache, to + i, one[i], 1);
+    else memcpy((float *)cache + to, one, (size_t)size * sizeof(float));
+}
+
 static inline __attribute__((always_inline)) FOR void ON(prepare_as)(
     const heads_t *heads, long row, const int brain
 ) {
@@ -75,9 +101,9 @@ static inline __attribute__((always_inline)) FOR void ON(prepare_as)(
             memcpy(heads->out + (row * heads->queries + head) * size, one, (size_t)size * sizeof(float));
         } else if (position >= 0) {
             const long kept = head < turning ? head - heads->queries : head - turning;
-            const long to = heads->slots[row] * heads->slot + kept * heads->group + position * size;
+            const long to = heads->slots[row] * heads->slot + kept * heads->group + position * row_width(size, heads->form);
             void *const cache = head < turning ? heads->keys : heads->values;
-            for (long i = 0; i < size; i++) put(cache, to + i, one[i], brain);
+            ON(keep)(cache, to, one, size, heads->form);
         }
     }
 }

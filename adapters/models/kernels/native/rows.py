@@ -11,7 +11,8 @@ from torch import Tensor
 
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.native.compiled import NativeCode
-from adapters.models.kernels.native.products import FORMS
+from adapters.models.kernels.native.products import FORMS, ROW_FORMS
+from adapters.models.kernels.row_form import form_of
 
 WIDEST = 1024  # numbers of a head
 
@@ -75,12 +76,13 @@ class NativeRows:
         """projected `[R, (H + 2 KV) hd]` -> queries, float32 `[R, H, hd]`; keys and values are written at (slot,
         position) of their rows. at: slots and positions, int64 `[R]`; -1 marks a padded row.
         """
-        kv, head, (rows, columns) = k_cache.shape[1], k_cache.shape[3], projected.shape
+        (_, kv, _, width), (rows, columns) = k_cache.shape, projected.shape
+        head = form_of(k_cache).head(width)
         queries, turned = columns // head - 2 * kv, rope.cos.shape[1]
-        if k_cache.dtype is not projected.dtype or projected.dtype not in FORMS or projected.stride(1) != 1:
+        if k_cache.dtype not in ROW_FORMS or projected.dtype not in FORMS or projected.stride(1) != 1:
             raise TypeError(f"heads in {projected.dtype}, strides {projected.stride()}, for a cache in {k_cache.dtype}")
         wrong = head > WIDEST or 2 * turned > head or heads.weight.shape != (queries + kv, head) or columns % head
-        if wrong or k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (head, 1):
+        if wrong or k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (width, 1):
             raise ValueError(f"{columns} columns for heads of {head}, a weight of {list(heads.weight.shape)}")
         out = torch.empty(rows, queries, head)
         self.compiled.code.rekindle_heads(
@@ -103,6 +105,7 @@ class NativeRows:
             k_cache.stride(1),
             out.data_ptr(),
             FORMS[projected.dtype],
+            ROW_FORMS[k_cache.dtype],
             int(heads.normed),
             heads.eps,
             torch.get_num_threads(),
