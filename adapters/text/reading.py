@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
 from adapters.text.answer.pieces import AnswerPiece, calls_of, reasoning_of, text_of
 from adapters.text.answer.reader import AnswerReader
-from adapters.text.conversation import ChatMessage, ToolCall
+from adapters.text.conversation import ChatMessage, FunctionTool, ToolCall
 
+Tools: TypeAlias = Mapping[str, FunctionTool]
+NONE: Mapping[str, Any] = MappingProxyType({})
 NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?")
 
 
@@ -34,16 +38,18 @@ class Reading:
     reasoning: str = field(default="", converter=stripped)
 
     @staticmethod
-    def of(text: str, calls: Iterable[ToolCall], reasoning: str) -> Reading:
-        return Reading(text, tuple((call.name, canonical(call.arguments)) for call in calls), reasoning)
+    def of(text: str, calls: Iterable[ToolCall], reasoning: str, tools: Tools = NONE) -> Reading:
+        """tools: what may be called, so that an argument that is a default says nothing."""
+        read = ((call.name, canonical(call.arguments, defaults_of(tools.get(call.name)))) for call in calls)
+        return Reading(text, tuple(read), reasoning)
 
     @staticmethod
-    def of_message(message: ChatMessage) -> Reading:
-        return Reading.of(message.content, message.calls, message.reasoning)
+    def of_message(message: ChatMessage, tools: Tools = NONE) -> Reading:
+        return Reading.of(message.content, message.calls, message.reasoning, tools)
 
     @staticmethod
-    def of_pieces(pieces: Sequence[AnswerPiece]) -> Reading:
-        return Reading.of(text_of(pieces), calls_of(pieces), reasoning_of(pieces))
+    def of_pieces(pieces: Sequence[AnswerPiece], tools: Tools = NONE) -> Reading:
+        return Reading.of(text_of(pieces), calls_of(pieces), reasoning_of(pieces), tools)
 
     def says(self, other: Reading) -> bool:
         """Is that what the other one says, whose reasoning may be left out?"""
@@ -53,7 +59,7 @@ class Reading:
 def read(text: str, reader: AnswerReader) -> Reading:
     """Takes its time."""
     parser = reader.start(lambda: "")
-    return Reading.of_pieces([*parser.push(text), *parser.finish()])
+    return Reading.of_pieces([*parser.push(text), *parser.finish()], reader.tools)
 
 
 @frozen
@@ -99,13 +105,34 @@ def framed(*texts: str) -> bytes:
     return b"".join(b"%d " % len(part) + part for part in (b"%d" % len(parts), *parts))
 
 
-def canonical(arguments: str) -> str:
-    """One text for each JSON value; what is no JSON is itself, but for the white space around it."""
+def canonical(arguments: str, defaults: Mapping[str, Any] = NONE) -> str:
+    """One text for each JSON value, less its members that are defaults; what is no JSON is itself, but for the white
+    space around it.
+    """
     try:
-        value = json.loads(arguments or "{}", parse_int=number, parse_float=number, parse_constant=refused)
-        return repr(ordered(value))
+        value = exactly(arguments or "{}")
     except (ValueError, RecursionError):
         return "not JSON: " + arguments.strip()
+    if isinstance(value, dict):
+        said = {key: ordered(one) for key, one in value.items()}
+        value = {key: value[key] for key, one in said.items() if key not in defaults or one != defaults[key]}
+    return repr(ordered(value))
+
+
+def defaults_of(tool: FunctionTool | None) -> Mapping[str, Any]:
+    """By its arguments: clients write those out that were left out (Claude Code's `replace_all`)."""
+    properties = (tool.parameters or {}).get("properties") if tool is not None else None
+    found = dict[str, Any]()
+    for key, one in properties.items() if isinstance(properties, Mapping) else ():
+        if isinstance(one, Mapping) and "default" in one:
+            with suppress(ValueError, TypeError, RecursionError):
+                found[key] = ordered(exactly(json.dumps(one["default"])))
+    return found
+
+
+def exactly(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError."""
+    return json.loads(text, parse_int=number, parse_float=number, parse_constant=refused)
 
 
 def number(written: str) -> tuple[str, int]:

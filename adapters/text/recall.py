@@ -18,7 +18,7 @@ import anyio
 from attrs import evolve, field, frozen
 
 from adapters.text.answer.reader import REASONING, AnswerReader
-from adapters.text.conversation import Conversation, FunctionTool
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool
 from adapters.text.reading import Reading, Utterance, heard, read
 from adapters.text.template import Control, Rendered, Spliced, Verbatim
 from adapters.text.tokenizer import Tokenizer
@@ -114,21 +114,27 @@ class Recaller:
         said, history = await anyio.to_thread.run_sync(heard, conversation.lasting, recall.owner)
         if conversation.continues:
             said = said[:-1]  # the answer goes on with it
-        found, size = list[tuple[Utterance, Turn]](), 0
-        for one in reversed(said):
+        found, size = list[tuple[int, Turn]](), 0
+        for at, one in reversed([*enumerate(said)]):
             generated = recall.find(one)
             size += 0 if generated is None else len(generated.tokens)
             if most is not None and size > most:
                 break
             if generated is not None:
-                found.append((one, generated))
+                found.append((at, generated))
         if not found:
             return Recalled(conversation, said, {}, history)
-        known = await anyio.to_thread.run_sync(self.known, found)
+        said = await anyio.to_thread.run_sync(self.without_defaults, said, conversation.messages)
+        known = await anyio.to_thread.run_sync(self.known, [(said[at], generated) for at, generated in found])
         messages = list(conversation.messages)
         for place, turn in known.items():
             messages[place] = evolve(messages[place], reasoning=turn.reading.reasoning)
         return Recalled(evolve(conversation, messages=messages), said, known, history)
+
+    def without_defaults(self, said: Iterable[Utterance], messages: Sequence[ChatMessage]) -> list[Utterance]:
+        """As answers are read: arguments that a client writes out where the model left them to their schema."""
+        tools = self.reader.tools
+        return [evolve(one, reading=Reading.of_message(messages[one.place], tools)) for one in said]
 
     def known(self, found: Iterable[tuple[Utterance, Turn]]) -> dict[int, Recognised]:
         """Those that say what their messages say. Takes its time."""

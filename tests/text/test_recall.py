@@ -157,6 +157,25 @@ async def test_many_turns_are_the_tokens_that_were_generated(text: Text) -> None
         talk.messages += result(talk) if number % 2 else [*result(talk), ask("And the next.")]
 
 
+async def test_arguments_that_a_client_writes_out_as_their_schema_has_them_say_nothing(text: Text) -> None:
+    """Claude Code sends `"replace_all": false` with each of its edits, which no model has written."""
+    properties = {"path": {"type": "string"}, "all": {"type": "boolean", "default": False}, "n": {"default": 1.0}}
+    edit = FunctionTool("read", "Reads.", {"type": "object", "properties": properties})
+    talk = RepeatedTalk(text, messages=[ask()], tools=(edit,))
+    _, whole = await talk.answer("I look.\n", call('{"path":  "a"}'))
+    for arguments, found in (
+        ('{"all": false, "path": "a"}', True),
+        ('{"path": "a", "n": 1}', True),
+        ('{"all": true, "path": "a"}', False),
+        ('{"all": 0, "path": "a"}', False),
+        ('{"all": false, "path": "b"}', False),
+    ):
+        talk.spell(arguments)
+        prompt = await talk.prompt()
+        assert (prompt.tokens[: len(whole)] == whole) == found, arguments
+        assert (prompt.remembered > 0) == found
+
+
 async def test_an_answer_that_was_cut_off_goes_on_too(text: Text) -> None:
     talk = RepeatedTalk(text, messages=[ask()], tools=())
     prompt = await talk.prompt()
