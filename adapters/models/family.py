@@ -49,7 +49,8 @@ class ModelConfig(Protocol):
     def state_bytes(self, dtype: torch.dtype, device: str = ..., layers: range | None = None) -> tuple[int, int]:
         """What positional state takes, of a slot, with what is set aside of the rows after it; and of a place.
 
-        device: the kind of it, "cpu" or "cuda", whose kernels keep different things of these rows.
+        device: the kind of it, "cpu" or "cuda", whose kernels keep different things of these rows. The most there can
+        be: on a CPU what is proven decides which.
         """
         ...
 

@@ -104,20 +104,21 @@ def shard_of(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels 
     return DenseShard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), dtype=dtype, **shape)
 
 
-def proven(config: DenseConfig, dtype: torch.dtype, capacity: int, sizes: Sequence[int] = BUCKETS) -> CpuKernels:
-    """CPU kernels that keep to what is proven on the machine that runs the tests."""
-    buckets = tuple(sizes)
-    return kernels_for(
-        config.products(buckets, capacity=capacity, dtype=dtype, threads=torch.get_num_threads()), dtype, capacity
-    )
+def proven(
+    config: DenseConfig, dtype: torch.dtype, capacity: int, sizes: Sequence[int] = BUCKETS, *, own: bool = True
+) -> CpuKernels:
+    """CPU kernels that keep to what is proven on the machine that runs the tests. own: with what is in C, if it is."""
+    listed = config.products(tuple(sizes), capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
+    return kernels_for(listed, dtype, capacity, own=own)
 
 
 @cache
-def kernels_for(listed: Products, dtype: torch.dtype, capacity: int) -> CpuKernels:
+def kernels_for(listed: Products, dtype: torch.dtype, capacity: int, *, own: bool = True) -> CpuKernels:
     """capacity: whatever tells lists apart that differ in nothing but their keys."""
-    proof = CpuKernels(dtype).prove(listed)
+    kernels = CpuKernels(dtype, own=own)
+    proof = kernels.prove(listed)
     assert proof.holds, (capacity, proof.failures)
-    return CpuKernels(dtype).using(proof.plan)
+    return kernels.using(proof.plan)
 
 
 def tokens_of(count: int, vocab: int = 160, seed: int = 7) -> Tensor:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from adapters.models.dense import DenseShard
+from adapters.models.kernels import proof
 from adapters.models.kernels.cpu_delta import CpuDelta
 from adapters.models.kernels.delta import DeltaShape
+from adapters.models.kernels.native.delta import NativeDelta
 from adapters.models.kernels.products import Unproven
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.numerics import Numerics
@@ -47,12 +49,15 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[*CONFIGS])
+@pytest.fixture(scope="module", params=[*((name, True) for name in CONFIGS), ("nothing a multiple of a vector", False)])
 def whole(request, dtype):
-    """A shard whose slot 0 holds a sequence computed in chunks of C, with the last layer's output."""
-    own = CONFIGS[request.param]
+    """A shard whose slot 0 holds a sequence computed in chunks of C, with the last layer's output. By what is in C, if
+    this installation has it, and by batched products.
+    """
+    name, in_c = request.param
+    own = CONFIGS[name]
     weights = RandomWeights(own, scale=own.hidden_size**-0.5)
-    kernels = proven(own, dtype, 512).fresh()
+    kernels = proven(own, dtype, 512, own=in_c).fresh()
     how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_places": 2}
     shard = DenseShard(own, weights, kernels, dtype=dtype, **how)
     return whole_of(shard)
@@ -171,7 +176,7 @@ def test_what_recurrent_layers_cannot_do_is_refused_by_name(whole):
         shard.forward(Step((Segment(1, 0, 2), Segment(1, 1, 1)), 4), tokens[:3])
     with pytest.raises(ValueError, match="65 rows of slot 1 in a step that may be rolled back; accepted: at most 64"):
         shard.forward(Step((Segment(1, 0, 65),), 128), tokens[:65])
-    other = proven(CONFIGS["nothing a multiple of a vector"], shard.dtype, 512).fresh().delta
+    other = proven(CONFIGS["nothing a multiple of a vector"], shard.dtype, 512, own=False).fresh().delta
     with pytest.raises(Unproven, match="key_size=99"):
         other._multiply(DeltaShape(1, 1, 99, 7), torch.zeros(1, 4, 99), torch.zeros(1, 99, 7))  # noqa: SLF001
 
@@ -181,7 +186,8 @@ def test_states_are_counted(whole):
     held, place = shard.config.state_bytes(shard.dtype)
     assert place == sum(spec.nbytes for spec in shard.state_specs)
     rows = SLOTS * shard.capacity * shard.config.kv_bytes_per_token(shard.dtype)
-    assert shard.memory()["kv"] == rows + SLOTS * held + 2 * place
+    taken, kernels = shard.memory()["kv"] - rows - 2 * place, shard._kernels.delta  # noqa: SLF001
+    assert taken == SLOTS * held if isinstance(kernels, CpuDelta) else SLOTS * place < taken < SLOTS * held
 
 
 def test_the_probe_finds_that_every_bucket_holds(dtype):
@@ -196,18 +202,21 @@ def test_the_probe_finds_that_every_bucket_holds(dtype):
     assert found == Numerics.from_json(found.to_json())
 
 
-def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch):
-    """A kernel that adds the gates up otherwise where several rows come at once."""
-    own = CONFIGS["two value heads to a key head"]
-    rule = CpuDelta.delta_rule
+@pytest.mark.parametrize("kernels", [CpuDelta, NativeDelta])
+def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch, kernels):
+    """A kernel that convolves otherwise where several rows come at once."""
+    own, in_c = CONFIGS["two value heads to a key head"], kernels is NativeDelta
+    if in_c and CpuKernels(dtype).own_rule is None:
+        pytest.skip("nothing in C here")
+    convolve = kernels.convolve
 
-    def careless(self, convolved, gates, *rest):
+    def careless(self, mixed, *rest):
         rows = sum(segment.count for segment in rest[-1].segments)
-        return rule(self, convolved, gates * (1.0 if rows > 16 else 1.1), *rest)
+        return convolve(self, mixed, *rest) * (1.0 if rows > 16 else 1.1)
 
-    monkeypatch.setattr(CpuDelta, "delta_rule", careless)
-    found = probe(
-        FAMILY, own, CpuKernels(dtype), device=torch.device("cpu"), dtype=dtype, chunk=256, capacity=512, sizes=(4, 16)
-    )
+    monkeypatch.setattr(kernels, "convolve", careless)
+    monkeypatch.setattr(proof, "rule_seconds", lambda *_: 1.0)
+    how = {"device": torch.device("cpu"), "dtype": dtype, "chunk": 256, "capacity": 512, "sizes": (4, 16)}
+    found = probe(FAMILY, own, CpuKernels(dtype, own=in_c), **how)
     assert found.mode == "grid"
     assert any("of a recurrent layer differ from a chunk's" in why for why in found.failures)

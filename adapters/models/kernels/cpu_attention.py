@@ -15,6 +15,7 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.interface import AttentionMask, Rope
+from adapters.models.kernels.multiplier import Multiplier
 from adapters.models.kernels.products import (
     NATIVE,
     QUERIES,
@@ -26,7 +27,7 @@ from adapters.models.kernels.products import (
     queries,
     span_of,
 )
-from adapters.models.kernels.proof import COUNTS, Multiplier
+from adapters.models.kernels.proof import COUNTS
 from adapters.models.kernels.row_form import form_of
 from adapters.models.kernels.trials import name_of
 from adapters.models.shard import Segment

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.cpu_delta_row import DeltaRow, RowBuffers, read_row
-from adapters.models.kernels.cpu_vectors import by_vectors, silu
+from adapters.models.kernels.cpu_vectors import TapsByPlace, by_vectors, silu
 from adapters.models.kernels.delta import BLOCK, CHUNK, RING, TAPS, DeltaShape, DeltaState, DeltaWeights, row_state
-from adapters.models.kernels.products import BATCHED, ProductPlan
+from adapters.models.kernels.products import BATCHED, NATIVE, ProductPlan, Unproven
 from adapters.models.shard import Segment
 
 _ROWS = torch.arange(CHUNK).unsqueeze(1)
@@ -88,7 +88,7 @@ class CpuDelta:
 
     def __init__(self, plan: ProductPlan | None) -> None:
         self._plan = plan
-        self._taps: dict[int, tuple[DeltaWeights, Tensor]] = {}
+        self._taps = TapsByPlace()
         self._buffers: dict[DeltaShape, RowBuffers] = {}
 
     def state(self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
@@ -97,7 +97,7 @@ class CpuDelta:
     # --- the convolution ---
 
     def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
-        taps = self._by_tap(weights)
+        taps = self._taps.of(weights)
         found, row = mixed.new_zeros(mixed.shape, dtype=torch.float32), 0
         for segment, base in zip(batch.segments, batch.before, strict=True):
             slot, start, count = segment.slot, segment.start, segment.count
@@ -121,13 +121,6 @@ class CpuDelta:
                 state.conv[slot] = window[end - start : end - start + TAPS - 1]
             row += count
         return silu(found)
-
-    def _by_tap(self, weights: DeltaWeights) -> Tensor:
-        """`[4, channels]`; kept with what it was made from, so that the identity stays taken."""
-        found = self._taps.get(id(weights))
-        if found is None:
-            found = self._taps[id(weights)] = (weights, weights.taps.T.contiguous())
-        return found[1]
 
     # --- the rule ---
 
@@ -275,7 +268,12 @@ class CpuDelta:
         return torch.cat([self._multiply(shape, part, y) for part in torch.split(x, count, 1)], 1)
 
     def _counts(self, shape: DeltaShape) -> tuple[int, ...]:
-        return BATCHED if self._plan is None else self._plan.delta(shape).rows
+        if self._plan is None:
+            return BATCHED
+        served = self._plan.delta(shape)
+        if served.way == NATIVE:
+            raise Unproven(f"batched products of {shape}: what was proven is in C")
+        return served.rows
 
     # --- gates ---
 

@@ -99,9 +99,11 @@ class DeltaState:
     factors: Tensor
 
 
-def row_state(shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
-    """As described above, zeroed."""
-    heads = shape.value_heads
+def row_state(
+    shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device, *, factored: bool = True
+) -> DeltaState:
+    """As described above, zeroed. Whoever goes from row to row keeps no rows of the factor."""
+    heads, rows = shape.value_heads, RING if factored else 0
 
     def zeros(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(size, dtype=kind, device=device)
@@ -113,8 +115,8 @@ def row_state(shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, de
         keys=zeros(slots, shape.key_heads, RING, shape.key_size),
         deltas=zeros(slots, heads, RING, shape.value_size),
         decays=zeros(slots, heads, RING),
-        values=zeros(slots, heads, RING, shape.value_size),
-        factors=zeros(slots, heads, RING, CHUNK),
+        values=zeros(slots, heads, rows, shape.value_size),
+        factors=zeros(slots, heads, rows, CHUNK),
     )
 
 

@@ -104,10 +104,14 @@ class ServedHeads:
 
 @frozen
 class ServedDelta:
-    """How one kind of recurrent layer is computed, in float32. rows: the counts at which all its products agree."""
+    """How one kind of recurrent layer is computed, in float32. rows: the counts at which all its products agree.
+
+    Where the rule is our own, way says so, and rows are those of steps.
+    """
 
     delta: DeltaShape
     rows: tuple[int, ...]
+    way: str = "float32"
 
 
 @frozen
@@ -124,7 +128,7 @@ class ProductPlan:
         """All of it that bits depend on."""
         weights = ((one.weight.outputs, one.weight.inputs, one.weight.gated, one.way, one.rows) for one in self.weights)
         heads = ((one.heads.group, one.heads.size, one.dtype, one.rows, one.terms) for one in self.heads)
-        deltas = ((repr(one.delta), one.rows) for one in self.deltas)
+        deltas = ((repr(one.delta), one.way, one.rows) for one in self.deltas)
         return (self.steps, *sorted(weights), *sorted(heads), *sorted(deltas))
 
     def shown(self) -> list[str]:
@@ -140,7 +144,7 @@ class ProductPlan:
             for one in self.heads
         )
         deltas = (
-            f"delta rule, {one.delta.value_heads} heads of {one.delta.key_size} x {one.delta.value_size}: float32, "
+            f"delta rule, {one.delta.value_heads} heads of {one.delta.key_size} x {one.delta.value_size}: {one.way}, "
             f"rows {', '.join(map(str, one.rows))}"
             for one in self.deltas
         )
@@ -215,7 +219,7 @@ def checked(plan: ProductPlan) -> ProductPlan:
         raise ValueError("a plan of products with impossible row counts")
     if any(one.wide not in one.rows for one in plan.weights) or any(one.terms < TILE for one in plan.heads):
         raise ValueError("a plan of products with impossible pieces")
-    ways = {one.way for one in plan.weights} | {one.dtype for one in plan.heads}
+    ways = {one.way for one in plan.weights} | {one.dtype for one in plan.heads} | {one.way for one in plan.deltas}
     if not ways <= {NATIVE, "float32", "bfloat16", "float16"}:
         raise ValueError("a plan of products in an unknown way")
     if min(plan.threads) < 1:

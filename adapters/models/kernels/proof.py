@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
-from torch import Tensor
 
+from adapters.models.kernels.cpu_delta import CpuDelta
 from adapters.models.kernels.delta import DeltaShape
-from adapters.models.kernels.native.attention import NativeAttention
+from adapters.models.kernels.multiplier import Multiplier
+from adapters.models.kernels.native.delta import fits
 from adapters.models.kernels.products import (
     BATCHED,
     NATIVE,
@@ -33,6 +34,7 @@ from adapters.models.kernels.products import (
     batched,
     spans,
 )
+from adapters.models.kernels.rule_trials import rule_seconds, rule_trial
 from adapters.models.kernels.trials import (
     Group,
     Trial,
@@ -51,37 +53,6 @@ DECODES = 32  # decode steps that weigh as much as the prefill of one chunk when
 MARGIN = 0.8  # of the time of a preferred way is what the next one must beat: the choice should not waver
 
 TrialT = TypeVar("TrialT", bound="Trial")
-
-
-class Multiplier(Protocol):
-    """The products themselves, in no particular pieces. Overridden by nothing but tests."""
-
-    def dtypes(self) -> Sequence[torch.dtype]:
-        """What products of attention may be computed in, the preferred one first."""
-        ...
-
-    def ways(self, *, wider: bool) -> Sequence[str]:
-        """How products with weights may be computed, the preferred one first. wider: in float32, too."""
-        ...
-
-    def rows_in(self, way: str) -> torch.dtype:
-        """What both sides of such a product are given in."""
-        ...
-
-    def reorder(self, weight: Tensor, way: str) -> Any:
-        """A weight, in the dtype of its way, as that likes it best."""
-        ...
-
-    def multiply(self, x: Tensor, weight: Any) -> Tensor:
-        """`[M, K]`, and what was made of `[N, K]` or a tensor of that shape -> `[M, N]`."""
-        ...
-
-    def multiply_gated(self, x: Tensor, gate: Any, up: Any) -> Tensor: ...
-
-    @property
-    def own_attention(self) -> NativeAttention | None:
-        """Attention of our own, if there is one: it serves before any other."""
-        ...
 
 
 @frozen
@@ -256,6 +227,7 @@ class Prover:
         """
         known = None if (plan := self._known()) is None else plan.deltas
         served = next((one for one in known or () if one.delta == delta), None)
+        served = served or self._own_rule(delta)
         if served is not None:
             return served
         rows: list[int] = [*BATCHED]
@@ -273,6 +245,24 @@ class Prover:
         for trial, group in proven:
             self._keep(trial, Group(rows, group.reference), len(rows) * len(self.regimes))
         return ServedDelta(delta, tuple(rows))
+
+    def _own_rule(self, delta: DeltaShape) -> ServedDelta | None:
+        """None where there is none, or batched products are quicker. In what pieces a slot's rows may come is tried
+        layer by layer (`state_probe.py`).
+        """
+        own, rows = self.kernels.own_rule, self.products.rows
+        if own is None or not fits(delta):
+            return None
+        times = [rule_seconds(kernels, delta, rows[-1], self.threads, DECODES) for kernels in (own, CpuDelta(None))]
+        if times[1] < MARGIN * times[0]:
+            return None
+        trial = rule_trial(own, delta, rows[-1], self.regimes)
+        groups = trial.groups(rows)
+        self._counted(trial)
+        if [group.rows for group in groups] != [list(rows)]:
+            return None
+        self._keep(trial, groups[0], len(rows) * len(self.regimes))
+        return ServedDelta(delta, rows, NATIVE)
 
     def _known(self) -> ProductPlan | None:
         """What holds here, too: it was proven for the same row counts and threads."""

@@ -32,6 +32,7 @@ from adapters.models.kernels.experts import Experts, experts_feed
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.native.compiled import compiled
+from adapters.models.kernels.native.delta import NativeDelta
 from adapters.models.kernels.native.products import FORMS, NativeProducts, NativeWeight
 from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.products import NARROW, NATIVE, TILE, ProductPlan, Products, Unproven
@@ -110,7 +111,9 @@ class CpuKernels:
         self._preps: dict[tuple[int, int], tuple[HeadPrep, PreparedHeads]] = {}
         self._own_attention = NativeAttention(found, found.level, dtype) if found is not None and fits else None
         self._attention = CpuAttention(self, dtype, plan)
-        self.delta: DeltaKernels | None = CpuDelta(plan)
+        self._own_rule = NativeDelta(found, found.level) if found is not None and fits else None
+        in_c = plan is None or all(served.way == NATIVE for served in plan.deltas)
+        self.delta: DeltaKernels | None = self._own_rule if in_c and self._own_rule is not None else CpuDelta(plan)
 
     @property
     def name(self) -> str:
@@ -159,6 +162,10 @@ class CpuKernels:
     @property
     def own_attention(self) -> NativeAttention | None:
         return self._own_attention
+
+    @property
+    def own_rule(self) -> NativeDelta | None:
+        return self._own_rule
 
     # --- what is proven of them ---
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from attrs import frozen
 
 FOLDER = Path(__file__).parent
-SOURCES = ("numbers.h", "pool.h", "tiles.h", "rows.h", "keys.h", "attention.h", "products.c")
+SOURCES = ("numbers.h", "pool.h", "tiles.h", "rows.h", "recurrent.h", "keys.h", "attention.h", "delta.h", "products.c")
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
 _SWITCHED = {"on": True, "off": False}
@@ -78,4 +78,23 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
         *(pointer, size, size, size, size, pointer, pointer, pointer, pointer, pointer, size, size, number),
         *(pointer, number, number, number),
     ]
+    code.rekindle_convolve.argtypes = [
+        *(pointer, size, size, size, size, size, pointer, pointer, pointer, pointer, pointer, pointer, size),
+        *(pointer, pointer, pointer, number, number, number, number),
+    ]
+    code.rekindle_convolve.restype = None
+    code.rekindle_delta.argtypes = [
+        *(pointer, pointer, size, size, size, size, size, size),
+        *(pointer, pointer, pointer, pointer, pointer, pointer, pointer, size),
+        *(pointer, pointer, pointer, pointer, pointer, pointer, number, number, number, number),
+    ]
+    code.rekindle_delta.restype = None
+    code.rekindle_fold.argtypes = [
+        *(size, size, size, size, size, size, pointer, pointer, pointer, pointer, number, number),
+    ]
+    code.rekindle_fold.restype = None
+    code.rekindle_gated.argtypes = [
+        *(pointer, pointer, size, size, size, size, pointer, pointer, number, real, number, number),
+    ]
+    code.rekindle_gated.restype = None
     return NativeCode(code, code.rekindle_level()), ""

@@ -155,7 +155,8 @@ static FOR void ON(finish)(const float *of, long size, void *out, long to, int b
 }
 
 static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(norm), ON(prepare),
-                               ON(turn),     ON(align), ON(weigh), ON(join), ON(finish)};
+                               ON(turn),     ON(align), ON(weigh), ON(join), ON(finish),
+                               ON(convolve), ON(gates),  ON(recur), ON(gated), LANES};
 
 #undef ON
 #undef FOR

@@ -4,6 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define CHUNK 64    // rows from one multiple of which to the next a recurrent layer's state is kept
+#define RING 128    // rows behind a state that are kept
+#define WIDEST 1024 // numbers of a head
+
 // How numbers are stored: float32, bfloat16; keys and values also as codes, int8 or float8 (e4m3), with a float32 behind
 // those of a head that they are multiplied with.
 enum { FLOATS, BRAINS, INT8S, FLOAT8S };
@@ -100,6 +104,26 @@ static inline __attribute__((always_inline)) void put(void *to, long at, float o
 
 static inline __attribute__((always_inline)) float swish(float x) { return x / (1.0f + exponential(-x)); }
 
+static inline __attribute__((always_inline)) float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// log(1 + e^x), within a few units in the last place.
+static inline __attribute__((always_inline)) float softplus(float x) {
+    const float e = weight_of(x > 0.0f ? -x : x), u = 1.0f + e, rest = e - (u - 1.0f);
+    const float whole = u > 1.41421356f ? 1.0f : 0.0f, z = (u > 1.41421356f ? u * 0.5f : u) - 1.0f;
+    float found = 7.0376836292e-2f;
+    found = __builtin_fmaf(found, z, -1.1514610310e-1f);
+    found = __builtin_fmaf(found, z, 1.1676998740e-1f);
+    found = __builtin_fmaf(found, z, -1.2420140846e-1f);
+    found = __builtin_fmaf(found, z, 1.4249322787e-1f);
+    found = __builtin_fmaf(found, z, -1.6668057665e-1f);
+    found = __builtin_fmaf(found, z, 2.0000714765e-1f);
+    found = __builtin_fmaf(found, z, -2.4999993993e-1f);
+    found = __builtin_fmaf(found, z, 3.3333331174e-1f);
+    found = __builtin_fmaf(found * z, z * z, whole * -2.12194440e-4f) - 0.5f * z * z;
+    found = whole * 0.693359375f + (z + found) + rest / u;
+    return (x > 0.0f ? x : 0.0f) + found;
+}
+
 typedef struct { // of rows of `width` numbers
     void *residual;
     const void *delta, *weight;
@@ -122,7 +146,51 @@ typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of
     float eps;
 } heads_t;
 
-typedef struct { // one instruction set's
+typedef struct { // of a recurrent layer: what is convolved of rows, and what of earlier ones is kept for that
+    const void *mixed;
+    long stride, channels, key_heads, key_size;
+    const float *taps;
+    const int64_t *slots, *positions, *bases;
+    const void *conv, *inputs;
+    float *out;
+    int brain;
+} convolve_t;
+
+// The input `back` rows before a row: of the same step, in the ring, or before the state.
+static inline const void *input_of(const convolve_t *job, long row, long back) {
+    const long slot = job->slots[row], at = job->positions[row] - back, base = job->bases[row], own = row - back;
+    const long width = job->brain ? 2 : 4;
+    if (own >= 0 && job->slots[own] == slot && job->positions[own] == at)
+        return (const char *)job->mixed + own * job->stride * width;
+    if (at >= base) return (const char *)job->inputs + (slot * RING + at % RING) * job->channels * width;
+    return (const char *)job->conv + (slot * 3 + 3 + at - base) * job->channels * width;
+}
+
+typedef struct isa isa_t;
+
+typedef struct { // of a recurrent layer: rows that read its state, and what of earlier ones is kept for that
+    const isa_t *isa;
+    const float *rows; // queries, keys and values of each
+    const void *projected;
+    long stride, key_heads, heads, key_size, size;
+    const float *rate, *dt_bias;
+    const int64_t *slots, *positions, *bases, *counts;
+    const long *firsts;
+    float *memory, *keys, *deltas, *decays;
+    float *gates, *out;
+    int brain, settles;
+} delta_t;
+
+typedef struct { // rows of `heads` heads, and what they are gated with
+    const void *x, *gate;
+    long stride, heads, size;
+    const float *weight;
+    void *out;
+    int brain;
+    float eps;
+} gated_t;
+
+struct isa { // one instruction set's
     void (*multiply)(long, int, int, const float *, long, const char *, long, long, float *, long, int);
     void (*widen)(const uint16_t *, float *, long);
     void (*gate)(float *, const float *, long);
@@ -134,4 +202,9 @@ typedef struct { // one instruction set's
     void (*weigh)(float *, long, long, long, float *);
     void (*join)(float *, const float *, long, int);
     void (*finish)(const float *, long, void *, long, int);
-} isa_t;
+    void (*convolve)(const convolve_t *, long);
+    void (*gates)(const delta_t *, long);
+    void (*recur)(const delta_t *, long);
+    void (*gated)(const gated_t *, long);
+    int lanes; // columns of a state that go together
+};

@@ -70,6 +70,7 @@ static inline plain_t plain_halves(plain_t words, int high) {
 #define TILES ON_TILE(1, 1)
 #include "tiles.h"
 #include "rows.h"
+#include "recurrent.h"
 #include "keys.h"
 
 #if defined(__x86_64__)
@@ -95,6 +96,7 @@ static inline plain_t plain_halves(plain_t words, int high) {
 #define TILES ON_TILE(6, 1) ON_TILE(4, 1) ON_TILE(2, 2) ON_TILE(1, 4)
 #include "tiles.h"
 #include "rows.h"
+#include "recurrent.h"
 #include "keys.h"
 
 #define ON(name) name##_avx512
@@ -123,6 +125,7 @@ static inline plain_t plain_halves(plain_t words, int high) {
 #define TILES ON_TILE(12, 1) ON_TILE(8, 1) ON_TILE(4, 2) ON_TILE(2, 4) ON_TILE(1, 4)
 #include "tiles.h"
 #include "rows.h"
+#include "recurrent.h"
 #include "keys.h"
 #endif
 
@@ -249,14 +252,18 @@ typedef struct {
     const isa_t *isa;
     const void *of;
     long rows;
-    int heads;
+    enum { NORM, HEADS, CONVOLVE, GATES, GATED } what;
 } rows_t;
 
 static void some_rows(void *of, long part) {
     const rows_t *const job = of;
-    for (long row = part * TOGETHER; row < job->rows && row < (part + 1) * TOGETHER; row++)
-        if (job->heads) job->isa->prepare(job->of, row);
-        else job->isa->norm(job->of, row);
+    for (long row = part * TOGETHER; row < job->rows && row < (part + 1) * TOGETHER; row++) switch (job->what) {
+        case NORM: job->isa->norm(job->of, row); break;
+        case HEADS: job->isa->prepare(job->of, row); break;
+        case CONVOLVE: job->isa->convolve(job->of, row); break;
+        case GATES: job->isa->gates(job->of, row); break;
+        case GATED: job->isa->gated(job->of, row); break;
+        }
 }
 
 // residual[rows, width] += delta (if there is one), then out = the RMSNorm of it times weight[width].
@@ -265,7 +272,7 @@ void rekindle_norm(
     int weight_brain, float eps, int threads, int level
 ) {
     const norm_t norm = {residual, delta, weight, out, width, brain, weight_brain, eps};
-    rows_t job = {isa_of(level), &norm, rows, 0};
+    rows_t job = {isa_of(level), &norm, rows, NORM};
     share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
 }
 
@@ -280,8 +287,9 @@ void rekindle_heads(
 ) {
     const heads_t heads = {projected, stride,    queries, kv,     head, bias,  weight, cos,   sin,    turned,
                            slots,     positions, keys,    values, slot, group, out,    brain, form,   normed, eps};
-    rows_t job = {isa_of(level), &heads, rows, 1};
+    rows_t job = {isa_of(level), &heads, rows, HEADS};
     share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
 }
 
 #include "attention.h"
+#include "delta.h"

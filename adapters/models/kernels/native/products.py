@@ -13,6 +13,7 @@ from torch import Tensor
 from adapters.models.kernels.native.compiled import NativeCode
 
 PANEL = 32  # outputs whose weights lie together
+WIDEST = 1024  # numbers of a head that rows go through
 FORMS = {torch.float32: 0, torch.bfloat16: 1}  # what weights can be kept in, and rows come and go in
 ROW_FORMS = {**FORMS, torch.int8: 2, torch.float8_e4m3fn: 3}  # what keys and values can be kept in
 

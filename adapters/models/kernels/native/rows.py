@@ -11,10 +11,8 @@ from torch import Tensor
 
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.native.compiled import NativeCode
-from adapters.models.kernels.native.products import FORMS, ROW_FORMS
+from adapters.models.kernels.native.products import FORMS, ROW_FORMS, WIDEST
 from adapters.models.kernels.row_form import form_of
-
-WIDEST = 1024  # numbers of a head
 
 
 @frozen(eq=False)
