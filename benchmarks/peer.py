@@ -88,14 +88,14 @@ def asked(url: str, *words: str) -> list[Mapping[str, Any]]:
 
 
 @frozen
-class Server:
+class Contender:
     """command: of slots and the rows of each."""
 
     command: Callable[[int, int], list[str]]
     tree: Path
 
 
-def figures(server: Server, home: Path, given: argparse.Namespace) -> dict[str, float]:
+def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
     found, answer = dict[str, float](), str(given.answers)
     levels, lengths = (tuple(map(int, words.split(","))) for words in (given.levels, given.lengths))
     with listening(server.command(max(levels), given.prompts + given.answers + MARGIN), server.tree, home) as started:
@@ -122,7 +122,7 @@ def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
     return torch.from_numpy(data).bfloat16().view(torch.uint8).numpy(), Kind.BF16
 
 
-def servers(given: argparse.Namespace, folder: Path) -> dict[str, Server]:
+def servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
     model = DEMO
     if given.shape != "demo":
         model = folder / "model"
@@ -136,19 +136,19 @@ def servers(given: argparse.Namespace, folder: Path) -> dict[str, Server]:
 
         return command
 
-    found = dict[str, Server]()
+    found = dict[str, Contender]()
     for name, tree in (("ours", ROOT), ("before", given.before)):
         if tree is not None:
-            found[name] = Server(ours("--draft", "none"), tree)
+            found[name] = Contender(ours("--draft", "none"), tree)
             if given.shape == "demo":
-                found[f"{name}, draft"] = Server(ours(), tree)
+                found[f"{name}, draft"] = Contender(ours(), tree)
     if given.llama is not None:
         file, threads = folder / "model.gguf", str(torch.get_num_threads())
         if not file.exists():
             write_gguf(file, model, Kind.BF16, tokenizer="smollm", pack=bf16)
         device = ("-ngl", "99") if torch.cuda.is_available() else ("-t", threads)
         how = (str(given.llama), "-m", str(file), "-fa", "on", "--cache-ram", "0", *device)
-        found["llama.cpp"] = Server(lambda slots, rows: [*how, "-np", str(slots), "-c", str(slots * rows)], ROOT)
+        found["llama.cpp"] = Contender(lambda slots, rows: [*how, "-np", str(slots), "-c", str(slots * rows)], ROOT)
     return found
 
 

@@ -26,6 +26,7 @@ class GraphCache:
     enabled: bool = True
     _seen: set[Hashable] = field(init=False, factory=set)
     _graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = field(init=False, factory=dict)
+    _recorder: torch.cuda.Stream | None = field(init=False, default=None)
 
     def run(self, key: Hashable, body: Callable[[], T]) -> T:
         if self.device.type != "cuda" or not self.enabled:
@@ -42,10 +43,16 @@ class GraphCache:
     def _record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        recording = torch.cuda.graph(graph, capture_error_mode="thread_local")
+        # torch's own stream for this is on the device that recorded first: it would lead away from another one
+        recording = torch.cuda.graph(graph, stream=self._stream(), capture_error_mode="thread_local")
         with no_collection(), torch.cuda.device(self.device), recording:
             result = body()
         return graph, result
+
+    def _stream(self) -> torch.cuda.Stream:
+        if self._recorder is None:
+            self._recorder = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._recorder
 
 
 @contextmanager
