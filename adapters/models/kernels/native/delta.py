@@ -15,7 +15,16 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.cpu_vectors import TapsByPlace
-from adapters.models.kernels.delta import CHUNK, UNSETTLED, DeltaShape, DeltaState, DeltaWeights, row_state
+from adapters.models.kernels.delta import (
+    CHUNK,
+    RING,
+    TAPS,
+    UNSETTLED,
+    DeltaShape,
+    DeltaState,
+    DeltaWeights,
+    row_state,
+)
 from adapters.models.kernels.native.compiled import NativeCode
 from adapters.models.kernels.native.products import FORMS, WIDEST
 
@@ -101,8 +110,8 @@ class NativeDelta:
             _, heads, size, width = state.memory.shape
             shape = DeltaShape(state.keys.shape[1], heads, size, width)
             self._code.rekindle_fold(slot, base, *_sizes(shape), *_rings(state), torch.get_num_threads(), self._level)
-            end = (base + CHUNK - 1) % state.inputs.shape[1] + 1
-            state.conv[slot] = state.inputs[slot, end - state.conv.shape[1] : end]
+            end = base % RING + CHUNK
+            state.conv[slot] = state.inputs[slot, end - TAPS + 1 : end]
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or weight.shape != x.shape[2:]:
@@ -146,13 +155,13 @@ def _check(batch: StateBatch, slots: int, rows: int) -> None:
             raise IndexError(f"{segment} from a state at {base}, in {slots} slots")
 
 
-def _told(batch: StateBatch) -> tuple[int, int, int, int, ctypes.Array[ctypes.c_long], int]:
+def _told(batch: StateBatch) -> tuple[object, ...]:
     """What the library is told of a step, in the order of its arguments."""
     count = len(batch.segments)
     counts = (segment.count for segment in batch.segments)
     firsts = (ctypes.c_long * (count + 1))(*accumulate(counts, initial=0))
     columns = (batch.slots, batch.positions, batch.bases, batch.counts)
-    return *(column.data_ptr() for column in columns), firsts, count  # type: ignore[return-value]
+    return *(column.data_ptr() for column in columns), firsts, count
 
 
 def _sizes(shape: DeltaShape) -> tuple[int, int, int, int]:

@@ -1,0 +1,83 @@
+"""The next turn of a long conversation against the same tokens cold, over HTTP: what a prefix hit saves.
+
+    python -m benchmarks.prefix_hit [MODEL] [--device cpu] [--dtype auto] [--tokens 8000] [--more 32] [--rounds 5]
+
+MODEL is what `rekindle serve` takes; without one demo-hybrid. A prompt of random tokens that was never sent before is
+answered by one token; the next turn is that prompt, the answer and `--more` other tokens: its rows are in the slot.
+Another prompt then takes the only slot, and the first one's turn comes once more with other tokens: from host memory.
+Seconds are the client's, of the whole request; medians, and the ratios of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.first_requests import ask, listening, wait_until_written
+from benchmarks.report import machine, median, raw, table
+
+DRAFTLESS = ("--draft", "none")  # a draft reads the prompt, too; one token needs none
+
+
+def told(answer: dict[str, Any]) -> dict[str, Any]:
+    """What the server says of where a prompt's rows came from."""
+    return {"usage": answer["usage"], "rekindle": answer["rekindle"]}
+
+
+def one_round(client: httpx.Client, draw: random.Random, tokens: int, more: int) -> dict[str, Any]:
+    def some(count: int) -> list[int]:
+        return [draw.randrange(100, 4000) for _ in range(count)]
+
+    def next_turn(prompt: Sequence[int], answer: dict[str, Any]) -> list[int]:
+        said = answer["choices"][0].get("token_ids") or []
+        return [*prompt, *said, *some(more)]
+
+    entries = client.get("/props").json()["full_cache"]["entries"]
+    prompt = some(tokens)
+    first, cold = ask(client, prompt)
+    wait_until_written(client, entries)
+    again, slot = ask(client, next_turn(prompt, first))
+    ask(client, some(tokens // 2))
+    wait_until_written(client, entries)
+    restored, host = ask(client, next_turn(prompt, first))
+    answers = {"cold": told(first), "slot": told(again), "host": told(restored)}
+    return {"cold": cold, "slot": slot, "host": host, "answers": answers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="demo-hybrid")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--more", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    given = parser.parse_args()
+    draw = random.Random(1)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        words = ["serve", given.model, "--device", given.device, "--dtype", given.dtype, "--port", "0", "--slots", "1"]
+        words += ["--kv-cache-dir", str(home / "kv"), *DRAFTLESS]
+        with listening([sys.executable, "-m", "engine", *words], home) as (client, _, _):
+            one_round(client, draw, given.tokens, given.more)  # what is done once in a process
+            rounds = [one_round(client, draw, given.tokens, given.more) for _ in range(given.rounds)]
+    times = {way: median(one[way] for one in rounds) for way in ("cold", "slot", "host")}
+    shown = [{"way": way, "ms": 1e3 * took, "cold / this": times["cold"] / took} for way, took in times.items()]
+    table(f"{given.model}, {given.tokens} tokens and {given.more} more", shown)
+    print(json.dumps(machine()))
+    raw("prefix_hit", {way: [one[way] for one in rounds] for way in times})
+    if given.json:
+        given.json.write_text(json.dumps(rounds, indent=1))
+
+
+if __name__ == "__main__":
+    main()
