@@ -3,7 +3,7 @@
     python -m benchmarks.prefix_hit [MODEL] [--device cpu] [--dtype auto] [--tokens 8000] [--more 32] [--rounds 5]
 
 MODEL is what `rekindle serve` takes; without one demo-hybrid. A prompt of random tokens that was never sent before is
-answered by one token; the next turn is that prompt, the answer and `--more` other tokens: its rows are in the slot.
+answered by one token; the next turn is that prompt and `--more` other tokens: its rows are in the slot.
 Another prompt then takes the only slot, and the first one's turn comes once more with other tokens: from host memory.
 Seconds are the client's, of the whole request; medians, and the ratios of them.
 """
@@ -15,7 +15,6 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,14 @@ def one_round(client: httpx.Client, draw: random.Random, tokens: int, more: int)
     def some(count: int) -> list[int]:
         return [draw.randrange(100, 4000) for _ in range(count)]
 
-    def next_turn(prompt: Sequence[int], answer: dict[str, Any]) -> list[int]:
-        said = answer["choices"][0].get("token_ids") or []
-        return [*prompt, *said, *some(more)]
-
     entries = client.get("/props").json()["full_cache"]["entries"]
     prompt = some(tokens)
     first, cold = ask(client, prompt)
     wait_until_written(client, entries)
-    again, slot = ask(client, next_turn(prompt, first))
+    again, slot = ask(client, [*prompt, *some(more)])
     ask(client, some(tokens // 2))
     wait_until_written(client, entries)
-    restored, host = ask(client, next_turn(prompt, first))
+    restored, host = ask(client, [*prompt, *some(more)])
     answers = {"cold": told(first), "slot": told(again), "host": told(restored)}
     return {"cold": cold, "slot": slot, "host": host, "answers": answers}
 
