@@ -7,6 +7,7 @@ from typing import TypeAlias
 from attrs import frozen
 
 from effects.decode import Decoded, RunDecode
+from effects.experts import PlaceExperts
 from effects.ids import MAIN, DeviceFailed, LaneId, RequestId, StoreFailed
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
@@ -47,6 +48,7 @@ Effect: TypeAlias = (
     | CloseStream
     | Abandon
     | Halt
+    | PlaceExperts
 )
 
 

@@ -14,6 +14,7 @@ LaneId = NewType("LaneId", int)  # a device that work is queued for; the target'
 PageId = NewType("PageId", int)  # of the memory that all slots share
 LeaseId = NewType("LeaseId", int)  # a hit in the block store: held until its rows are restored or released
 MAIN = LaneId(0)
+ENGINE = RequestId(0)  # whom an ask is for that is no request's; those are counted from 1
 PAGE = 256  # rows of a page: whole tiles and whole sums of attention, so where they lie changes no bits
 Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)

@@ -90,6 +90,18 @@ def known_chunk(_: Any, value: int) -> None:
         raise ValueError("Must be 0 (the device's default) or a power of two from 64 to 4096.")
 
 
+def known_experts(_: Any, value: str) -> None:
+    read_experts(value)
+
+
+def read_experts(text: str) -> int | None:
+    """Bytes of the device for experts that host memory keeps; 0: as there is room; None: it keeps none. ValueError."""
+    match = re.fullmatch(r"device|host(?::(\d{1,4}(?:\.\d{1,3})?))?", text)
+    if match is None or (match[1] and not float(match[1])):
+        raise ValueError("Must be device, host, or host:N with N GiB on the device, such as host:8.")
+    return None if text == "device" else int(float(match[1] or 0) * (1 << 30))
+
+
 def known_host(_: Any, value: str) -> None:
     if not value or any(letter.isspace() or letter == "/" for letter in value):
         raise ValueError("Must be a host name or an address to listen on, such as 127.0.0.1 or ::1.")

@@ -14,6 +14,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
+from effects.experts import PlaceExperts
 from effects.ids import MAIN, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pflash import KeepFrozen
@@ -30,7 +31,7 @@ from engine.runner import Envelope, Executors, Runner
 from engine.showing import kv_pages
 from engine.trace import Recorder
 from states import invariants
-from states.events import ForEngine, SlotsLost
+from states.events import ExpertsUsed, ForEngine, SlotsLost
 from states.settings import Settings
 from states.world import Out, World, begin
 
@@ -81,6 +82,7 @@ async def engine(
         Abandon: giving_up(executor, drafter, transfer),
         Halt: (executor.halt,),
         KeepFrozen: (freeze,),
+        PlaceExperts: (executor.place,),
     }
     if transfer is not None:
         metrics.watch_cache(transfer.store.figures)
@@ -96,6 +98,7 @@ async def engine(
 
     metrics.watch_pages(lambda: kv_pages(runner.world))
     executor.lost_to(lambda slots: runner.tell(ForEngine(SlotsLost(slots))))
+    executor.used_to(lambda counts: runner.tell(ForEngine(ExpertsUsed(counts))))
 
     def living() -> Mapping[str, Any]:
         troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import cyclopts
 
+from engine.options import Options
 from engine.refusal import Refusal
 
 
@@ -38,3 +40,16 @@ def check_file(path: str) -> None:
     for name, value in raw.items():
         if isinstance(value, dict):
             raise Refusal(f"{path}: [{name}]: options stand at the top of the file, without a table")
+
+
+def checked(values: Mapping[str, Any]) -> Options:
+    """Options by name, validated as flags are. Raises cyclopts.CycloptsError."""
+    parser = cyclopts.App(config=(), result_action="return_value")
+
+    @parser.default
+    def options(options: Annotated[Options, cyclopts.Parameter(name="*")] = Options()) -> Options:  # noqa: B008 - as cyclopts has it
+        return options
+
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    found: Options = parser(words, exit_on_error=False, print_error=False)
+    return found

@@ -29,7 +29,8 @@ from effects.ids import DeviceFailed, RequestId, Span, Tokens
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from engine.begin import load_target
-from engine.options import Options, checked
+from engine.configuration import checked
+from engine.options import Options
 from engine.progress import progress
 from engine.refusal import Refusal
 from engine.replay import Diverged, Replay, show

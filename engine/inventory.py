@@ -22,13 +22,15 @@ from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.gguf.tensors import GgufTensor
 from adapters.checkpoint.weights import StoredTensor
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
+from adapters.models.family import ModelConfig
 from effects.ids import PAGE
 from engine.cache.look import wide
 from engine.catalog import LocalModel, hub_folder, local_models, own_folder
 from engine.draft import find_draft
+from engine.experts import expert_weights
 from engine.fit import DeviceNeed, Fit
 from engine.human import size
-from engine.machine import planned
+from engine.machine import choose_devices, planned
 from engine.needs import fit_of, needs
 from engine.options import Options
 from engine.progress import progress
@@ -38,7 +40,9 @@ from engine.refusal import Refusal
 @frozen(kw_only=True)
 class Listed:
     """One model. why: it is not served; empty if it is. pages: of rows, that all slots share; 0: each has room for the
-    whole context. devices: bytes taken and there, by name."""
+    whole context. devices: bytes taken and there, by name. bits: of one weight, as it is stored. token: bytes of memory
+    that a token of context takes; state: that a sequence takes however long it is. experts: bytes of theirs, which host
+    memory keeps."""
 
     name: str
     path: str
@@ -47,11 +51,15 @@ class Listed:
     parameters: int = 0
     bytes: int = 0
     stored: str = ""
+    bits: float = 0.0
     dtype: str = ""
     limit: int = 0
     slots: int = 0
     context: int = 0
     pages: int = 0
+    token: int = 0
+    state: int = 0
+    experts: int = 0
     fits: bool = False
     devices: dict[str, tuple[int, int]] = attrs.field(factory=dict)
     advice: tuple[str, ...] = ()
@@ -82,6 +90,8 @@ def listed(model: LocalModel, options: Options) -> Listed:
     except (CheckpointError, Refusal) as error:
         return Listed(**named, why=str(error).removeprefix(f"{model.path}: "))
     config, dtype = checkpoint.config, resolve_dtype(options.dtype, checkpoint)
+    if not may_be_hosted(options, config):
+        options = evolve(options, experts="device")
 
     def tried(**changes: Any) -> tuple[list[DeviceNeed], Fit]:
         """As it would be with other options."""
@@ -97,24 +107,43 @@ def listed(model: LocalModel, options: Options) -> Listed:
         parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
         bytes=sum(file.stat().st_size for file in {file for one in checkpoint.tensors.values() for file in one.files}),
         stored=stored_as(checkpoint),
+        bits=round(checkpoint.bits, 2),
         dtype=short(dtype),
         limit=config.max_positions,
         **attrs.asdict(fit),
+        token=sum(need.row for need in asked),
+        state=sum(need.state for need in asked),
+        experts=0 if options.experts_room is None else expert_weights(config) * dtype.itemsize,
         devices={need.name: (need.taken(fit), need.there) for need in asked},
         advice=tuple(
             f"--{name.replace('_', '-')} {CHANGES[name]}"
-            for name in open_to(options, dtype)
+            for name in open_to(options, config, dtype)
             if better(tried(**{name: CHANGES[name]})[1], fit, config.max_positions)
         ),
     )
 
 
+def may_be_hosted(options: Options, config: ModelConfig) -> bool:
+    """Could its experts be in host memory, beside the one device that it would run on?"""
+    devices = choose_devices(options)
+    return config.experts is not None and [one.type for one in devices] == ["cuda"] and not options.devices[0].remote
+
+
 # What may help: an option of those that decide, and a value that takes less.
-CHANGES: dict[str, Any] = {"slots": 1, "max_ctx": 8192, "dtype": "bfloat16", "kv_dtype": "int8", "device": "cpu"}
+CHANGES: dict[str, Any] = {
+    "experts": "host",
+    "slots": 1,
+    "max_ctx": 8192,
+    "dtype": "bfloat16",
+    "kv_dtype": "int8",
+    "device": "cpu",
+}
 
 
-def open_to(options: Options, dtype: torch.dtype) -> Iterator[str]:
+def open_to(options: Options, config: ModelConfig, dtype: torch.dtype) -> Iterator[str]:
     """Which of them go against nothing that was asked for, and change something."""
+    if options.experts_room is None and may_be_hosted(options, config):
+        yield "experts"
     if not options.slots:
         yield "slots"
     if not options.max_ctx:
@@ -151,7 +180,8 @@ def short(dtype: torch.dtype) -> str:
 
 
 def show(console: Console, found: list[Listed]) -> None:
-    table = Table("model", "family", "size", "stored", "served in", "fits", "memory", box=None, pad_edge=False)
+    names = ("model", "family", "size", "stored", "served in", "fits", "context", "memory")
+    table = Table(*names, box=None, pad_edge=False)
     for one in found:
         if one.why:
             continue
@@ -160,9 +190,10 @@ def show(console: Console, found: list[Listed]) -> None:
             escape(one.name),
             one.family,
             f"{count(one.parameters)}, {size(one.bytes)}",
-            one.stored,
+            f"{one.stored},\n{one.bits:.1f} bits",
             one.dtype,
             verdict(one),
+            price(one),
             memory,
         )
     console.print(table)
@@ -179,6 +210,11 @@ def verdict(one: Listed) -> str:
     return many if one.context >= one.limit else f"{many}\nof {one.limit:,}"
 
 
+def price(one: Listed) -> str:
+    """Of memory, by the token, and by the sequence where there is a state."""
+    return f"{size(one.token)} a token" + (f",\n{size(one.state)} a slot" if one.state else "")
+
+
 def notes(found: list[Listed]) -> Iterator[str]:
     for one in found:
         if one.why:
@@ -186,6 +222,8 @@ def notes(found: list[Listed]) -> Iterator[str]:
         elif not one.fits:
             more = " or ".join(one.advice) or "a smaller model, or more devices (--target-devices cuda:0,cpu:0)"
             yield f"{one.name}: does not fit; what would help: {more}"
+        elif one.experts:
+            yield f"{one.name}: its experts, {size(one.experts)}, in host memory; those used most on the device, too"
         elif one.advice:
             yield f"{one.name}: a longer context: {' or '.join(one.advice)}"
     where = f"{shown(own_folder())} and {shown(hub_folder(os.environ))}"

@@ -19,6 +19,7 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.draft import DraftShape
 from adapters.models.ends import CopiedEnds
 from adapters.models.family import ModelConfig
+from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import ProductPlan
 from adapters.models.kernels.row_form import row_dtype
@@ -261,10 +262,11 @@ def shards(
     rows: torch.dtype,
     fast: bool,
     pages: int = 0,
+    hosted: HostExperts | None = None,
     **how: Any,
 ) -> Pipeline:
     """Each on its device, with the tensors of its own layers and no other. memory: what a GPU's pass through. pages,
-    rows, how: as `Build` has it; shards in other processes have no pages.
+    rows, hosted, how: as `Build` has it; shards in other processes have no pages and keep no experts on the host.
     """
     parts = list[Shard]()
     for place, own in zip(plan, kernels, strict=True):
@@ -277,7 +279,7 @@ def shards(
         assert own is not None
         with current(place.device), weights_for(checkpoint, place, memory) as weights:
             where: dict[str, Any] = {"device": place.device, "layers": place.layers, "pages": pages}
-            where |= {"dtype": dtype, "rows": rows}
+            where |= {"dtype": dtype, "rows": rows, "hosted": hosted}
             parts.append(checkpoint.family.build(checkpoint.config, weights, own, **where, **how))
     return Pipeline(parts)
 

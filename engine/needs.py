@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
+from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense_config import HEAD_ROWS
 from adapters.models.family import ModelConfig
+from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.row_form import row_dtype
 from engine.draft import FoundDraft, draft_device
+from engine.experts import expert_weights, room
 from engine.fit import SLOTS, DeviceNeed, Fit, fitted, pooled
 from engine.human import size
 from engine.machine import Placement, boot_id, check_memory, chunk_of, free_memory, host_memory, host_rows
@@ -71,7 +74,8 @@ def shares_pages(plan: Sequence[Placement]) -> bool:
 def needs(
     options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], draft: FoundDraft | None
 ) -> list[DeviceNeed]:
-    """Of each device once."""
+    """Of each device once; of the host, too, where it keeps experts."""
+    hosted = experts_room(options, config, dtype, plan)
     beside = draft_device(options, plan[-1].device)
     drafted, found = (boot_id(), str(beside)), list[DeviceNeed]()
     for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted,)))):
@@ -79,6 +83,8 @@ def needs(
         here, device = [one.layers for one in places], places[0].computes if places else beside
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
         fixed = sum(weights(config, dtype, device, layers) for layers in here)
+        if hosted and places:
+            fixed += hosted - expert_weights(config) * dtype.itemsize
         fixed += options.state_checkpoints * sum(place for _, place in states)
         own, row = 0, sum(config.kv_bytes_per_token(row_dtype(options.kv_dtype, dtype), layers) for layers in here)
         if plan[-1] in places:
@@ -93,7 +99,28 @@ def needs(
         name = str(device)
         free = there(device) if not places or places[0].peer is None or places[0].on_host else far(places[0])
         found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * rope(config), own=own))
+    if hosted:
+        host = torch.device("cpu")
+        found.append(DeviceNeed(str(host), there(host), expert_weights(config) * dtype.itemsize, 0))
     return found
+
+
+def experts_room(options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement]) -> int:
+    """Bytes of the device for experts that host memory keeps; 0: it keeps none. Raises Refusal."""
+    if options.experts_room is None:
+        return 0
+    one = plan[0]
+    rest = weights(config, dtype, one.device, one.layers) - expert_weights(config, one.layers) * dtype.itemsize
+    return room(options, config, dtype, plan, there(one.device) - rest - buffers(options, config, dtype, plan))
+
+
+def host_experts(
+    options: Options, checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement]
+) -> HostExperts | None:
+    """Empty, for the shard to fill; None: they stay with their layers. Raises Refusal."""
+    config = checkpoint.config
+    given = experts_room(options, config, dtype, plan)
+    return HostExperts(plan[0].device, config.experts.count, given) if given and config.experts else None
 
 
 def there(device: torch.device) -> int:

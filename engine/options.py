@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import attrs
 from attrs import frozen
-from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from adapters import demo
@@ -22,6 +20,7 @@ from engine.accepted import (
     known_device,
     known_devices,
     known_drafter_device,
+    known_experts,
     known_host,
     known_key,
     known_names,
@@ -29,6 +28,7 @@ from engine.accepted import (
     known_scope,
     known_weights,
     read_curve,
+    read_experts,
     residency,
     whole,
 )
@@ -102,6 +102,10 @@ class Options(ModelOption):
     quantize: Annotated[Literal["none", "int8", "int4"], flag(MODEL)] = "none"
     """int8 or int4: round the matrices of a checkpoint that is not packed, in groups of 128, while it is loaded. For
     trying what a packed one would answer: they take the room of --dtype. The start line tells the error."""
+
+    experts: Annotated[str, flag(MODEL, validator=known_experts)] = "device"
+    """Where experts are. device: with their layers. host:N: all in host memory, those that are used most in N GiB of
+    the CUDA device, too, the others copied there as they are chosen; host: in half of what is left there."""
 
     max_ctx: Annotated[int, flag(MODEL, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
     """Tokens of prompt and answer together; 0: the model's own limit, or what there is memory for."""
@@ -311,6 +315,11 @@ class Options(ModelOption):
         return {"none": 0, "int4": 4, "int8": 8}[self.quantize]  # type: ignore[return-value] # of exactly these
 
     @property
+    def experts_room(self) -> int | None:
+        """Bytes of the device for experts that host memory keeps; 0: half of what is left; None: it keeps none."""
+        return read_experts(self.experts)
+
+    @property
     def curve(self) -> tuple[tuple[int, int], ...]:
         """Tokens and thousandths, ascending."""
         return read_curve(self.prefill_curve) if self.prefill_curve else ()
@@ -334,16 +343,3 @@ class Options(ModelOption):
         for name in ("model", "draft", "prefill_drafter", "api_key_file", "kv_cache_dir", "trace", "shard_secret_file"):
             raw[name] = None if raw[name] is None else Path(raw[name]).name
         return raw
-
-
-def checked(values: Mapping[str, Any]) -> Options:
-    """Options by name, validated as flags are. Raises cyclopts.CycloptsError."""
-    parser = App(config=(), result_action="return_value")
-
-    @parser.default
-    def options(options: Annotated[Options, Parameter(name="*")] = Options()) -> Options:
-        return options
-
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-    found: Options = parser(words, exit_on_error=False, print_error=False)
-    return found

@@ -76,8 +76,8 @@ class Runner:
     """Events go in through `post`, which never blocks.
 
     The inbox holds what can be on its way at most: for each live request its submission, one cancellation and one
-    outcome per lane, or one word of lost rows in front of it; and of a launch that goes on one word before its last.
-    `limit` is the number of live requests that the door allows. An overflow is a bug.
+    outcome per lane, or one word of lost rows or of what experts were used in front of it; and of a launch that goes on
+    one word before its last. `limit` is the number of live requests that the door allows. An overflow is a bug.
     """
 
     world: World

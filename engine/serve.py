@@ -42,6 +42,8 @@ from effects.job import Sampling
 from engine import __version__
 from engine.assemble import engine
 from engine.begin import Beginning
+from engine.experts import placed
+from engine.human import size
 from engine.options import Options
 from engine.refusal import Refusal, innermost, told
 from engine.remote import hops, placement
@@ -308,6 +310,17 @@ def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOp
     )
 
 
+def costs(target: Target) -> str:
+    """How weights are stored, what they take and where experts are; what a token of context takes, and a state."""
+    checkpoint, shard = target.checkpoint, target.shard
+    error = "" if checkpoint.error is None else f", error {checkpoint.error:.2%}"
+    forms = "; ".join(checkpoint.forms[:3]) or str(shard.dtype).removeprefix("torch.")
+    state = sum(spec.nbytes for spec in shard.state_specs)
+    line = f"  weights={forms} ({checkpoint.bits:.1f} bits{error}, {size(shard.memory()['weights'])})"
+    line += f"{placed(target.hosted)}  context={size(shard.row_spec.token_bytes)} a token"
+    return line + (f", {size(state)} a state" if state else "")
+
+
 def announce(options: Options, target: Target, serving: Serving, seconds: float) -> None:
     """One line that a script can wait for, then one that a person can paste."""
     host = f"[{serving.host}]" if ":" in serving.host else serving.host
@@ -318,9 +331,7 @@ def announce(options: Options, target: Target, serving: Serving, seconds: float)
         log.warning("--allow-origin * without --api-key-file: any web page that a browser here shows can use it")
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
     facts += f"  layers={placement(target.shard.parts)}"
-    if forms := target.checkpoint.forms[:3]:
-        error = "" if target.checkpoint.error is None else f", error {target.checkpoint.error:.2%}"
-        facts += f"  weights={'; '.join(forms)} ({target.checkpoint.bits:.1f} bits{error})"
+    facts += costs(target)
     drafted = "none" if target.draft is None else f"{target.settings.block} a decode step"
     print(
         f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s",

@@ -20,6 +20,7 @@ from adapters.device.lane import DeviceLane
 from adapters.layout import torch_dtype
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.draft import CachedDraft
+from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.row_form import row_dtype
 from adapters.models.numerics import Numerics
@@ -35,13 +36,14 @@ from engine import startup
 from engine.catalog import served_name
 from engine.draft import find_draft, placed_draft, proposals, provable, short_of_memory, widths
 from engine.drafter import Drafter, add_drafter, find_drafter, pflash
+from engine.experts import counted, first_places
 from engine.fit import Fit
 from engine.folders import user_folder
 from engine.identity import identity
 from engine.kept import Kept
 from engine.machine import planned, prove, shards, state_tokens
 from engine.measure import kept_or_measured, key
-from engine.needs import chosen, shares_pages
+from engine.needs import chosen, host_experts, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.remote import closed, connected, place_of, placement, shown
@@ -74,6 +76,7 @@ class Target:
     kept: Kept
     draft: CachedDraft[Any] | None = None
     drafter: Drafter | None = None
+    hosted: HostExperts | None = None
     pflash: Mapping[str, Any] = {}
     transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
 
@@ -127,13 +130,14 @@ class Target:
 
     def memory(self, blocks: int) -> Mapping[str, Any]:
         """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
-        target = self.shard.memory()
+        target, host = self.shard.memory(), 0 if self.hosted is None else self.hosted.host_bytes
         draft = {} if self.draft is None else self.draft.memory()
         parts = [shown(part) for part in self.shard.parts]
         others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
         models = {name: {"device": one["weights"], "host": one["host"]} for name, one in others.items() if one}
         return {
-            "models": {"target": {"device": target["weights"], "host": 0}, **models},
+            "models": {"target": {"device": target["weights"], "host": host}, **models},
+            "experts": None if self.hosted is None else self.hosted.shown(),
             "shards": parts,
             "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
             "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
@@ -209,6 +213,7 @@ def load_over(
     found, scores = provable(opened, numerics), find_drafter(options, checkpoint.folder, plan[-1].device, fit.context)
     step(startup.WEIGHTS)
     memory = transfer_memory(options, [one.device for one in plan])
+    hosted = host_experts(options, checkpoint, dtype, plan)
     heard = startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors))
     room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "rows": rows}
     shard = shards(
@@ -218,8 +223,11 @@ def load_over(
         state_places=options.state_checkpoints,
         aux_layers=() if found is None else found.shape.aux_layers,
         fast=fast,
+        hosted=hosted,
     )
-    executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast)
+    if hosted is not None:
+        first_places(hosted)
+    executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=hosted)
     drafting = None
     if found is not None:
         step(startup.DRAFT)
@@ -230,7 +238,8 @@ def load_over(
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
     settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, fit=fit)
-    settings = evolve(settings, shares_pages=bool(fit.pages) and not settings.stateful and shares_pages(plan))
+    shares = bool(fit.pages) and not settings.stateful and shares_pages(plan)
+    settings = evolve(counted(settings, hosted), shares_pages=shares)
     drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
     step(startup.CACHE)
     kind = layout(shard, draft, named, numerics.block_size)
@@ -253,6 +262,7 @@ def load_over(
         kept=kept,
         draft=draft,
         drafter=drafter,
+        hosted=hosted,
         pflash=pflash(options, settings, drafter),
         transfer=moving,
     )
@@ -310,6 +320,7 @@ def decide(
     block = proposals(draft, shard)
     shape: dict[str, Any] = {"chunk": numerics.chunk, "context": fit.context, "widths": widths(block, tree)}
     places = placement(shard.parts) if draft is None else f"{placement(shard.parts)},draft@{draft.device}"
+    places += "" if options.experts_room is None else f",experts {options.experts}"
     times = key(named, None if draft is None else draft.identity, places, shape)
     return Settings(
         slots=shard.slots,

@@ -30,13 +30,13 @@ from adapters.watched import Watched
 from effects.all import Ask, Effect, Launch
 from engine.redact import Redactor
 from engine.runner import Envelope
-from states.events import Event, Happened
+from states.events import Common, Event, Happened
 from states.settings import Settings
 from states.world import Out, World, begin
 
 log = logging.getLogger("rekindle.trace")
 
-VERSION = 11
+VERSION = 12
 DIGEST_EVERY = 64  # events
 LINE_LIMIT = 32 << 20  # characters of one line; the longest context, 2**21 tokens, takes 14 each where it is redacted
 MOST_PARTS = (
@@ -86,7 +86,7 @@ def converter() -> Converter:
     # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     built.register_structure_hook_func(is_literal, one_of)
-    for union in (Event, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
+    for union in (Event, Common, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built
 

@@ -61,9 +61,19 @@ class SlotsLost:
     slots: tuple[SlotId, ...]
 
 
+@frozen
+class ExpertsUsed:
+    """Of every expert that host memory keeps, those of all layers counted through: the steps since the last report
+    that needed it. Told after 32 steps at least, so it is 65,536 small numbers at most, about every second.
+    """
+
+    counts: tuple[int, ...]
+
+
 External: TypeAlias = Submitted | Cancelled
 Derived: TypeAlias = Admitted | Rejected | SlotEmptied
 Event: TypeAlias = External | Derived | Outcome
+Common: TypeAlias = SlotsLost | ExpertsUsed  # to no request, but to the engine
 
 
 @frozen
@@ -74,7 +84,7 @@ class ForRequest:
 
 @frozen
 class ForEngine:
-    event: SlotsLost
+    event: Common
 
 
 Happened: TypeAlias = ForRequest | ForEngine

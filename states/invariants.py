@@ -42,6 +42,8 @@ def check(world: World) -> None:
         check_cache(world.requests[request], world.settings)
     check_places(world)
     check_pages(world)
+    placed = world.experts.places
+    assert len(set(placed)) == len(placed) == world.settings.expert_places, "an expert has two places"
     waiting = [request for request, state in world.requests.items() if isinstance(state, Waiting)]
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
     if len(holders) < len(world.slots.slots):

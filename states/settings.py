@@ -9,6 +9,7 @@ from states.rates import Rates
 from states.residency import Resolved
 
 MOST_SLOTS = 1 << 12
+MOST_EXPERTS = 1 << 16  # as adapters bound those of all layers
 
 
 @frozen
@@ -37,6 +38,8 @@ class Settings:
     drafter: int = 0  # tokens of a prompt that can be scored at most; 0: there is no drafter
     drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or one of its own
     span: int = 1  # chunks that one prefill may be of: more where the target's shards compute side by side
+    experts: int = 0  # of all layers, that host memory keeps; 0: they are where the layers are
+    expert_places: int = 0  # for so many of them on the device
     rates: Rates = field(factory=Rates)  # as measured at start
 
     def __attrs_post_init__(self) -> None:
@@ -45,6 +48,7 @@ class Settings:
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
             *(self.pages, self.drafter, self.drafter_lane, self.state_places, self.state_tokens),
+            *(self.expert_places, self.experts - self.expert_places, MOST_EXPERTS - self.experts),
         )
         limit = MOST_SLOTS - max(self.slots, self.state_places)
         if self.shares_pages and self.stateful:

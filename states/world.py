@@ -10,13 +10,15 @@ from attrs import evolve, field, frozen
 
 from effects.all import Ask, Effect, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import MAIN, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
+from effects.experts import PlaceExperts
+from effects.ids import ENGINE, MAIN, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, Halt
+from states import experts as placing
 from states import growth, policy, rates, residency
 from states import lane as lanes
 from states import slots as seats
@@ -26,6 +28,7 @@ from states.events import (
     Cancelled,
     Derived,
     Event,
+    ExpertsUsed,
     External,
     ForEngine,
     ForRequest,
@@ -35,6 +38,7 @@ from states.events import (
     SlotsLost,
     Submitted,
 )
+from states.experts import Residents
 from states.lane import Answer, Lane
 from states.life import Compressing, Done, New, Recovering, Restoring, State, Waiting, Yielding
 from states.machine import IllegalEvent, step
@@ -56,13 +60,15 @@ class World:
     lanes: Mapping[LaneId, Lane] = field(factory=lambda: {MAIN: Lane()})
     models: Models = field(factory=dict[ModelName, Residence])
     rates: Rates = field(factory=Rates)
+    experts: Residents = field(factory=Residents)
 
 
 def begin(settings: Settings) -> World:
     slots = Slots((Slot(),) * settings.slots, places=(EMPTY,) * settings.state_places)
     models = residency.boot(settings)
     lanes = {MAIN: Lane(), settings.drafter_lane: Lane()}
-    return World(settings, slots, lanes=lanes, models=models, rates=settings.rates)
+    residents = placing.begin(settings.experts, settings.expert_places)
+    return World(settings, slots, lanes=lanes, models=models, rates=settings.rates, experts=residents)
 
 
 def advance(world: World, happened: Happened) -> tuple[World, tuple[Out, ...]]:
@@ -83,7 +89,9 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Out, ...]]:
             fold.play(request, event)
         case ForEngine(SlotsLost(slots)):
             fold.lose(slots)
-    after = World(world.settings, fold.slots, fold.requests, fold.lanes, fold.models, fold.rates)
+        case ForEngine(ExpertsUsed(counts)):
+            fold.used(counts)
+    after = World(world.settings, fold.slots, fold.requests, fold.lanes, fold.models, fold.rates, fold.experts)
     return after, tuple(fold.out)
 
 
@@ -93,6 +101,7 @@ class Fold:
     def __init__(self, world: World) -> None:
         self.settings, self.slots, self.models = world.settings, world.slots, world.models
         self.requests, self.lanes, self.rates = dict(world.requests), dict(world.lanes), world.rates
+        self.experts = world.experts
         self.out: list[Out] = []
         self.todo: deque[tuple[RequestId, Event]] = deque()
 
@@ -148,6 +157,13 @@ class Fold:
             if (holder := self.slots.slots[slot].holder) is not None:
                 self.todo.append((holder, SlotEmptied()))
         self.settle()
+
+    def used(self, counts: tuple[int, ...]) -> None:
+        if len(counts) != self.settings.experts or min(counts, default=0) < 0:
+            raise IllegalEvent(f"{len(counts)} counts of {self.settings.experts} experts, or some below none")
+        self.experts, moves = placing.moved(self.experts, counts)
+        if moves:
+            self.out.append(Ask(ENGINE, PlaceExperts(moves)))
 
     def play(self, request: RequestId, event: Event) -> None:
         self.todo.append((request, event))

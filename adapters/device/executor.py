@@ -31,9 +31,11 @@ from adapters.device.proposer import Proposer
 from adapters.device.sampling import Sampler
 from adapters.device.slots import SlotState, abandoned, begun, check, clipped, lost_with, unopened
 from adapters.device.underway import StepsTaken, behind
+from adapters.models.host_experts import HostExperts
 from adapters.models.shard import Shard
 from effects.all import Ask, Launch, Outcome
 from effects.decode import RunDecode
+from effects.experts import PlaceExperts
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
 from effects.ports import Result, Settle, Underway
@@ -51,7 +53,8 @@ class DeviceExecutor:
 
     buckets: the proven row counts, the largest being a prefill's chunk. fast: small batches run at their real row
     count instead, which may change bits; the shard must accept `row_counts(buckets, fast=fast)`. handlers: what carries
-    out the effects beyond opening, prefill and decode steps, by type. proposer: a draft, where there is one.
+    out the effects beyond opening, prefill and decode steps, by type. proposer: a draft, where there is one. experts:
+    those that host memory keeps.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class DeviceExecutor:
         fast: bool = False,
         handlers: Mapping[type, Handler] | None = None,
         proposer: Proposer | None = None,
+        experts: HostExperts | None = None,
     ) -> None:
         self._shard, self._lane = shard, lane
         self._buckets = row_counts(buckets, fast=fast)
@@ -74,6 +78,8 @@ class DeviceExecutor:
         )
         self._match: Match = no_grammars
         self._lost: Callable[[tuple[SlotId, ...]], object] = lambda _: None
+        self._used: Callable[[tuple[int, ...]], object] = lambda _: None
+        self._experts = experts
         self._wake: Callable[..., object] = lambda *_: None
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
         self._flying: set[RequestId] = set()
@@ -107,6 +113,16 @@ class DeviceExecutor:
     def lost_to(self, lost: Callable[[tuple[SlotId, ...]], object]) -> None:
         """From now on, this hears of slots that do not have the rows they were opened with; before the first launch."""
         self._lost, self._wake = lost, waker()
+
+    def used_to(self, used: Callable[[tuple[int, ...]], object]) -> None:
+        """From now on, this hears which experts steps have needed; before the first launch."""
+        self._used, self._wake = used, waker()
+
+    def place(self, _: RequestId, effect: PlaceExperts) -> None:
+        """In its turn. Where it fails, experts are brought as they are needed."""
+        if self._experts is not None and not self._lane.closed:
+            moving = partial(self._experts.place, effect.moves)
+            self._lane.post(moving, lambda error: log.error("experts have kept their places", exc_info=error))
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why; and
@@ -240,13 +256,21 @@ class DeviceExecutor:
     def _carry_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> tuple[Outcome, ...]:
         """What raises may have left anything in the slots it was about: they refuse all work until they are opened."""
         try:
-            return self._carried_out(asks, steps)
+            outcomes = self._carried_out(asks, steps)
+            self._report()
         except BaseException as error:
             for ask in asks:
                 if isinstance(ask.effect, RunPrefill | RunDecode):
                     slot = ask.effect.slot
                     self._slots[slot] = DeviceFailed("broken", f"slot {slot} is not to be believed: {error}")
             raise
+        return outcomes
+
+    def _report(self) -> None:
+        """What steps needed, before the outcomes of the last of them."""
+        if self._experts is not None and (uses := self._experts.report()):
+            with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
+                self._wake(self._used, uses)
 
     def _carried_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> tuple[Outcome, ...]:
         if all(isinstance(ask.effect, RunDecode) for ask in asks):

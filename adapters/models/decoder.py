@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adapters.checkpoint.weights import Shapes, WeightSource
 from adapters.models.feed_forward import FeedShape, fed, feed_products, feed_tensors, load_feed
+from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.experts import Experts, GatedWeights
 from adapters.models.kernels.interface import HeadPrep, Kernels
@@ -111,11 +112,12 @@ def frame_products(shape: LayerShape, projected: int, mixed: int) -> tuple[Weigh
 
 @frozen
 class WeightReader:
-    """Reads weights onto a device, in the model's dtype."""
+    """Reads weights onto a device, in the model's dtype. hosted: where experts go that host memory keeps."""
 
     weights: WeightSource
     device: torch.device
     dtype: torch.dtype
+    hosted: HostExperts | None = None
 
     def __call__(self, *names: str) -> Tensor:
         """The named tensors, stacked along their rows."""

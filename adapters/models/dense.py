@@ -14,6 +14,7 @@ from adapters.checkpoint.weights import WeightSource
 from adapters.layout import RowSpec, TensorSpec
 from adapters.models.decoder import DecoderLayer, WeightReader, finished, gated, load_layer, projected
 from adapters.models.dense_config import DenseConfig, check_arguments
+from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.delta import CHUNK
 from adapters.models.kernels.interface import Kernels
@@ -43,7 +44,7 @@ class DenseShard:
     aux_layers: global layer indices whose output (HF `hidden_states[i + 1]`) every forward leaves in its
     `aux_hidden_states`. buckets: the row counts that `forward` accepts. capacity is rounded up to whole key tiles of
     the kernels. rows: what keys and values are kept in; by default the dtype. pages: that slots are given; without,
-    each has memory for all of its rows.
+    each has memory for all of its rows. hosted: has the experts.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class DenseShard:
         aux_layers: Sequence[int] = (),
         state_places: int = 0,
         pages: int = 0,
+        hosted: HostExperts | None = None,
     ) -> None:
         self._config, self._kernels = config, kernels
         self._device, self._dtype = torch.device(device), dtype
@@ -80,7 +82,8 @@ class DenseShard:
         self._cache = cache(names, shape, dtype=form.dtype, device=self._device, pages=pages)
         how: dict[str, Any] = {"slots": slots, "places": state_places, "dtype": dtype, "device": self._device}
         self._states = RecurrentCache(recurrent, config.delta, kernels.delta, **how)
-        self._load(WeightReader(weights, self._device, dtype))
+        self._hosted = hosted
+        self._load(WeightReader(weights, self._device, dtype, hosted))
 
     def _load(self, read: WeightReader) -> None:
         config, kernels = self._config, self._kernels
@@ -329,7 +332,8 @@ class DenseShard:
         for held in tuple(self._buffers.values()):  # asked from other threads, too
             own = (held.logits, held.tree, held.batch.table, held.hidden, *held.forward.aux_hidden_states.values())
             buffers += sum(one.nbytes for one in own if one is not None)
-        return {"weights": self._weights_bytes, "kv": self._cache.nbytes + self._states.nbytes, "buffers": buffers}
+        weights = self._weights_bytes + (0 if self._hosted is None else self._hosted.device_bytes)
+        return {"weights": weights, "kv": self._cache.nbytes + self._states.nbytes, "buffers": buffers}
 
     def close(self) -> None:
         """Give the memory back; the shard is of no use afterwards."""
@@ -338,3 +342,5 @@ class DenseShard:
         self._embedding = self._norm = self._head = None
         self._cache.close()
         self._states.close()
+        if self._hosted is not None:
+            self._hosted.close()

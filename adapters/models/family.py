@@ -13,6 +13,8 @@ from adapters.checkpoint.errors import CheckpointError, shown
 from adapters.checkpoint.weights import Shapes, WeightSource
 from adapters.models import FAMILIES
 from adapters.models.decoder import LayerShape
+from adapters.models.host_experts import HostExperts
+from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import Products
 from adapters.models.rope import Rotary
@@ -33,6 +35,11 @@ class ModelConfig(Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def experts(self) -> ExpertsShape | None:
+        """Of the layers whose feed-forward is one of experts, where there are any."""
+        ...
 
     @property
     def max_positions(self) -> int: ...
@@ -89,6 +96,7 @@ class Build(Protocol):
         aux_layers: Sequence[int] = ...,
         state_places: int = ...,
         pages: int = ...,
+        hosted: HostExperts | None = ...,
     ) -> Shard:
         """Layers `[first, last)`, all by default; the embedding with the first, final norm and head with the last.
 
@@ -96,6 +104,7 @@ class Build(Protocol):
         at least. buckets: the row counts that `forward` accepts. aux_layers: whose outputs every forward leaves in its
         `aux_hidden_states`. state_places: for positional states beside the slots; models without any need none, and
         make none. pages: of the pool that slots take their rows from; 0: there is none.
+        hosted: what has the experts' weights; None: the shard itself.
         """
         ...
 

@@ -7,13 +7,14 @@ stack those of all experts are cut up where they are opened.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from adapters.checkpoint.config import LIMITS
 from adapters.checkpoint.weights import StoredTensor, TensorEntry
+from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, gated_feed
 from adapters.models.kernels.interface import Kernels
@@ -76,8 +77,18 @@ def idle_weights(shape: FeedShape) -> int:
     return 0 if experts is None else 3 * (experts.count - experts.active) * experts.inner * shape.hidden_size
 
 
-def load_feed(read: Callable[..., Tensor], kernels: Kernels, shape: FeedShape, prefix: str) -> GatedWeights | Experts:
-    """read: a tensor by its name, or several stacked along their rows."""
+class FeedReader(Protocol):
+    @property
+    def hosted(self) -> HostExperts | None:
+        """Where a layer's experts go that host memory keeps; None: they stay where they are read."""
+        ...
+
+    def __call__(self, *names: str) -> Tensor:
+        """A tensor by its name, or several stacked along their rows."""
+        ...
+
+
+def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str) -> GatedWeights | Experts:
 
     def gated(place: str) -> GatedWeights:
         gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
@@ -86,11 +97,12 @@ def load_feed(read: Callable[..., Tensor], kernels: Kernels, shape: FeedShape, p
     experts = shape.experts
     if experts is None:
         return gated("mlp")
+    each = (gated(f"mlp.experts.{number}") for number in range(experts.count))
     gates = ("gate", "shared_expert_gate") if experts.shared else ("gate",)
     return Experts(
         experts,
         router=kernels.pack(read(*(f"{prefix}mlp.{gate}.weight" for gate in gates))),
-        each=tuple(gated(f"mlp.experts.{number}") for number in range(experts.count)),
+        each=tuple(each) if read.hosted is None else read.hosted.layer(each),
         shared=gated("mlp.shared_expert") if experts.shared else None,
     )
 

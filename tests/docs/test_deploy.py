@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from engine.options import checked
+from engine.configuration import checked
 from tests.docs.reference import every_metric
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -25,8 +25,8 @@ from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.__main__ import main
 from engine.begin import load_target
+from engine.configuration import checked
 from engine.execute import execute, options_of
-from engine.options import checked
 from engine.replay import Diverged
 from engine.runner import Envelope
 from engine.target import Target

@@ -7,7 +7,8 @@ a row is added up one after the other, in float32, the most wanted first, howeve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any, Protocol
 
@@ -54,18 +55,29 @@ class GatedWeights:
     down: Any
 
 
+class ChosenExperts(ABC):
+    """Experts of one layer whose weights are brought from elsewhere once it is known who was chosen."""
+
+    @abstractmethod
+    def chosen(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
+        """In this order, each read before the next is asked for."""
+
+
 @frozen(eq=False)
 class Experts:
     """router: packed, `[E, D]`; the shared expert's gate is one more row.
 
-    each: by number. Only those are asked for that some row goes through, once a step and in ascending order, so that
-    weights may be brought from elsewhere then.
+    each: by number. Only those are asked for that some row goes through, once a step and in ascending order.
     """
 
     shape: ExpertsShape
     router: Any
-    each: Sequence[GatedWeights]
+    each: Sequence[GatedWeights] | ChosenExperts
     shared: GatedWeights | None
+
+    def of(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
+        each = self.each
+        return each.chosen(numbers) if isinstance(each, ChosenExperts) else (each[number] for number in numbers)
 
 
 class PackedProducts(Protocol):
@@ -104,9 +116,8 @@ def experts_feed(
     chosen, weights = choose(logits[:, : shape.count], shape)
     where = dispatched(chosen, shape.count, padded)
     parts = torch.split(x.index_select(0, where.sources), where.sizes)
-    made = torch.cat(
-        [gated_feed(kernels, part, experts.each[number]) for number, part in zip(where.experts, parts, strict=True)]
-    )
+    weighted = zip(parts, experts.of(where.experts), strict=True)
+    made = torch.cat([gated_feed(kernels, part, weights) for part, weights in weighted])
     by_rank = made.index_select(0, where.places).view(rows, shape.active, -1)
     total = added(by_rank.float() * weights.unsqueeze(2))
     if experts.shared is not None:

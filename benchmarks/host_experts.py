@@ -1,0 +1,245 @@
+"""Experts in host memory, those used most on the device, against all on the device and all on the CPU. Random weights.
+
+    python -m benchmarks.host_experts [--shape 30b-a3b|small] [--device cuda|cpu] [--gib 12] [--cpu-layers 6]
+
+--gib: of the device for everything: the layers' other weights, rows, buffers, and what is left for experts. Weights are
+made on the device, and the same for each; that the same logits come out, bit for bit, is checked. Decoding is one row a
+step over 256 rows of context, prefill a chunk. Which experts a row of random weights goes through depends on its token
+most of all, so tokens are drawn in two ways: all alike, which is the worst case, and as often as words are in a text
+(the n-th as often as 1 / n). The policy is the served one, fed what the device reports. On the CPU so many layers are
+there as --cpu-layers says, and their time is counted as often as makes up all layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from adapters.models.dense import DenseShard
+from adapters.models.host_experts import HostExperts
+from adapters.models.kernels.experts import ExpertsShape
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.qwen3_moe import Qwen3MoeConfig
+from adapters.models.shard import Segment, Step
+from adapters.models.synthetic import RandomWeights
+from benchmarks.report import machine, median, raw, table
+from engine.experts import expert_weights, first_places
+from states.experts import Residents, begin, moved
+
+CONTEXT = 256
+SHAPES = {
+    "30b-a3b": Qwen3MoeConfig(
+        151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e6, experts=ExpertsShape(128, 8, 768, normed=True)
+    ),
+    "small": Qwen3MoeConfig(512, 128, 256, 3, 4, 2, 64, 2048, 1e6, experts=ExpertsShape(16, 2, 64, normed=True)),
+}
+TOKENS = ("all alike", "as in a text")
+
+
+@frozen
+class Setting:
+    config: Qwen3MoeConfig
+    device: torch.device
+    dtype: torch.dtype
+    chunk: int
+    steps: int  # of a measured round of decoding
+
+    @property
+    def capacity(self) -> int:
+        return CONTEXT + self.chunk + 256
+
+
+def kernels_for(setting: Setting, device: torch.device) -> Kernels:
+    if device.type == "cuda":
+        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton
+
+        return TritonKernels(device)
+    if setting.device.type == "cpu":  # stands for a device: weights that can be copied
+        return ReferenceKernels()
+    how = {"capacity": setting.capacity, "dtype": setting.dtype, "threads": torch.get_num_threads()}
+    proof = CpuKernels(setting.dtype).prove(setting.config.products((4, setting.chunk), **how))
+    assert proof.plan is not None, proof.failures
+    return CpuKernels(setting.dtype).using(proof.plan)
+
+
+def made(setting: Setting, device: torch.device, hosted: HostExperts | None = None) -> DenseShard:
+    config = setting.config
+    weights = RandomWeights(config, device=setting.device, dtype=setting.dtype, scale=config.hidden_size**-0.5)
+    shape = {"dtype": setting.dtype, "slots": 1, "capacity": setting.capacity, "buckets": (4, setting.chunk)}
+    return DenseShard(config, weights, kernels_for(setting, device), device=device, hosted=hosted, **shape)
+
+
+def drawn(setting: Setting, how: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = setting.config.vocab_size
+    if how == "all alike":
+        return torch.randint(0, vocabulary, (4096,), generator=generator)
+    often = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
+    return torch.multinomial(often, 4096, replacement=True, generator=generator)
+
+
+class Runs:
+    """What is asked of a shard, wherever it is."""
+
+    def __init__(self, setting: Setting, shard: DenseShard) -> None:
+        self.setting, self.shard, self.at = setting, shard, 0
+
+    def decode(self, tokens: torch.Tensor, steps: int) -> float:
+        """Seconds a step."""
+        self.shard.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step = Step((Segment(0, CONTEXT, 1),), 4)
+            self.at = (self.at + 1) % len(tokens)
+            self.shard.logits(step, self.shard.forward(step, tokens[self.at : self.at + 1]).hidden)
+        self.shard.synchronize()
+        return (time.perf_counter() - start) / steps
+
+    def prefill(self, tokens: torch.Tensor) -> float:
+        chunk = self.setting.chunk
+        start = time.perf_counter()
+        self.shard.forward(Step((Segment(0, 0, chunk),), chunk, rows_only=True), tokens[:chunk])
+        self.shard.synchronize()
+        return time.perf_counter() - start
+
+    def digest(self) -> str:
+        """Of the logits of some rows, each of its own step behind a chunk."""
+        tokens, chunk, found = drawn(self.setting, "all alike", 9), self.setting.chunk, hashlib.blake2b(digest_size=8)
+        self.prefill(tokens)
+        for at in range(4):
+            step = Step((Segment(0, chunk + at, 1),), 4)
+            logits = self.shard.logits(step, self.shard.forward(step, tokens[chunk + at : chunk + at + 1]).hidden)
+            found.update(logits[0].cpu().numpy().tobytes())
+        return found.hexdigest()
+
+
+def measured(runs: Runs, how: str, rounds: int = 3) -> dict[str, Any]:
+    tokens = drawn(runs.setting, how, 1)
+    decode = [1 / runs.decode(tokens, runs.setting.steps) for _ in range(rounds)]
+    prefill = [runs.setting.chunk / runs.prefill(tokens[at * 64 :]) for at in range(rounds)]
+    return {"decode": decode, "prefill": prefill}
+
+
+def learnt(runs: Runs, hosted: HostExperts, residents: Residents, how: str, reports: int) -> Residents:
+    """After so many reports of steps with such tokens."""
+    tokens = drawn(runs.setting, how, 2)
+    for _ in range(reports):
+        counts: tuple[int, ...] = ()
+        while not counts:
+            runs.decode(tokens, 8)
+            counts = hosted.report()
+        residents, moves = moved(residents, counts)
+        hosted.place(moves)
+    return residents
+
+
+def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found: dict[str, Any]) -> str:
+    config, itemsize = setting.config, setting.dtype.itemsize
+    shapes = config.tensors()
+    others = sum(torch.Size(shape).numel() for shape in shapes.values()) - expert_weights(config)
+    rows = setting.capacity * config.kv_bytes_per_token(setting.dtype)
+    logits = 8 * config.vocab_size * 4 + 4 * setting.chunk * config.hidden_size * itemsize
+    room = int(gib * (1 << 30)) - others * itemsize - rows - logits
+    assert config.experts is not None
+    hosted, began = HostExperts(setting.device, config.experts.count, room), time.perf_counter()
+    shard = made(setting, setting.device, hosted)
+    first_places(hosted)
+    runs, residents = Runs(setting, shard), begin(hosted.experts, hosted.places)
+    memory, said = shard.memory(), runs.digest()
+    found["host, memory"] = {**hosted.shown(), **memory, "loaded_s": time.perf_counter() - began}
+    print("host:", found["host, memory"], flush=True)
+    for how in draws:
+        for when in ("before", "after"):
+            if when == "after":
+                residents = learnt(runs, hosted, residents, how, reports)
+            figures = measured(runs, how)
+            now = hosted.shown()
+            runs.decode(drawn(setting, how, 3), setting.steps)
+            last = hosted.shown()
+            needed, brought = last["needed"] - now["needed"], last["brought"] - now["brought"]
+            figures |= {"brought_of_needed": brought / needed, "moved": last["moved"]}
+            found[f"host, {how}, {when} the policy"] = figures
+            print(how, when, figures, flush=True)
+    assert runs.digest() == said, "bits changed with the places"
+    shard.close()
+    return said
+
+
+def device(setting: Setting, said: str, draws: Sequence[str], found: dict[str, Any]) -> None:
+    shard = made(setting, setting.device)
+    runs = Runs(setting, shard)
+    assert runs.digest() == said, "other bits than with experts in host memory"
+    found["device, memory"] = shard.memory()
+    for how in draws:
+        found[f"device, {how}"] = measured(runs, how)
+        print("device", how, found[f"device, {how}"], flush=True)
+    shard.close()
+
+
+def processor(setting: Setting, layers: int, found: dict[str, Any]) -> None:
+    """Layers are all alike, so the time of so many, less that of the head, is counted as often as makes up all."""
+    began, whole = time.perf_counter(), setting.config.num_layers
+    few = evolve(setting, config=evolve(setting.config, num_layers=layers), steps=16)
+    runs = Runs(few, made(few, torch.device("cpu")))
+    step = Step((Segment(0, CONTEXT, 1),), 4)
+    hidden = runs.shard.forward(step, torch.zeros(1, dtype=torch.int64)).hidden
+    head = quickest(lambda: runs.shard.logits(step, hidden))
+    figures = measured(runs, "all alike")
+    figures["decode"] = [1 / ((1 / one - head) * whole / layers + head) for one in figures["decode"]]
+    figures["prefill"] = [one * layers / whole for one in figures["prefill"]]
+    found["cpu, all alike"] = {**figures, "layers": layers, "head_s": head, "loaded_s": time.perf_counter() - began}
+    print("cpu", found["cpu, all alike"], flush=True)
+
+
+def quickest(run: Callable[[], object]) -> float:
+    times = list[float]()
+    for _ in range(5):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def line(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "experts, tokens": name,
+        "decode, tokens/s": median(figures["decode"]),
+        "prefill, rows/s": median(figures["prefill"]),
+        "brought of needed": figures.get("brought_of_needed", "-"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="30b-a3b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gib", type=float, default=12)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--reports", type=int, default=8, help="of 32 steps or more, that the policy learns from")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--cpu-layers", type=int, default=6, help="0: nothing on the CPU")
+    parser.add_argument("--draws", type=int, default=len(TOKENS), help="1: tokens all alike only")
+    told = parser.parse_args()
+    dtype = torch.float32 if told.device == "cpu" else torch.bfloat16
+    setting = Setting(SHAPES[told.shape], torch.device(told.device), dtype, told.chunk, told.steps)
+    found = dict[str, Any]()
+    with torch.inference_mode():
+        said = host(setting, told.gib, told.reports, TOKENS[: told.draws], found)
+        device(setting, said, TOKENS[: told.draws], found)
+        if told.cpu_layers:
+            processor(setting, told.cpu_layers, found)
+    lines = [line(name, figures) for name, figures in found.items() if "decode" in figures]
+    table(f"{told.shape}: {told.gib} GiB of {told.device}, chunks of {told.chunk} rows", lines)
+    raw("host_experts", {**machine(), "shape": told.shape, "gib": told.gib, "found": found})
+
+
+if __name__ == "__main__":
+    main()

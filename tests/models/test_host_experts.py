@@ -1,0 +1,149 @@
+"""Experts in host memory: wherever they lie, answers are the same, bit for bit. Both memories are the host's here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.dense import DenseShard
+from adapters.models.host_experts import EVERY, HostExperts
+from adapters.models.kernels.experts import ExpertsShape
+from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.pipeline import Pipeline
+from adapters.models.qwen3_moe import Qwen3MoeConfig
+from adapters.models.synthetic import RandomWeights
+from effects.ids import Tokens
+from effects.job import Job
+from effects.ports import Closed
+from effects.stream import EmitTokens
+from engine.assemble import engine
+from engine.experts import counted, first_places
+from engine.replay import replay_file
+from engine.trace import VERSION, Header, Recorder
+from states.settings import Settings
+from tests.models.checkpoints import run, run_in_pieces, same_bits, tokens_of
+
+COUNT, ACTIVE, LAYERS = 11, 3, 2  # and one dense layer
+CONFIG = Qwen3MoeConfig(
+    160, 64, 96, 1 + LAYERS, 4, 2, 16, 512, 1e6, experts=ExpertsShape(COUNT, ACTIVE, 24, normed=True), dense_layers=(0,)
+)
+SIZE = 3 * 24 * 64 * 4  # of one in float32, whole runs of 256 bytes
+CPU = torch.device("cpu")
+CHUNK = 32
+
+
+def shard_with(hosted: HostExperts | None) -> DenseShard:
+    how = {"slots": 2, "capacity": 256, "buckets": (4, 8, 16, CHUNK), "hosted": hosted}
+    return DenseShard(CONFIG, RandomWeights(CONFIG, scale=0.2), ReferenceKernels(), **how)
+
+
+@pytest.mark.parametrize("room", [1, 5, 40])
+def test_wherever_an_expert_lies_the_rows_are_the_same(room: int) -> None:
+    """From one at a time on its way and no places to places for all of them."""
+    hosted, tokens = HostExperts(CPU, COUNT, room * SIZE), tokens_of(60)
+    shard, plain = shard_with(hosted), shard_with(None)
+    pieces = [(CHUNK, CHUNK), (16, 9), (4, 1), (4, 3), (8, 8)]
+    expected = run_in_pieces(plain, tokens, pieces)
+    assert same_bits(run_in_pieces(shard, tokens, pieces), expected)
+    chance, where = Random(room), list[int]()
+    for _ in range(2):  # everybody moves, and steps go on
+        where = chance.sample(range(LAYERS * COUNT), hosted.places)
+        hosted.place((place, expert) for place, expert in enumerate(where) if expert not in hosted.where)
+        assert same_bits(run_in_pieces(shard, tokens, pieces, slot=1), expected)
+    assert hosted.host_bytes == LAYERS * COUNT * SIZE
+    assert hosted.device_bytes == room * SIZE
+    assert shard.memory()["weights"] == plain.memory()["weights"] - LAYERS * COUNT * SIZE + room * SIZE
+
+
+def test_who_is_there_is_not_brought_and_who_leaves_is_again() -> None:
+    hosted = HostExperts(CPU, COUNT, (8 + 3) * SIZE)
+    shard = shard_with(hosted)
+    hosted.place([(0, 4), (1, 5), (2, COUNT + 1)])
+    row = tokens_of(1)
+    run(shard, 4, (0, 0, row))
+    before = hosted.shown()
+    assert before["needed"] == LAYERS * ACTIVE
+    needed = [expert for expert, uses in enumerate(hosted._uses) if uses]  # noqa: SLF001 - they are not told before 32 steps
+    assert before["brought"] == len([expert for expert in needed if expert not in {4, 5, COUNT + 1}])
+    hosted.place([(place, expert) for place, expert in enumerate(needed[:3]) if expert not in hosted.where])
+    run(shard, 4, (1, 0, row))
+    brought = hosted.shown()["brought"] - before["brought"]
+    assert brought == len([expert for expert in needed if expert not in hosted.where]) < before["needed"]
+
+
+def test_what_was_used_is_told_after_enough_steps() -> None:
+    hosted = HostExperts(CPU, COUNT, 9 * SIZE)
+    shard, tokens = shard_with(hosted), tokens_of(EVERY)
+    for at in range(EVERY):
+        assert hosted.report() == ()
+        run(shard, 4, (0, at, tokens[at : at + 1]))
+    counts = hosted.report()
+    assert (len(counts), sum(counts)) == (LAYERS * COUNT, EVERY * LAYERS * ACTIVE)
+    assert max(counts) <= EVERY
+    assert hosted.report() == ()
+
+
+def test_moves_that_cannot_be_are_refused() -> None:
+    hosted = HostExperts(CPU, COUNT, 10 * SIZE)
+    shard_with(hosted)
+    hosted.place([(0, 3)])
+    for place, expert in ((2, 1), (-1, 1), (0, LAYERS * COUNT), (1, 3)):
+        with pytest.raises(ValueError, match=f"expert {expert} of 22 to place {place} of 2"):
+            hosted.place([(place, expert)])
+
+
+def test_packed_weights_that_cannot_be_copied_are_refused() -> None:
+    class Opaque(ReferenceKernels):
+        def pack(self, weight: Tensor) -> Tensor:
+            return weight.to_mkldnn()
+
+    hosted = HostExperts(CPU, COUNT, 9 * SIZE)
+    with pytest.raises(ValueError, match="pack weights in a form that cannot be copied"):
+        DenseShard(CONFIG, RandomWeights(CONFIG), Opaque(), capacity=256, hosted=hosted)
+
+
+# --- served, with the places that the world gives ---
+
+JOBS = [Job(tuple(tokens_of(40 + 9 * seed, seed=seed).tolist()), 70) for seed in range(3)]
+
+
+async def answers(experts: HostExperts | None, record: Path | None = None) -> list[Tokens]:
+    """Each alone, one after the other."""
+    told = list[Tokens]()
+    shard = Pipeline([shard_with(experts)])
+    executor = DeviceExecutor(shard, (4, 8, 16, CHUNK), lane=DeviceLane(CPU), experts=experts)
+    settings = counted(Settings(slots=2, max_context=256, chunk=CHUNK, block_size=CHUNK, keep_decoded=False), experts)
+    if experts is not None:
+        first_places(experts)
+    recorder = None
+    if record is not None:
+        recorder = Recorder(record, Header(VERSION, "test", settings, "experts", {}, redacted=False))
+        recorder.start()
+    try:
+        async with engine(settings, executor, facts={}, recorder=recorder, paranoid=True) as running:
+            for job in JOBS:
+                tokens: Tokens = ()
+                async for message in running.door.submit(job):
+                    tokens += message.tokens if isinstance(message, EmitTokens) else ()
+                    assert not isinstance(message, Closed) or message.finish == "length"
+                told.append(tokens)
+    finally:
+        executor.close()
+    return told
+
+
+async def test_answers_are_the_same_while_experts_move_and_the_moves_replay(tmp_path: Path) -> None:
+    experts = HostExperts(CPU, COUNT, (8 + 6) * SIZE)
+    alone = await answers(None)
+    assert await answers(experts, tmp_path / "trace.jsonl") == alone
+    shown = experts.shown()
+    assert shown["moved"] > 6, "the policy has moved some, besides the first"
+    assert 0 < shown["brought"] < shown["needed"]
+    world = replay_file(tmp_path / "trace.jsonl").world
+    assert {expert: place for place, expert in enumerate(world.experts.places)} == experts.where
