@@ -22,7 +22,8 @@ from engine.kept import Kept, alike
 from states import speculation_control as control
 from states.rates import FIRST, Rates
 
-BUDGET_NS = 400_000_000  # for all decode steps: a slow model is measured less often
+BUDGET_NS = 1_600_000_000  # for all decode steps: a slow model is measured once
+STEADY = 8  # they fall, if one is less by more than that part
 PASSES = 4
 STRIDE = 7919  # between the tokens that are tried
 CONTEXT = 64  # rows before a measured decode step
@@ -125,26 +126,46 @@ def decode(
 ) -> control.DecodeTimes:
     """As `Rates.decode` wants it: of one request's launches, its draft included.
 
-    Each width comes twice in a row, and the quicker one counts: the first may warm up, and lets the draft catch up.
+    Widths take turns, so that what holds the machine up for a while holds up one time of each and not all of one; the
+    quickest counts. Each comes twice in a row: the first may warm up, and lets the draft catch up.
     """
     slot, known, started = SlotId(0), min(CONTEXT, context // 2), time.perf_counter_ns()
-    tokens, wanted = some_tokens(shard, known), [width for width in widths for _ in range(2)] * (passes // 2)
+    tokens, turn = some_tokens(shard, known), [width for width in widths for _ in range(2)]
+    rounds = list[dict[int, int]]()
 
     def following(outcomes: Sequence[Outcome]) -> Ask | None:
         if not outcomes:
             return Ask(RequestId(0), RunPrefill(slot, 0, known - 1))
         if isinstance(outcomes[-1], Decoded):
             tokens.extend(outcomes[-1].tokens)
-        late = len(outcomes) > 2 * len(widths) and time.perf_counter_ns() - started > BUDGET_NS
-        if len(outcomes) > len(wanted) or late or isinstance(outcomes[-1], DeviceFailed):
+        taken = len(outcomes) - 1
+        if taken and taken % len(turn) == 0:
+            rounds.append(least(outcomes[-len(turn) :]))
+            if enough(rounds, time.perf_counter_ns() - started, passes // 2):
+                return None
+        if isinstance(outcomes[-1], DeviceFailed):
             return None
-        return Ask(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], wanted[len(outcomes) - 1]))
+        return Ask(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], turn[taken % len(turn)]))
 
     if known < 2:
         return ()
-    times: dict[int, list[int]] = {}
-    for done in executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following):
-        if isinstance(done, Decoded):
-            times.setdefault(done.proposed, []).append(done.ns)
-    shapes = {control.Shape(0, 1, 1 + width if width else 0).key: min(found) for width, found in sorted(times.items())}
+    outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following)
+    shapes = {control.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in least(outcomes).items()}
     return tuple((*key, ns) for key, ns in sorted(shapes.items()))
+
+
+def least(outcomes: Sequence[Outcome]) -> dict[int, int]:
+    """The quickest launch with so many proposals."""
+    times: dict[int, int] = {}
+    for done in outcomes:
+        if isinstance(done, Decoded):
+            times[done.proposed] = min(done.ns, times.get(done.proposed, done.ns))
+    return dict(sorted(times.items()))
+
+
+def enough(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: int) -> bool:
+    """Of `wanted` rounds at least, the last one brought nothing that is clearly quicker; or they take too long."""
+    *before, last = rounds
+    known = {width: min(one.get(width, ns) for one in before) for width, ns in last.items()} if before else last
+    falls = any(ns + ns // STEADY < known[width] for width, ns in last.items())
+    return spent_ns > BUDGET_NS or (len(rounds) >= wanted and not falls)

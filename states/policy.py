@@ -177,7 +177,7 @@ def speculate(known: Known, job: Job) -> Decision:
         return Decision(False, "declined")
     if job.max_tokens == 1:
         return Decision(False, "one_token")
-    if not control.could_pay(known.settings, known.rates):
+    if not control.widths(known.settings):
         return Decision(False, "never_pays")
     return Decision(True, "draft")
 

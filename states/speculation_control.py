@@ -33,6 +33,7 @@ MEMORY, SHARED = 8, 32  # decode steps that an estimate rests on at most, about:
 LONGEST = 256  # plain launches between tries
 HOPE = 600  # before anything is known: how likely a draft is right about the next token
 DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
+DEAREST = 2 * UNIT  # that a launch costs beyond a plain one at most, for each time that its rows fill that one's forward
 BUCKET = 4  # rows of the smallest forward: as many tokens are fed at the price of one
 
 Key: TypeAlias = tuple[int, int, int]
@@ -128,10 +129,15 @@ def terms(decode: DecodeTimes, span: int, members: int, most: int) -> Terms:
 
 
 def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
-    """What was measured; or what it costs a request that is alone, on top; or a guess. Never less than a plain one.
+    """What was measured; or what it costs a request that is alone, on top; or a guess. Never less than a plain one, and
+    never so much that nothing could be tried again: a start beside other work would else decide for good.
 
     A wider launch costs no less, so what was measured of one is a limit: noise only ever adds.
     """
+    return min(measured(known, span, members, rows), UNIT + DEAREST * rows // filled(members))
+
+
+def measured(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
     plain = known.get((span, members, 0), 0)
     own = [ns for key, ns in known.items() if key[:2] == (span, members) and key[2] >= rows]
     if plain and own:
@@ -151,14 +157,17 @@ def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> in
 def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
     """`Rates.decode` after one more launch.
 
-    Whatever else the machine does makes launches slower, never quicker: so a quick one counts for much and a slow one
-    for little, and shapes stay comparable. What stays slow is believed in time.
+    Whatever else the machine does makes launches slower, never quicker: so a quick one counts for much, or all, and a
+    slow one for little, and shapes stay comparable. What stays slow is believed in time.
     """
     key = shape.key
     at = bisect_left(decode, key)  # right before it, as the shorter of two tuples that begin alike
     known = at < len(decode) and decode[at][:3] == key
     mean = decode[at][3] if known else took_ns
-    ns = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
+    if 2 * took_ns < mean:
+        ns = took_ns
+    else:
+        ns = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
     return (*decode[:at], (*key, ns), *decode[at + known :])
 
 
@@ -176,12 +185,6 @@ def fresh(settings: Settings, rates: Rates) -> SpeculationControl:
 @cache
 def hoped(width: int) -> int:
     return sum(UNIT * HOPE**right // UNIT**right for right in range(1, width + 1))
-
-
-def could_pay(settings: Settings, rates: Rates) -> bool:
-    """If every proposal were right."""
-    alone = terms(rates.decode, 0, 1, settings.batch_rows)
-    return any(UNIT * (1 + width) > alone.price(1 + width) for width in widths(settings))
 
 
 def after(control: SpeculationControl, done: Decoded, memory: int = MEMORY) -> SpeculationControl:

@@ -232,7 +232,7 @@ class Decoding:
         rows = [row for member in members for row in member.rows]
         step = Step(tuple(segments), bucket_of(self.buckets, len(rows)))
         forward = self.shard.forward(step, torch.tensor([token for member in members for token in member.tree.tokens]))
-        picked = picker(self.shard.logits(step, forward.hidden), rows)
+        picked = picker(self.shard.logits(step, forward.hidden), rows, every=len(rows) == len(members))
         firsts = accumulate((len(member.tree.tokens) for member in members), initial=0)
         return step, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=False)]
 

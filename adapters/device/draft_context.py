@@ -1,12 +1,14 @@
 """A draft's context: its own rows for those of the target, followed when somebody wants proposals.
 
 Those of all slots are followed at once: a prompt that ends with it, and what was decoded one by one meanwhile, cost
-nothing before. Only what does not fit a backlog is followed without that.
+nothing before. What does not fit a backlog is followed without that, or forgotten where several decode together and
+nobody proposes: then the draft would cost every member a share of what it cannot give back.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -24,6 +26,7 @@ log = logging.getLogger("rekindle.device")
 # Rows of a slot that the draft has not followed yet, at most: as many as the longest rest of a request has decode
 # steps. Of the demo they hold 0.8 MB a slot, of an 8B model's five auxiliary layers 10.5 MB.
 BACKLOG = 256
+FORGOTTEN = 4  # that part of a backlog is forgotten at a time
 
 
 @frozen(eq=False)
@@ -49,7 +52,9 @@ class DraftContext(Generic[D]):
 
     draft: D
     buckets: Sequence[int]
-    _late: dict[int, list[Late]] = field(init=False, factory=dict)  # by slot
+    _late: dict[int, deque[Late]] = field(init=False, factory=dict)  # by slot
+    _behind: Counter[int] = field(init=False, factory=Counter)  # rows of these
+    _resting: bool = field(init=False, default=False)  # several have decoded and nobody proposed, since a prompt's rows
 
     def follow(
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
@@ -72,25 +77,44 @@ class DraftContext(Generic[D]):
     def _put_off(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
         """A chunk of a prompt, or one row each and nothing was proposed."""
         copies = {layer: aux_hidden_states[layer][: step.rows].clone() for layer in self.draft.aux_layers}
+        resting, self._resting = len(states) > 1 or self._resting, len(states) > 1
         first = 0
         for segment, state in zip(step.segments, states, strict=True):
-            if self._behind(segment.slot) + segment.count > self.backlog:
-                self.catch_up(segment.slot)
-            self._late.setdefault(segment.slot, []).append(Late(state, segment, copies, first))
-            first += segment.count
+            slot, count = segment.slot, segment.count
+            if self._behind[slot] + count > self.backlog:
+                if resting:
+                    self._forget(slot, max(count, self.backlog // FORGOTTEN))
+                else:
+                    self.catch_up(slot)
+            self._late.setdefault(slot, deque()).append(Late(state, segment, copies, first))
+            self._behind[slot] += count
+            first += count
 
-    def _behind(self, slot: int) -> int:
-        return sum(late.segment.count for late in self._late.get(slot, ()))
+    def _forget(self, slot: int, count: int) -> None:
+        """So many rows are not followed, those of longest ago: there is a gap in the draft's context."""
+        late = self._late[slot]
+        while count and late:
+            one = late.popleft()
+            gone = min(count, one.segment.count)
+            self._behind[slot] -= gone
+            count -= gone
+            if gone < one.segment.count:
+                rest = Segment(slot, one.segment.start + gone, one.segment.count - gone)
+                late.appendleft(Late(one.state, rest, one.aux_hidden_states, one.first + gone))
 
     def catch_up(self, *slots: int) -> None:
         """Follow what was put off of these slots, in as few forwards as hold it."""
-        runs = [run for slot in slots for run in consecutive(self._late.pop(slot, []))]
+        runs = [run for slot in slots for run in consecutive(self._taken(slot))]
         while runs:
             taken_now, rows = list[list[Late]](), 0
             while runs and rows + length(runs[0]) <= max(self.buckets) and fits(runs[0], taken_now):
                 taken_now.append(runs.pop(0))
                 rows += length(taken_now[-1])
             self._follow_late(taken_now, rows)
+
+    def _taken(self, slot: int) -> Sequence[Late]:
+        self._behind.pop(slot, None)
+        return self._late.pop(slot, ())
 
     def _follow_late(self, runs: Sequence[Sequence[Late]], rows: int) -> None:
         bucket = next(bucket for bucket in self.buckets if bucket >= rows)
@@ -122,7 +146,7 @@ class DraftContext(Generic[D]):
             state.draft(segment.start, segment.start + segment.count)
 
     def opened(self, source: int, target: int, state: SlotState) -> None:
-        self._late.pop(target, None)
+        self._taken(target)
         if source != target:
             for start, stop in state.context:
                 self.draft.copy_rows(source, target, start, stop)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 FIRST = 0xBF58476D1CE4E5B9 - 2**64
 SECOND = 0x94D049BB133111EB - 2**64
+FRACTION = 2**52
 
 
 def key_of(seed: int, position: int) -> int:
@@ -36,7 +38,10 @@ def key_of(seed: int, position: int) -> int:
 
 def bits_of(keys: Tensor, tokens: Tensor) -> Tensor:
     """keys int64 `[..., 1]`, token ids int64 `[V]` -> 64 random bits each, int64 `[..., V]`."""
-    z = keys + (tokens + 1) * GOLDEN
+    return _mixed(keys + (tokens + 1) * GOLDEN)
+
+
+def _mixed(z: Tensor) -> Tensor:
     z = z.bitwise_xor_(_shift(z, 30)).mul_(FIRST)
     z = z.bitwise_xor_(_shift(z, 27)).mul_(SECOND)
     return z.bitwise_xor_(_shift(z, 31))
@@ -54,7 +59,26 @@ def gumbel(draws: Iterable[tuple[int, int]], vocab: int, device: torch.device | 
 
 def gumbel_of(draws: Iterable[tuple[int, int]], tokens: Tensor) -> Tensor:
     """The noise of some tokens: int64 `[n]`, or `[draws, n]` where they differ -> float64 `[draws, n]`."""
-    keys = torch.tensor([key_of(seed, position) for seed, position in draws], dtype=torch.int64)
-    bits = bits_of(keys.unsqueeze(1).to(tokens.device, non_blocking=True), tokens)
-    uniform = _shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return gumbel_at(keys_of(draws).unsqueeze(1).to(tokens.device, non_blocking=True), tokens)
+
+
+def keys_of(draws: Iterable[tuple[int, int]]) -> Tensor:
+    """On the host: int64 `[draws]`."""
+    return torch.tensor([key_of(seed, position) for seed, position in draws], dtype=torch.int64)
+
+
+def gumbel_at(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Of a key and a token each, int64 both, of shapes that go together -> float64."""
+    uniform = _shift(bits_of(keys, tokens), 12).double().add_(0.5).mul_(1 / FRACTION)
     return uniform.log_().neg_().log_().neg_()
+
+
+def fractions(key: Tensor, vocab: int) -> Tensor:
+    """What the noise of each token rises with: int64 `[vocab]` in 0..FRACTION - 1."""
+    return _shift(_mixed(key + _steps(vocab)), 12)
+
+
+@lru_cache(maxsize=2)
+def _steps(vocab: int) -> Tensor:
+    """What each token adds to a key."""
+    return torch.arange(1, vocab + 1) * GOLDEN

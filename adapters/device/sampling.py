@@ -18,6 +18,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.device.constraint import Matching, forbidden
+from adapters.device.host_draw import drawn
 from adapters.device.noise import gumbel
 from adapters.device.truncation import SCALE, allowed, column, leaders, weights_of
 from effects.decode import Logprob
@@ -142,9 +143,11 @@ class DeadEnd:
 Picked: TypeAlias = Pick | NotFinite | DeadEnd
 
 
-def picker(logits: Tensor, rows: Sequence[Draw]) -> Callable[[int], Picked]:
-    """What is picked at a row. A GPU picks for all of them at once, a host where somebody asks."""
-    if logits.is_cuda:
+def picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[int], Picked]:
+    """What is picked at a row. every: all of them will be asked for. Otherwise a host picks where somebody asks, a GPU
+    for all at once.
+    """
+    if every or logits.is_cuda:
         return pick(logits, rows).__getitem__
     return lambda row: pick(logits[row : row + 1], rows[row : row + 1])[0]
 
@@ -245,9 +248,8 @@ def choose(used: Tensor, rows: Sequence[Draw]) -> Tensor:
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """Sample each row at its temperature: float32 `[R, V]` -> int64 `[R]`."""
-    if logits.device.type == "cpu" and len(logits) > 1:
-        each = zip(logits.unbind(), samplings, positions, strict=True)
-        return torch.cat([draw(row.unsqueeze(0), [sampling], [position]) for row, sampling, position in each])
+    if logits.device.type == "cpu":
+        return drawn(logits, samplings, positions)
     scaled = logits.double()
     scaled = scaled - scaled.amax(-1, keepdim=True)
     scaled /= column([sampling.temperature for sampling in samplings], scaled)

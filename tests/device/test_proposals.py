@@ -275,7 +275,8 @@ async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_prop
     for one in (client, other):
         await one.prefill()
     for number in range(decode):
-        await driver.decode(client, other, propose=0) if number % 3 else await driver.decode(client, propose=0)
+        for one in (client, other) if number % 3 else (client,):
+            await driver.decode(one, propose=0)
     assert draft.asked == []
     await driver.perform(Ask(RequestId(99), UnloadModel("draft")))
     await driver.perform(Ask(RequestId(99), LoadModel("draft")))
@@ -285,6 +286,36 @@ async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_prop
         (0, 39 + decode),
         (0, 8 + len(other.answer)),
     ]
+    assert driver.executor.close()
+
+
+@pytest.mark.parametrize("decode", [20, 32, 70])
+async def test_in_a_company_that_nobody_proposes_to_what_does_not_fit_a_backlog_is_forgotten(decode, monkeypatch):
+    """Nothing is followed meanwhile, a prompt that comes between included; afterwards there is a gap, and nothing else."""
+    driver, draft, _ = drafted()
+    prompts = [prompt_of(60 + slot, 9) for slot in range(2)] + [prompt_of(63, 60)]
+    clients = [await driver.open(prompts[slot], slot=slot) for slot in range(2)]
+    for one in clients:
+        await one.prefill()
+    extended, extend = list[int](), FakeDraft.extend
+    monkeypatch.setattr(
+        FakeDraft, "extend", lambda draft, step, *rest: extended.append(step.rows) or extend(draft, step, *rest)
+    )
+    for _ in range(decode):
+        await driver.decode(*clients, propose=0)
+    between = await driver.open(prompts[2], slot=2)
+    for stop in (32, 59):
+        await driver.perform(between.chunk(stop))
+        between.valid = stop
+        await driver.decode(*clients, propose=0)
+    assert extended == []
+    await driver.decode(*clients, between, propose=7)
+    (asks,) = draft.asked
+    assert [ask.position for ask in asks] == [10 + decode, 10 + decode, 59]
+    for ask in asks:
+        assert min(ask.position, 24) <= ask.position - ask.first <= 32
+    for one, prompt in zip((*clients, between), prompts, strict=True):
+        assert one.answer == straightforward(FakeShard(), prompt, GREEDY, len(one.answer))
     assert driver.executor.close()
 
 

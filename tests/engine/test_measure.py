@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from effects.all import Ask
+from effects.decode import Decoded, RunDecode
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from engine import measure
 from engine.kept import Kept
 from engine.measure import agree, from_json, kept_or_measured, key, to_json
@@ -98,3 +103,45 @@ def test_prefill_is_measured_in_any_context_of_a_model_with_recurrent_layers(con
     """Its state stands at some multiples only, wherever the last chunk of the context begins."""
     shard = RecurrentShard(capacity=context, buckets=(4, 8, 16, 32), state_block=16)
     assert min(measure.prefill(shard, 32, context)) > 0
+
+
+class HeldUp:
+    """In place of an executor: decode steps take 10 for each row, and `slower` times that in their first round."""
+
+    def __init__(self, slower: int) -> None:
+        self.slower, self.outcomes = slower, list[Any]()
+
+    def rehearse(self, _: OpenSlot, following: Callable[[Sequence[Any]], Ask | None]) -> list[Any]:
+        while (ask := following(self.outcomes)) is not None:
+            if isinstance(ask.effect, RunPrefill):
+                self.outcomes.append(PrefillAdvanced(ask.effect.stop))
+                continue
+            assert isinstance(ask.effect, RunDecode)
+            proposed, slower = ask.effect.propose, self.slower if len(self.outcomes) <= 6 else 1
+            self.outcomes.append(Decoded((1,), proposed, ns=10 * (1 + proposed) * slower, accepted=0))
+        return self.outcomes
+
+
+@pytest.mark.parametrize(("slower", "rounds"), [(1, 2), (20, 3)])
+def test_decode_steps_are_measured_again_while_they_get_quicker(slower: int, rounds: int) -> None:
+    shard, executor = RecurrentShard(capacity=100, buckets=(4, 8), state_block=16), HeldUp(slower)
+    found = measure.decode(executor, shard, 100, (0, 3, 7))  # type: ignore[arg-type]
+    assert found == ((0, 1, 0, 10), (0, 1, 4, 40), (0, 1, 8, 80))
+    assert len(executor.outcomes) == 1 + rounds * 6
+
+
+@pytest.mark.parametrize(
+    ("rounds", "spent", "ends"),
+    [
+        ([{0: 100}], 1, False),
+        ([{0: 100}], 2 * measure.BUDGET_NS, True),
+        ([{0: 100, 3: 200}, {0: 95, 3: 190}], 1, True),
+        ([{0: 100, 3: 200}, {0: 95, 3: 150}], 1, False),
+        ([{0: 100, 3: 200}, {0: 95, 3: 150}, {0: 96, 3: 149}], 1, True),
+        ([{0: 100}, {0: 50}], 2 * measure.BUDGET_NS, True),
+    ],
+)
+def test_it_ends_when_nothing_gets_quicker_or_too_much_is_spent(
+    rounds: list[dict[int, int]], spent: int, ends: bool
+) -> None:
+    assert measure.enough(rounds, spent, 2) is ends

@@ -97,6 +97,7 @@ def test_a_slow_launch_moves_a_price_a_little_and_a_quick_one_much() -> None:
     assert control.timed((), one, 900) == ((0, 1, 4, 900),)
     assert control.timed(((0, 1, 4, 800),), plain, 500) == ((0, 1, 0, 500), (0, 1, 4, 800))
     assert control.timed(((0, 1, 4, 800),), one, 400) == ((0, 1, 4, 600),)
+    assert control.timed(((0, 1, 4, 800),), one, 399) == ((0, 1, 4, 399),), "nothing but noise takes twice as long"
     assert control.timed(((0, 1, 4, 800),), one, 1440) == ((0, 1, 4, 820),)
     assert control.timed(((0, 1, 4, 800),), one, 10**9) == ((0, 1, 4, 825),)
     assert control.timed(((0, 1, 4, 800),), Shape(0, 2, 4), 900) == ((0, 1, 4, 800), (0, 2, 4, 900))
@@ -172,10 +173,35 @@ def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
     assert plan == Plan((3,), 1200, 1000, trying=True, late=True, reason="does_not_pay")
 
 
-def test_could_pay() -> None:
-    assert control.could_pay(CHAIN, UNKNOWN)
-    assert not control.could_pay(CHAIN, HOPELESS)
-    assert not control.could_pay(evolve(CHAIN, batch_rows=1), UNKNOWN)
+@pytest.mark.parametrize("held_up", [{0}, {4}, {4, 8, 16}, {0, 4, 8, 16}], ids=str)
+def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
+    """What was held up then seems to take twenty times as long. Launches with proposals pay here, and are made."""
+    true = {0: 1000, 4: 1200, 8: 1400, 16: 2000}
+    rates = Rates(decode=alone(*(20 * ns if rows in held_up else ns for rows, ns in true.items())))
+    own, proposing, paid = control.fresh(CHAIN, rates), 0, list[int]()
+    for number in range(200):
+        offer = control.terms(rates.decode, 0, 1, 64)
+        plan = control.share([(15, own)], offer, rates, 0 if proposing and offer.held_up else 64)
+        proposed = plan.proposals[0]
+        proposing = proposing + 1 if proposed else 0
+        shape = Shape(0, 1, proposed and 1 + proposed)
+        took = true[shape.key[2]] + 100 * plan.late
+        rates = control.begun(rates, plan)
+        if not plan.late or UNIT * took < plan.price * plan.plain:
+            rates = evolve(rates, decode=control.timed(rates.decode, shape, took))
+        step = done(proposed, min(proposed, 3), took)
+        rates, own = control.settled(CHAIN, rates, plan, step), control.after(evolve(own, plan=plan), step)
+        paid += [number] * (proposed > 0 and not plan.trying)
+    assert paid[0] <= 64
+    assert len(paid) >= 120, "of those after that nearly all"
+    prices = control.terms(rates.decode, 0, 1, 16).prices
+    assert prices[0] <= 1300, "it is known what it costs"
+
+
+def test_what_a_start_says_of_a_draft_never_keeps_it_from_being_tried() -> None:
+    assert control.terms(alone(1000, 87_000, 90_000, 99_000), 0, 1, 16).prices == (3000, 5000, 9000)
+    assert control.terms((*alone(1000, 87_000), (0, 4, 0, 1000)), 0, 4, 16).prices == (3000, 5000, 9000)
+    assert not control.widths(evolve(CHAIN, batch_rows=1)), "there no launch has room for a proposal"
 
 
 def test_without_a_request_for_any_nothing_is_proposed() -> None:

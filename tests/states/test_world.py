@@ -359,7 +359,9 @@ def test_a_request_decides_by_the_rates_as_they_are() -> None:
     slow = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800), (0, 1, 4, 3200))))
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=6)), "four tokens in the time of four decode steps"
-    assert world.requests[ONE].speculation.reason == "never_pays"  # type: ignore[union-attr]
+    assert world.requests[ONE].speculation.reason == "does_not_pay"  # type: ignore[union-attr]
+    world, _ = after(evolve(slow, batch_rows=1), submitted(ONE, prompt=(1,)))
+    assert world.requests[ONE].speculation.reason == "never_pays", "a launch has room for no proposal"  # type: ignore[union-attr]
     assert world.models["draft"].leases == ()
 
 
