@@ -33,7 +33,7 @@ MEMORY, SHARED = 8, 32  # decode steps that an estimate rests on at most, about:
 LONGEST = 256  # plain launches between tries
 HOPE = 600  # before anything is known: how likely a draft is right about the next token
 DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
-DEAREST = 2 * UNIT  # that a launch costs beyond a plain one at most, for each time that its rows fill that one's forward
+DEAREST = 2 * UNIT  # that a launch costs beyond a plain one at most, each time that it fills that one's forward
 BUCKET = 4  # rows of the smallest forward: as many tokens are fed at the price of one
 
 Key: TypeAlias = tuple[int, int, int]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
-from attrs import define, evolve, frozen
+from attrs import define, evolve
 from torch import Tensor
 
 from adapters.device.agreement import Agreed, Member, agree, decoded
@@ -21,7 +21,7 @@ from adapters.device.checkpoints import Checkpoints
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.proposer import Proposer, proposed
-from adapters.device.sampling import Draw, Picking, picker, picking
+from adapters.device.sampling import Draw, Picking, Sampler, picker, picking
 from adapters.device.slots import SlotState, abandoned, unfit
 from adapters.device.tree import chain
 from adapters.device.underway import StepsTaken, behind
@@ -29,17 +29,21 @@ from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
+from effects.job import Sampling
 
 log = logging.getLogger("rekindle.device")
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Flying:
-    """A step that the device is at, or is about to be."""
+    """A step that the device is at, or is about to be. picking: None until what is picked in the one before is known,
+    where somebody's grammar or penalties ask for it.
+    """
 
     step: Step
     forward: Forward
-    picking: Picking
+    logits: Tensor
+    picking: Picking | None
 
 
 @define(eq=False)
@@ -90,7 +94,7 @@ class Decoding:
 
     def _independent(self, asks: Sequence[Ask]) -> list[Member]:
         """The members of a launch of which every step may begin before the host knows what the one before it picked:
-        where the device can, nobody proposes, and no pick depends on another but by its row. Otherwise none.
+        where the device can, and nobody proposes. Otherwise none.
         """
         if not self.shard.runs_ahead:
             return []
@@ -100,7 +104,7 @@ class Decoding:
             state = self._ready(ask.request, effect)
             if isinstance(state, DeviceFailed) or effect.slot in slots or effect.steps <= 1 or effect.propose:
                 return []
-            if not state.sampler.forgetful or effect.position + effect.steps > self.shard.capacity:
+            if effect.position + effect.steps > self.shard.capacity:
                 return []
             members.append(Member(index, effect.slot, state, chain((effect.token,))))
             slots.add(effect.slot)
@@ -108,7 +112,8 @@ class Decoding:
 
     def _run_ahead(self, asks: Sequence[Ask], members: Sequence[Member], steps: StepsTaken) -> tuple[Outcome, ...]:
         """The device is never without work: a step is launched, and then what the one before it picked is looked at. If
-        that ended somebody's answer, the step is of the others only; the rest of it is rolled back.
+        that ended somebody's answer, the step is of the others only; the rest of it is rolled back. A pick that depends
+        on the one before it follows its step when that is known: the device is at the step meanwhile.
         """
         for ask in asks:
             self.checkpoints.passed(ask.request, ask.effect)  # type: ignore[arg-type] # a decode step
@@ -125,12 +130,15 @@ class Decoding:
             self._settle_rows(flying, members, everybody)
             left -= 1
             halted = not left or self.lane.wanted or any(self.abandoned(ask.request) for ask in asks)
+            assert flying.picking is not None
             following = None if halted else self._following(members, flying.picking.tokens)
             outcomes = self._landed(flying, members, clock() - started)
             started = clock()
             if following is None:
                 return outcomes
             staying = [int(goes_on(member, outcome)) for member, outcome in zip(members, outcomes, strict=True)]
+            if following.picking is None:
+                following.picking = self._picking(following.logits, members, staying)
             if not all(staying):
                 self._settle_rows(following, members, staying)
                 last = self._landed(following, members, clock() - started, staying)
@@ -156,8 +164,21 @@ class Decoding:
         segments = tuple(Segment(member.slot, member.state.valid + ahead, 1) for member in members)
         step = Step(segments, bucket_of(self.buckets, len(members)))
         forward = self.shard.forward(step, tokens)
-        rows = [Draw(member.state.sampler, member.state.valid + ahead + 1) for member in members]
-        return Flying(step, forward, picking(self.shard.logits(step, forward.hidden), rows))
+        logits, picked = self.shard.logits(step, forward.hidden), None
+        if not ahead or all(member.state.sampler.forgetful for member in members):
+            picked = self._picking(logits, members, [1] * len(members), ahead)
+        return Flying(step, forward, logits, picked)
+
+    def _picking(self, logits: Tensor, members: Sequence[Member], staying: Sequence[int], ahead: int = 0) -> Picking:
+        """Of who does not stay nothing is asked that its answer's end could refuse."""
+        samplers = [
+            member.state.sampler if stays else Sampler(Sampling(), (), self.shard.vocab_size, self.lane.device)
+            for member, stays in zip(members, staying, strict=True)
+        ]
+        return picking(
+            logits,
+            [Draw(sampler, member.state.valid + ahead + 1) for sampler, member in zip(samplers, members, strict=True)],
+        )
 
     def _settle_rows(self, flying: Flying, members: Sequence[Member], kept: Sequence[int]) -> None:
         """Whose answer goes on, their row has happened; before the next forward."""
@@ -168,6 +189,7 @@ class Decoding:
         self, flying: Flying, members: Sequence[Member], took: int, staying: Sequence[int] = ()
     ) -> tuple[Decoded | DeviceFailed, ...]:
         """What was picked; of those only who stay, where they are told apart."""
+        assert flying.picking is not None
         picked, outcomes = flying.picking.read(), list[Decoded | DeviceFailed]()
         for index, member in enumerate(members):
             if staying and not staying[index]:

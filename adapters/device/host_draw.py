@@ -84,9 +84,7 @@ def _truncated(drawing: Drawing, rows: Sequence[int], samplings: Sequence[Sampli
         width = min(WIDER * width, vocab)
 
 
-def _leading(
-    drawing: Drawing, rows: Sequence[int], samplings: Sequence[Sampling], width: int
-) -> tuple[Tensor, Tensor]:
+def _leading(drawing: Drawing, rows: Sequence[int], samplings: Sequence[Sampling], width: int) -> tuple[Tensor, Tensor]:
     """The `width` likeliest tokens of each row, and which of them may be drawn: `truncation.allowed` of those alone."""
     logits = drawing.logits[rows]
     ids = leaders(logits, width)

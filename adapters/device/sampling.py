@@ -64,7 +64,7 @@ class Sampler:
 
     @property
     def forgetful(self) -> bool:
-        """Does what is picked next not depend on what was picked before?"""
+        """Does what is picked next not depend on what was picked before, but by the model?"""
         return self.matching is None and self._seen is None and self._counts is None
 
     def append(self, tokens: Sequence[int]) -> None:

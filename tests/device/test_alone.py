@@ -12,9 +12,12 @@ from attrs import evolve
 from adapters.device.underway import StepsTaken
 from effects.all import Ask, Launch
 from effects.decode import Decoded
+from effects.grammar import Grammar
+from effects.ids import DeviceFailed
 from effects.stream import Halt
-from tests.device.driver import GREEDY, PENALISED, SAMPLED, Caller, Driver, drive, prompt_of
+from tests.device.driver import GREEDY, PENALISED, SAMPLED, VOCAB, Caller, Driver, drive, prompt_of
 from tests.device.fake_shard import FakeShard
+from tests.device.test_constraint import Scripted
 
 STEPS = 20
 TOLD = evolve(SAMPLED, seed=9, logprobs=3)
@@ -84,6 +87,35 @@ async def test_penalties_see_what_was_picked_alone(driver):
     alone = await opened(driver, samplings=(PENALISED, GREEDY), stops=((), ()))
     await went(driver, *alone, steps=STEPS)
     assert [client.answer for client in alone] == [client.answer for client in asked]
+
+
+async def test_a_grammar_hears_what_was_picked_alone(driver):
+    """It lets follow what the sum of all before says, so a pick that was not told of the last one would show."""
+    driver.executor.matched_by(lambda _: Scripted(lambda said: [(sum(said) + more) % VOCAB for more in (1, 5, 9)]))
+    held = evolve(SAMPLED, grammar=Grammar("regex", "any"))
+    samplings = (evolve(held, temperature=0), PENALISED, held)
+    asked = await opened(driver, samplings)
+    for _ in range(STEPS):
+        await driver.decode(*asked)
+    alone = await opened(driver, samplings)
+    await went(driver, *alone, steps=STEPS)
+    assert [client.answer for client in alone] == [client.answer for client in asked]
+    for client in (alone[0], alone[2]):
+        said = client.answer
+        assert all((token - sum(said[:at])) % VOCAB in (1, 5, 9) for at, token in enumerate(said))
+
+
+async def test_a_grammar_that_lets_nothing_follow_ends_it_for_all(driver):
+    driver.executor.matched_by(lambda _: Scripted(lambda said: [7] if len(said) < 5 else []))
+    clients = await opened(driver, (GREEDY, evolve(SAMPLED, grammar=Grammar("regex", "any"))), ((), ()))
+    asks = [client.round() for client in clients]
+    going = [Ask(ask.request, evolve(ask.effect, steps=STEPS)) for ask in asks]
+    other, ended = await driver.perform(*going)
+    assert isinstance(ended, DeviceFailed)
+    assert ended.kind == "dead_end"
+    assert len(other.tokens) in (6, 7), "those of the steps until then, and one that was under way"
+    clients[0].take(other)
+    await driver.decode(clients[0])
 
 
 async def test_a_stop_token_ends_it_for_all(driver):

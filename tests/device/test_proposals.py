@@ -291,7 +291,7 @@ async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_prop
 
 @pytest.mark.parametrize("decode", [20, 32, 70])
 async def test_in_a_company_that_nobody_proposes_to_what_does_not_fit_a_backlog_is_forgotten(decode, monkeypatch):
-    """Nothing is followed meanwhile, a prompt that comes between included; afterwards there is a gap, and nothing else."""
+    """Nothing is followed meanwhile, a prompt that comes between included; then there is a gap, and nothing else."""
     driver, draft, _ = drafted()
     prompts = [prompt_of(60 + slot, 9) for slot in range(2)] + [prompt_of(63, 60)]
     clients = [await driver.open(prompts[slot], slot=slot) for slot in range(2)]
