@@ -1,11 +1,12 @@
 """Where a decode step's time goes between the kernels: streams that decode together, the engine around the model.
 
-    python -m benchmarks.step_loop [--shape 8b] [--streams 1 8 32] [--tokens 128] [--json FILE]
+    python -m benchmarks.step_loop [--shape 8b] [--streams 1 8 32] [--tokens 128] [--sampling greedy sampled]
 
 The same prompts in turn, in one process: asked (every step is decided once the one before it has been folded), alone
 (steps that nobody waits for are taken without asking), ahead (and on CUDA, each begins before what the one before it
 picked was read). `kernels` is what the device takes for a step if nobody waits for anything. An 8B-shaped model of
-random weights on one CUDA device, or the demo without its draft. Tokens of all ways are compared.
+random weights on one CUDA device, or the demo without its draft. sampling: how the streams pick, in turn. Tokens of all
+ways are compared.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ CONTEXTS = {1: 2000}  # tokens of each prompt, by streams; else
 CONTEXT = 1000
 BUCKETS = (4, 8, 16, 32, 1024)
 WAYS = ("asked", "alone", "ahead")
+QWEN = Sampling(temperature=0.7, top_k=20, top_p=0.8)
+SAMPLINGS = {  # of streams in turn
+    "mixed": (Sampling(), Sampling(temperature=0.8, top_p=0.95)),
+    "greedy": (Sampling(),),
+    "sampled": (QWEN,),
+    "untruncated": (Sampling(temperature=1),),
+    "penalties": (evolve(QWEN, presence_penalty=0.5, repetition_penalty=1.1),),
+}
 
 
 @define
@@ -103,13 +112,13 @@ async def listen(running: Engine, stream: Stream, count: int, sampling: Sampling
             stream.tokens += message.tokens
 
 
-async def decode(subject: StepLoop, prompts: list[Tokens], count: int) -> list[Stream]:
+async def decode(subject: StepLoop, prompts: list[Tokens], count: int, sampling: str) -> list[Stream]:
     streams = [Stream(prompt) for prompt in prompts]
     async with engine(subject.settings, subject.executor, facts={}) as running:
         async with anyio.create_task_group() as tasks:
             for number, stream in enumerate(streams):
-                sampling = Sampling(temperature=0.8, top_p=0.95, seed=number) if number % 2 else Sampling()
-                tasks.start_soon(listen, running, stream, count, sampling)
+                picks = SAMPLINGS[sampling][number % len(SAMPLINGS[sampling])]
+                tasks.start_soon(listen, running, stream, count, evolve(picks, seed=number))
         await running.door.empty()
     return streams
 
@@ -158,22 +167,21 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     vocabulary, rows = subject.shard.vocab_size, list[dict[str, Any]]()
     for streams in given.streams:
         context = min(CONTEXTS.get(streams, CONTEXT), subject.settings.max_context - given.tokens - 8)
-        answers = dict[str, list[list[int]]]()
         step_ms = await subject.lane.run(lambda n=streams, at=context: kernels(subject, n, at))
-        for number, name in enumerate(given.ways):
-            made = torch.randint(
-                5, vocabulary - 5, (streams, context), generator=torch.Generator().manual_seed(streams)
-            )
-            prompts = [tuple(prompt) for prompt in made.tolist()]
-            with way(name):
-                if not number:
-                    await decode(subject, prompts, 4)  # graphs are recorded
-                told = await decode(subject, prompts, given.tokens)
-            answers[name] = [one.tokens for one in told]
-            differing = sum(one != other for one, other in zip(answers[name], answers[given.ways[0]], strict=True))
-            found = figures(told)
-            row = {"streams": streams, "context": context, "way": name, **found, "kernels ms": step_ms}
-            rows.append({**row, "of kernels": step_ms / found["ms a step"], "differing": differing})
+        made = torch.randint(5, vocabulary - 5, (streams, context), generator=torch.Generator().manual_seed(streams))
+        prompts = [tuple(prompt) for prompt in made.tolist()]
+        for sampling in given.sampling:
+            answers = dict[str, list[list[int]]]()
+            for number, name in enumerate(given.ways):
+                with way(name):
+                    if not number:
+                        await decode(subject, prompts, 4, sampling)  # graphs are recorded
+                    told = await decode(subject, prompts, given.tokens, sampling)
+                answers[name] = [one.tokens for one in told]
+                differing = sum(one != other for one, other in zip(answers[name], answers[given.ways[0]], strict=True))
+                found = figures(told)
+                row = {"streams": streams, "sampling": sampling, "way": name, **found, "kernels ms": step_ms}
+                rows.append({**row, "of kernels": step_ms / found["ms a step"], "differing": differing})
     await anyio.to_thread.run_sync(subject.executor.close)
     return rows
 
@@ -184,6 +192,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--sampling", nargs="+", choices=tuple(SAMPLINGS), default=["mixed"])
     parser.add_argument("--switch-ms", type=float, help="how long a thread may keep Python's lock while others wait")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
