@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,19 @@ def prompts(sizes: Sequence[int], seed: int) -> list[list[int]]:
 
 
 def one_run(
-    tree: Path, folder: Path, codec: str, sizes: Sequence[int], seed: int, *, threads: str
+    tree: Path, folder: Path, codec: str, sizes: Sequence[int], seed: int, *, threads: str, kept: str = "auto"
 ) -> list[dict[str, Any]]:
-    words = ("--kv-cache-dir", str(folder), "--kv-cache-codec", codec, "--host-cache-budget", "0", "--threads", threads)
+    words: tuple[str, ...] = (
+        "--kv-cache-dir",
+        str(folder),
+        "--kv-cache-codec",
+        codec,
+        "--host-cache-budget",
+        "0",
+        "--threads",
+        threads,
+    )
+    words += () if kept == "auto" else ("--kv-dtype", kept)
     asked, warm_up = prompts(sizes, seed), prompts([100], seed + 1)[0]
     cold, groups, digests = [], [], folder.with_name("logits")
     with server(tree, digests, *words) as (client, process):
@@ -163,6 +174,7 @@ def one_run(
             rows.append(
                 {
                     "tree": "this" if tree == ROOT else "other",
+                    "rows": kept,
                     "codec": codec,
                     "tokens": size,
                     "restored": hit["rekindle"]["restored_tokens"],
@@ -183,9 +195,9 @@ def one_run(
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["tree"], row["codec"], row["tokens"]), []).append(row)
+        groups.setdefault((row["tree"], row["rows"], row["codec"], row["tokens"]), []).append(row)
     return [
         {name: one if isinstance(one, str) else median([row[name] for row in group]) for name, one in group[0].items()}
         for group in groups.values()
@@ -200,6 +212,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--tokens", default="2048,4096,8160")
     parser.add_argument("--codecs", default="store,zstd")
+    parser.add_argument("--kv-dtypes", default="auto", help="as --kv-dtype has them, in turn")
     parser.add_argument("--threads", default="0")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk that is to be measured")
     parser.add_argument(
@@ -210,9 +223,10 @@ def main() -> int:
     sizes, rows = [int(size) for size in given.tokens.split(",")], list[dict[str, Any]]()
     for run in range(given.runs):
         for codec in given.codecs.split(","):
-            for tree in trees if run % 2 else trees[::-1]:
+            for tree, kept in product(trees if run % 2 else trees[::-1], given.kv_dtypes.split(",")):
+                how = {"threads": given.threads, "kept": kept}
                 with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                    rows += one_run(tree, Path(folder) / "kv", codec, sizes, 100 * run, threads=given.threads)
+                    rows += one_run(tree, Path(folder) / "kv", codec, sizes, 100 * run, **how)
     found = medians(rows)
     table("Prefill stage cold and after kill -9 with a cold page cache; medians, answers and logits identical", found)
     raw("restart", {"medians": found, "runs": rows, "machine": machine()})

@@ -24,7 +24,10 @@ class FitOptions:
     """In the place of --device: layers over several, such as cuda:0,cpu:0."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter()] = "auto"
-    """What weights and KV are kept in."""
+    """What weights are kept in, and rows where nobody says."""
+
+    kv_dtype: Annotated[Literal["auto", "bf16", "fp8", "int8"], Parameter()] = "auto"
+    """What rows are kept in."""
 
     max_ctx: Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
     """Tokens of prompt and answer together; 0: what fits."""

@@ -23,6 +23,7 @@ from adapters.checkpoint.gguf.tensors import GgufTensor
 from adapters.checkpoint.weights import StoredTensor
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.family import ModelConfig
+from adapters.models.kernels.row_form import row_dtype
 from effects.ids import PAGE
 from engine.cache.look import wide
 from engine.catalog import LocalModel, hub_folder, local_models, own_folder
@@ -53,6 +54,7 @@ class Listed:
     stored: str = ""
     bits: float = 0.0
     dtype: str = ""
+    kv_dtype: str = ""
     limit: int = 0
     slots: int = 0
     context: int = 0
@@ -109,6 +111,7 @@ def listed(model: LocalModel, options: Options) -> Listed:
         stored=stored_as(checkpoint),
         bits=round(checkpoint.bits, 2),
         dtype=short(dtype),
+        kv_dtype=short(row_dtype(options.kv_dtype, dtype)),
         limit=config.max_positions,
         **attrs.asdict(fit),
         token=sum(need.row for need in asked),
@@ -191,7 +194,7 @@ def show(console: Console, found: list[Listed]) -> None:
             one.family,
             f"{count(one.parameters)}, {size(one.bytes)}",
             f"{one.stored},\n{one.bits:.1f} bits",
-            one.dtype,
+            one.dtype if one.kv_dtype == one.dtype else f"{one.dtype},\nrows {one.kv_dtype}",
             verdict(one),
             price(one),
             memory,

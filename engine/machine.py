@@ -235,7 +235,9 @@ def prove(
 
 
 def probing(device: torch.device, dtype: torch.dtype, rows: torch.dtype, chunk: int, context: int) -> dict[str, Any]:
-    """What a probe depends on, besides the model and the machine."""
+    """What a probe depends on, besides the model and the machine. Raises Refusal for rows that a device cannot keep."""
+    if rows is torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise Refusal(f"--kv-dtype fp8: {device} does not know such numbers; accepted here: auto, bf16, int8")
     return {
         "device": device,
         "dtype": dtype,

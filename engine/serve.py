@@ -318,6 +318,8 @@ def costs(target: Target) -> str:
     state = sum(spec.nbytes for spec in shard.state_specs)
     line = f"  weights={forms} ({checkpoint.bits:.1f} bits{error}, {size(shard.memory()['weights'])})"
     line += f"{placed(target.hosted)}  context={size(shard.row_spec.token_bytes)} a token"
+    kept, own = target.model_info["kv_dtype"], target.model_info["dtype"]
+    line += "" if kept == own else f" in {kept}"
     return line + (f", {size(state)} a state" if state else "")
 
 

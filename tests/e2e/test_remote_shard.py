@@ -46,7 +46,9 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.timeout(180)
 async def test_a_process_answers_as_none_does_and_each_restores_what_the_other_has_kept(tmp_path: Path) -> None:
-    pairs = await compare("demo-hybrid", tmp_path, 2, 8, ("one", "apart", "one"), plans={"one": ONE, "apart": APART})
+    """With rows in 8 bits: whoever serves the layers keeps them as it is told to."""
+    plans = {"one": ONE | {"kv_dtype": "int8"}, "apart": APART | {"kv_dtype": "int8"}}
+    pairs = await compare("demo-hybrid", tmp_path, 2, 8, ("one", "apart", "one"), plans=plans)
     assert pairs == {("one", "apart"), ("one", "one"), ("apart", "one")}
 
 

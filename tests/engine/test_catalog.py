@@ -175,6 +175,9 @@ def test_models_are_listed_with_what_they_would_be_served_with(told: Callable[..
     assert mine["devices"]["cpu"][0] < mine["devices"]["cpu"][1]
     assert "model_type 'gpt2' is not supported" in other["why"]
     assert (demo["slots"], demo["context"], demo["stored"]) == (4, 32768, "bfloat16")
+    coded = told("--json", "--kv-dtype", "int8")["mine"]
+    assert (mine["kv_dtype"], coded["kv_dtype"]) == ("float32", "int8")
+    assert coded["devices"]["cpu"][0] < mine["devices"]["cpu"][0], "rows take less"
     text = told()
     assert "4 x 16,384 tokens" in text
     assert "other: not served: config.json: model_type 'gpt2'" in text

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.interface import AttentionMask
+from adapters.models.kernels.row_form import form_of
 from adapters.models.kernels.triton import attention, block, rows
 from effects.ids import PAGE
 
@@ -41,6 +42,13 @@ def sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
         return cache.shape[0], cache.shape[1], cache.shape[2]
     slots, count = batch.pages.shape
     return slots, cache.shape[1], count * PAGE
+
+
+def readable(cache: Tensor, tile: int) -> tuple[Any, Tensor]:
+    """As kernels read rows, a tile at once; and where the scales of coded ones are: of others anything, never read."""
+    if not form_of(cache).coded:
+        return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[-1]), [tile, cache.shape[-1]]), cache
+    return cache, cache.view(torch.float32)
 
 
 def launching(warps: int, pdl: bool | None) -> dict[str, Any]:
@@ -78,16 +86,16 @@ class CudaAttention:
         tiles = self._tiles(batch, query_tile // padded, slots)
         limit = len(tiles)
         out = torch.empty_like(q)
-        keys = TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head])
-        values = TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head])
+        coded = form_of(k_cache).coded
+        (keys, k_scales), (values, v_scales) = (readable(cache, key_tile) for cache in (k_cache, v_cache))
         scale = head**-0.5 * LOG2_E
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "HEAD": head}
         shape |= {"BLOCK_M": query_tile, "BLOCK_N": key_tile, "SPLIT": SPLIT}
-        shape["PAGE"] = 0 if batch.pages is None else PAGE
+        shape |= {"PAGE": 0 if batch.pages is None else PAGE, "CODED": coded}
         options = self._attention_options(q, query_tile, key_tile)
         if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
             attention.attend_chain[(limit * kv,)](
-                q, keys, values, tiles, out, pages, capacity, limit, scale, **shape, **options
+                q, keys, values, k_scales, v_scales, tiles, out, pages, capacity, limit, scale, **shape, **options
             )
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
@@ -96,6 +104,8 @@ class CudaAttention:
             q,
             keys,
             values,
+            k_scales,
+            v_scales,
             tiles,
             acc,
             sums,

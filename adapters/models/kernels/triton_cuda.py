@@ -22,6 +22,7 @@ from adapters.models.kernels.experts import Experts, experts_feed
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
+from adapters.models.kernels.row_form import LIMITS, form_of
 from adapters.models.kernels.triton import linear, rows
 from adapters.models.kernels.triton_attention import KV_TILE, NARROW, CudaAttention, StepTiles, launching, sizes
 from adapters.models.kernels.triton_delta import CudaDelta
@@ -188,7 +189,8 @@ class TritonKernels:
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        (_, kv, capacity), head = sizes(k_cache, batch), k_cache.shape[3]
+        (_, kv, capacity), form = sizes(k_cache, batch), form_of(k_cache)
+        head, coded = form.head(k_cache.shape[3]), form.coded
         if head not in HEAD_SIZES:
             raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
         heads = qkv.shape[1] // head - 2 * kv  # none, if rows are only stored
@@ -209,6 +211,7 @@ class TritonKernels:
             q,
             k_cache,
             v_cache,
+            *(cache.view(torch.float32) if coded else cache for cache in (k_cache, v_cache)),
             batch.positions if batch.pages is None else batch.pages,  # never read without
             qkv.stride(0),
             capacity,
@@ -223,6 +226,8 @@ class TritonKernels:
             WIDE=prep.k_norm is not None and prep.k_norm.dtype != qkv.dtype,
             BLOCK=at_once,
             PAGE=0 if batch.pages is None else PAGE,
+            LIMIT=LIMITS.get(form.dtype, 0.0),
+            enable_fp_fusion=not coded,  # so that codes are those that torch makes
             **self._options(4),
         )
         return q

@@ -14,55 +14,48 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from adapters.models.kernels.triton.reading import load_q, load_tile, row_of
+
 # Stands for "no key yet": finite, so that differences of two of them are zero rather than NaN.
 NOTHING = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _load_q(
-    q_ptr,
-    row0,
-    count,
-    kv_head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HEAD: tl.constexpr,
+def _absorb(
+    q,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    last,
+    key,
+    position,
+    acc,
+    peak,
+    total,
+    scale,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CODED: tl.constexpr,
 ):
-    """A tile of queries `[BLOCK_M, HEAD]`: PADDED heads (GROUP real ones) of BLOCK_M / PADDED rows.
-
-    Also returns which of them are real, and the number of each in `[bucket, HEADS]`.
+    """One key tile of the online softmax. acc `[M, HEAD]`, peak and total `[M]`, in base-2 exponents. Of coded rows the
+    scores and the weights are scaled, since there are fewer of them than codes.
     """
-    i = tl.arange(0, BLOCK_M)
-    row, member = i // PADDED, i % PADDED
-    real = (row < count) & (member < GROUP)
-    at = ((row0 + row) * HEADS + kv_head * GROUP + member).to(tl.int64)
-    q = tl.load(q_ptr + at[:, None] * HEAD + tl.arange(0, HEAD)[None, :], real[:, None], 0.0)
-    return q, real, at
-
-
-@triton.jit
-def _row_of(at, base, pages_ptr, kv_head, KV: tl.constexpr, PAGE: tl.constexpr):
-    """Where the caches have key `at` of the slot; a tile from there on is in one piece. PAGE: 0 if all of them are."""
-    row = base + at
-    if PAGE > 0:
-        row = (tl.load(pages_ptr + at // PAGE) * KV + kv_head) * PAGE + at % PAGE
-    return row
-
-
-@triton.jit
-def _absorb(q, k, v, last, key, position, acc, peak, total, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One key tile of the online softmax. acc `[M, HEAD]`, peak and total `[M]`, in base-2 exponents."""
     scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if CODED:
+        scores = scores * k_scale[None, :]
     if MASKED:
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         v = tl.where((key <= last)[:, None], v, 0.0)
+        if CODED:
+            v_scale = tl.where(key <= last, v_scale, 0.0)
     new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
     spread = tl.broadcast_to(new_peak[:, None], scores.shape)
     weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, -spread))
     fade = tl.exp2(peak - new_peak)
     total = tl.fma(total, fade, tl.sum(weights, 1))
+    if CODED:
+        weights = weights * v_scale[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return acc, new_peak, total
 
@@ -95,6 +88,8 @@ def _walk(
     q,
     k_desc,
     v_desc,
+    k_scales,
+    v_scales,
     base,
     pages_ptr,
     kv_head,
@@ -115,6 +110,7 @@ def _walk(
     FOLD: tl.constexpr,
     KV: tl.constexpr,
     PAGE: tl.constexpr,
+    CODED: tl.constexpr,
 ):
     """The keys `[start, stop)` of a tile of rows, from the start of a split on; returns the fold (if FOLD).
 
@@ -127,22 +123,26 @@ def _walk(
     all_acc, all_peak, all_total = no_acc, nothing, no_total
     clear = tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
     for at in tl.range(start, clear, BLOCK_N, num_stages=STAGES):
-        row = _row_of(at, base, pages_ptr, kv_head, KV, PAGE)
-        k = k_desc.load([row, 0])
-        v = v_desc.load([row, 0])
+        row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
+        k, k_scale = load_tile(k_desc, k_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
+        v, v_scale = load_tile(v_desc, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
         key = at + tl.arange(0, BLOCK_N)
-        acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, False, PRECISION)
+        acc, peak, total = _absorb(
+            q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, False, PRECISION, CODED
+        )
         if (at + BLOCK_N) % SPLIT == 0:
             all_acc, all_peak, all_total = _close_split(
                 at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
             )
             acc, peak, total = no_acc, nothing, no_total
     for at in tl.range(tl.maximum(clear, start), stop, BLOCK_N, num_stages=1):
-        row = _row_of(at, base, pages_ptr, kv_head, KV, PAGE)
-        k = k_desc.load([row, 0])
-        v = v_desc.load([row, 0])
+        row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
+        k, k_scale = load_tile(k_desc, k_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
+        v, v_scale = load_tile(v_desc, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
         key = at + tl.arange(0, BLOCK_N)
-        acc, peak, total = _absorb(q, k, v, last, key, position, acc, peak, total, scale, True, PRECISION)
+        acc, peak, total = _absorb(
+            q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, True, PRECISION, CODED
+        )
         if (at + BLOCK_N) % SPLIT == 0:
             all_acc, all_peak, all_total = _close_split(
                 at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
@@ -160,6 +160,8 @@ def attend_chain(
     q_ptr,
     k_desc,
     v_desc,
+    k_scales,
+    v_scales,
     tiles_ptr,
     out_ptr,
     pages_ptr,
@@ -178,6 +180,7 @@ def attend_chain(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     PAGE: tl.constexpr,
+    CODED: tl.constexpr,
 ):
     """One program: one tile of rows, the query heads of one key head, all splits in order. The longest start first."""
     if PDL:
@@ -191,14 +194,14 @@ def attend_chain(
     if PDL:
         gdc_wait()
     if count > 0:
-        q, real, at = _load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
         last = tl.where(first < 0, -1, first + count - 1)
         position = tl.minimum(first + tl.arange(0, BLOCK_M) // PADDED, last)
         base = (slot * KV + kv_head) * capacity
         pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
         acc, total = _walk(
-            q, k_desc, v_desc, base, pages, kv_head, 0, last + 1, first, last, position, scale,
-            at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV, PAGE,
+            q, k_desc, v_desc, k_scales, v_scales, base, pages, kv_head, 0, last + 1, first, last, position, scale,
+            at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV, PAGE, CODED,
         )  # fmt: skip
         out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         to = at[:, None] * HEAD + tl.arange(0, HEAD)[None, :]
@@ -210,6 +213,8 @@ def attend_splits(
     q_ptr,
     k_desc,
     v_desc,
+    k_scales,
+    v_scales,
     tiles_ptr,
     acc_ptr,
     sums_ptr,
@@ -230,6 +235,7 @@ def attend_splits(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     PAGE: tl.constexpr,
+    CODED: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
     """Key splits of all (tile of rows, key head) pairs, dealt out evenly in runs to however many programs there are.
@@ -260,14 +266,14 @@ def attend_splits(
         item += here
         if PDL:
             gdc_wait()
-        q, real, at = _load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
         position = tl.minimum(first + tl.arange(0, BLOCK_M) // PADDED, last)
         base = (slot * KV + kv_head) * capacity
         pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
         stop = tl.minimum((split + here) * SPLIT, last + 1)
         _walk(
-            q, k_desc, v_desc, base, pages, kv_head, split * SPLIT, stop, first, last, position, scale,
-            at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False, KV, PAGE,
+            q, k_desc, v_desc, k_scales, v_scales, base, pages, kv_head, split * SPLIT, stop, first, last, position,
+            scale, at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False, KV, PAGE, CODED,
         )  # fmt: skip
 
 

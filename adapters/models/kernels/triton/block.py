@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.attention import NOTHING, _load_q
+from adapters.models.kernels.triton.attention import NOTHING
+from adapters.models.kernels.triton.reading import load_q
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def attend_splits(
         if PDL:
             gdc_wait()
         count = tl.minimum(TILE, stop0 - position0)
-        q, real, at = _load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
         here = tl.minimum(position0 + tl.arange(0, BLOCK_M) // PADDED, stop0 - 1)
         last = tl.zeros_like(here) + stop0 - 1
         if CAUSAL:

@@ -56,6 +56,59 @@ def _normed(x, scale, weight, dtype: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _codes(numbers, inverse, dtype: tl.constexpr):
+    """The nearest code of each, or the even one of two."""
+    steps = numbers.to(tl.float32) * inverse
+    if dtype == tl.int8:
+        codes = (steps + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    else:  # as `encoded` in C does it: what a device or the interpreter makes of a cast is its own
+        bits = steps.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        small = (tl.abs(steps) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+        found = tl.minimum(tl.where(size < 0x3C800000, small, large), 0x7E)
+        codes = (((bits >> 24) & 0x80) | found).to(tl.int8).to(dtype, bitcast=True)
+    return codes
+
+
+@triton.jit
+def _keep(
+    to_ptr,
+    scales_ptr,
+    lo,
+    hi,
+    rest,
+    at,
+    kept,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    PADDED: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Heads of keys or values become the rows `at`, where they are `kept`: as they are, or as codes (LIMIT > 0)."""
+    size: tl.constexpr = 2 * HALF + REST
+    d = tl.arange(0, HALF)
+    width: tl.constexpr = size + (4 if LIMIT > 0 else 0)
+    if LIMIT > 0:
+        coded: tl.constexpr = to_ptr.dtype.element_ty
+        most = tl.maximum(tl.max(tl.abs(lo.to(tl.float32)), 1), tl.max(tl.abs(hi.to(tl.float32)), 1))
+        if REST > 0:
+            most = tl.maximum(most, tl.max(tl.abs(rest.to(tl.float32)), 1))
+        scale = tl.div_rn(most, tl.zeros_like(most) + LIMIT)
+        scale = tl.where(scale >= 1.1754943508222875e-38, scale, 0.0)
+        found = scale > 0.0
+        inverse = tl.where(found, tl.div_rn(tl.zeros_like(most) + 1.0, tl.where(found, scale, 1.0)), 0.0)[:, None]
+        tl.store(scales_ptr + (at * width + size) // 4, scale, kept)
+        lo, hi, rest = _codes(lo, inverse, coded), _codes(hi, inverse, coded), _codes(rest, inverse, coded)
+    to = (at * width)[:, None]
+    tl.store(to_ptr + to + d[None, :], lo, kept[:, None])
+    tl.store(to_ptr + to + HALF + d[None, :], hi, kept[:, None])
+    if REST > 0:
+        r = tl.arange(0, PADDED)
+        tl.store(to_ptr + to + 2 * HALF + r[None, :], rest, kept[:, None] & (r < REST)[None, :])
+
+
+@triton.jit
 def rotate_store(
     qkv_ptr,
     bias_ptr,
@@ -68,6 +121,8 @@ def rotate_store(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scales,
+    v_scales,
     pages_ptr,
     stride,
     capacity,
@@ -82,6 +137,7 @@ def rotate_store(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
+    LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program, one row, BLOCK of its q, k and v heads: bias, RMSNorm of q and k, half-split rotary, write k and v.
@@ -89,7 +145,8 @@ def rotate_store(
     Of a head, what is rotated is read as its two halves `[BLOCK, HALF]`; the squares of a pair are added first, then
     along the half, then those of the REST, which stays as it is. What the model does not have is not computed, and its
     pointer is never read. WIDE: weights of norms are float32, and nothing is rounded before they are multiplied.
-    PAGE: rows of a page, where a slot's are in several; 0: they are in one piece.
+    PAGE: rows of a page, where a slot's are in several; 0: they are in one piece. LIMIT: the greatest code of rows that
+    are coded (`RowForm`), whose scales are the caches' last four bytes of each; 0: they are kept as numbers.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -146,23 +203,18 @@ def rotate_store(
     to_q = row * (HEADS * size) + of_head
     tl.store(q_ptr + to_q, new_lo, is_q[:, None])
     tl.store(q_ptr + to_q + HALF, new_hi, is_q[:, None])
-    real = position >= 0
+    if REST > 0:
+        new_rest = rest.to(dtype)
+        tl.store(q_ptr + row * (HEADS * size) + of_rest, new_rest, within & is_q[:, None])
+    else:
+        new_rest, raw_rest = new_lo, raw_lo  # of the same shape, never read
+    kept = (head >= HEADS) & (head < HEADS + 2 * KV) & (position >= 0)
     if PAGE > 0:
         page = tl.load(pages_ptr + slot * (capacity // PAGE) + tl.maximum(position, 0) // PAGE).to(tl.int64)
         slot, capacity, position = page, PAGE, position % PAGE
-    is_k = (head >= HEADS) & (head < HEADS + KV) & real
-    to_k = ((slot * KV + head - HEADS) * capacity + position)[:, None] * size + d[None, :]
-    tl.store(k_ptr + to_k, new_lo, is_k[:, None])
-    tl.store(k_ptr + to_k + HALF, new_hi, is_k[:, None])
-    to_v = ((slot * KV + head - HEADS - KV) * capacity + position)[:, None] * size + d[None, :]
-    tl.store(v_ptr + to_v, raw_lo, (is_v & real)[:, None] & known)
-    tl.store(v_ptr + to_v + HALF, raw_hi, (is_v & real)[:, None] & known)
-    if REST > 0:
-        of_key = ((slot * KV + head - HEADS) * capacity + position)[:, None] * size + 2 * HALF + r[None, :]
-        of_value = ((slot * KV + head - HEADS - KV) * capacity + position)[:, None] * size + 2 * HALF + r[None, :]
-        tl.store(q_ptr + row * (HEADS * size) + of_rest, rest.to(dtype), within & is_q[:, None])
-        tl.store(k_ptr + of_key, rest.to(dtype), within & is_k[:, None])
-        tl.store(v_ptr + of_value, raw_rest, within & (is_v & real)[:, None])
+    at = (slot * KV + head - HEADS) * capacity + position
+    _keep(k_ptr, k_scales, new_lo, new_hi, new_rest, at, kept & ~is_v, HALF, REST, PADDED, LIMIT)
+    _keep(v_ptr, v_scales, raw_lo, raw_hi, raw_rest, at - KV * capacity, kept & is_v, HALF, REST, PADDED, LIMIT)
 
 
 @triton.jit

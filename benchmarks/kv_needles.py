@@ -1,0 +1,98 @@
+"""What rows in 8 bits find in long texts: numbers hidden in them, beside the same texts with rows as they are computed.
+
+`python -m benchmarks.kv_needles [--kv-dtypes auto,int8,fp8] [--lengths 8192,16384] [--questions 8] [--model demo]`.
+Each text of random words has one number, the first at its beginning, the last at its end; all forms are asked the same.
+`same` are answers with exactly the tokens of the first form.
+"""
+
+from __future__ import annotations
+
+import argparse
+from random import Random
+from typing import Any
+
+import anyio
+from attrs import frozen
+
+from adapters.text.text import Text
+from benchmarks.exactness import OFF, answered
+from benchmarks.report import machine, raw, table
+from effects.ids import Tokens
+from effects.job import Job, Sampling
+from engine.assemble import engine
+from engine.begin import load_target
+from engine.bench.haystack import Haystack, haystack
+from engine.options import Options
+from engine.target import model_folder
+
+ANSWER = 24  # tokens
+ROOM = 64  # tokens of the template, and of what is asked
+
+
+@frozen
+class HiddenNumber:
+    length: int
+    hay: Haystack
+    prompt: Tokens
+
+
+async def hidden(text: Text, length: int, count: int) -> list[HiddenNumber]:
+    """So many texts of about so many tokens, as chats."""
+    draw, found = Random(length), list[HiddenNumber]()
+    sample = haystack(Random(0), 1000, [0.5]).text()
+    each = len((await text.tokenizer.encode([sample]))[0]) / 1000
+    for number in range(count):
+        hay = haystack(draw, round((length - ROOM - ANSWER) / each), [number / max(1, count - 1)])
+        prompt = await text.encode_chat([{"role": "user", "content": hay.text()}])
+        found.append(HiddenNumber(length, hay, prompt))
+    return found
+
+
+async def asked(options: Options, texts: list[HiddenNumber], text: Text) -> tuple[list[Tokens], list[bool]]:
+    target = await load_target(options)
+    answers, right = list[Tokens](), list[bool]()
+    async with engine(target.settings, target.executor, facts={}) as running:
+        for one in texts:
+            job = Job(one.prompt, ANSWER, Sampling(), tuple(text.tokenizer.end_tokens), OFF)
+            found = (await answered(running, job)).tokens
+            answers.append(found)
+            right.append(one.hay.found(text.tokenizer.decode(found)) == 1)
+    await target.close()
+    return answers, right
+
+
+async def measure(given: argparse.Namespace) -> None:
+    base: dict[str, Any] = {"model": given.model, "threads": given.threads, "device": given.device, "slots": 1}
+    base |= {"disk_prefix_cache": "off", "draft": "none"}
+    text = Text.load(model_folder(Options(model=given.model)))
+    texts = [
+        one for length in map(int, given.lengths.split(",")) for one in await hidden(text, length, given.questions)
+    ]
+    rows, first = list[dict[str, Any]](), list[Tokens]()
+    for name in given.kv_dtypes.split(","):
+        answers, right = await asked(Options(**base, kv_dtype=name), texts, text)
+        first = first or answers
+        for length in dict.fromkeys(one.length for one in texts):
+            at = [number for number, one in enumerate(texts) if one.length == length]
+            row = {"rows": name, "tokens": length, "texts": len(at), "found": sum(right[number] for number in at)}
+            rows.append({**row, "same": sum(answers[number] == first[number] for number in at)})
+            print(rows[-1], flush=True)
+    await text.aclose()
+    print(machine())
+    table(f"Numbers found by {given.model}", rows)
+    raw("kv_needles", {"rows": rows, "machine": machine()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kv-dtypes", default="auto,int8,fp8")
+    parser.add_argument("--lengths", default="8192,16384")
+    parser.add_argument("--questions", type=int, default=8, help="of each length")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=0)
+    anyio.run(measure, parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

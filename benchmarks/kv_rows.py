@@ -1,0 +1,143 @@
+"""Keys and values in bfloat16, int8 and fp8 beside each other: bytes, prefill, decoding behind long contexts, and
+whether rows of any step are those of a chunk.
+
+    python -m benchmarks.kv_rows [--shape 8b|demo] [--device cuda] [--layers 36] [--contexts 2048 32768] [--json FILE]
+
+8b: an 8B-shaped Qwen3 with random weights; demo: what comes with Rekindle. One forward of one row at the smallest
+bucket, with its logits, is a decode step; of 16 rows a verification. Each form in a shard of its own that has the same
+weights, one after the other; medians. `logits off` is the distance from bfloat16's behind the last context, relative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from adapters import demo
+from adapters.checkpoint.weights import WeightSource
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.dense import DenseShard
+from adapters.models.dense_config import DenseConfig
+from adapters.models.kernels.row_form import NAMED
+from adapters.models.qwen3 import Qwen3Config
+from adapters.models.shard import Segment, Step
+from adapters.models.synthetic import RandomWeights
+from benchmarks.report import machine, raw, table
+from engine.machine import build_kernels
+
+DTYPE = torch.bfloat16
+TURNS = 3
+VERIFIED = 16
+
+
+@frozen
+class RowsMeasured:
+    """Of one form: what was measured behind each context, in milliseconds, and the logits behind the last one."""
+
+    rows: dict[str, Any]
+    logits: torch.Tensor
+
+
+def milliseconds(device: torch.device, work: Callable[[], Any], count: int) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(count):
+        work()
+    wait()
+    return 1e3 * (time.perf_counter() - start) / count
+
+
+def step_of(shard: DenseShard, start: int, rows: int, bucket: int) -> Callable[[], torch.Tensor]:
+    step, tokens = Step((Segment(0, start, rows),), bucket), torch.arange(rows, device=shard.device)
+    return lambda: shard.logits(step, shard.forward(step, tokens).hidden)
+
+
+def prefilled(shard: DenseShard, tokens: torch.Tensor, start: int) -> None:
+    chunk = shard.buckets[-1]
+    for at in range(start, len(tokens), chunk):
+        part = tokens[at : at + chunk]
+        shard.forward(Step((Segment(0, at, len(part)),), chunk, rows_only=True), part)
+
+
+def differing(shard: DenseShard, tokens: torch.Tensor) -> int:
+    """Of the last 64 rows, computed again in other pieces: how many have other keys, values or logits."""
+    stop, found = len(tokens), list[torch.Tensor]()
+    for bucket, count in ((64, 64), (4, 1), (4, 3), (16, 16), (64, 41)):
+        logits = list[torch.Tensor]()
+        for at in range(stop - 64, stop, count):
+            part = tokens[at : min(at + count, stop)]
+            step = Step((Segment(0, at, len(part)),), bucket)
+            logits.append(shard.logits(step, shard.forward(step, part).hidden)[: len(part)].clone())
+        rows = shard.export_rows(0, stop - 64, stop)
+        seen = [torch.cat(logits).cpu(), *(one.transpose(0, 1).flatten(1) for one in rows.values())]
+        found.append(torch.cat([one.contiguous().view(torch.uint8).view(64, -1) for one in seen], 1))
+    return sum(int((one != found[0]).any(1).sum()) for one in found[1:])
+
+
+def measured(shard: DenseShard, tokens: torch.Tensor, contexts: list[int]) -> RowsMeasured:
+    rows: dict[str, Any] = {"bytes a token": shard.row_spec.token_bytes}
+    done, device = 0, shard.device
+    prefilled(shard, tokens[: 2 * shard.buckets[-1]], 0)
+    for context in contexts:
+        rows[f"prefill to {context}"] = milliseconds(
+            device, lambda to=context, at=done: prefilled(shard, tokens[:to], at), 1
+        )
+        done = context
+        decode, verify = step_of(shard, context, 1, shard.buckets[0]), step_of(shard, context, VERIFIED, VERIFIED)
+        for name, work, count in (("decode", decode, 30), ("verify", verify, 10)):
+            work()
+            rows[f"{name} at {context}"] = statistics.median(milliseconds(device, work, count) for _ in range(TURNS))
+    rows["differing"] = differing(shard, tokens[:done])
+    return RowsMeasured(rows, step_of(shard, done, 1, shard.buckets[0])()[:1].float().cpu())
+
+
+def subject(shape: str, layers: int, positions: int, device: torch.device) -> tuple[DenseConfig, WeightSource]:
+    if shape == "demo":
+        checkpoint = Checkpoint.open(demo.FOLDER)
+        assert isinstance(checkpoint.config, DenseConfig)
+        return checkpoint.config, checkpoint.rounded(DTYPE)
+    config = Qwen3Config(151936, 4096, 12288, layers, 32, 8, 128, positions, 1e6)
+    return config, RandomWeights(config, 0, device, DTYPE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("8b", "demo"), default="8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 32768])
+    parser.add_argument("--json", type=Path, help="write the raw figures there, too")
+    given = parser.parse_args()
+    device, most = torch.device(given.device), max(given.contexts)
+    config, weights = subject(given.shape, given.layers, most + 1024, device)
+    tokens = torch.randint(0, config.vocab_size, (most,), generator=torch.Generator().manual_seed(1)).to(device)
+    buckets = (4, 16, 64, 1024 if device.type == "cuda" else 256)
+    found = dict[str, RowsMeasured]()
+    for name, kind in NAMED.items():
+        how = {"device": device, "dtype": DTYPE, "slots": 1, "capacity": most + 256, "buckets": buckets}
+        shard = DenseShard(config, weights, build_kernels(device, DTYPE), rows=kind, **how)
+        found[name] = measured(shard, tokens, sorted(given.contexts))
+        shard.close()
+    plain = found["bf16"].logits
+    shown = [
+        {"rows": name, **one.rows, "logits off": float((one.logits - plain).norm() / plain.norm())}
+        for name, one in found.items()
+    ]
+    print(machine())
+    table(f"Rows of {given.shape} on {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}", shown)
+    raw("kv_rows", {"rows": shown, "machine": machine()})
+    if given.json:
+        given.json.write_text(json.dumps(shown, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Rows in 8 bits on CUDA: the codes that torch makes, and bits of a row's own in whatever step it comes about."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adapters.models import llama, qwen2, qwen3
+from adapters.models.dense import DenseShard
+from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.interface import HeadPrep, Rope
+from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.kernels.row_form import LIMITS, RowForm
+from adapters.models.probe import probe
+from adapters.models.shard import Segment, Step
+from adapters.models.synthetic import RandomWeights
+from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
+
+triton_cuda = pytest.importorskip(
+    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+)
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
+
+DEVICE = torch.device("cuda")
+BUCKETS, LENGTH = (4, 16, 64, 512), 700
+CONFIGS = {
+    "qwen3": qwen3.Qwen3Config(4096, 1024, 1024, 2, 8, 2, 128, 2048, 1e6),
+    "llama": llama.LlamaConfig(4096, 512, 1024, 2, 8, 2, 64, 2048, 5e5),
+    "qwen2": qwen2.Qwen2Config(4096, 896, 1024, 2, 14, 2, 64, 2048, 1e6, tie_word_embeddings=True),
+}
+CODED = [pytest.param(dtype, id=str(dtype)) for dtype in LIMITS]
+
+
+def shard_of(config, rows, kernels=None, dtype=torch.bfloat16, **how):
+    kernels = kernels or triton_cuda.TritonKernels(DEVICE)
+    shape = {"slots": 3, "capacity": 1024, "buckets": BUCKETS} | how
+    return DenseShard(
+        config, RandomWeights(config, 1, DEVICE, dtype), kernels, device=DEVICE, dtype=dtype, rows=rows, **shape
+    )
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("turned", [64, 16], ids=["whole heads turned", "parts of heads turned"])
+def test_codes_are_those_that_torch_makes(dtype, turned):
+    """turned: numbers of a head, by nothing, so that rotating changes none."""
+    form, kernels = RowForm(dtype), triton_cuda.TritonKernels(DEVICE)
+    heads = torch.randn(40, 4, 64, generator=torch.Generator().manual_seed(1)).bfloat16() + 0.0
+    heads[0], heads[1, :, 1:], heads[2], heads[3] = 0, 0, heads[2] * 1e-36, heads[3] * 1e30
+    angles = torch.ones(64, turned // 2, device=DEVICE)
+    caches = [torch.zeros(2, 1, 64, form.width(64), dtype=torch.uint8, device=DEVICE).view(dtype) for _ in "kv"]
+    batch = Batch(64, DEVICE)
+    batch.load(Step((Segment(1, 5, 40),), 64), None)
+    kernels.prepare(batch)
+    qkv = torch.zeros(64, 4, 64, dtype=torch.bfloat16)
+    qkv[:40] = heads
+    kernels.rotate_store(qkv.flatten(1).to(DEVICE), HeadPrep(), Rope(angles, angles * 0), batch, *caches)
+    for head, cache in ((2, caches[0]), (3, caches[1])):
+        assert torch.equal(cache[1, 0, 5:45].cpu().view(torch.uint8), form.encode(heads[:, head]).view(torch.uint8))
+        assert not cache[1, 0, 45:].view(torch.uint8).any(), "nothing is kept of padded rows"
+
+
+@pytest.mark.parametrize("rows", CODED)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_rows_and_answers_are_the_same_however_they_come_about(family, rows):
+    config = CONFIGS[family]
+    shard, tokens = shard_of(config, rows), tokens_of(LENGTH, config.vocab_size).to(DEVICE)
+    expected = run_in_pieces(shard, tokens, [(512, 512)])
+    assert same_bits(run_in_pieces(shard, tokens, [(64, 50), (16, 16), (4, 3), (512, 301), (64, 61)], slot=1), expected)
+    assert same_rows(shard, 0, 1, 0, LENGTH)
+    shard.import_rows(2, 0, shard.export_rows(0, 0, 650))
+    both = run(shard, 4, (2, 650, tokens[650:652]), (1, 300, tokens[300:301]))
+    assert same_bits(both, torch.cat((expected[650:652], expected[300:301])))
+    step = Step((Segment(2, 652, 3), Segment(2, 653, 1)), 16)
+    branches = torch.cat((tokens[652:653], tokens[:2], tokens[653:654]))
+    logits = shard.logits(step, shard.forward(step, branches).hidden)
+    assert same_bits(logits[[0, 3]], expected[652:654])
+    shard.commit(step, [(0, 3)])
+    assert same_rows(shard, 0, 2, 0, 654)
+    paged = shard_of(config, rows, pages=9)
+    assert same_bits(run_in_pieces(paged, tokens, [(512, 512), (16, 16)], slot=1), expected)
+    oracle = run_in_pieces(shard_of(config, rows, ReferenceKernels()), tokens, [(512, 512)])
+    assert (oracle - expected).norm() < 0.03 * oracle.norm()
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, torch.int8), (torch.float32, torch.bfloat16)], ids=str)
+def test_rows_are_kept_in_less_than_they_are_computed_in(dtype, rows):
+    config = CONFIGS["llama"]
+    shard, tokens = shard_of(config, rows, dtype=dtype), tokens_of(300, config.vocab_size).to(DEVICE)
+    expected = run_in_pieces(shard, tokens, [(512, 512)])
+    assert same_bits(run_in_pieces(shard, tokens, [(16, 11)], slot=1), expected)
+    oracle = run_in_pieces(shard_of(config, rows, ReferenceKernels(), dtype), tokens, [(512, 512)])
+    assert (oracle - expected).norm() < 0.01 * oracle.norm()
+
+
+def test_the_numerics_probe_proves_every_bucket():
+    where = {"device": DEVICE, "dtype": torch.bfloat16, "chunk": 512, "capacity": 2048}
+    found = probe(qwen3.FAMILY, CONFIGS["qwen3"], triton_cuda.TritonKernels(DEVICE), rows=torch.int8, **where)
+    assert not found.failures
+    assert found.mode == "buckets"
