@@ -2,7 +2,7 @@
 
 A prompt is cut into pieces of about 32 tokens that end where lines or messages do. Some are kept whatever their scores:
 the head, the tail, and whatever repeats words of the tail. What says who speaks, and what is protected, is kept to the
-token. An eighth of the budget, and what is left of it, goes to the pieces with the best mean scores; of equal ones, to
+token. A third of the budget, and what is left of it, goes to the pieces with the best mean scores; of equal ones, to
 the first.
 """
 
@@ -20,7 +20,7 @@ PIECE = 32  # tokens, where a line goes on
 LEAST, MOST = 16, 48  # that a piece has where it can end with a line, or a sentence
 HEAD, TAIL = 8 * PIECE, 24 * PIECE
 HEADER = 8  # tokens in which a message says whose it is
-BEST = 8  # one in so many pieces of the budget is for the best scores, whatever else is kept
+BEST = 3  # one in so many pieces of the budget is for the best scores, whatever else is kept
 GRAM, POOL = 4, 96  # repeated n-grams are looked for, of the last so many tokens
 # Pieces around each place where one is repeated, and how often it may be, by the number of pieces.
 ANCHORS = ((1024, 2, 8), (2048, 4, 16), (1 << 62, 8, 32))
@@ -63,13 +63,13 @@ def select(
     taken.add(cuts[-1])
     for at in ends(cuts, taken.budget):
         taken.add(cuts[at])
-    best = [cuts[at] for at in ranked[: taken.budget // (BEST * PIECE)]]
-    scored = set(best) - set(taken.spans)
+    known = set(taken.spans)
+    best = [cuts[at] for at in ranked if cuts[at] not in known][: taken.budget // (BEST * PIECE)]
     for piece in best:  # before the anchors: code ends as it goes on everywhere, so they would take all that is left
         taken.add(piece)
     for at in anchored(prompt, cuts, marks):
         taken.add(cuts[at])
-    forced = merged([span for span in taken.spans if span not in scored])
+    forced = merged([span for span in taken.spans if span not in best])
     for at in ranked:
         taken.add(cuts[at])
     return Survivors(merged(taken.spans), forced)

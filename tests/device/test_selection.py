@@ -140,8 +140,8 @@ def repeating(places: list[int], count: int = 3200) -> Tokens:
 def test_what_the_end_says_again_is_kept_at_every_place_with_what_stands_around_it() -> None:
     """All of them: not only the first eight, as the rarest words are those that a question is about."""
     limit = ANCHORS[0][2]
-    places = [1000 + 200 * at for at in range(limit)]
-    found = chosen(repeating(places), 2400)
+    places = [2500 + 200 * at for at in range(limit)]
+    found = chosen(repeating(places, 6400), 4000)
     for place in places:
         middle = place // PIECE
         assert tokens_of((((middle - 2) * PIECE, (middle + 3) * PIECE),)) <= tokens_of(found.forced)
@@ -164,6 +164,14 @@ def test_the_best_scores_are_kept_before_what_the_end_says_again() -> None:
     found = chosen(prompt, 12 * PIECE, scores=scores)
     assert found.tokens == 12 * PIECE
     assert (2944, 2976) in [span for span in found.spans if span not in found.forced]
+
+
+def test_what_is_kept_anyway_takes_no_room_from_the_best_scores() -> None:
+    """A question is what is looked at most, and stands at the end."""
+    prompt = repeating([1000 + 200 * at for at in range(ANCHORS[0][2])])
+    scores = [0.0] * 3200
+    scores[2944:2976], scores[-4 * PIECE :] = [0.5] * 32, [1.0] * 4 * PIECE
+    assert (2944, 2976) in chosen(prompt, 12 * PIECE, scores=scores).spans
 
 
 def test_what_is_said_everywhere_anchors_nothing() -> None:
