@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-LICENCE = """
-## Licence
-
-The weights are under the Apache License 2.0, as the rest of Rekindle. The code that they were trained on is not part
-of this package. It is that of CPython (Python Software Foundation License Version 2) and of these packages, each under
-its own licence, here the main one:
-
-{packages}
-"""
-
-CARD = """\
+HEAD = """\
 ---
 license: apache-2.0
 language: en
@@ -23,7 +13,20 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# Rekindle demo
+# Rekindle """
+LICENCE = """
+## Licence
+
+The weights are under the Apache License 2.0, as the rest of Rekindle."""
+SOURCES = """ The code that they were trained on is not part
+of this package. It is that of CPython (Python Software Foundation License Version 2) and of these packages, each under
+its own licence, here the main one:
+
+{packages}
+"""
+
+CARD = """\
+demo
 
 A Qwen3 of {parameters:.1f} million parameters ({layers} layers, hidden size {hidden}, {heads} query heads and
 {kv_heads} key/value head of {head_dim}, vocabulary {vocabulary}, tied embeddings, bf16, {context} tokens of context).
@@ -79,9 +82,22 @@ at every depth.
 
 
 def write_card(facts: Mapping[str, Any], measured: Mapping[str, float], card: str = CARD) -> str:
-    """README.md for the checkpoint folder. card: all but its licence."""
+    """README.md for the checkpoint folder. card: from its title on to its licence."""
     rows = "\n".join(f"| {name} | {shown(name, value)} |" for name, value in measured.items())
-    return (card + LICENCE).format(**facts, rows=rows)
+    return whole(card, SOURCES).format(**facts, rows=rows)
+
+
+def whole(card: str, sources: str = "\n") -> str:
+    """What is to be filled in. sources: what the licence says besides."""
+    return HEAD + card + LICENCE + sources
+
+
+def table(head: str, measured: Mapping[str, Mapping[str, float]], cell: Callable[[float], str]) -> str:
+    """Of rows of measurements; a dash where a row lacks one."""
+    ways = list(dict.fromkeys(way for row in measured.values() for way in row))
+    rows = [[head, *ways], ["---"] * (len(ways) + 1)]
+    rows += [[name, *(cell(found[way]) if way in found else "-" for way in ways)] for name, found in measured.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def shown(name: str, value: float) -> str:

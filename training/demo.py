@@ -13,21 +13,20 @@ from textwrap import fill
 from typing import Any
 
 import torch
-from attrs import frozen
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
 from training.arguments import parsed, parser
-from training.batches import Batches, InTurn
 from training.card import write_card
 from training.corpus import MOST, Corpus, HeldOut, read_corpus
 from training.evaluate import evaluate
-from training.export import Trained, export, load
+from training.export import Trained, load
 from training.model import Geometry, Qwen3
 from training.packages import MORE, PACKAGES
 from training.recipe import TARGET, TOKENIZER_TASKS, Cycle, G, Recipe, smallest
+from training.staging import DemoLimits, Material, run_cycles
 from training.tokenizer import train_tokenizer
-from training.train import Stage, TrainingProgress, digest, train, windows_of
+from training.train import TrainingProgress, digest, windows_of
 from training.words import Source
 
 
@@ -50,33 +49,13 @@ def prepare(work: Path) -> tuple[Corpus, Tokenizer]:
     return corpus, Tokenizer.from_file(str(tokenizer_file))
 
 
-@frozen
-class DemoLimits:
-    """`seconds`: of training.  `first`: the stage to begin with, from what is in the checkpoint folder; the number of
-    stages, to sit the exams alone."""
-
-    seconds: float
-    workers: int
-    first: int
-    attention: str = "flash"
-    """Whose kernels: `cudnn` may be faster in long windows."""
-
-
 def run(recipe: Recipe[Geometry], work: Path, out: Path, limits: DemoLimits) -> dict[str, float]:
     """Train by the recipe and write the checkpoint to `out`, after every stage; then the exams and the model card."""
     corpus, tokenizer = prepare(work)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     attend_with(limits.attention)
-    source, notes = Source(corpus.train), work / "target.json"
-
-    def batches(stage: Stage, seed: int) -> InTurn:
-        return InTurn(
-            [
-                Batches(tokenizer, source, each.mixture, each.shape, seed, each.whole, each.mingled)
-                for each in windows_of(stage)
-            ]
-        )
+    source = Source(corpus.train)
 
     torch.manual_seed(recipe.seed)
     model = Qwen3(recipe.geometry)
@@ -84,25 +63,7 @@ def run(recipe: Recipe[Geometry], work: Path, out: Path, limits: DemoLimits) -> 
         model.load_state_dict(load(out, "cpu", torch.float32).state_dict())
     model.to(device)
 
-    def save(progress: TrainingProgress) -> None:
-        export(model, tokenizer, out)
-        progress.save(notes)
-
-    progress, first = TrainingProgress.load(notes) if limits.first else TrainingProgress(), limits.first
-    for number, cycle in enumerate(recipe.cycles):
-        progress = train(
-            model,
-            batches,
-            cycle.stages,
-            rates=cycle.rates,
-            seed=recipe.seed + number,
-            seconds=limits.seconds,
-            workers=limits.workers,
-            after=save,
-            first=min(first, len(cycle.stages)),
-            before=progress,
-        )
-        first = max(0, first - len(cycle.stages))
+    progress = run_cycles(model, recipe, Material(tokenizer, source, out, work / "target.json"), limits)
     trained = describe(recipe, corpus, progress, load(out, "cpu", torch.float32), device)
     print(json.dumps(trained), flush=True)
     attend_with("flash")

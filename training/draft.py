@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
 from training.arguments import parsed, parser
-from training.batches import Batches, BatchShape, Mixture
+from training.batches import Batches, BatchShape, InTurn, Mixture
 from training.chat_format import MASK
 from training.corpus import HeldOut
 from training.demo import prepare
@@ -27,13 +27,14 @@ from training.draft_card import write_draft_card
 from training.draft_evaluate import SUBJECTS, TEMPERATURE, answer_all, evaluate_draft
 from training.draft_export import export_draft, load_draft
 from training.draft_model import DraftGeometry, DraftNetwork
-from training.draft_train import SPOKEN, DraftLoss, Pool, Speech, blocks_a_row, let_speak, mixed
+from training.draft_train import SPOKEN, DraftLoss, Pool, Speech, blocks_a_row, let_speak, mixed, sizes
 from training.export import load
 from training.model import Qwen3
 from training.recipe import CHOICE, CHOICE_LONG, LONG, SHORT, tool_loop
+from training.staging import in_turn
 from training.tasks import code, continue_code, copy_chat
 from training.tools import tool_chat
-from training.train import LearningRates, Stage, TrainingProgress, digest, train
+from training.train import LearningRates, Stage, TrainingProgress, Windows, digest, train, windows_of
 from training.words import Source
 
 
@@ -66,9 +67,9 @@ class DraftRecipe:
 
 
 BEGAN = "Layers began as the target's last ones."
-WENT_ON = "It began as the draft of the target after an earlier cycle (`--again`)."
+WENT_ON = "It began as an earlier draft (`--again`)."
 
-BLOCKS = (8, 16)
+BLOCKS = (4, 8, 16)
 """Blocks that the exams are sat with: the server's widths."""
 
 SHORTER, LONGER = map(with_less_code, (SHORT, LONG))
@@ -88,23 +89,38 @@ DRAFT = DraftRecipe(
 
 AGAIN = DraftRecipe(
     {
-        1024: Speech(rows=3072, rounds=8, least=32, most=768, answer=256),
+        1024: Speech(rows=3072, rounds=16, least=32, most=768, answer=256),
         8192: Speech(rows=256, rounds=1, least=1536, most=7900, answer=256),
     },
     (
-        Stage("1k again", BatchShape(64, 1024), CHOICE_SHORTER, steps=3000, share=0.8, whole=0.3),
-        Stage("8k again", BatchShape(8, 8192), CHOICE_LONGER, steps=500, share=0.2, whole=0.6),
+        Stage(
+            "1k and 8k",
+            BatchShape(64, 1024),
+            CHOICE_SHORTER,
+            steps=6000,
+            share=1.0,
+            whole=0.3,
+            beside=(
+                *[Windows(BatchShape(64, 1024), CHOICE_SHORTER, 0.3)] * 3,
+                Windows(BatchShape(8, 8192), CHOICE_LONGER, 0.6),
+            ),
+        ),
     ),
     rates=LearningRates(matrices=2.5e-3, others=1.25e-3, falling=1.0),
-    seed=4,
+    blocks=256,
+    seed=6,
     saving=0,
 )
-"""For the target after a later cycle: the draft goes on from what it is."""
+"""For the target as shipped: the draft goes on from what it is, with both lengths in turn."""
 
 
 def smallest_draft(recipe: DraftRecipe) -> DraftRecipe:
     """The same run, so small that it takes a CPU a minute: shows that every step of it works."""
     lengths = dict(zip(sorted(recipe.speeches), (128, 192, 256), strict=False))
+
+    def few(shape: BatchShape) -> BatchShape:
+        return BatchShape(2, lengths[shape.length])
+
     return evolve(
         recipe,
         speeches={
@@ -112,7 +128,13 @@ def smallest_draft(recipe: DraftRecipe) -> DraftRecipe:
             for length, speech in recipe.speeches.items()
         },
         stages=tuple(
-            evolve(stage, shape=BatchShape(2, lengths[stage.shape.length]), steps=2) for stage in recipe.stages
+            evolve(
+                stage,
+                shape=few(stage.shape),
+                steps=2,
+                beside=tuple(evolve(each, shape=few(each.shape)) for each in stage.beside[-1:]),
+            )
+            for stage in recipe.stages
         ),
         questions=1,
         saving=1,
@@ -172,10 +194,9 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
     few = answer_all(target, tokenizer, HeldOut.of(corpus), recipe.saving, (0.0, TEMPERATURE), subjects=codes)
     notes = folders.work / "draft.json"
 
-    def batches(stage: Stage, seed: int) -> Batches:
+    def batches(stage: Stage, seed: int) -> InTurn:
         own = 100 * seed + names.index(stage.name)  # no two stages see the same batches
-        plain = Batches(tokenizer, source, stage.mixture, stage.shape, own, stage.whole)
-        return mixed(plain, pools[stage.shape.length])
+        return InTurn([mixed(part, pools[part.shape.length]) for part in in_turn(tokenizer, source, stage, own).parts])
 
     def save(progress: TrainingProgress) -> None:
         export_draft(draft, folders.out)
@@ -222,9 +243,13 @@ def describe(
     """What the model card tells about a run. pools: none, if there are only exams to sit."""
     planned = sum(speech.rows * speech.rounds * speech.answer for speech in recipe.speeches.values())
     said = sum(len(pool.tokens) * pool.answer for pool in pools.values()) or planned
+    block = draft.geometry.block
     stages = "\n".join(
-        f"* {progress.steps.get(stage.name, 0)} steps of {stage.shape.rows} windows of {stage.shape.length} tokens and "
-        f"{stage.shape.rows * blocks_a_row(recipe.blocks, stage.shape.length)} blocks"
+        f"* {progress.steps.get(stage.name, 0)} steps of "
+        + " or ".join(
+            f"{shape.rows} windows of {shape.length} tokens (each with {shown(block, recipe, shape)})"
+            for shape in dict.fromkeys(each.shape for each in windows_of(stage))
+        )
         for stage in recipe.stages
     )
     return {
@@ -248,6 +273,12 @@ def describe(
         "torch": torch.__version__,
         "questions": recipe.questions,
     }
+
+
+def shown(block: int, recipe: DraftRecipe, shape: BatchShape) -> str:
+    """How many blocks of which size a window has."""
+    found = sizes(block, blocks_a_row(recipe.blocks, shape.length))
+    return ", ".join(f"{count} blocks of {size}" for size, count in found)
 
 
 def main() -> None:

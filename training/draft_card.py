@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
+from training.card import table, whole
 
-# Rekindle demo, its draft
+CARD = """\
+demo, its draft
 
 A DFlash draft of {parameters:.1f} million parameters for the demo target beside it, in the published format:
 {layers} layers of the target's own sizes, bf16. It proposes a block of up to {block} tokens in one forward (the first
@@ -21,7 +16,7 @@ one known, `{mask}` in every other slot); the target checks them, so answers do 
 
 It reads the outputs of the target's layers {taps} (of 0 to {target_layers_last}); embedding and head are the target's,
 and the mask is the target's own, untrained row. Its keys and values of the context take {cache} bytes a token.
-Blocks of fewer tokens work as well (trained with {block}, run with 4, 8 or {block}), larger ones do not. It fits the
+It was trained in blocks of 4, 8 and {block} tokens, which are those that it is run with. It fits the
 target whose parameters have the digest (blake2b, in bf16) `{target_weights}` and no other.
 
 ## Recipe
@@ -56,18 +51,11 @@ the target's. `python -m training.draft_evaluate` measures again.
 The first token of an answer comes from the prompt and is in no round, and a round that the answer's end cuts short
 counts whole, so short answers score lower than long ones would. Greedy answers to code often end in loops, which
 are easily foreseen: code is answered with 128 tokens, but for the rows that say 32.
-
-## Licence
-
-The weights are under the Apache License 2.0, as the rest of Rekindle.
 """
 
 
 def write_draft_card(facts: Mapping[str, Any], measured: Mapping[str, Mapping[str, float]], temperature: float) -> str:
     """README.md for the checkpoint folder. measured: tokens a round, by subject and way of decoding."""
-    ways = list(next(iter(measured.values())))
-    rows = [["answers", *ways], ["---"] * (len(ways) + 1)]
-    rows += [[name, *(f"{found[way]:.2f}" for way in ways)] for name, found in measured.items()]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     last = facts["target_layers"] - 1
-    return CARD.format(**facts, table=table, target_layers_last=last, temperature=temperature)
+    rows = table("answers", measured, "{:.2f}".format)
+    return whole(CARD).format(**facts, table=rows, target_layers_last=last, temperature=temperature)

@@ -33,7 +33,7 @@ from training.corpus import HeldOut, held_out
 from training.dialogues import chat, memory
 from training.draft_export import load_draft
 from training.draft_generate import Pick, generate, greedy
-from training.draft_model import DraftNetwork, blocks_at, head, read
+from training.draft_model import DraftNetwork, Slots, head, read, said_in
 from training.draft_train import LEAST_WEIGHT
 from training.evaluate import END_IDS, CopyAfter, hash_of, spans
 from training.export import load
@@ -183,8 +183,9 @@ def proposals(
     anchors = (starts + torch.arange(most, device=device)).clamp(max=longest - 1)
     _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
     dtype = draft.fc.weight.dtype
-    blocks = blocks_at(target, tokens, anchors, slots).to(dtype)
-    hidden = draft(draft.context(aux_layers.to(dtype)), blocks, anchors)[:, :, 1:]
+    blocks = Slots.of({slots: anchors})
+    said_ = draft(draft.context(aux_layers.to(dtype)), blocks, said_in(target, tokens, blocks).to(dtype))
+    hidden = said_.unflatten(1, (-1, slots))[:, :, 1:]
     found = []
     for said, states in zip(some, hidden, strict=True):
         count = len(said.tokens) - said.start - 1

@@ -8,7 +8,7 @@ into one vector a token) and to every slot of the block. Embedding and head are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import field, frozen
@@ -19,8 +19,8 @@ from training.chat_format import CONTROLS, MASK
 from training.model import DecoderBlock, Geometry, Norm, Qwen3, SelfAttention, rotate
 
 MASK_ID = CONTROLS.index(MASK)
-GROUP = 32
-"""Blocks that share one copy of the context's keys in a forward."""
+GROUP = 512
+"""Slots that share one copy of the context's keys in a forward, at most."""
 
 
 @frozen
@@ -32,7 +32,46 @@ class DraftGeometry:
     layers: int = 3
     aux_layers: tuple[int, ...] = (1, 3, 5, 7, 9)
     block: int = 16
-    """Slots of a block in training, the anchor's included; fewer may be used later, more may not."""
+    """Most slots of a block, the anchor's included."""
+
+
+@frozen(eq=False)
+class Slots:
+    """Blocks side by side, all [rows, slots]: where each slot is, where its block begins, and which block that is.
+
+    A block sees the context before its anchor and all of itself. `group`: slots that share a copy of the context's
+    keys.
+    """
+
+    places: Tensor
+    anchors: Tensor
+    numbers: Tensor
+    group: int
+
+    @staticmethod
+    def of(anchors: Mapping[int, Tensor]) -> Slots:
+        """By the blocks' size: their anchors [rows, blocks]. The sizes are powers of two, large ones first.
+
+        Raises ValueError where a group would cut a block.
+        """
+        places, firsts, numbers, count = [], [], [], 0
+        for size, some in anchors.items():
+            along = torch.arange(size, device=some.device)
+            places.append((some.unsqueeze(-1) + along).flatten(1))
+            firsts.append(some.repeat_interleave(size, 1))
+            numbers.append((torch.arange(some.shape[1], device=some.device) + count).repeat_interleave(size))
+            count += some.shape[1]
+        every = torch.cat(numbers)
+        group = math.gcd(len(every), GROUP)
+        if group % max(anchors):
+            raise ValueError(f"{len(every)} slots in groups of {group}: blocks of {max(anchors)} would be cut")
+        return Slots(torch.cat(places, 1), torch.cat(firsts, 1), every.expand(len(places[0]), -1), group)
+
+    def visible(self, length: int) -> Tensor:
+        """What each slot attends to: of the context, then of its group: bool [groups, 1, slots, length + slots]."""
+        anchors, numbers = (part.reshape(-1, self.group, 1) for part in (self.anchors, self.numbers))
+        before = torch.arange(length, device=anchors.device) < anchors
+        return torch.cat((before, numbers == numbers.mT), -1).unsqueeze(1)
 
 
 class DraftNetwork(nn.Module):
@@ -69,24 +108,20 @@ class DraftNetwork(nn.Module):
         """Auxiliary hidden states [rows, length, auxiliary layers * hidden] to the context [rows, length, hidden]."""
         return self.hidden_norm(self.fc(aux_layers))
 
-    def forward(self, context: Tensor, blocks: Tensor, anchors: Tensor, step: Step | None = None) -> Tensor:
-        """Hidden states of every slot after the last norm, for the target's head.
+    def forward(self, context: Tensor, slots: Slots, tokens: Tensor, step: Step | None = None) -> Tensor:
+        """Hidden states of every slot after the last norm, for the target's head: [rows, slots, hidden].
 
-        context: [rows, length, hidden], of positions 0, 1, ...  blocks: embeddings [rows, blocks, slots, hidden].
-        anchors: [rows, blocks], the position of each block's first slot; a block sees the context before it.
+        context: [rows, length, hidden], of positions 0, 1, ...  tokens: embeddings [rows, slots, hidden].
         step: `draft_step`, or the same compiled.
         """
-        rows, count, slots, _ = blocks.shape
         length = context.shape[1]
-        group = math.gcd(count, GROUP)
-        places = (anchors.unsqueeze(-1) + torch.arange(slots, device=anchors.device)).flatten(1)
-        own = self.cos[places].unsqueeze(1), self.sin[places].unsqueeze(1)
+        own = self.cos[slots.places].unsqueeze(1), self.sin[slots.places].unsqueeze(1)
         before = self.cos[:length], self.sin[:length]
-        visible = visible_keys(anchors.reshape(-1, group), length, slots)
-        x = blocks.reshape(rows, count * slots, -1)
+        visible = slots.visible(length)
+        x = tokens
         for layer in layers_of(self.layers):
             x = (step or draft_step)(layer, x, context, (own, before), visible)
-        return self.norm(x).view(rows, count, slots, -1)
+        return self.norm(x)
 
 
 Angles = tuple[Tensor, Tensor]
@@ -110,8 +145,8 @@ def layers_of(modules: nn.ModuleList) -> list[DecoderBlock]:
 def attend(
     attention: SelfAttention, x: Tensor, context: Tensor, angles: tuple[Angles, Angles], visible: Tensor
 ) -> Tensor:
-    """x: [rows, blocks * slots, hidden].  angles: of x and of the context.  visible: [rows * groups, 1, group's slots,
-    length + group's slots], what each slot attends to: the context, then the slots of its group of blocks."""
+    """x: [rows, slots, hidden].  angles: of x and of the context.  visible: [rows * groups, 1, group's slots,
+    length + group's slots], as `Slots.visible` has it."""
     rows, _, _ = x.shape
     groups, slots = visible.shape[0] // rows, visible.shape[2]
     heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.dim
@@ -140,15 +175,6 @@ def attend(
     return attention.o_proj(mixed.reshape(rows, groups * slots, heads * dim))
 
 
-def visible_keys(anchors: Tensor, length: int, slots: int) -> Tensor:
-    """Groups of blocks [groups, blocks] to bool [groups, 1, blocks * slots, length + blocks * slots]."""
-    groups, blocks = anchors.shape
-    before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(slots, 1).unsqueeze(-1)
-    numbers = torch.arange(blocks, device=anchors.device).repeat_interleave(slots)
-    same = (numbers.unsqueeze(0) == numbers.unsqueeze(1)).expand(groups, -1, -1)
-    return torch.cat((before, same), -1).unsqueeze(1)
-
-
 def target_step(layer: DecoderBlock, x: Tensor, angles: Angles) -> Tensor:
     return layer(x, angles)
 
@@ -166,11 +192,10 @@ def read(target: Qwen3, tokens: Tensor, aux_layers: Sequence[int], step: Step = 
     return target.model.norm(x), torch.cat(aux, -1)
 
 
-def blocks_at(target: Qwen3, tokens: Tensor, anchors: Tensor, slots: int) -> Tensor:
-    """Embeddings [rows, blocks, slots, hidden] of the blocks that begin at `anchors` [rows, blocks] of tokens
-    [rows, length]: the anchor's token, then masks."""
-    ids = torch.full((*anchors.shape, slots), MASK_ID, device=tokens.device)
-    ids[..., 0] = tokens.gather(1, anchors)
+def said_in(target: Qwen3, tokens: Tensor, slots: Slots) -> Tensor:
+    """Embeddings [rows, slots, hidden] of blocks over tokens [rows, length]: an anchor's token, masks behind it."""
+    known = tokens.gather(1, slots.anchors)
+    ids = known.masked_fill(slots.places != slots.anchors, MASK_ID)
     return target.model.embed_tokens(ids)
 
 

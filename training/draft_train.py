@@ -7,7 +7,7 @@ code too often for the real one to serve), the rest are the tasks, whose answers
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import islice
 from random import Random
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from training.batches import Batch, Batches, BatchShape, row_random
 from training.draft_generate import generate
-from training.draft_model import DraftNetwork, Step, blocks_at, draft_step, head, read, target_step
+from training.draft_model import DraftNetwork, Slots, Step, draft_step, head, read, said_in, target_step
 from training.model import Qwen3, Trainable
 from training.tasks import split_room
 
@@ -29,8 +29,8 @@ LEAST_WEIGHT = 0.5
 DECAY = 7.0
 STRICTNESS = 1.0
 FLOOR = 0.3
-HARD = 0.4
-OVERLAP = 0.3
+HARD = 0.35
+OVERLAP = 0.4
 WARMTH = 0.8
 """The temperature of the exams and of the benchmarks, at which the target's distribution is to be met."""
 
@@ -39,36 +39,46 @@ SPOKEN = 0.7
 
 
 class DraftLoss(Trainable):
-    """The draft with a loss over `blocks` random blocks a row. The target is no part of its parameters."""
+    """The draft with a loss over random blocks of every size. The target is no part of its parameters."""
 
     def __init__(self, draft: DraftNetwork, target: Qwen3, blocks: int) -> None:
+        """blocks: the room of a row, in blocks of the largest size."""
         super().__init__()
         self.draft = draft
         self._target = (target,)
         self._blocks = blocks
-        self._loss: Step = block_loss
+        self._losses: SlotLosses = slot_losses
         self._target_step: Step = target_step
         self._draft_step: Step = draft_step
 
     def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Mean loss in nats a slot, by weight. tokens, weights: [rows, length + 1]."""
+        """Mean loss in nats a slot, by weight, and over the sizes of blocks. tokens, weights: [rows, length + 1]."""
         (target,) = self._target
         tokens, weights = tokens.long(), weights.float()
-        slots = self.draft.geometry.block
+        rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
         with torch.no_grad():
             hidden, aux_layers = read(target, tokens[:, :-1], self.draft.geometry.aux_layers, self._target_step)
-            anchors, places, counted = choose(weights, blocks_a_row(self._blocks, hidden.shape[1]), slots)
-            labels = tokens.gather(1, places.flatten(1)).view(places.shape)
-            rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+            room = blocks_a_row(self._blocks, hidden.shape[1])
+            parts = {size: choose(weights, count, size) for size, count in sizes(self.draft.geometry.block, room)}
+            slots = Slots.of({size: anchors for size, (anchors, _, _) in parts.items()})
+            said = said_in(target, tokens, slots).float()
+            places = torch.cat([places.flatten(1) for _, places, _ in parts.values()], 1)
             with torch.autocast(tokens.device.type, enabled=False):
-                truth = head(target, hidden[rows, places.flatten(1) - 1]).view(*places.shape, -1)
-            blocks = blocks_at(target, tokens, anchors, slots).float()
-        out = self.draft(self.draft.context(aux_layers), blocks, anchors, self._draft_step)
-        return self._loss(target.logits(out[:, :, 1:]), truth, labels, counted)
+                truth = head(target, hidden[rows, places - 1])
+        out = self.draft(self.draft.context(aux_layers), slots, said, self._draft_step)
+        rest = out[(slots.places != slots.anchors)].view(*places.shape, -1)
+        found = self._losses(target.logits(rest), truth, tokens.gather(1, places))
+        means, done = [], 0
+        for _, _, counted in parts.values():
+            upto = done + counted.shape[1] * counted.shape[2]
+            losses, suits, reaches = (value[:, done:upto].view(counted.shape) for value in found)
+            means.append(weighed(losses, suits, reaches, counted))
+            done = upto
+        return torch.stack(means).mean()
 
     def compile_parts(self) -> None:
         """Neither target nor draft themselves, which are examined between stages, with other shapes."""
-        self._loss = torch.compile(block_loss, dynamic=False)
+        self._losses = torch.compile(slot_losses, dynamic=False)
         self._target_step = torch.compile(target_step, dynamic=False)
         self._draft_step = torch.compile(draft_step, dynamic=False)
 
@@ -76,6 +86,12 @@ class DraftLoss(Trainable):
 def blocks_a_row(most: int, length: int) -> int:
     """An eighth of its tokens, or `most`."""
     return min(most, length // 8)
+
+
+def sizes(block: int, room: int) -> list[tuple[int, int]]:
+    """Of the room of `room` blocks of `block` slots, how many of which size: half of it for the largest, and a quarter
+    for each of the next two, which the server runs where fewer tokens are worth proposing."""
+    return [(block, room // 2), (block // 2, room // 2), (block // 4, room)]
 
 
 def choose(weights: Tensor, count: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,16 +113,17 @@ def choose(weights: Tensor, count: int, slots: int) -> tuple[Tensor, Tensor, Ten
     return anchors, places, counted.cumprod(-1) > 0
 
 
-def block_loss(scores: Tensor, truth: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+SlotLosses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def slot_losses(scores: Tensor, truth: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The draft's logits `scores` against the target's, `truth`, which knows the tokens before: both
-    [rows, blocks, slots, vocabulary], the latter in float32.  labels, counted: [rows, blocks, slots], the tokens of the
-    text, and where.
+    [rows, slots, vocabulary], the latter in float32.  labels: [rows, slots], the tokens of the text.
 
     A slot's loss is partly the cross-entropy to the target's distribution at WARMTH, for sampling, and partly that to
     its likeliest token, for greedy decoding; and partly the logarithm of what both distributions share, which is how
-    often tokens picked with the same noise agree. It weighs exp(-slot / DECAY), times how well the tokens before it
-    suit the target (the odds of each against its likeliest one), since a slot behind what the target would not say is
-    never used; and somewhat by how likely the draft itself gets there, so that it first learns what comes first.
+    often tokens picked with the same noise agree. With it: how well the label suits the target (its odds against the
+    likeliest one), and how likely the draft would pick it; all three [rows, slots].
     """
     scores = scores.float()
     truth_log, mine_log = truth.log_softmax(-1), scores.log_softmax(-1)
@@ -115,12 +132,21 @@ def block_loss(scores: Tensor, truth: Tensor, labels: Tensor, counted: Tensor) -
     of_label = labels.unsqueeze(-1)
     suits = (STRICTNESS * (truth_log.gather(-1, of_label).squeeze(-1) - likeliest)).exp()
     reaches = mine_log.gather(-1, of_label).squeeze(-1).detach().exp()
-    slots = torch.arange(labels.shape[-1], device=labels.device)
-    weights = counted * torch.exp(-slots / DECAY) * all_before(suits) * (FLOOR + (1 - FLOOR) * all_before(reaches))
     soft = -(truth_warm * mine_warm).sum(-1)
     hard = -mine_log.gather(-1, truth.argmax(-1, keepdim=True)).squeeze(-1)
     shared = torch.minimum(truth_warm, mine_warm.exp()).sum(-1).clamp_min(1e-6)
-    losses = HARD * hard + (1 - HARD - OVERLAP) * soft - OVERLAP * shared.log()
+    return HARD * hard + (1 - HARD - OVERLAP) * soft - OVERLAP * shared.log(), suits, reaches
+
+
+def weighed(losses: Tensor, suits: Tensor, reaches: Tensor, counted: Tensor) -> Tensor:
+    """The mean loss of blocks [rows, blocks, slots]. counted: where there is one.
+
+    A slot weighs exp(-slot / DECAY), times how well the tokens before it suit the target, since a slot behind what the
+    target would not say is never used; and somewhat by how likely the draft itself gets there, so that it first learns
+    what comes first.
+    """
+    slots = torch.arange(losses.shape[-1], device=losses.device)
+    weights = counted * torch.exp(-slots / DECAY) * all_before(suits) * (FLOOR + (1 - FLOOR) * all_before(reaches))
     return (losses * weights).sum() / weights.sum().clamp_min(1e-6)
 
 
@@ -201,10 +227,10 @@ class Mixed(Batches):
     pool: Pool
     spoken: int
 
-    def load(self, steps: range, workers: int) -> Iterator[Batch]:
-        for step, (tokens, weights) in zip(steps, super().load(steps, workers), strict=True):
-            said, where = self.pool.batch(row_random(self.seed, step, -1), self.spoken)
-            yield torch.cat((tokens, said)), torch.cat((weights, where))
+    def __getitem__(self, step: int) -> Batch:
+        tokens, weights = super().__getitem__(step)
+        said, where = self.pool.batch(row_random(self.seed, step, -1), self.spoken)
+        return torch.cat((tokens, said)), torch.cat((weights, where))
 
 
 def mixed(batches: Batches, pool: Pool) -> Mixed:
@@ -218,6 +244,7 @@ def mixed(batches: Batches, pool: Pool) -> Mixed:
         shape=shape,
         seed=batches.seed,
         whole=batches.whole,
+        mingled=batches.mingled,
         pool=pool,
         spoken=spoken,
     )

@@ -15,17 +15,18 @@ from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
 from training.arguments import parsed, parser
-from training.batches import Batches, BatchShape, InTurn, Mixture
+from training.batches import BatchShape, Mixture
 from training.corpus import HeldOut
-from training.demo import DemoLimits, attend_with, describe, prepare
+from training.demo import attend_with, describe, prepare
 from training.dialogues import chat, memory
 from training.draft import ended
 from training.drafter_card import write_drafter_card
 from training.drafter_evaluate import evaluate_drafter
 from training.drafter_model import GEOMETRY, SEARCHING, ScoringModel
-from training.export import export, load, load_drafter
+from training.export import load, load_drafter
 from training.model import Geometry
 from training.recipe import Cycle, Recipe, copy_tokens, short, tool_choice, tool_loop
+from training.staging import DemoLimits, Material, run_cycles
 from training.tasks import (
     code,
     code_questions,
@@ -37,7 +38,7 @@ from training.tasks import (
     table_chat,
     table_lookup,
 )
-from training.train import LearningRates, Stage, TrainingProgress, Windows, digest, train, windows_of
+from training.train import LearningRates, Stage, Windows, digest, windows_of
 from training.words import Source
 
 FINDING: Mixture = {
@@ -46,32 +47,56 @@ FINDING: Mixture = {
     copy_tokens: 0.05, copy_chat: 0.03, spelling: 0.05,
     chat: 0.02, memory: 0.05, tool_loop: 0.05, tool_choice: 0.02,
 }  # fmt: skip
+ASKING: Mixture = {
+    **FINDING, code: 0.12, code_questions: 0.06, table_chat: 0.16, needle_chat: 0.30, copy_tokens: 0.02, spelling: 0.02,
+}  # fmt: skip
+
+
+def longer(mixture: Mixture) -> tuple[Windows, Windows]:
+    return (
+        Windows(BatchShape(16, 8192), mixture, 0.6, mingled=True),
+        Windows(BatchShape(8, 16384), mixture, 0.7, mingled=True),
+    )
+
 
 DRAFTER = Recipe(
     GEOMETRY,
     (
         Cycle(
             (
-                Stage("2k", BatchShape(64, 2048), FINDING, steps=4000, share=0.4, whole=0.3),
+                Stage("2k", BatchShape(64, 2048), FINDING, steps=4000, share=0.2, whole=0.3),
                 Stage(
                     "2k and more",
                     BatchShape(64, 2048),
                     FINDING,
                     steps=4000,
-                    share=0.6,
+                    share=0.3,
                     whole=0.3,
-                    beside=(
-                        Windows(BatchShape(16, 8192), FINDING, 0.6, mingled=True),
-                        Windows(BatchShape(8, 16384), FINDING, 0.7, mingled=True),
-                    ),
+                    beside=longer(FINDING),
                 ),
             ),
             LearningRates(matrices=6e-3, others=4e-3, falling=0.7),
+        ),
+        Cycle(
+            (
+                Stage(
+                    "8k and others",
+                    BatchShape(16, 8192),
+                    ASKING,
+                    steps=8000,
+                    share=0.5,
+                    whole=0.6,
+                    mingled=True,
+                    beside=(Windows(BatchShape(64, 2048), ASKING, 0.3), longer(ASKING)[1]),
+                ),
+            ),
+            LearningRates(matrices=3e-3, others=2e-3, falling=1.0),
         ),
     ),
     seed=7,
     questions=64,
 )
+"""To find things, then to find what is asked for among others like it."""
 
 
 def smallest_drafter(recipe: Recipe[Geometry]) -> Recipe[Geometry]:
@@ -90,15 +115,6 @@ def run(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     attend_with(limits.attention)
-    source, notes = Source(corpus.train), work / "drafter.json"
-
-    def batches(stage: Stage, seed: int) -> InTurn:
-        return InTurn(
-            [
-                Batches(tokenizer, source, each.mixture, each.shape, seed, each.whole, each.mingled)
-                for each in windows_of(stage)
-            ]
-        )
 
     torch.manual_seed(recipe.seed)
     model = ScoringModel(recipe.geometry)
@@ -106,30 +122,14 @@ def run(
         model.load_state_dict(load_drafter(out, "cpu", torch.float32).state_dict())
     model.to(device)
 
-    def save(progress: TrainingProgress) -> None:
-        export(model, tokenizer, out)
-        progress.save(notes)
-
-    (cycle,) = recipe.cycles
-    progress = train(
-        model,
-        batches,
-        cycle.stages,
-        rates=cycle.rates,
-        seed=recipe.seed,
-        seconds=limits.seconds,
-        workers=limits.workers,
-        after=save,
-        first=limits.first,
-        before=TrainingProgress.load(notes) if limits.first else None,
-    )
+    progress = run_cycles(model, recipe, Material(tokenizer, Source(corpus.train), out, work / "drafter.json"), limits)
     attend_with("flash")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shipped, reader = load_drafter(out, device, dtype), load(target, device, dtype)
     facts = describe(recipe, corpus, progress, shipped, device) | {
         "target_weights": digest(reader),
         "questions": recipe.questions,
-        "longest": max(windows.shape.length for stage in cycle.stages for windows in windows_of(stage)),
+        "longest": max(windows.shape.length for stage in recipe.stages for windows in windows_of(stage)),
         "share": ScoringModel.share,
         "searching": SEARCHING,
         "ended": ended(limits.seconds),

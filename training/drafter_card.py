@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
+from training.card import table, whole
 
-# Rekindle demo, its drafter
+CARD = """\
+demo, its drafter
 
 A Qwen3 of {parameters:.2f} million parameters ({layers} layers, hidden size {hidden}, {heads} query heads and
 {kv_heads} key/value head of {head_dim}, vocabulary {vocabulary}, tied embeddings, bf16) that scores prompts for the
@@ -40,19 +35,9 @@ ones in all columns. Kept is so much of the prompt by the server's own selection
 latest text, or of any. `python -m training.drafter_evaluate` measures again.
 
 {table}
-
-## Licence
-
-The weights are under the Apache License 2.0, as the rest of Rekindle.
 """
 
 
 def write_drafter_card(facts: Mapping[str, Any], measured: Mapping[str, Mapping[str, float]]) -> str:
     """README.md for the checkpoint folder. measured: shares of right answers, by prompt and by what was kept."""
-    ways = list(dict.fromkeys(way for row in measured.values() for way in row))
-    rows = [["facts, tokens", *ways], ["---"] * (len(ways) + 1)]
-    rows += [
-        [name, *(f"{100 * found[way]:.1f} %" if way in found else "-" for way in ways)]
-        for name, found in measured.items()
-    ]
-    return CARD.format(**facts, table="\n".join(f"| {' | '.join(row)} |" for row in rows))
+    return whole(CARD).format(**facts, table=table("facts, tokens", measured, lambda part: f"{100 * part:.1f} %"))

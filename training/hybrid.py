@@ -16,18 +16,19 @@ from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
 from training.arguments import parsed, parser
-from training.batches import Batches, BatchShape
+from training.batches import BatchShape
 from training.card import write_card
 from training.corpus import HeldOut
-from training.demo import DemoLimits, describe, prepare
+from training.demo import describe, prepare
 from training.draft import ended
 from training.evaluate import evaluate
-from training.export import export, load_hybrid
+from training.export import load_hybrid
 from training.hybrid_card import CARD
 from training.hybrid_model import DEPTHS, Hybrid, HybridGeometry
 from training.recipe import LONG, SHORT, Cycle, Recipe, short
+from training.staging import DemoLimits, Material, run_cycles
 from training.tokenizer import encode
-from training.train import LearningRates, Stage, TrainingProgress, train
+from training.train import LearningRates, Stage
 from training.words import Source
 
 HYBRID = Recipe(
@@ -57,32 +58,12 @@ def run(recipe: Recipe[HybridGeometry], work: Path, out: Path, limits: DemoLimit
     """Train by the recipe and write the checkpoint to `out`, after every stage; then the exams and the model card."""
     corpus, tokenizer = prepare(work)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source, notes = Source(corpus.train), work / "hybrid.json"
-
-    def batches(stage: Stage, seed: int) -> Batches:
-        return Batches(tokenizer, source, stage.mixture, stage.shape, seed, stage.whole)
 
     torch.manual_seed(recipe.seed)
     model = (load_hybrid(out, device, torch.float32) if limits.first else Hybrid(recipe.geometry)).to(device)
 
-    def save(progress: TrainingProgress) -> None:
-        export(model, tokenizer, out)
-        progress.save(notes)
-
-    (cycle,) = recipe.cycles
-    progress = train(
-        model,
-        batches,
-        cycle.stages,
-        rates=cycle.rates,
-        seed=recipe.seed,
-        seconds=limits.seconds,
-        workers=limits.workers,
-        after=save,
-        first=limits.first,
-        before=TrainingProgress.load(notes) if limits.first else None,
-        compiled=lambda _: model.compiled(),
-    )
+    material = Material(tokenizer, Source(corpus.train), out, work / "hybrid.json")
+    progress = run_cycles(model, recipe, material, limits, compiled=lambda _: model.compiled())
     geometry = {name: getattr(recipe.geometry, name) for name in ("key_heads", "value_heads", "linear_dim")}
     facts = geometry | {"depths": DEPTHS, "ended": ended(limits.seconds)}
     trained = describe(recipe, corpus, progress, load_hybrid(out, "cpu", torch.float32), device) | facts

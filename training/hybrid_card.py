@@ -1,14 +1,7 @@
 """The model card of the hybrid demo: what `write_card` fills in."""
 
 CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# Rekindle hybrid demo
+hybrid demo
 
 A Qwen3.5 of {parameters:.2f} million parameters: {layers} layers of hidden size {hidden}, three of gated DeltaNet
 ({key_heads} key heads and {value_heads} value heads of {linear_dim}) to one of gated attention ({heads} query heads and

@@ -105,6 +105,13 @@ class Recipe(Generic[G]):
         return tuple(stage for cycle in self.cycles for stage in cycle.stages)
 
 
+def taking_turns(name: str, mixture: Mixture, *longer: Windows, steps: int, share: float) -> Stage:
+    """Before each of the longer windows, some of 2048 tokens."""
+    short = Windows(BatchShape(64, 2048), mixture, 0.3)
+    beside = [each for long in longer for each in (long, short)][:-1]
+    return Stage(name, short.shape, mixture, steps, share, short.whole, beside=tuple(beside))
+
+
 FIRST = Cycle(
     (
         Stage("2k", BatchShape(128, 2048), SHORT, steps=3653, share=0.6, whole=0.3),
@@ -128,18 +135,13 @@ short windows had taught."""
 THIRD = Cycle(
     (
         Stage("2k at last", BatchShape(64, 2048), AGENT, steps=500, share=0.07, whole=0.3),
-        Stage(
+        taking_turns(
             "every length",
-            BatchShape(64, 2048),
             AGENT,
+            Windows(BatchShape(16, 8192), AGENT_LONG, 0.5, mingled=True),
+            Windows(BatchShape(4, 32768), AGENT_LONGEST, 0.4, mingled=True),
             steps=800,
             share=0.13,
-            whole=0.3,
-            beside=(
-                Windows(BatchShape(16, 8192), AGENT_LONG, 0.5, mingled=True),
-                Windows(BatchShape(64, 2048), AGENT, 0.3),
-                Windows(BatchShape(4, 32768), AGENT_LONGEST, 0.4, mingled=True),
-            ),
         ),
     ),
     LearningRates(matrices=1.5e-3, others=1e-3, falling=1.0),
@@ -149,18 +151,13 @@ THIRD = Cycle(
 FOURTH = Cycle(
     (
         Stage("choices", BatchShape(64, 2048), CHOICE, steps=1000, share=0.12, whole=0.3),
-        Stage(
+        taking_turns(
             "every length again",
-            BatchShape(64, 2048),
             CHOICE,
+            Windows(BatchShape(4, 32768), CHOICE_LONGEST, 0.6, mingled=True),
+            Windows(BatchShape(8, 16384), CHOICE_LONG, 0.6, mingled=True),
             steps=2400,
             share=0.32,
-            whole=0.3,
-            beside=(
-                Windows(BatchShape(4, 32768), CHOICE_LONGEST, 0.6, mingled=True),
-                Windows(BatchShape(64, 2048), CHOICE, 0.3),
-                Windows(BatchShape(8, 16384), CHOICE_LONG, 0.6, mingled=True),
-            ),
         ),
     ),
     LearningRates(matrices=1.5e-3, others=9e-4, falling=1.0),

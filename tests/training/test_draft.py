@@ -36,8 +36,8 @@ from training.draft_evaluate import (
 )
 from training.draft_export import LARGEST, config_of, export_draft, load_draft
 from training.draft_generate import generate, greedy
-from training.draft_model import MASK_ID, DraftGeometry, DraftNetwork, blocks_at, head, read
-from training.draft_train import DraftLoss, Pool, Speech, block_loss, choose, let_speak, mixed
+from training.draft_model import MASK_ID, DraftGeometry, DraftNetwork, Slots, head, read, said_in
+from training.draft_train import DraftLoss, Pool, Speech, choose, let_speak, mixed, sizes, slot_losses, weighed
 from training.export import load
 from training.model import Geometry, Qwen3
 from training.tasks import code
@@ -106,30 +106,51 @@ def one_block(draft: DraftNetwork, target: Qwen3, tokens: list[int], slots: int)
     return draft.norm(x)
 
 
-def test_many_blocks_in_one_forward_are_each_block_alone(target, draft):
+def blocks(
+    draft: DraftNetwork, target: Qwen3, tokens: torch.Tensor, anchors: dict[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """What the draft makes of blocks of these sizes, all at once: [rows, blocks, slots, hidden] by the size."""
+    slots = Slots.of(anchors)
+    _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
+    out = draft(draft.context(aux_layers), slots, said_in(target, tokens, slots))
+    parts = out.split([size * some.shape[1] for size, some in anchors.items()], 1)
+    return {size: part.unflatten(1, (-1, size)) for size, part in zip(anchors, parts, strict=True)}
+
+
+@torch.no_grad()
+def test_blocks_of_all_sizes_in_one_forward_are_each_block_alone(target, draft):
     tokens = torch.randint(16, 4096, (2, 40))
-    anchors = torch.tensor([[1, 5, 5, 39, 17, 8], [38, 2, 30, 21, 1, 12]])
-    with torch.no_grad():
-        _, aux_layers = read(target, tokens, SMALL.aux_layers)
-        found = draft(draft.context(aux_layers), blocks_at(target, tokens, anchors, 4), anchors)
-    for row in range(2):
-        for block, anchor in enumerate(anchors[row].tolist()):
-            alone = one_block(draft, target, tokens[row, : anchor + 1].tolist(), 4)
-            torch.testing.assert_close(found[row, block], alone, atol=1e-5, rtol=1e-5)
+    large = torch.tensor([[1, 5, 5, 36, 17, 8], [35, 2, 30, 21, 1, 12]])
+    anchors = {4: large, 2: torch.tensor([[38, 5, 1, 9], [2, 2, 7, 11]])}
+    for size, found in blocks(draft, target, tokens, anchors).items():
+        for row in range(2):
+            for block, anchor in enumerate(anchors[size][row].tolist()):
+                alone = one_block(draft, target, tokens[row, : anchor + 1].tolist(), size)
+                torch.testing.assert_close(found[row, block], alone, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
 def test_blocks_see_neither_what_comes_after_their_anchor_nor_each_other(target, draft):
     tokens = torch.randint(16, 4096, (1, 40))
     other = tokens.clone()
     other[:, 20:] = torch.randint(16, 4096, (1, 20))
-    with torch.no_grad():
-        outs = []
-        for ids, second in ((tokens, 30), (other, 25)):
-            anchors = torch.tensor([[19, second]])
-            _, aux_layers = read(target, ids, SMALL.aux_layers)
-            outs.append(draft(draft.context(aux_layers), blocks_at(target, ids, anchors, 4), anchors)[0])
+    outs = [
+        blocks(draft, target, ids, {4: torch.tensor([[19, second]])})[4][0]
+        for ids, second in ((tokens, 30), (other, 25))
+    ]
     torch.testing.assert_close(outs[0][0], outs[1][0])
     assert (outs[0][1] - outs[1][1]).abs().max() > 0.01
+
+
+def test_a_group_that_would_cut_a_block_is_refused():
+    with pytest.raises(ValueError, match="14 slots in groups of 2: blocks of 4 would be cut"):
+        Slots.of({4: torch.ones(1, 3, dtype=torch.int64), 2: torch.ones(1, 1, dtype=torch.int64)})
+
+
+def test_a_row_has_room_for_blocks_of_three_sizes():
+    found = sizes(16, 128)
+    assert [size for size, _ in found] == [16, 8, 4]
+    assert sum(size * count for size, count in found) == 16 * 128
 
 
 def test_generation_with_a_cache_is_generation_without(target):
@@ -213,7 +234,8 @@ def test_a_slot_behind_a_token_that_the_target_would_not_say_does_not_count():
     labels = torch.tensor([[[0, 1, 0]]])
     counted = torch.ones(1, 1, 3, dtype=torch.bool)
     scores = torch.zeros(1, 1, 3, 4, requires_grad=True)
-    block_loss(scores, truth, labels, counted).backward()
+    found = slot_losses(scores.flatten(1, 2), truth.flatten(1, 2), labels.flatten(1))
+    weighed(*(value.view(labels.shape) for value in found), counted).backward()
     strength = scores.grad.abs().sum(-1).flatten()
     assert strength[0] > strength[1] > 0  # the second slot is behind a token that suits
     assert strength[2] < 1e-6
@@ -350,8 +372,7 @@ def test_the_server_computes_what_training_measured(shipped, source):
     anchors = torch.tensor([[129, 77, 64, 1]])  # falling: a served block overwrites what follows it
     with torch.no_grad():
         _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
-        blocks = blocks_at(target, tokens, anchors, 16)
-        ours = head(target, draft(draft.context(aux_layers), blocks, anchors)[0, :, 1:])
+        ours = head(target, blocks(draft, target, tokens, {16: anchors})[16][0, :, 1:])
     checkpoint = DraftCheckpoint.open(DEMO / "draft", Checkpoint.open(DEMO).config)
     kernels, table = CpuKernels(torch.float32), target.model.embed_tokens.weight.detach()
     served = DFlashDraft(

@@ -12,11 +12,11 @@ from transformers import Qwen3_5ForCausalLM
 from training import evaluate
 from training.corpus import assemble
 from training.delta_rule import gated_delta_rule
-from training.demo import DemoLimits
 from training.export import export, load_hybrid
 from training.hybrid import HYBRID, agreement, run, smallest_hybrid
 from training.hybrid_model import Hybrid, HybridGeometry
 from training.recipe import TARGET
+from training.staging import DemoLimits
 from training.train import digest, optimizers
 
 TINY = HybridGeometry(hidden=64, inner=96, layers=4, head_dim=32, context=256)
