@@ -98,7 +98,7 @@ RULES = (
         "lines",
         "gitStatus: ",
         lines(
-            r"gitStatus: This is the git status at the start of the conversation\. [^\n]{1,200}\n"
+            r"gitStatus: This is the git status at the start of the conversation\. [^\n]{1,200}\n\n?"
             r"Current branch: [^\n]{0,250}\n"
             r"(?:(?!Status:\n)[^\n]{0,250}\n){0,8}Status:\n"
             r"(?:(?!Recent commits:\n)[^\n]{0,500}\n){0,400}Recent commits:"

@@ -41,6 +41,8 @@ M package-lock.json
 Recent commits:
 5183890 feat: functioning /compact and smart thinking model router
 d6c99bb fix: Apply ESLint fixes"""
+# as 2.1.197 writes it, in a repository without commits
+GIT_BEGUN = GIT.partition("Current branch")[0] + "\nCurrent branch: master\n\nStatus:\n?? shapes.py\n\nRecent commits:"
 PI = "You are an expert coding assistant operating inside pi.{}\nCurrent working directory: /srv/shapes"
 TIME, PI_DATE = "Current date and time: Monday, March 9, 2026 at 06:00:31 PM PDT", "Current date: 2026-06-09"
 POWERED = """# Environment
@@ -75,6 +77,7 @@ def contents(conversation: Conversation) -> list[str]:
         ("env-date", ENV.format(f"{DATE}\n"), ENV.format(""), DATE, ""),
         ("env-date", OPENCODE.format(f"  {DAY}\n"), OPENCODE.format(""), DAY, ""),
         ("claude-git-status", f"{YOU}\n\n{GIT}", YOU, GIT, ""),
+        ("claude-git-status", f"{YOU}\n\n{GIT_BEGUN}\n", f"{YOU}\n", GIT_BEGUN, ""),
         ("claude-git-status", f"{YOU}\n\n{GIT}\nBe brief.", f"{YOU}\nBe brief.", GIT, ""),
         ("claude-git-status", f"{YOU}\n\n{GIT.replace('M package-lock.json', '(clean)')}", YOU, GIT, ""),
     ],
