@@ -11,7 +11,7 @@ from adapters.layout import RowSpec, dtype_name
 from adapters.models.shard import Segment, Step
 from adapters.store.format import Layout
 from adapters.store.memory import Memory
-from adapters.transfer.copy import Mover, StateMover, movers
+from adapters.transfer.copy import Mover, StateMover, marks, movers
 from tests.models.recurrent_shard import RecurrentShard
 
 LAYERS, SLOTS, HEADS, CAPACITY, WIDTH = 3, 2, 2, 96, 8
@@ -67,7 +67,8 @@ def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype) -> None:
     mover.take(0, (16, 80), buffer.data)
     for start, stop in ((16, 80), (16, 32), (64, 80), (31, 50)):
         slots.all[:, :, 0] = 7
-        mover.put(0, (start, stop), buffer.data, 16)
+        # as the lane does it: what it had been told before, here the sevens, comes first
+        mover.put(0, (start, stop), buffer.data, 16, marks([torch.device(device)]))
         assert torch.equal(slots.rows(0, start, stop), truth[..., start - 16 : stop - 16, :])
         assert bool((slots.rows(0, 0, start) == 7).all())
         assert bool((slots.rows(0, stop, CAPACITY) == 7).all())
@@ -85,9 +86,10 @@ def test_several_runs_at_once(device: str) -> None:
     for (slot, start, stop), buffer in zip(spans, buffers, strict=True):
         mover.take(slot, (start, stop), buffer.data)
     slots.all.zero_()
+    after = marks([torch.device(device)])
     with ThreadPoolExecutor(6) as pool:
         moved = [
-            pool.submit(mover.put, slot, (start, stop), buffer.data, start)
+            pool.submit(mover.put, slot, (start, stop), buffer.data, start, after)
             for (slot, start, stop), buffer in zip(spans, buffers, strict=True)
         ]
     assert all(future.result() is None for future in moved)
