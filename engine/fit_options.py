@@ -9,7 +9,7 @@ from attrs import frozen
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from engine.accepted import known_device, known_devices, whole
+from engine.accepted import known_device, known_devices, known_experts, whole
 from engine.options import Device, Options
 
 
@@ -28,6 +28,9 @@ class FitOptions:
 
     kv_dtype: Annotated[Literal["auto", "bf16", "fp8", "int8"], Parameter()] = "auto"
     """What rows are kept in."""
+
+    experts: Annotated[str, Parameter(validator=known_experts)] = "device"
+    """device, or host:N: in host memory, and in N GiB of the CUDA device those that are used most."""
 
     max_ctx: Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
     """Tokens of prompt and answer together; 0: what fits."""

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from engine.__main__ import main
 from engine.catalog import find, hub_folder, local_models, located, served_name
 from engine.options import Options
 from engine.preflight import prepared
 from engine.refusal import Refusal
-from tests.models.checkpoints import save_qwen3
+from tests.models.checkpoints import EXPERTS, save_model, save_qwen3
+from tests.models.ggufs import write_gguf
 
 COMMIT, OLDER = "c0ffee" * 6 + "c0ff", "0ld" * 13 + "0"
 
@@ -182,6 +184,28 @@ def test_models_are_listed_with_what_they_would_be_served_with(told: Callable[..
     assert "4 x 16,384 tokens" in text
     assert "other: not served: config.json: model_type 'gpt2'" in text
     assert "Looked for in ~/models and ~/hub." in text
+
+
+def test_bits_and_what_a_context_costs_are_told_of_folders_files_and_experts(
+    told: Callable[..., Any], tmp_path: Path
+) -> None:
+    models = tmp_path / "models"
+    save_model(models / "sparse", "qwen3_moe", **EXPERTS)
+    wide = {"hidden_size": 256, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 64}
+    save_qwen3(tmp_path / "wide", **wide)
+    write_gguf(models / "wide.gguf", tmp_path / "wide", Kind.Q8_0, tokenizer=None)
+    found = told("--json", "--experts", "host")
+    rows = 2 * 3 * 2 * 16 * 4  # keys and values, layers, heads, their size, float32
+    assert (found["mine"]["bits"], found["mine"]["token"], found["mine"]["state"]) == (32, rows, 0)
+    assert (found["sparse"]["bits"], found["sparse"]["token"]) == (32, rows)
+    assert found["sparse"]["experts"] == 0, "on a CPU they are in host memory as it is"
+    file = found["wide.gguf"]
+    assert (file["stored"], file["token"]) == ("Q8_0", 2 * 3 * 2 * 64 * 2)
+    assert 8.5 < file["bits"] < 8.6, "and norms"
+    assert found["demo-hybrid"]["state"] > 1 << 20
+    text = told()
+    assert "1.5 KiB a token" in text
+    assert "32.0 bits" in text
 
 
 def test_what_does_not_fit_is_told_with_what_would_help(

@@ -17,10 +17,12 @@ from effects.stream import EmitTokens
 from engine.assemble import engine
 from engine.begin import load_target
 from engine.fit import DeviceNeed, Fit, pooled
+from engine.human import size
 from engine.machine import Placement
 from engine.needs import fit_of
 from engine.options import Options
 from engine.refusal import Refusal
+from engine.serve import costs
 from engine.target import Target
 from tests.models.checkpoints import save_qwen3
 
@@ -88,6 +90,8 @@ async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was
     target = await load_target(options)
     try:
         settings, token = target.settings, target.shard.row_spec.token_bytes
+        cost = f"weights=float32 (32.0 bits, {size(target.shard.memory()['weights'])})  context={size(token)} a token"
+        assert costs(target) == f"  {cost}"
         assert settings.pages == min((1 << 20) // (PAGE * token), 16)
         assert settings.max_context == min(1024, settings.pages * PAGE)
         assert target.memory(0)["slots"]["target"] == settings.pages * PAGE * token <= 1 << 20
