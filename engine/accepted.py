@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from cyclopts import Parameter, Token
 
 from effects.scope import ACCEPTED, parse
-from engine.plan import read_devices, read_listen, read_weights
+from engine.plan import ELSEWHERE, read_devices, read_listen, read_weights, read_where
 
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Shell: TypeAlias = Literal["bash", "zsh", "fish"]
@@ -52,6 +52,18 @@ def known_devices(_: Any, value: str) -> None:
 
 def known_listen(_: Any, value: str) -> None:
     read_listen(value)
+
+
+def known_draft_device(_: Any, value: str) -> None:
+    if value.partition(":")[0] in {"", "auto", "cpu", "cuda"}:
+        known_drafter_device(_, value)
+        return
+    try:
+        apart = read_where(value).remote
+    except ValueError:
+        apart = False
+    if not apart:
+        raise ValueError(f"{value[:40]!r} is no device of a draft. Accepted: auto, cpu, cuda or cuda:N; {ELSEWHERE}.")
 
 
 def known_drafter_device(_: Any, value: str) -> None:

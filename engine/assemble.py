@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,7 +16,7 @@ from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.experts import PlaceExperts
-from effects.ids import MAIN, LaneId, RequestId
+from effects.ids import MAIN, LaneId, RequestId, SlotId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pflash import KeepFrozen
 from effects.ports import Perform, Submit
@@ -31,7 +32,7 @@ from engine.runner import Envelope, Executors, Runner
 from engine.showing import kv_pages
 from engine.trace import Recorder
 from states import invariants
-from states.events import ExpertsUsed, ForEngine, SlotsLost
+from states.events import ExpertsUsed, ForEngine, ForModel, SlotsLost
 from states.settings import Settings
 from states.world import Out, World, begin
 
@@ -97,7 +98,7 @@ async def engine(
     )
 
     metrics.watch_pages(lambda: kv_pages(runner.world))
-    executor.lost_to(lambda slots: runner.tell(ForEngine(SlotsLost(slots))))
+    executor.lost_to(partial(slots_lost, runner), partial(draft_reached, runner))
     executor.used_to(lambda counts: runner.tell(ForEngine(ExpertsUsed(counts))))
 
     def living() -> Mapping[str, Any]:
@@ -118,6 +119,14 @@ async def engine(
         runner.close()
         if recorder is not None:
             recorder.close()
+
+
+def slots_lost(runner: Runner, slots: tuple[SlotId, ...]) -> None:
+    runner.tell(ForEngine(SlotsLost(slots)))
+
+
+def draft_reached(runner: Runner, there: bool) -> None:
+    runner.tell(ForModel("draft", there))
 
 
 def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None) -> dict[LaneId, Submit]:

@@ -6,8 +6,9 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attrs import evolve, frozen
@@ -15,31 +16,40 @@ from attrs import evolve, frozen
 from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.weights import StoredTensor
+from adapters.device.proposer import DraftModel
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense_config import HEAD_ROWS
 from adapters.models.dflash.checkpoint import DraftCheckpoint
 from adapters.models.dflash.draft import DFlashDraft
+from adapters.models.dflash.projection import FeatureProjection
 from adapters.models.dflash.weights import products as block_products
-from adapters.models.draft import CachedDraft, DraftShape
+from adapters.models.draft import CachedDraft
+from adapters.models.draft_parts import DraftShape, Projection
 from adapters.models.ends import CopiedEnds
 from adapters.models.family import ModelConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import Products, Weight
 from adapters.models.mtp.checkpoint import HeadCheckpoint
 from adapters.models.mtp.draft import MtpDraft
+from adapters.models.mtp.projection import LastHidden
 from adapters.models.mtp.weights import head_products
 from adapters.models.numerics import Numerics, kept_under, plan_from_json, plan_to_json
 from adapters.models.pipeline import Pipeline
 from adapters.models.shard import TargetHead
 from adapters.models.waves import current
+from adapters.remote.draft import RemoteDraft
+from adapters.remote.loading import loading_draft
+from adapters.remote.peer import Peer
+from effects.ports import RowsLost
 from engine.kept import Kept
-from engine.machine import build_kernels, choose_device
+from engine.machine import Placement, build_kernels, choose_device
 from engine.options import Options
 from engine.refusal import Refusal
 
 log = logging.getLogger("rekindle")
 
 WIDTHS = (3, 7, 15)  # proposals of the decode steps that are measured at start
+BATCH_ROWS = 64  # rows of one batched decode step at most
 OWN = "mtp"  # the model's own prediction head
 SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
 """What `auto` takes for models that come with a draft."""
@@ -52,16 +62,33 @@ class FoundDraft:
     name: str
     shape: DraftShape
     weights: int
+    digest: str  # of these
     products: Callable[..., Products]
     build: Callable[..., CachedDraft[Any]]
+    projection: Callable[[Kernels, torch.device, torch.dtype], Projection]
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """Of the weights, and of what its rows are: whoever has the same ones has the same draft."""
+        return self.digest, blake2b(repr(self.shape.row_facts()).encode(), digest_size=16).hexdigest()
+
+
+def draft_name(asked: str, model: str) -> str:
+    """asked: as `--draft` has it."""
+    return SHIPPED.get(model, "none") if asked == "auto" else asked
 
 
 def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
     """What was asked for, or what comes with a demo. Raises Refusal for one that cannot draft for this target."""
-    name = SHIPPED.get(options.model, "none") if options.draft == "auto" else options.draft
+    found = named_draft(draft_name(options.draft, options.model), target)
+    if found is None and options.ddtree:
+        log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
+    return found
+
+
+def named_draft(name: str, target: Checkpoint) -> FoundDraft | None:
+    """Raises Refusal."""
     if name == "none":
-        if options.ddtree:
-            log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
         return None
     try:
         return own_head(target) if name == OWN else dflash(Path(name), target.config)
@@ -84,8 +111,10 @@ def dflash(folder: Path, target: ModelConfig) -> FoundDraft:
         str(folder),
         config,
         weights_of(found.tensors),
+        found.digest(),
         partial(block_products, config),
         partial(DFlashDraft, config, found),
+        partial(FeatureProjection, config, found),
     )
 
 
@@ -93,7 +122,13 @@ def own_head(target: Checkpoint) -> FoundDraft:
     found = HeadCheckpoint.open(target)
     config = found.config
     return FoundDraft(
-        OWN, config, weights_of(found.tensors), partial(head_products, config), partial(MtpDraft, config, found)
+        OWN,
+        config,
+        weights_of(found.tensors),
+        found.digest(),
+        partial(head_products, config),
+        partial(MtpDraft, config, found),
+        lambda *_: LastHidden(config.aux_layers[0]),
     )
 
 
@@ -103,7 +138,7 @@ def weights_of(tensors: Mapping[str, StoredTensor]) -> int:
 
 def draft_device(options: Options, target: torch.device) -> torch.device:
     """target: of its last layers, beside which a draft is where nobody says otherwise. Raises Refusal."""
-    if not options.draft_device:
+    if not options.draft_device or options.draft_where is not None:
         return target
     found = choose_device(options.draft_device, "--draft-device")
     return torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
@@ -134,8 +169,31 @@ def draft_kernels(
     return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
+def draft_placement(options: Options, target: torch.device, peer: Peer | None = None) -> Placement:
+    """target: as in `draft_device`. peer: of a draft in another process. Raises Refusal."""
+    if peer is not None:
+        return Placement(range(0), torch.device("cpu"), peer)
+    return Placement(range(0), draft_device(options, target))
+
+
+class Room(Protocol):
+    """Of a target, what its draft has as well: as `Shard` has them."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def buckets(self) -> tuple[int, ...]: ...
+
+
 def kernels_apart(
-    found: FoundDraft, config: ModelConfig, shard: Pipeline, device: torch.device, *, kept: Kept, fast: bool
+    found: FoundDraft, config: ModelConfig, shard: Room, device: torch.device, *, kept: Kept, fast: bool
 ) -> Kernels:
     """Of a device that has no layers of the target: all that the draft multiplies is proven there, the head, too."""
     with current(device):
@@ -155,42 +213,79 @@ def placed_draft(
     checkpoint: Checkpoint,
     shard: Pipeline,
     *,
+    peer: Peer | None,
     kernels: Kernels,
     numerics: Numerics,
     kept: Kept,
-) -> CachedDraft[Any]:
-    """Where it was asked for. kernels: of the target's last layers. Raises Refusal."""
+) -> DraftModel:
+    """Where it was asked for. kernels: of the target's last layers. peer: of a process that has the draft. Raises
+    Refusal.
+    """
+    if peer is not None:
+        beside = draft_kernels(
+            found, checkpoint.config, shard, kernels, numerics=numerics, kept=kept, fast=options.numerics == "fast"
+        )
+        return draft_apart(found, options, checkpoint, shard, peer, kernels=beside)
     device, fast, config = draft_device(options, shard.device), options.numerics == "fast", checkpoint.config
     if device == shard.device:
         own = draft_kernels(found, config, shard, kernels, numerics=numerics, kept=kept, fast=fast)
     else:
         own = kernels_apart(found, config, shard, device, kept=kept, fast=fast)
-    return load_draft(found, shard, own, device, checkpoint)
-
-
-def load_draft(
-    found: FoundDraft, shard: Pipeline, kernels: Kernels, device: torch.device, checkpoint: Checkpoint
-) -> CachedDraft[Any]:
-    """Beside the target, whose embedding and head it shares; on another device with copies of them."""
-
-    def copies() -> TargetHead:
-        return CopiedEnds(checkpoint.config, checkpoint, kernels, shard.dtype, device).head
-
     try:
-        return found.build(
-            kernels,
-            shard.head if device == shard.device else copies,
-            device=device,
-            dtype=shard.dtype,
-            slots=shard.slots,
-            capacity=shard.capacity,
-            buckets=shard.buckets,
-        )
+        return built(found, shard, own, device, checkpoint, head=shard.head if device == shard.device else None)
     except torch.OutOfMemoryError as error:
         why = "fewer --slots, a smaller --max-ctx or --draft none may help"
         raise Refusal(f"the draft does not fit {device} beside the model: {why}") from error
     except ValueError as error:
         raise Refusal(f"--draft {found.name}: {error}") from error
+
+
+def draft_apart(
+    found: FoundDraft,
+    options: Options,
+    checkpoint: Checkpoint,
+    shard: Pipeline,
+    peer: Peer,
+    *,
+    kernels: Kernels,
+) -> RemoteDraft:
+    """kernels: of what is projected beside the target."""
+    asked = loading_draft(
+        *(checkpoint.config, found.shape, shard.dtype),
+        slots=shard.slots,
+        capacity=shard.capacity,
+        buckets=shard.buckets,
+        bits=options.bits,
+        nodes=options.ddtree_budget,
+        rows=BATCH_ROWS,
+        fast=options.numerics == "fast",
+    )
+    try:
+        projection = found.projection(kernels, shard.device, shard.dtype)
+        return RemoteDraft(peer, asked, found.shape, found.digests, projection)
+    except torch.OutOfMemoryError as error:
+        why = "fewer --slots, a smaller --max-ctx or --draft none may help"
+        raise Refusal(f"the draft does not fit {peer.dial.name}: {why}") from error
+    except (ValueError, RowsLost) as error:
+        raise Refusal(f"--draft-device {peer.dial.name}: {error}") from error
+
+
+def built(
+    found: FoundDraft,
+    room: Room,
+    kernels: Kernels,
+    device: torch.device,
+    checkpoint: Checkpoint,
+    *,
+    head: TargetHead | None = None,
+) -> CachedDraft[Any]:
+    """head: of the target beside it, which it shares; None: it has copies."""
+
+    def copies() -> TargetHead:
+        return CopiedEnds(checkpoint.config, checkpoint, kernels, room.dtype, device).head
+
+    how: dict[str, Any] = {"slots": room.slots, "capacity": room.capacity, "buckets": room.buckets}
+    return found.build(kernels, copies if head is None else head, device=device, dtype=room.dtype, **how)
 
 
 def short_of_memory(device: torch.device) -> bool:
@@ -201,7 +296,7 @@ def short_of_memory(device: torch.device) -> bool:
     return free * 20 < total
 
 
-def proposals(draft: CachedDraft[Any] | None, shard: Pipeline) -> int:
+def proposals(draft: DraftModel | None, shard: Pipeline) -> int:
     """Of one decode step, at most. Where the model has positional state, what can be taken back is one block of it: the
     token that is fed, and the proposals after it.
     """

@@ -13,7 +13,7 @@ from attrs import define, evolve, frozen
 from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
 from adapters.device.compressing import Compressor, DrafterLane, dropped, marks_of
-from adapters.device.drafting import Drafting
+from adapters.device.drafting import DraftProposer
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.http.compression import CONTEXTS
@@ -119,7 +119,7 @@ def add_drafter(
     executor: DeviceExecutor,
     lane: DeviceLane,
     *,
-    drafting: Drafting[Any] | None,
+    drafting: DraftProposer[Any] | None,
     settings: Settings,
     kept: Kept,
 ) -> tuple[Drafter | None, Settings]:

@@ -20,12 +20,13 @@ def shard(
     model: str = "demo",
     *,
     device: Annotated[str, flag("", validator=known_device)] = "auto",
+    draft: str = "auto",
     listen: Annotated[str, flag("", validator=known_listen)] = LISTEN,
     secret_file: Path | None = None,
     threads: Annotated[int, flag("", converter=whole, validator=Number(gte=0, lte=1024))] = 0,
     fd: Annotated[str, Parameter(show=False)] = "",
 ) -> int:
-    """Have layers of a model for a server in another process or on another machine.
+    """Have layers of a model, or its draft, for a server in another process or on another machine.
 
     The server names it, as in `rekindle serve MODEL --target-devices cuda:0,tcp://HOST:PORT`; which layers, it says
     itself. Both have the same model, the same version of Rekindle and the same secret. What crosses is not encrypted:
@@ -41,6 +42,8 @@ def shard(
         Folder of the checkpoint, or GGUF file: the server's own, or a copy of it.
     device
         auto (CUDA where there is one), cpu, cuda or cuda:N.
+    draft
+        As `rekindle serve` has it, for a server that names this one in --draft-device: its draft is here then.
     listen
         Where to wait for servers: one is served at a time. Port 0 takes a free one.
     secret_file
@@ -48,10 +51,12 @@ def shard(
     threads
         CPU threads; 0 is one per core. The server's own number, or what is computed here is of another numerics class.
     """
-    return started(model, device, threads, listen=listen, secret_file=secret_file, descriptors=fd)
+    return started(model, device, threads, draft=draft, listen=listen, secret_file=secret_file, descriptors=fd)
 
 
-def started(model: str, device: str, threads: int, *, listen: str, secret_file: Path | None, descriptors: str) -> int:
+def started(
+    model: str, device: str, threads: int, *, draft: str, listen: str, secret_file: Path | None, descriptors: str
+) -> int:
     """descriptors: of a connection and of shared memory, which the server has left open for it."""
     logs.configure("text", "warning" if descriptors else "info")
     secret = shared_secret(secret_file).encode()
@@ -63,7 +68,7 @@ def started(model: str, device: str, threads: int, *, listen: str, secret_file: 
     if threads:
         torch.set_num_threads(threads)
     if not descriptors:
-        return run_listening(model, device, read_listen(listen), secret)
+        return run_listening(model, device, draft, read_listen(listen), secret)
     if not all(one.isdecimal() for one in descriptors.split(",")):
         raise Refusal("--fd is for a server that starts a shard; use --listen")
-    return run_launched(model, device, tuple(map(int, descriptors.split(","))), secret)
+    return run_launched(model, device, draft, tuple(map(int, descriptors.split(","))), secret)

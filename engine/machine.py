@@ -16,7 +16,7 @@ from adapters.checkpoint.upload import PIECE, READERS, Upload
 from adapters.checkpoint.weights import WeightSource
 from adapters.layout import dtype_name
 from adapters.models.checkpoint import Checkpoint
-from adapters.models.draft import DraftShape
+from adapters.models.draft_parts import DraftShape
 from adapters.models.ends import CopiedEnds
 from adapters.models.family import ModelConfig
 from adapters.models.host_experts import HostExperts

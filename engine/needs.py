@@ -13,11 +13,12 @@ from adapters.models.dense_config import HEAD_ROWS
 from adapters.models.family import ModelConfig
 from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.row_form import row_dtype
-from engine.draft import FoundDraft, draft_device
+from adapters.remote.peer import Peer
+from engine.draft import FoundDraft, draft_placement
 from engine.experts import expert_weights, room
 from engine.fit import SLOTS, DeviceNeed, Fit, fitted, pooled
 from engine.human import size
-from engine.machine import Placement, boot_id, check_memory, chunk_of, free_memory, host_memory, host_rows
+from engine.machine import Placement, check_memory, chunk_of, free_memory, host_memory, host_rows
 from engine.options import Options
 from engine.refusal import Refusal
 
@@ -27,12 +28,21 @@ SPARE = 1 << 30  # bytes of a GPU at least, and a tenth of it: its context, grap
 
 
 def chosen(
-    options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], draft: FoundDraft | None
+    options: Options,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    draft: FoundDraft | None,
+    *,
+    peer: Peer | None = None,
 ) -> Fit:
-    """The slots and the context that were asked for, or what there is room for. Raises Refusal."""
+    """The slots and the context that were asked for, or what there is room for. peer: as in `needs`.
+
+    Raises Refusal.
+    """
     if options.max_ctx > config.max_positions:
         raise Refusal(f"--max-ctx {options.max_ctx}: the model was made for at most {config.max_positions} tokens")
-    asked = needs(options, config, dtype, plan, draft)
+    asked = needs(options, config, dtype, plan, draft, peer=peer)
     found = fit_of(options, asked, config.max_positions, plan)
     if found.fits and not options.max_ctx and found.context < config.max_positions:
         of = f"{found.context} of the model's {config.max_positions} tokens"
@@ -45,7 +55,7 @@ def chosen(
         if (taken := need.taken(found)) > need.there:
             short = f"{size(taken)} are needed, and {size(need.there)} can be had"
             log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
-    on_host = draft is not None and draft_device(options, plan[-1].device).type == "cpu"
+    on_host = draft is not None and draft_placement(options, plan[-1].device, peer).on_host
     shape, rows = draft.shape if draft and on_host else None, row_dtype(options.kv_dtype, dtype)
     check_memory(host_rows(config, shape, dtype, rows, plan), options, found)
     return found
@@ -72,15 +82,22 @@ def shares_pages(plan: Sequence[Placement]) -> bool:
 
 
 def needs(
-    options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], draft: FoundDraft | None
+    options: Options,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    draft: FoundDraft | None,
+    *,
+    peer: Peer | None = None,
 ) -> list[DeviceNeed]:
-    """Of each device once; of the host, too, where it keeps experts."""
+    """Of each device once; of the host, too, where it keeps experts. peer: of a draft in another process."""
     hosted = experts_room(options, config, dtype, plan)
-    beside = draft_device(options, plan[-1].device)
-    drafted, found = (boot_id(), str(beside)), list[DeviceNeed]()
-    for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted,)))):
+    drafted = draft_placement(options, plan[-1].device, peer)
+    found = list[DeviceNeed]()
+    for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
         places = [one for one in plan if one.memory == memory]
-        here, device = [one.layers for one in places], places[0].computes if places else beside
+        first = (*places, drafted)[0]
+        here, device = [one.layers for one in places], first.computes
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
         fixed = sum(weights(config, dtype, device, layers) for layers in here)
         if hosted and places:
@@ -89,15 +106,15 @@ def needs(
         own, row = 0, sum(config.kv_bytes_per_token(row_dtype(options.kv_dtype, dtype), layers) for layers in here)
         if plan[-1] in places:
             fixed += buffers(options, config, dtype, plan)
-        if draft is not None and memory == drafted:
+        if draft is not None and memory == drafted.memory:
             fixed += buffers(options, config, dtype, plan) + draft.weights * multiplied_in(config, dtype, device)
             own = draft.shape.kv_bytes_per_token(dtype)
             row += own
-            if plan[-1] not in places:  # with copies of the embedding and of the head
+            if not drafted.local or plan[-1] not in places:  # with copies of the embedding and of the head
                 fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
         state = sum(held for held, _ in states)
         name = str(device)
-        free = there(device) if not places or places[0].peer is None or places[0].on_host else far(places[0])
+        free = there(device) if first.local or first.on_host else far(first)
         found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * rope(config), own=own))
     if hosted:
         host = torch.device("cpu")

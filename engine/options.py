@@ -19,6 +19,7 @@ from engine.accepted import (
     known_curve,
     known_device,
     known_devices,
+    known_draft_device,
     known_drafter_device,
     known_experts,
     known_host,
@@ -34,7 +35,7 @@ from engine.accepted import (
 )
 from engine.completion import model_names
 from engine.logs import LogFormat, LogLevel
-from engine.plan import Where, read_devices, read_weights
+from engine.plan import Where, misplaced, read_devices, read_weights, read_where
 from engine.refusal import Refusal
 
 MODEL = "Model"
@@ -131,8 +132,9 @@ class Options(ModelOption):
     """Folder of a DFlash draft that was trained for the model; mtp: the model's own prediction head, if its checkpoint
     has one; none: no draft; auto: what a demo comes with."""
 
-    draft_device: Annotated[Device, flag(DRAFT, validator=known_drafter_device)] = ""
-    """Where it runs: cpu, cuda or cuda:N; by default where the model's last layers are."""
+    draft_device: Annotated[Device, flag(DRAFT, validator=known_draft_device)] = ""
+    """Where it runs: cpu, cuda or cuda:N; by default where the model's last layers are. ipc+cpu:0, ipc+cuda:N: in a
+    process of its own; tcp://HOST:PORT: where `rekindle shard` runs."""
 
     ddtree: Annotated[bool, flag(DRAFT, negative="")] = False
     """Verify trees of proposals, not chains: more tokens a decode step, more work in each, and the same tokens."""
@@ -259,7 +261,9 @@ class Options(ModelOption):
         if self.layer_weights and len(self.layer_weights) != len(self.devices):
             counts = f"{len(self.layer_weights)} weights for {len(self.devices)} devices"
             raise Refusal(f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one for each")
-        self._check_shards()
+        apart = (*self.devices, *(() if self.draft_where is None else (self.draft_where,)))
+        if why := misplaced(apart, interpreter=bool(self.target_shard_ipc_python), secret=bool(self.shard_secret_file)):
+            raise Refusal(why)
         if self.lazy_draft and self.draft_residency == "persistent":
             raise Refusal("--lazy-draft is --draft-residency request-scoped, not persistent: leave one out")
         if not self.drafter and (self.prefill_compression != "off" or self.prefill_drafter_device):
@@ -284,25 +288,16 @@ class Options(ModelOption):
         wanted = self.prefill_compression != "off" and self.model in demo.FOLDERS
         return self.prefill_drafter if self.prefill_drafter != "auto" else str(demo.DRAFTER) if wanted else ""
 
-    def _check_shards(self) -> None:
-        launched = [one for one in self.devices if one.launched]
-        if self.target_shard_ipc_python is not None and not launched:
-            raise Refusal(
-                "--target-shard-ipc-python runs shards of --target-devices that are in a process of their own, and "
-                "there are none: name some, as in ipc+cpu:0"
-            )
-        if self.target_shard_ipc_python is None and any(one.name.startswith("hip") for one in launched):
-            raise Refusal(
-                "--target-devices hip:N is in a process with ROCm's build of torch: name its interpreter with "
-                "--target-shard-ipc-python"
-            )
-        if self.shard_secret_file is not None and all(one.address is None for one in self.devices):
-            raise Refusal("--shard-secret-file is for shards at tcp://HOST:PORT in --target-devices: there are none")
-
     @property
     def devices(self) -> tuple[Where, ...]:
         """Of the target's shards, in the order of their layers."""
         return read_devices(self.target_devices) if self.target_devices else (Where(self.device, self.device),)
+
+    @property
+    def draft_where(self) -> Where | None:
+        """Of the draft, where it is in another process."""
+        apart = self.draft_device and not self.draft_device.startswith(("auto", "cpu", "cuda"))
+        return read_where(self.draft_device) if apart else None
 
     @property
     def layer_weights(self) -> tuple[float, ...]:

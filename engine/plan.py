@@ -13,10 +13,11 @@ from attrs import frozen
 DEVICE = re.compile(r"(ipc\+|)(auto|cpu|cuda|hip)(?::(\d{1,4}))?")
 RUNNING = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})")
 LISTEN = "tcp://127.0.0.1:7461"
-ACCEPTED = (
-    "cpu:0, cuda:N or auto:N; ipc+cpu:0 or ipc+cuda:N in a process of its own (hip:N in one of another interpreter); "
-    "tcp://HOST:PORT of `rekindle shard`; with commas between them"
+ELSEWHERE = (
+    "ipc+cpu:0 or ipc+cuda:N in a process of its own (hip:N in one of another interpreter); "
+    "tcp://HOST:PORT of `rekindle shard`"
 )
+ACCEPTED = f"cpu:0, cuda:N or auto:N; {ELSEWHERE}; with commas between them"
 
 
 @frozen
@@ -49,6 +50,27 @@ def read_where(name: str) -> Where:
         return Where(name, f"cuda:{int(index or 0)}", launched=True)
     device = "cpu" if kind == "cpu" else name.removeprefix("ipc+")
     return Where(name, device, launched=bool(apart))
+
+
+def misplaced(entries: Sequence[Where], *, interpreter: bool, secret: bool) -> str:
+    """entries: of `--target-devices` and `--draft-device`. Why what is said of other processes is for none of them, or
+    not enough; empty where it is right.
+    """
+    launched = [one for one in entries if one.launched]
+    if interpreter and not launched:
+        return (
+            "--target-shard-ipc-python runs what --target-devices or --draft-device have in a process of its own, and "
+            "there is nothing: name some, as in ipc+cpu:0"
+        )
+    if not interpreter and any(one.name.startswith("hip") for one in launched):
+        return (
+            "--target-devices or --draft-device hip:N is in a process with ROCm's build of torch: name its interpreter "
+            "with --target-shard-ipc-python"
+        )
+    if secret and all(one.address is None for one in entries):
+        where = "--target-devices or --draft-device"
+        return f"--shard-secret-file is for shards at tcp://HOST:PORT in {where}: there are none"
+    return ""
 
 
 def read_listen(text: str) -> tuple[str, int]:

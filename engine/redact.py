@@ -17,7 +17,7 @@ from effects.ids import RequestId, Tokens
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed
 from engine.runner import Envelope
-from states.events import Event, ForEngine, ForRequest, Submitted
+from states.events import Event, ForEngine, ForModel, ForRequest, Submitted
 from states.life import Held, Speculating, remains
 from states.world import Out, World, advance
 
@@ -41,7 +41,7 @@ class Redactor:
         match envelope.happened:
             case ForRequest(request, event):
                 envelope = evolve(envelope, happened=ForRequest(request, self.redact(request, event)))
-            case ForEngine():
+            case ForEngine() | ForModel():
                 pass
         self.world, outs = advance(self.world, envelope.happened)
         for left in self._links.keys() - self.world.requests.keys():

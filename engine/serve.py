@@ -180,7 +180,7 @@ async def serve_model(
             recorder=recorder,
             paranoid=options.paranoid,
         ) as running:
-            running.metrics.watch_shards(partial(hops, target.shard.parts))
+            running.metrics.watch_shards(partial(hops, target.shard.parts, target.draft))
             about = edge_options(options, target, text.sampling)
             gate.app = build_app(running.door, text, about, running.metrics, archive, memory=memory, frozen=frozen)
             steps.done()

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from attrs import define
+from attrs import define, frozen
 
 import engine
 from adapters import demo
@@ -23,18 +23,22 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics
 from adapters.models.probe import probe_key
-from adapters.models.shard import Shard
 from adapters.models.waves import current
 from adapters.remote import shared
 from adapters.remote.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
 from adapters.remote.daemon import Daemon
 from adapters.remote.dial import kept_alive
+from adapters.remote.draft_messages import LoadDraft
 from adapters.remote.hello import refuse
 from adapters.remote.messages import Facts, LoadLayers, Offer, Prove
+from adapters.remote.served_draft import ServedDraft
+from adapters.remote.served_layers import ServedLayers
+from engine.draft import built, draft_name, kernels_apart, named_draft
 from engine.folders import user_folder
 from engine.kept import Kept
 from engine.machine import boot_id, build_kernels, choose_device, free_memory, plan_served, probed, probing
 from engine.refusal import Refusal
+from engine.warm_up import warm_up_apart
 
 log = logging.getLogger("rekindle.shard")
 HELLO_S = 10
@@ -47,29 +51,24 @@ class ServedModel:
 
     checkpoint: Checkpoint
     device: torch.device
+    draft: str = "none"
     _proven: tuple[Checkpoint, torch.dtype, torch.dtype, Kernels, Numerics] | None = None
 
     @classmethod
-    def open(cls, model: str, device: str) -> ServedModel:
-        """Raises Refusal."""
+    def open(cls, model: str, device: str, draft: str = "none") -> ServedModel:
+        """draft: as `--draft` has it. Raises Refusal."""
         try:
             checkpoint = Checkpoint.open(folder_of(model))
         except CheckpointError as error:
             raise Refusal(str(error)) from error
         found = choose_device(device, "--device")
-        return cls(checkpoint, torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu"))
-
-    @property
-    def layers(self) -> int:
-        return self.checkpoint.config.num_layers
-
-    @property
-    def hidden_size(self) -> int:
-        return self.checkpoint.config.hidden_size
+        where = torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
+        return cls(checkpoint, where, draft_name(draft, model))
 
     def facts(self) -> Facts:
+        layers = self.checkpoint.config.num_layers
         return Facts(
-            *described(self.checkpoint), self.layers, str(self.device), boot_id(), os.getpid(), free_memory(self.device)
+            *described(self.checkpoint), layers, str(self.device), boot_id(), os.getpid(), free_memory(self.device)
         )
 
     def prove(self, asked: Prove) -> Offer:
@@ -90,13 +89,14 @@ class ServedModel:
         self._proven = checkpoint, dtype, rows, kernels, numerics
         return Offer(key, numerics.to_json())
 
-    def load(self, asked: LoadLayers) -> Shard:
+    def load(self, asked: LoadLayers) -> ServedLayers:
         if self._proven is None:
             raise ValueError("nothing is proven, so nothing is loaded")
         checkpoint, dtype, rows, kernels, numerics = self._proven
         with current(self.device):
-            return checkpoint.family.build(
-                checkpoint.config,
+            config = checkpoint.config
+            shard = checkpoint.family.build(
+                config,
                 checkpoint,
                 kernels.using(plan_served(numerics, fast=asked.fast)),
                 device=self.device,
@@ -109,6 +109,31 @@ class ServedModel:
                 aux_layers=asked.aux_layers,
                 state_places=asked.state_places,
             )
+        return ServedLayers(shard, config.num_layers, config.hidden_size)
+
+    def load_draft(self, asked: LoadDraft) -> ServedDraft:
+        dtype, kept = torch_dtype(asked.dtype), Kept(user_folder())
+        checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
+        checkpoint = checkpoint.rounded(dtype)
+        found, config = named_draft(self.draft, checkpoint), checkpoint.config
+        if found is None:
+            raise ValueError("there is no draft here: name one with --draft")
+        room = DraftRoom(dtype, asked.slots, asked.capacity, asked.buckets)
+        kernels = kernels_apart(found, config, room, self.device, kept=kept, fast=asked.fast)
+        with current(self.device):
+            draft = built(found, room, kernels, self.device, checkpoint)
+            warm_up_apart(draft, room, asked.rows)
+        return ServedDraft(draft, config.vocab_size, asked.nodes, *found.digests)
+
+
+@frozen
+class DraftRoom:
+    """As its server has asked for it."""
+
+    dtype: torch.dtype
+    slots: int
+    capacity: int
+    buckets: tuple[int, ...]
 
 
 def folder_of(model: str) -> Path:
@@ -121,12 +146,12 @@ def described(checkpoint: Checkpoint) -> tuple[str, str]:
     return checkpoint.digest(), blake2b(config.encode(), digest_size=16).hexdigest()
 
 
-def run_launched(model: str, device: str, descriptors: tuple[int, ...], secret: bytes) -> int:
+def run_launched(model: str, device: str, draft: str, descriptors: tuple[int, ...], secret: bytes) -> int:
     """For the server that launched it, until that ends the connection, or itself."""
     channel = Channel(socket.socket(fileno=descriptors[0]))
     threading.Thread(target=leave_with, args=(channel.socket,), name="shard-watch", daemon=True).start()
     join = joining(descriptors[1:])
-    return 0 if served(lambda: ServedModel.open(model, device), channel, secret, join) else 1
+    return 0 if served(lambda: ServedModel.open(model, device, draft), channel, secret, join) else 1
 
 
 def leave_with(connection: socket.socket) -> None:
@@ -151,9 +176,9 @@ def joining(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared | Non
     return join
 
 
-def run_listening(model: str, device: str, address: tuple[str, int], secret: bytes) -> int:
+def run_listening(model: str, device: str, draft: str, address: tuple[str, int], secret: bytes) -> int:
     """For one server after the other, until somebody stops it. What one has left the next one does not find."""
-    served_model = ServedModel.open(model, device)
+    served_model = ServedModel.open(model, device, draft)
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         listening = socket.create_server(address, family=family, backlog=WAITING)

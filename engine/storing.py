@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from adapters.device.drafting import Drafting
+from adapters.device.drafting import DraftProposer
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
-from adapters.models.draft import CachedDraft
+from adapters.device.proposer import DraftModel
 from adapters.models.pipeline import Pipeline
 from adapters.store.disk import Disk
 from adapters.store.folder import FolderUnusable
@@ -34,7 +34,7 @@ from states.settings import Settings
 log = logging.getLogger("rekindle")
 
 
-def layout(shard: Pipeline, draft: CachedDraft[Any] | None, named: str, block_size: int) -> Layout:
+def layout(shard: Pipeline, draft: DraftModel | None, named: str, block_size: int) -> Layout:
     kept = None if draft is None else Draft(draft.identity, draft.row_spec)
     return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
 
@@ -78,7 +78,7 @@ def keeping(
     executor: DeviceExecutor,
     lane: DeviceLane,
     *,
-    drafting: Drafting[CachedDraft[Any]] | None,
+    drafting: DraftProposer[Any] | None,
     memory: Memory,
 ) -> Transfer | None:
     """What is kept of slots beyond the device, and how it comes there and back, if the options ask for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,25 @@ from attrs.filters import exclude
 
 from adapters import demo
 from adapters.device.buckets import row_counts
-from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
+from adapters.device.proposer import DraftModel
 from adapters.layout import torch_dtype
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
-from adapters.models.draft import CachedDraft
 from adapters.models.host_experts import HostExperts
-from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.row_form import row_dtype
 from adapters.models.numerics import Numerics
 from adapters.models.pipeline import Pipeline
-from adapters.remote.peer import Peer
+from adapters.remote.draft import RemoteDraft
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
-from effects.ids import RequestId
 from effects.ports import RowsLost
-from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope
 from engine import startup
 from engine.catalog import served_name
-from engine.draft import find_draft, placed_draft, proposals, provable, short_of_memory, widths
+from engine.draft import BATCH_ROWS, find_draft, proposals, provable, short_of_memory, widths
 from engine.drafter import Drafter, add_drafter, find_drafter, pflash
+from engine.drafting import add_draft, beside_last, sent_away
 from engine.experts import counted, first_places
 from engine.fit import Fit
 from engine.folders import user_folder
@@ -46,15 +43,13 @@ from engine.measure import kept_or_measured, key
 from engine.needs import chosen, host_experts, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
-from engine.remote import closed, connected, place_of, placement, shown
+from engine.remote import Apart, asking_for, connected, place_of, placement, shown, shown_draft
 from engine.storing import keeping, layout, stored, transfer_memory
 from engine.warm_up import warm_up
-from states.residency import resolved, unload
+from states.residency import resolved
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
-
-BATCH_ROWS = 64  # rows of one batched decode step at most
 
 
 @define
@@ -74,7 +69,7 @@ class Target:
     freezes: bool  # messages that have aged, where a drafter is
     scope: Scope  # of requests that do not say
     kept: Kept
-    draft: CachedDraft[Any] | None = None
+    draft: DraftModel | None = None
     drafter: Drafter | None = None
     hosted: HostExperts | None = None
     pflash: Mapping[str, Any] = {}
@@ -139,6 +134,7 @@ class Target:
             "models": {"target": {"device": target["weights"], "host": host}, **models},
             "experts": None if self.hosted is None else self.hosted.shown(),
             "shards": parts,
+            "draft": None if self.draft is None else shown_draft(self.draft),
             "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
             "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
             "blocks": {"host": blocks},
@@ -155,6 +151,8 @@ class Target:
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.saver.close)
         await anyio.to_thread.run_sync(self.executor.close)
+        if isinstance(self.draft, RemoteDraft):  # whose process would wait for more
+            await anyio.to_thread.run_sync(self.draft.close)
         if self.drafter is not None:
             await anyio.to_thread.run_sync(self.drafter.close)
         if self.transfer is not None:
@@ -175,23 +173,23 @@ def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, on
         torch.set_num_threads(options.threads)
     folder = model_folder(options)
     checkpoint = Checkpoint.open(folder)
-    peers = connected(options, folder, checkpoint)
+    apart = connected(options, folder, checkpoint)
     try:
-        target = load_over(peers, checkpoint, options, lane, step=step, only=only)
+        target = load_over(apart, checkpoint, options, lane, step=step, only=only)
     except RowsLost as error:
-        closed(peers)
-        raise Refusal(f"--target-devices: {error}") from error
+        apart.close()
+        raise Refusal(f"{asking_for(options)}: {error}") from error
     except BaseException:
-        closed(peers)
+        apart.close()
         raise
-    for peer in peers:
+    for peer in apart.shards:
         if peer is not None:
             peer.lost_to(target.executor.lose)
     return target
 
 
 def load_over(
-    peers: Sequence[Peer | None],
+    apart: Apart,
     checkpoint: Checkpoint,
     options: Options,
     lane: DeviceLane,
@@ -199,11 +197,11 @@ def load_over(
     step: startup.StepHeard,
     only: str | None,
 ) -> Target:
-    """peers: of each shard, the daemon that has it, or None for one that is here."""
+    """apart: of what is in other processes, the daemons."""
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
     checkpoint = (checkpoint.quantised(options.bits) if options.bits else checkpoint).rounded(dtype)
-    plan, opened = planned(options, checkpoint.config, peers), find_draft(options, checkpoint)
-    fit = chosen(options, checkpoint.config, dtype, plan, opened)
+    plan, opened = planned(options, checkpoint.config, apart.shards), find_draft(options, checkpoint)
+    fit = chosen(options, checkpoint.config, dtype, plan, opened, peer=apart.draft)
     kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
     numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
     rows = row_dtype(options.kv_dtype, dtype)
@@ -211,13 +209,14 @@ def load_over(
     if only not in {None, named}:
         raise Mismatched(named)
     found, scores = provable(opened, numerics), find_drafter(options, checkpoint.folder, plan[-1].device, fit.context)
+    apart.drafting(found is not None)
     step(startup.WEIGHTS)
     memory = transfer_memory(options, [one.device for one in plan])
     hosted = host_experts(options, checkpoint, dtype, plan)
-    heard = startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors))
+    heard = checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors)))
     room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "rows": rows}
     shard = shards(
-        *(checkpoint.followed(heard), dtype, plan, kernels, memory),
+        *(heard, dtype, plan, kernels, memory),
         **room,
         buckets=row_counts(numerics.buckets, fast=fast),
         state_places=options.state_checkpoints,
@@ -228,11 +227,8 @@ def load_over(
     if hosted is not None:
         first_places(hosted)
     executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=hosted)
-    drafting = None
-    if found is not None:
-        step(startup.DRAFT)
-        shared: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept}
-        drafting = add_draft(placed_draft(found, options, checkpoint, shard, **shared), shard, executor, options)
+    placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
+    drafting = add_draft(found, options, checkpoint, shard, executor=executor, step=step, **placing)
     draft = None if drafting is None else drafting.draft
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
@@ -268,35 +264,11 @@ def load_over(
     )
 
 
-def sent_away(drafting: Drafting[CachedDraft[Any]] | None, settings: Settings) -> None:
-    """Nobody needs the draft yet."""
-    if drafting is not None and settings.residency.draft != "keep":
-        drafting.park(RequestId(0), unload(settings.residency, "draft"))
-
-
-def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
-    """Those of the last layers: in this process, wherever the layers are."""
-    last = kernels[-1]
-    assert last is not None
-    return last
-
-
-def add_draft(
-    draft: CachedDraft[Any], shard: Pipeline, executor: DeviceExecutor, options: Options
-) -> Drafting[CachedDraft[Any]]:
-    """At work for the executor."""
-    drafting = Drafting(draft, shard.buckets, options.ddtree_budget)
-    executor.proposed_to(drafting)
-    executor.handle(LoadModel, drafting.unpark)
-    executor.handle(UnloadModel, drafting.park)
-    return drafting
-
-
 def decide(
     options: Options,
     executor: DeviceExecutor,
     shard: Pipeline,
-    draft: CachedDraft[Any] | None,
+    draft: DraftModel | None,
     *,
     numerics: Numerics,
     named: str,
@@ -319,7 +291,7 @@ def decide(
         log.warning(message)
     block = proposals(draft, shard)
     shape: dict[str, Any] = {"chunk": numerics.chunk, "context": fit.context, "widths": widths(block, tree)}
-    places = placement(shard.parts) if draft is None else f"{placement(shard.parts)},draft@{draft.device}"
+    places = placement(shard.parts) if draft is None else f"{placement(shard.parts)},draft@{draft.place}"
     places += "" if options.experts_room is None else f",experts {options.experts}"
     times = key(named, None if draft is None else draft.identity, places, shape)
     return Settings(

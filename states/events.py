@@ -7,7 +7,7 @@ from typing import TypeAlias
 from attrs import frozen
 
 from effects.all import Outcome
-from effects.ids import PlaceId, RequestId, SlotId
+from effects.ids import ModelName, PlaceId, RequestId, SlotId
 from effects.job import Job
 from effects.ports import CancelReason
 
@@ -70,6 +70,14 @@ class ExpertsUsed:
     counts: tuple[int, ...]
 
 
+@frozen
+class ForModel:
+    """The process that a model is in has gone, or there is one again, with nothing of what the last one knew."""
+
+    name: ModelName
+    there: bool
+
+
 External: TypeAlias = Submitted | Cancelled
 Derived: TypeAlias = Admitted | Rejected | SlotEmptied
 Event: TypeAlias = External | Derived | Outcome
@@ -87,4 +95,4 @@ class ForEngine:
     event: Common
 
 
-Happened: TypeAlias = ForRequest | ForEngine
+Happened: TypeAlias = ForRequest | ForEngine | ForModel

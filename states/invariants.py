@@ -21,6 +21,7 @@ from states.life import (
     remains,
 )
 from states.pages import claim, needed, safe
+from states.residency import PRESENT
 from states.scope import select
 from states.settings import Settings
 from states.slots import one_off, running
@@ -63,7 +64,7 @@ def check(world: World) -> None:
     for name, model in world.models.items():
         leases = model.leases
         assert len(set(leases)) == len(leases), f"a request leases the {name} twice"
-        assert not leases or model.place == "loaded", f"the {name} is leased and not loaded"
+        assert not leases or model.place in PRESENT, f"the {name} is leased and not loaded"
         leasing = {request for request, left in held.items() if left.leased == name}
         assert set(leases) == leasing, "leases and states disagree"
 

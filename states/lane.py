@@ -117,7 +117,10 @@ def choose(
     others = [ask for ask in lane.waiting if not isinstance(ask.effect, RunDecode)]
     if decode_steps and not (others and lane.decode_last):
         company = decode_steps[: settings.batch_rows]
-        plan = planned(company, requests, rates, settings.batch_rows, lane.proposing)
+        if models["draft"].place == "lost":
+            plan = Plan((0,) * len(company), reason="draft_lost", steps=OFTEN)
+        else:
+            plan = planned(company, requests, rates, settings.batch_rows, lane.proposing)
         pairs = list(zip(effects_of(company), plan.proposals, strict=True))
         most = 1 if len(lane.waiting) > len(company) else min(plan.steps, OFTEN)
         alone = min(most, *(steps_within(*pair) for pair in pairs))

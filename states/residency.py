@@ -14,7 +14,9 @@ from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 Policy: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Use: TypeAlias = Literal["draft", "drafter"]
 After: TypeAlias = Literal["keep", "park", "release"]  # what becomes of a model's weights when nobody needs them
-Place: TypeAlias = Literal["loaded", "parked", "released"]
+# lost: it was loaded, and its process is gone; whoever needs it goes on without, and has it again when it is there.
+Place: TypeAlias = Literal["loaded", "parked", "released", "lost"]
+PRESENT: frozenset[Place] = frozenset(("loaded", "lost"))  # nothing has to be moved for whoever needs it
 
 IDLE: Mapping[After, Place] = {"keep": "loaded", "park": "parked", "release": "released"}
 
@@ -98,7 +100,7 @@ def at_once(models: Models, ask: Ask, residency: Resolved) -> tuple[Models, Mode
     The last lease sends it away, unless the policy keeps it between requests.
     """
     match ask.effect:
-        case LoadModel(name) if models[name].place == "loaded":
+        case LoadModel(name) if models[name].place in PRESENT:
             return {**models, name: lease(models[name], ask.request)}, ModelLoaded(name=name)
         case UnloadModel(name):
             without = give_back(models[name], ask.request)
@@ -123,6 +125,16 @@ def acknowledged(models: Models, ask: Ask, outcome: Outcome) -> Models:
         case _:
             return models
     return {**models, name: model}
+
+
+def reached(models: Models, name: ModelName, *, there: bool) -> Models:
+    """The model's process has gone, or there is one again. One that is parked has nothing to lose: what is asked of it
+    next will fail until there is one.
+    """
+    model = models[name]
+    before: Place = "lost" if there else "loaded"
+    after: Place = "loaded" if there else "lost"
+    return {**models, name: evolve(model, place=after)} if model.place == before else models
 
 
 def arrived(model: Residence, size: int) -> Residence:

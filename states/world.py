@@ -31,6 +31,7 @@ from states.events import (
     ExpertsUsed,
     External,
     ForEngine,
+    ForModel,
     ForRequest,
     Happened,
     Rejected,
@@ -91,6 +92,8 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Out, ...]]:
             fold.lose(slots)
         case ForEngine(ExpertsUsed(counts)):
             fold.used(counts)
+        case ForModel(name, there):
+            fold.models = residency.reached(fold.models, name, there=there)
     after = World(world.settings, fold.slots, fold.requests, fold.lanes, fold.models, fold.rates, fold.experts)
     return after, tuple(fold.out)
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.device.draft_context import D, DraftContext
 from adapters.device.memory import ran_out_of_memory
 from adapters.device.noise import gumbel_of
-from adapters.device.proposer import DraftRequest
-from adapters.device.sampling import Draw, adjusted
+from adapters.device.proposer import DraftHere, DraftRequest
+from adapters.device.sampling import Draw, Sampler, adjusted
 from adapters.device.tree import Tree, best_first, chain, subtree
 from adapters.device.truncation import column
 from adapters.models.draft import BlockRequest
@@ -37,13 +39,18 @@ CHILDREN = 8  # of a node: more are never reached by trees of the sizes that pay
 
 
 @define(eq=False)
-class Drafting(DraftContext[D]):
-    """nodes: of a tree at most, which is grown where more proposals are asked for than a chain may have; 0: never.
+class DraftProposer(DraftContext[D], ABC):
+    """A draft wherever it is. nodes: of a tree at most, which is grown where more proposals are asked for than a chain
+    may have; 0: never.
 
     A draft that is not loaded proposes nothing. Neither does one that finds no memory for its buffers.
     """
 
     nodes: int = 0
+
+    @abstractmethod
+    def grown(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> Sequence[Tree]:
+        """What the draft says may follow each of these. Raises torch.OutOfMemoryError."""
 
     # --- proposals ---
 
@@ -55,16 +62,14 @@ class Drafting(DraftContext[D]):
         asking = {index: self._ask(request) for index, request in enumerate(requests)}
         asks = {index: ask for index, ask in asking.items() if ask.count > 0}
         if asks:
-            nodes = self.nodes if self.draft.branches else 0
-            said = Choosing([requests[index] for index in asks], nodes, self.draft.block)
             try:
-                self.draft.propose(list(asks.values()), said)
+                grown = self.grown([requests[index] for index in asks], list(asks.values()))
             except Exception as error:
                 if not ran_out_of_memory(error):
                     raise
                 log.warning("no proposals: %s", error)
                 return trees
-            for index, tree in zip(asks, said.trees(), strict=True):
+            for index, tree in zip(asks, grown, strict=True):
                 trees[index] = tree
         return trees
 
@@ -95,11 +100,39 @@ class Drafting(DraftContext[D]):
         return ModelUnloaded(held, time.perf_counter_ns() - started)
 
 
+P = TypeVar("P", bound=DraftHere)
+
+
+@define(eq=False)
+class Drafting(DraftProposer[P]):
+    """One of this process."""
+
+    def grown(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> list[Tree]:
+        wanted = [
+            Following(one.state.sampler, ask.position, ask.token, one.most, one.state.stops)
+            for one, ask in zip(requests, asks, strict=True)
+        ]
+        said = Choosing(wanted, self.nodes if self.draft.branches else 0, self.draft.block)
+        self.draft.propose(asks, said)
+        return said.trees()
+
+
+@frozen(eq=False)
+class Following:
+    """What is proposed after the token at `position` is picked like this. most: rows. stops: tokens that end it."""
+
+    sampler: Sampler
+    position: int
+    token: int
+    most: int
+    stops: frozenset[int]
+
+
 @define(eq=False)
 class Choosing:
     """Picks what is proposed to these requests, as a draft says what may come. nodes, block: as `Drafting` has them."""
 
-    requests: Sequence[DraftRequest]
+    requests: Sequence[Following]
     nodes: int
     block: int
     drafted: list[list[int]] = field(init=False)
@@ -110,7 +143,7 @@ class Choosing:
 
     def __call__(self, parts: Sequence[Tensor]) -> list[list[int]]:
         """Chains that need no look at what was proposed before are picked together; all where the target's are."""
-        parts = [part.to(one.state.sampler.device) for part, one in zip(parts, self.requests, strict=True)]
+        parts = [part.to(one.sampler.device) for part, one in zip(parts, self.requests, strict=True)]
         found: list[list[int]] = [[] for _ in parts]
         together = [index for index, part in enumerate(parts) if len(part) and self._plain(index)]
         if together:
@@ -127,30 +160,30 @@ class Choosing:
 
     def trees(self) -> list[Tree]:
         """All that was picked. Nothing follows a token that ends the answer."""
-        last = [request.state.tokens[-1] for request in self.requests]
+        last = [request.token for request in self.requests]
         trees = [self.grown.get(index, chain((last[index], *said))) for index, said in enumerate(self.drafted)]
-        return [cut(tree, request.state.stops) for tree, request in zip(trees, self.requests, strict=True)]
+        return [cut(tree, request.stops) for tree, request in zip(trees, self.requests, strict=True)]
 
     def _plain(self, index: int) -> bool:
-        return self.requests[index].state.sampler.plain and not self._wide(index)
+        return self.requests[index].sampler.plain and not self._wide(index)
 
     def _wide(self, index: int) -> bool:
         """Penalties would need the path before each token: there it is a chain all the same."""
         request = self.requests[index]
-        return self.nodes > 0 and request.state.sampler.plain and request.most >= self.block
+        return self.nodes > 0 and request.sampler.plain and request.most >= self.block
 
     def _rows(self, index: int, count: int) -> list[Draw]:
         """How the next proposals are picked, whatever was proposed before them."""
-        state = self.requests[index].state
-        first = len(state.tokens) + len(self.drafted[index])
-        return [Draw(state.sampler, first + row) for row in range(count)]
+        request = self.requests[index]
+        first = request.position + 1 + len(self.drafted[index])
+        return [Draw(request.sampler, first + row) for row in range(count)]
 
     def _one_by_one(self, index: int, logits: Tensor) -> list[int]:
         """Each proposal is picked as if those before it were part of the answer."""
-        state, before, found = self.requests[index].state, self.drafted[index], list[int]()
+        request, before, found = self.requests[index], self.drafted[index], list[int]()
         for number in range(len(logits)):
             path = (*before, *found)
-            row = Draw(state.sampler, len(state.tokens) + len(path), path)
+            row = Draw(request.sampler, request.position + 1 + len(path), path)
             found += guesses(adjusted(logits[number : number + 1], [row]), [row], noise_of(len(logits))[number:][:1])
         return found
 
@@ -163,7 +196,7 @@ class Choosing:
             [(token, value) for token, value in zip(*pair, strict=True) if value > -math.inf]
             for pair in zip(ids.gather(-1, order).tolist(), values.tolist(), strict=True)
         ]
-        self.grown[index] = best_first(request.state.tokens[-1], ranked, min(request.most, self.nodes))
+        self.grown[index] = best_first(request.token, ranked, min(request.most, self.nodes))
         return list(ids.gather(-1, order[:, :1]).flatten().tolist())
 
 

@@ -80,6 +80,7 @@ class DeviceExecutor:
         self._lost: Callable[[tuple[SlotId, ...]], object] = lambda _: None
         self._used: Callable[[tuple[int, ...]], object] = lambda _: None
         self._experts = experts
+        self._reached: Callable[[bool], object] = lambda _: None
         self._wake: Callable[..., object] = lambda *_: None
         self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
         self._flying: set[RequestId] = set()
@@ -110,9 +111,13 @@ class DeviceExecutor:
         """From now on, this says what grammars let follow; before the first launch."""
         self._match = match
 
-    def lost_to(self, lost: Callable[[tuple[SlotId, ...]], object]) -> None:
-        """From now on, this hears of slots that do not have the rows they were opened with; before the first launch."""
-        self._lost, self._wake = lost, waker()
+    def lost_to(
+        self, lost: Callable[[tuple[SlotId, ...]], object], reached: Callable[[bool], object] = lambda _: None
+    ) -> None:
+        """From now on, this hears of slots that do not have the rows they were opened with; and `reached` of a draft's
+        process that is gone, or there again. Before the first launch.
+        """
+        self._lost, self._reached, self._wake = lost, reached, waker()
 
     def used_to(self, used: Callable[[tuple[int, ...]], object]) -> None:
         """From now on, this hears which experts steps have needed; before the first launch."""
@@ -200,6 +205,11 @@ class DeviceExecutor:
         self._slots |= {slot: DeviceFailed("lost", why) for slot in lost}
         with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
             self._wake(self._lost, lost)
+
+    def reach(self, there: bool) -> None:
+        """By any thread: the draft's process is gone, or there again."""
+        with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
+            self._wake(self._reached, there)
 
     def rehearse(self, opening: OpenSlot, following: Callable[[Sequence[Outcome]], Ask | None]) -> list[Outcome]:
         """While nobody is served: open a slot, and carry out what follows from what came of it, one by one."""

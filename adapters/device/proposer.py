@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 from attrs import frozen
@@ -11,12 +11,21 @@ from torch import Tensor
 from adapters.device.agreement import Member
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain, fitted
+from adapters.layout import RowSpec
 from adapters.models.draft import BlockRequest, Pick
-from adapters.models.shard import Kept, Step
+from adapters.models.shard import Kept, NamedTensors, Step
 
 
 class DraftModel(Protocol):
-    """What a `CachedDraft` is, as far as it is used here. Every call runs on the lane's thread."""
+    """What every draft is, wherever its weights are: `CachedDraft` says what its members mean. Every call runs on the
+    lane's thread. lost: its process is gone, and nothing is asked of it until there is another one.
+    """
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def place(self) -> str: ...
 
     @property
     def aux_layers(self) -> tuple[int, ...]: ...
@@ -27,16 +36,26 @@ class DraftModel(Protocol):
         ...
 
     @property
-    def state(self) -> Literal["loaded", "parked", "released"]: ...
+    def state(self) -> Literal["loaded", "parked", "released", "lost"]: ...
 
     @property
     def branches(self) -> bool: ...
 
+    @property
+    def row_spec(self) -> RowSpec: ...
+
+    @property
+    def addressed(self) -> bool: ...
+
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None: ...
 
-    def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None: ...
-
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None: ...
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor: ...
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors: ...
+
+    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None: ...
 
     def park(self) -> int: ...
 
@@ -45,6 +64,16 @@ class DraftModel(Protocol):
     def release(self) -> None: ...
 
     def memory(self) -> Mapping[str, int]: ...
+
+    def close(self) -> None: ...
+
+
+class DraftHere(DraftModel, Protocol):
+    """A draft of this process: it is asked by whoever picks."""
+
+    def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None: ...
+
+    def rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]: ...
 
 
 @frozen(eq=False)

@@ -9,19 +9,18 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.checkpoint.weights import WeightSource
 from adapters.layout import RowSpec
 from adapters.models.decoder import WeightReader
+from adapters.models.draft_parts import DraftShape, DraftWeights
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kv_cache import KvCache
 from adapters.models.parking import ParkedWeights, State
-from adapters.models.rope import Rotary
 from adapters.models.shard import NamedTensors, Segment, Step, TargetHead
 from adapters.models.waves import current
 
@@ -49,45 +48,6 @@ class BlockRequest:
 # which may be none, and gives as many tokens. A draft that says all at once asks once; one that goes on from what was
 # picked asks again and again. The logits may be static buffers.
 Pick: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Sequence[int]]]
-
-
-class DraftWeights(WeightSource, Protocol):
-    """Where a draft gets its tensors from, by their published names."""
-
-    def has(self, name: str) -> bool: ...
-
-    def digest(self) -> str:
-        """Identifies the weights."""
-        ...
-
-
-class DraftShape(Protocol):
-    """Of its rows, and of what its target must share with it."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def rotary(self) -> Rotary: ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]: ...
-
-    @property
-    def block(self) -> int: ...
-
-    def row_facts(self) -> tuple[object, ...]: ...
-
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int: ...
 
 
 # The target's own, or what makes copies of it for another device.
@@ -171,6 +131,10 @@ class CachedDraft(ABC, Generic[L]):
         """
 
     @abstractmethod
+    def take(self, step: Step, tokens: Tensor, features: Tensor) -> None:
+        """`extend` with what its `Projection` has made of the hidden states elsewhere: `[rows, D]`, on any device."""
+
+    @abstractmethod
     def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
         """Up to `count` proposals for each request; `pick` hears what the draft says of them, and has them."""
 
@@ -210,6 +174,20 @@ class CachedDraft(ABC, Generic[L]):
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def hidden_size(self) -> int:
+        """D, of its target, too."""
+        return self._shape.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def place(self) -> str:
+        """Where it is, in a word."""
+        return str(self._device)
 
     @property
     def capacity(self) -> int:

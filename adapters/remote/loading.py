@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
+from adapters.layout import dtype_name
+from adapters.models.draft_parts import DraftShape
 from adapters.models.family import ModelConfig
+from adapters.remote.draft_messages import MOST_FOLLOWED, LoadDraft
 from adapters.remote.frames import MOST_PAYLOAD
 from adapters.remote.messages import LoadLayers
 from adapters.remote.tensors import ALIGN
@@ -14,6 +18,37 @@ from adapters.remote.tensors import ALIGN
 SPARE_ROWS = 1024  # capacity is rounded up to whole tiles of keys
 RUN = 1 << 23  # bytes of a restore's run, or most of it: small models' steps would make room for less
 SHARED = 1 << 26  # bytes of shared memory each way, at most: of a chunk's hidden states 27B take 10 MiB, of a run 4
+
+
+def loading_draft(
+    config: ModelConfig,
+    shape: DraftShape,
+    dtype: torch.dtype,
+    *,
+    slots: int,
+    capacity: int,
+    buckets: Sequence[int],
+    bits: Literal[0, 4, 8],
+    nodes: int,
+    rows: int,
+    fast: bool,
+) -> LoadDraft:
+    """What crosses at once: the features of a round, or rows of a whole slot."""
+    features = MOST_FOLLOWED * max(buckets) * config.hidden_size * dtype.itemsize
+    limit = max(features, (capacity + SPARE_ROWS) * shape.kv_bytes_per_token(dtype)) + MOST_PAYLOAD
+    room = min(SHARED, limit)
+    return LoadDraft(
+        dtype=dtype_name(dtype),  # type: ignore[arg-type]
+        bits=bits,
+        slots=slots,
+        capacity=capacity,
+        buckets=tuple(buckets),
+        nodes=nodes,
+        rows=rows,
+        fast=fast,
+        limit=limit,
+        shared=(room, room),
+    )
 
 
 def loading(

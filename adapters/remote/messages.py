@@ -49,6 +49,11 @@ class Op(IntEnum):
     IMPORT_STATE = 37
     KEEP_STATE = 38
     LOAD_STATE = 39
+    LOAD_DRAFT = 64
+    DRAFT_ROUND = 65
+    COPY_CONTEXT = 66
+    FETCH_DRAFT = 67
+    SEND_DRAFT_AWAY = 68
 
 
 class WireMessage(Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,6 +161,11 @@ class Loaded(WireMessage, frozen=True):
     state_places: Count
     memory: Bytes
     shared: bool
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What the next one has to have, too."""
+        return self.capacity, self.vocab, self.dtype, self.rows, self.states, self.state_block
 
 
 class Stepped(WireMessage, frozen=True):

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from attrs import define, field, frozen
@@ -17,6 +17,7 @@ from torch import Tensor
 from adapters.models.numerics import Numerics
 from adapters.remote.channel import Channel, ConnectionBroken, WireFrame, failed
 from adapters.remote.dial import Dial
+from adapters.remote.draft_messages import DraftReady, LoadDraft
 from adapters.remote.hello import greet
 from adapters.remote.messages import (
     Facts,
@@ -35,6 +36,9 @@ from effects.ids import SlotId
 from effects.ports import RowsLost
 
 T = TypeVar("T", bound=WireMessage)
+Load: TypeAlias = LoadLayers | LoadDraft
+Ready: TypeAlias = Loaded | DraftReady
+A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0
 
@@ -66,7 +70,8 @@ class Peer:
     """Everything is asked by one thread at a time. pause_s: after it could not be had again, everybody is told at once
     for so long. error: the last one. restarts: times that it was had anew.
 
-    hops, hop_ns: of forwards, the time that was not computing there.
+    hops, hop_ns: of forwards, the time that was not computing there. waits: whoever asks when it is gone waits until it
+    is had anew; else that is for somebody who calls `again`.
     """
 
     dial: Dial
@@ -75,6 +80,7 @@ class Peer:
     model: ExpectedModel
     deadlines: Deadlines = field(factory=Deadlines)
     pause_s: float = PAUSE_S
+    waits: bool = True
     error: str = ""
     restarts: int = 0
     hops: int = 0
@@ -83,12 +89,13 @@ class Peer:
     facts: Facts | None = None
     slots: int = 0
     _channel: Channel | None = None
+    _opening: Channel | None = None  # it is not set up yet
     _request: int = 2  # after those of the hello
     _posted: deque[tuple[Op, int]] = field(factory=deque["tuple[Op, int]"])
     _lock: threading.RLock = field(factory=threading.RLock)
     _told: Callable[[str], object] | None = None
     _proof: tuple[Prove, Offer] | None = None
-    _load: tuple[LoadLayers, Loaded] | None = None
+    _load: tuple[Load, Ready] | None = None
     _refused_until: float = 0.0
     _closed: bool = False
 
@@ -112,9 +119,16 @@ class Peer:
 
     def load(self, asked: LoadLayers) -> Loaded:
         """Raises RowsLost, or what it failed with."""
+        return self._load_first(asked, Loaded)
+
+    def load_draft(self, asked: LoadDraft) -> DraftReady:
+        """As `load`."""
+        return self._load_first(asked, DraftReady)
+
+    def _load_first(self, asked: Load, kind: type[A]) -> A:
         with self._lock:
             try:
-                loaded = self._loaded(self._living(), asked)
+                loaded = self._loaded(self._living(), asked, kind)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
             self.slots, self._load = asked.slots, (asked, loaded)
@@ -159,9 +173,14 @@ class Peer:
     def close(self) -> None:
         """Any number of times, from any thread."""
         self._closed = True
-        if self._channel is not None:
-            self._channel.close()
+        for channel in (self._channel, self._opening):
+            if channel is not None:
+                channel.close()
         self.dial.end()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def lock(self) -> threading.RLock:
@@ -218,15 +237,23 @@ class Peer:
             raise RowsLost((), f"{self.dial.name} is closed")
         if self._channel is not None:
             return self._channel
-        if time.monotonic() < self._refused_until or self._told is None:
+        if time.monotonic() < self._refused_until or self._told is None or not self.waits:
             raise RowsLost((), f"{self.dial.name}: {self.error}")
+        return self.again()
+
+    def again(self) -> Channel:
+        """Have it anew, with all that was set up on it. Raises RowsLost.
+
+        Whoever does not wait for it is told so meanwhile: nobody has the lock for longer than it takes to say it.
+        """
         began = time.monotonic()
         try:
-            channel = self._channel = self._opened()
+            channel = self._opening = self._opened()
             self._again(channel)
         except (ConnectionBroken, OSError, ValueError, RuntimeError) as error:
             self._refused_until = time.monotonic() + self.pause_s
             raise RowsLost((), self._gone(error)) from error  # what there was is lost already
+        self._channel, self._opening = channel, None
         self.restarts += 1
         log.warning("shard %s is there again after %.1f s", self.dial.name, time.monotonic() - began)
         return channel
@@ -254,15 +281,16 @@ class Peer:
                 raise ValueError("it computes otherwise than before")
         if self._load is not None:
             asked_for, before_that = self._load
-            loaded = self._loaded(channel, asked_for)
-            if _shape(loaded) != _shape(before_that):
+            loaded = self._loaded(channel, asked_for, type(before_that))
+            if loaded.shape != before_that.shape:
                 raise ValueError("it has other rows or states than before")
 
-    def _loaded(self, channel: Channel, asked: LoadLayers) -> Loaded:
+    def _loaded(self, channel: Channel, asked: Load, kind: type[A]) -> A:
         """Both ends let payloads be as large as this model needs, in shared memory where there is some."""
         shared = self.dial.share(asked.shared)
-        asked = asked if shared is not None else _unshared(asked)
-        loaded, _ = self._asked(channel, Op.LOAD, asked, Loaded, seconds=self.deadlines.load)
+        asked = asked if shared is not None else structs.replace(asked, shared=(0, 0))
+        op = Op.LOAD if isinstance(asked, LoadLayers) else Op.LOAD_DRAFT
+        loaded, _ = self._asked(channel, op, asked, kind, seconds=self.deadlines.load)
         channel.limit = asked.limit
         channel.shared = shared if loaded.shared else None
         return loaded
@@ -277,9 +305,10 @@ class Peer:
 
     def _gone(self, error: Exception) -> str:
         """Nothing is left of it. Why, in words."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close(str(error))
+        for channel in (self._channel, self._opening):
+            if channel is not None:
+                channel.close(str(error))
+        self._channel = self._opening = None
         self._posted.clear()
         became = self.dial.end()
         self.error = f"{error}; {became}" if became else str(error)
@@ -301,12 +330,3 @@ def _failure(channel: Channel, frame: WireFrame) -> Exception:
 
 def _bits(numerics: Numerics) -> tuple[object, ...]:
     return numerics.numerics_class, numerics.mode, numerics.buckets, numerics.block_size
-
-
-def _shape(loaded: Loaded) -> tuple[object, ...]:
-    return loaded.capacity, loaded.vocab, loaded.dtype, loaded.rows, loaded.states, loaded.state_block
-
-
-def _unshared(asked: LoadLayers) -> LoadLayers:
-    shape = asked.slots, asked.capacity, asked.buckets, asked.aux_layers, asked.state_places
-    return LoadLayers(asked.layers, *shape, asked.fast, asked.limit)

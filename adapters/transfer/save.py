@@ -24,6 +24,7 @@ from adapters.store.store import Store
 from adapters.transfer.copy import Marks, Mover, StateMover, marks
 from adapters.transfer.fence import Serving
 from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed
+from effects.ports import RowsLost
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 
 T = TypeVar("T")
@@ -142,7 +143,8 @@ class Saver:
                 work = partial(mover.take, found.slot, (run.start, run.stop), buffer.data, found.after)
                 work() if mover.anywhere else self._on_the_lane(work)
         except Exception as error:
-            if not ran_out_of_memory(error):
+            gone = run.kind == "draft" and isinstance(error, RowsLost)  # which is no reason to lose anything else
+            if not (gone or ran_out_of_memory(error)):
                 raise
             return None
         return buffer.data.nbytes if self.store.keep(run, buffer) else None

@@ -12,7 +12,7 @@ from effects.ids import LaneId, RequestId, Side
 from engine.meter import STAGES
 from engine.runner import Envelope
 from engine.timeline.columns import Kinds, steps
-from states.events import ForRequest, Submitted
+from states.events import ForModel, ForRequest, Submitted
 from states.world import Out, World
 
 # Events of one page. A million with what they led to are some 16 MiB of it, compressed, and some 200 MiB of a browser's
@@ -96,9 +96,10 @@ class Timeline:
         self.requests.append(request)
 
     def happened(self, envelope: Envelope, number: int) -> None:
-        row, event = NOBODY, envelope.happened.event
-        if isinstance(envelope.happened, ForRequest):
-            request = envelope.happened.request
+        row, happened = NOBODY, envelope.happened
+        event = happened if isinstance(happened, ForModel) else happened.event
+        if isinstance(happened, ForRequest):
+            request = happened.request
             if isinstance(event, Submitted):
                 self.enter(request)
             row = self._rows.get(request, NOBODY)

@@ -19,8 +19,11 @@ from adapters.models.synthetic import RandomWeights
 from adapters.remote import shared
 from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.daemon import Daemon
+from adapters.remote.draft_messages import LoadDraft
 from adapters.remote.messages import Facts, LoadLayers, Offer, Op, Prove
 from adapters.remote.peer import Deadlines, ExpectedModel, Peer
+from adapters.remote.served_draft import ServedDraft
+from adapters.remote.served_layers import ServedLayers
 from adapters.remote.shard import RemoteShard
 from tests.models.checkpoints import proven
 
@@ -40,14 +43,6 @@ class RandomModel:
     introduced: int = 0
     built: list[Shard] = field(factory=list[Shard])
 
-    @property
-    def layers(self) -> int:
-        return self.config.num_layers
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
     def facts(self) -> Facts:
         self.introduced += 1
         return self.told
@@ -55,13 +50,16 @@ class RandomModel:
     def prove(self, asked: Prove) -> Offer:
         return asked.offers[0]
 
-    def load(self, asked: LoadLayers) -> Shard:
+    def load(self, asked: LoadLayers) -> ServedLayers:
         first, last = asked.layers
         how = {"slots": asked.slots, "capacity": asked.capacity, "buckets": asked.buckets}
         how |= {"aux_layers": asked.aux_layers, "state_places": asked.state_places}
         shard = part(self.config, range(first, last), self.dtype, **how)
         self.built.append(shard)
-        return shard
+        return ServedLayers(shard, self.config.num_layers, self.config.hidden_size)
+
+    def load_draft(self, asked: LoadDraft) -> ServedDraft:
+        raise ValueError("there is no draft here: name one with --draft")
 
 
 def part(config: DenseConfig, layers: range, dtype: torch.dtype, **how) -> DenseShard:
@@ -151,11 +149,18 @@ class Mortal(Channel):
 
 @define(eq=False)
 class Fates:
-    """When the next deaths are: each behind so many of an op, or of any, when asked or when it is to be answered."""
+    """When the next deaths are: each behind so many of an op, or of any, when asked or when it is to be answered.
+
+    gate: nothing is there again before it is set.
+    """
 
     coming: list[tuple[Op | None, str, int]] = field(factory=list)
+    gate: threading.Event = field(factory=threading.Event)
     seen: Counter[Op] = field(factory=Counter)
     died: list[Op] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.gate.set()
 
     def doom(self, op: Op, when: str) -> bool:
         if when == "asked":

@@ -20,6 +20,7 @@ from benchmarks.exactness import prompts
 from effects.job import Job
 from effects.scope import Scope
 from engine.begin import load_target
+from engine.draft import draft_name
 from engine.options import Options
 from engine.shard import ServedModel
 from engine.target import Target, model_folder
@@ -55,9 +56,10 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, fates: Fates, dials: list[Thread
 
     def launched(where, options, folder, secret) -> Threads:
         def meddle(channel: Channel) -> Channel:
+            assert fates.gate.wait(100)
             return Mortal(channel.socket, doom=fates.doom)
 
-        served = ServedModel.open(str(folder), where.device)
+        served = ServedModel.open(str(folder), where.device, draft_name(options.draft, options.model))
         dials.append(Threads(served, True, secret.encode(), engine.__version__, where.name, meddle))
         return dials[-1]
 

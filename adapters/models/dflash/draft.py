@@ -23,7 +23,8 @@ from adapters.models.decoder import WeightReader, finished, projected
 from adapters.models.dflash.blocks import MOST_ROWS, SMALLEST_BLOCK, block_rows, segment_of, turns
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.weights import LoadedDraft, load_draft
-from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, DraftWeights, Pick
+from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, Pick
+from adapters.models.draft_parts import DraftWeights
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.interface import Kernels
 from adapters.models.shard import Step, TargetHead
@@ -32,10 +33,12 @@ from adapters.models.waves import current
 
 @define(eq=False)
 class ContextBuffers:
-    """The static tensors of one bucket of `extend`. fused: `[bucket, K D]`."""
+    """The static tensors of one bucket. given: what the target left, side by side, `[bucket, K D]`, or what a
+    projection has made of that, `[bucket, D]`.
+    """
 
     batch: Batch
-    fused: Tensor
+    given: Tensor
 
 
 @define(eq=False)
@@ -76,13 +79,23 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         """Rows do not depend on their own tokens otherwise than through the target."""
         loaded = self._loaded()
         self._check_step(step)
-        buffers = self._context(step.bucket)
+        buffers = self._context(step.bucket, len(self.aux_layers))
         with torch.inference_mode(), current(self._device):
             here = [aux_hidden_states[layer].to(self._device) for layer in self.aux_layers]
-            torch.cat(here, 1, out=buffers.fused)
+            torch.cat(here, 1, out=buffers.given)
             buffers.batch.load(step, None)
             self._kernels.prepare(buffers.batch)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
+
+    def take(self, step: Step, tokens: Tensor, features: Tensor) -> None:  # noqa: ARG002 - as in `extend`
+        loaded = self._loaded()
+        self._check_step(step)
+        buffers = self._context(step.bucket, 1)
+        with torch.inference_mode(), current(self._device):
+            buffers.given[: step.rows].copy_(features)
+            buffers.batch.load(step, None)
+            self._kernels.prepare(buffers.batch)
+            self._kernels.launch("take", buffers.batch, lambda: self._store(loaded, buffers, buffers.given))
 
     def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
         """All at once: `pick` is asked once."""
@@ -125,8 +138,12 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return buffers.logits
 
     def _run_context(self, loaded: LoadedDraft, buffers: ContextBuffers) -> None:
-        kernels, batch, eps = self._kernels, buffers.batch, self._config.rms_norm_eps
-        context = kernels.add_norm(kernels.linear(buffers.fused, loaded.fc), None, loaded.hidden_norm, eps)
+        kernels, eps = self._kernels, self._config.rms_norm_eps
+        context = kernels.add_norm(kernels.linear(buffers.given, loaded.fc), None, loaded.hidden_norm, eps)
+        self._store(loaded, buffers, context)
+
+    def _store(self, loaded: LoadedDraft, buffers: ContextBuffers, context: Tensor) -> None:
+        kernels, batch = self._kernels, buffers.batch
         for layer, (k_cache, v_cache) in zip(loaded.layers, self._cache.layers, strict=True):
             kv = kernels.linear(context, layer.kv)
             kernels.store(kv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
@@ -159,7 +176,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return load_draft(read, weights, self._kernels, self._config)
 
     def _make_buffers(self) -> None:
-        self._contexts: dict[int, ContextBuffers] = {}
+        self._contexts: dict[tuple[int, int], ContextBuffers] = {}
         self._blocks: dict[int, BlockBuffers] = {}
 
     def _forget_buffers(self) -> None:
@@ -169,17 +186,18 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
     def _buffers_bytes(self) -> int:
         held = 0
         for context in tuple(self._contexts.values()):  # asked from other threads, too
-            held += context.batch.table.nbytes + context.fused.nbytes
+            held += context.batch.table.nbytes + context.given.nbytes
         for block in tuple(self._blocks.values()):
             held += block.batch.table.nbytes + block.hidden.nbytes + block.logits.nbytes
         return held
 
-    def _context(self, bucket: int) -> ContextBuffers:
-        if bucket not in self._contexts:
-            width = len(self.aux_layers) * self._config.hidden_size
-            fused = torch.zeros(bucket, width, dtype=self._dtype, device=self._device)
-            self._contexts[bucket] = ContextBuffers(Batch(bucket, self._device), fused)
-        return self._contexts[bucket]
+    def _context(self, bucket: int, states: int) -> ContextBuffers:
+        """states: that a row is given, of D values each."""
+        if (bucket, states) not in self._contexts:
+            width = states * self._config.hidden_size
+            given = torch.zeros(bucket, width, dtype=self._dtype, device=self._device)
+            self._contexts[bucket, states] = ContextBuffers(Batch(bucket, self._device), given)
+        return self._contexts[bucket, states]
 
     def _block(self, bucket: int) -> BlockBuffers:
         if bucket not in self._blocks:

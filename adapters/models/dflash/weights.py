@@ -10,7 +10,8 @@ from torch import Tensor
 from adapters.models.decoder import DecoderLayer, WeightReader, layer_products, load_layer
 from adapters.models.dflash.checkpoint import MASK_EMBEDDING
 from adapters.models.dflash.config import DFlashConfig
-from adapters.models.draft import DraftWeights, cache_rows
+from adapters.models.draft import cache_rows
+from adapters.models.draft_parts import DraftWeights
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import TILE, Heads, Products, Weight
 

@@ -22,7 +22,8 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder import WeightReader, finished, gated, projected
-from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, DraftWeights, Pick
+from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, Pick
+from adapters.models.draft_parts import DraftWeights
 from adapters.models.kernels.batch import BlockBatch
 from adapters.models.kernels.interface import AttentionMask, Kernels
 from adapters.models.mtp.checkpoint import HeadConfig
@@ -115,6 +116,11 @@ class MtpDraft(CachedDraft[LoadedHead]):
             buffers.last.copy_(aux_hidden_states[self.aux_layers[0]])
             self._prepare(buffers.batch, step, tokens, [0] * len(step.segments), chained=False)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
+
+    def take(self, step: Step, tokens: Tensor, features: Tensor) -> None:
+        """What is projected here needs the tokens' embeddings, so features are the target's hidden states."""
+        padded = torch.nn.functional.pad(features, (0, 0, 0, step.bucket - len(features)))
+        self.extend(step, tokens, {self.aux_layers[0]: padded})
 
     def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
         """One forward for each place: those who want fewest drop out first."""

@@ -1,0 +1,149 @@
+"""A model over HTTP whose layers, or whose draft, are on several devices or in other processes, beside a single device.
+
+`python -m benchmarks.split_serve [--shape 8b --folder /dev/shm] [--plans cuda:0 cuda:0,cuda:1] [--tokens 32000]`
+
+Of each plan, one server of one slot: tokens a second behind a short prompt; a prompt of so many tokens cold, and tokens
+a second behind it; and the same prompt again, from host memory and, when another has driven it out of there, from disk.
+What prefill, answers and restores took is the server's own word. A plan may end in `+draft@DEVICE`; else nothing is
+proposed. All must answer with the same tokens: the exit status is 1 where one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from adapters import demo
+from adapters.models.checkpoint import Checkpoint, resolve_dtype
+from benchmarks.first_requests import SHAPES, checkpoint
+from benchmarks.peer import ROOT, listening
+from benchmarks.report import machine, raw, table
+from benchmarks.restart import prefill_ms
+
+SHORT = 512  # tokens of the short prompt
+WAITED = 60.0  # seconds at most for what is kept to be written
+
+
+def ask(client: httpx.Client, prompt: Sequence[int], answer: int) -> dict[str, Any]:
+    body = {"prompt": list(prompt), "max_tokens": answer, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    said: dict[str, Any] = client.post("/v1/completions", json=body).raise_for_status().json()
+    return said
+
+
+def restores(client: httpx.Client) -> Mapping[str, Mapping[str, float]]:
+    told: dict[str, Any] = client.get("/props").json()
+    found: Mapping[str, Mapping[str, float]] = told["full_cache"]["restores"]
+    return found
+
+
+def settled(client: httpx.Client) -> None:
+    """What is to be written has been."""
+    until = time.monotonic() + WAITED
+    while client.get("/props").json()["full_cache"]["queued_bytes"] and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def figures(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
+    draw = random.Random(1)
+    sizes = (SHORT, *[given.tokens] * 3)
+    short, long, *others = ([draw.randrange(300, 3000) for _ in range(size)] for size in sizes)
+    ask(client, short[::-1], 8)  # nobody measures the first one
+    near, cold = ask(client, short, given.answers), ask(client, long, given.answers)
+    found: dict[str, Any] = {
+        "decode, tok/s": near["timings"]["predicted_per_second"],
+        "decode behind all, tok/s": cold["timings"]["predicted_per_second"],
+        "prefill, ms": prefill_ms(cold),
+    }
+    texts = [near["choices"][0]["text"], cold["choices"][0]["text"]]
+    for tier in ("host", "disk"):
+        settled(client)
+        if tier == "disk":
+            for prompt in others:  # what is in host memory are these
+                ask(client, prompt, 1)
+                settled(client)
+        else:
+            ask(client, short[::-1], 8)  # what is in the slot is this one
+        before, again = restores(client), ask(client, long, 8)
+        after, tiers = restores(client), again["rekindle"]["tier"]
+        spent = {name: after[name]["seconds"] - before.get(name, {}).get("seconds", 0.0) for name in after}
+        found |= {
+            f"restore from {tier}, ms": 1e3 * spent.get(tier, 0.0),
+            f"prefill then ({tier}), ms": prefill_ms(again),
+        }
+        found[f"tier ({tier})"] = f"{tiers} {again['rekindle'].get('restored_tokens', '')}"
+        texts.append(again["choices"][0]["text"])
+    shown = client.get("/props").json()["memory"]
+    return {**found, "texts": texts, "shards": shown["shards"], "draft": shown["draft"], "rekindle": near["rekindle"]}
+
+
+def host_mib(model: str, tokens: int) -> int:
+    """Of host memory: for two such prompts, and not for three."""
+    checkpoint = Checkpoint.open(demo.FOLDERS.get(model) or Path(model))
+    config, dtype = checkpoint.config, resolve_dtype("auto", checkpoint)
+    return 1 + 5 * tokens * config.kv_bytes_per_token(dtype, range(config.num_layers)) >> 21
+
+
+def served(plan: str, model: str, given: argparse.Namespace, home: Path) -> dict[str, Any]:
+    devices, _, draft = plan.partition("+draft@")
+    rows = given.tokens + given.answers + 64
+    drafted = ("--draft-device", draft) if draft else ("--draft", "none")
+    words = ("--target-devices", devices, *drafted, "--slots", "1", "--max-ctx", str(rows), "--kv-cache-dir", str(home))
+    words += (
+        "--host-cache-budget",
+        str(host_mib(model, given.tokens)),
+        "--kv-cache-codec",
+        "store",
+        "--kv-cache-min-tokens",
+        "64",
+    )
+    command = [sys.executable, "-m", "engine", "serve", model, *words]
+    with listening(command, ROOT, home) as (url, seconds), httpx.Client(base_url=url, timeout=300) as client:
+        print(f"{plan}: ready after {seconds:.1f} s", flush=True)
+        return {"ready, s": seconds, **figures(client, given)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--shape", choices=[*SHAPES], help="random weights of it, in the place of a model")
+    parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
+    parser.add_argument(
+        "--folder", type=Path, help="where random weights are written, and kept, and what is kept of prompts"
+    )
+    parser.add_argument("--plans", nargs="+", default=["cpu:0", "cpu:0,cpu:0", "cpu:0,ipc+cpu:0"])
+    parser.add_argument("--tokens", type=int, default=6000)
+    parser.add_argument("--answers", type=int, default=128)
+    given = parser.parse_args()
+    found, model = dict[str, dict[str, Any]](), given.model
+    with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
+        if given.shape is not None:
+            model = str((given.folder or Path(scratch)) / f"random-{given.shape}-{given.layers}")
+            if not Path(model).exists():
+                checkpoint(Path(model), given)
+        for number, plan in enumerate(given.plans):
+            home = Path(scratch) / str(number)
+            home.mkdir()
+            try:
+                found[plan] = served(plan, model, given, home)
+            except SystemExit as error:  # there is no such server here; the others are asked all the same
+                print(f"{plan}: {error}", flush=True)
+    first = next(iter(found.values()))
+    names = [name for name, value in first.items() if isinstance(value, float | str)]
+    rows = [{"": name, **{plan: one[name] for plan, one in found.items()}} for name in names]
+    table(f"{model}, {given.tokens} tokens", rows)
+    raw("split_serve", {"machine": machine(), "found": found})
+    odd = [plan for plan, one in found.items() if one["texts"] != first["texts"]]
+    print(f"other tokens: {', '.join(odd)}" if odd else "all answer with the same tokens")
+    return 1 if odd or len(found) < len(given.plans) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
