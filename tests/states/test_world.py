@@ -19,7 +19,7 @@ from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 from states import lane
 from states import speculation_control as control
-from states.events import Cancelled, Event, ForEngine, ForRequest, SlotsLost, Submitted
+from states.events import Cancelled, Event, ForEngine, ForModel, ForRequest, SlotsLost, Submitted
 from states.invariants import check
 from states.life import Draining, Prefilling, Recovering, Speculating
 from states.machine import IllegalEvent
@@ -243,6 +243,37 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
     assert world.lanes[beside].running == ()
+
+
+def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> None:
+    """For who has it, and for who comes meanwhile."""
+    world, _ = after(DRAFT, submitted(ONE), (ONE, PrefillAdvanced(8)), (ONE, PrefillAdvanced(16)))
+    world, outs = advance(world, ForModel("draft", there=False))
+    check(world)
+    assert (outs, world.models["draft"].place) == ((), "lost")
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(20)))
+    check(world)
+    assert decode_steps(outs) == [0]
+    assert report(knowing(DRAFT), world.requests[ONE]).speculation == "draft_lost"
+    world, _ = advance(world, ForModel("draft", there=True))
+    assert world.models["draft"].place == "loaded"
+    world, outs = advance(world, ForRequest(ONE, Decoded((7,))))
+    check(world)
+    assert decode_steps(outs) == [3]
+    assert not report(knowing(DRAFT), world.requests[ONE]).speculation
+
+
+def test_a_draft_that_was_sent_away_has_nothing_to_lose() -> None:
+    parked = begin(SCOPED)
+    assert parked.models["draft"].place == "parked"
+    for there in (False, True):
+        assert advance(parked, ForModel("draft", there=there)) == (parked, ())
+
+
+def decode_steps(outs: tuple[Out, ...]) -> list[int]:
+    """How much those proposed that were launched."""
+    asks = [ask for out in outs if isinstance(out, Launch) for ask in out.asks]
+    return [ask.effect.propose for ask in asks if isinstance(ask.effect, RunDecode)]
 
 
 def test_slots_that_are_lost_are_empty_and_their_requests_wait_for_one_again() -> None:
