@@ -132,7 +132,7 @@ class Relay:
         finally:  # agents leave when they have seen the last event
             if place is not None:
                 (self.folder / f"{place.number:02}.answer").write_bytes(said)
-                self.turns.append(turn_of(said.decode(), place))
+                self.turns += turn_of(said.decode(), place)
             with anyio.CancelScope(shield=True):
                 await answer.aclose()
 
@@ -145,20 +145,19 @@ async def drained(lines: ByteReceiveStream) -> None:
         pass
 
 
-def turn_of(said: str, place: Place) -> Turn:
-    """From an answer of any API, whole or as events."""
+def turn_of(said: str, place: Place) -> list[Turn]:
+    """From an answer of any API, whole or as events; nothing of one that its agent left before its end."""
     events = [line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: {")] or [said]
     told, usage = dict[str, Any](), dict[str, Any]()
     for event in map(json.loads, events):
         for holder in (event, event.get("response") or {}):
             told = holder.get("rekindle") or told
             usage = holder.get("usage") or usage
-    assert told, said[-2000:]
     prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0))
     # Anthropic counts apart what was computed, what of it is kept, and what was restored
     prompt += usage.get("cache_read_input_tokens", 0) + usage.get("cache_creation_input_tokens", 0)
     answered = usage.get("completion_tokens", usage.get("output_tokens", 0))
-    return Turn(place, prompt, told["restored_tokens"], answered, told)
+    return [Turn(place, prompt, told["restored_tokens"], answered, told)] if told else []
 
 
 def prepared(folder: Path) -> Path:
