@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import anyio
@@ -16,7 +15,7 @@ from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.experts import PlaceExperts
-from effects.ids import MAIN, LaneId, RequestId, SlotId
+from effects.ids import MAIN, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pflash import KeepFrozen
 from effects.ports import Perform, Submit
@@ -97,9 +96,7 @@ async def engine(
         observe,
     )
 
-    metrics.watch_pages(lambda: kv_pages(runner.world))
-    executor.lost_to(partial(slots_lost, runner), partial(draft_reached, runner))
-    executor.used_to(lambda counts: runner.tell(ForEngine(ExpertsUsed(counts))))
+    heard(executor, runner, metrics)
 
     def living() -> Mapping[str, Any]:
         troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
@@ -121,12 +118,13 @@ async def engine(
             recorder.close()
 
 
-def slots_lost(runner: Runner, slots: tuple[SlotId, ...]) -> None:
-    runner.tell(ForEngine(SlotsLost(slots)))
-
-
-def draft_reached(runner: Runner, there: bool) -> None:
-    runner.tell(ForModel("draft", there))
+def heard(executor: DeviceExecutor, runner: Runner, metrics: Metrics) -> None:
+    """What is nobody's outcome: rows that are gone, a draft's process that is or is back, experts that were used."""
+    metrics.watch_pages(lambda: kv_pages(runner.world))
+    executor.lost_to(
+        lambda slots: runner.tell(ForEngine(SlotsLost(slots))), lambda there: runner.tell(ForModel("draft", there))
+    )
+    executor.used_to(lambda counts: runner.tell(ForEngine(ExpertsUsed(counts))))
 
 
 def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None) -> dict[LaneId, Submit]:

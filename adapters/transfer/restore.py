@@ -172,9 +172,11 @@ class Restorer:
             move.failure = move.failure or await now.fence.wait()
             move.buffer = buffer if move.kind == "state" else None
             far = [mover for mover in move.left if not mover.anywhere]
-            for mover in [mover for mover in move.left if mover.anywhere]:
-                if move.failure is None:
-                    await self._beside(partial(move.put, mover, now.effect.slot, buffer, now.fence))
+            if move.failure is None:
+                async with anyio.create_task_group() as parts:  # side by side: each is on a device of its own
+                    for mover in [mover for mover in move.left if mover.anywhere]:
+                        put = partial(move.put, mover, now.effect.slot, buffer, now.fence)
+                        parts.start_soon(self._beside, put)
             if far and move.failure is None:
                 await self.lane.run(partial(self._side_by_side, now, move, far, buffer))
         if move.kind != "rows" and move.failure is not None:
