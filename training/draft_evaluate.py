@@ -33,7 +33,7 @@ from training.corpus import HeldOut, held_out
 from training.dialogues import chat, memory
 from training.draft_export import load_draft
 from training.draft_generate import Pick, generate, greedy
-from training.draft_model import DraftNetwork, Slots, head, read, said_in
+from training.draft_model import BlockSlots, DraftNetwork, head, read, said_in
 from training.draft_train import LEAST_WEIGHT
 from training.evaluate import END_IDS, CopyAfter, hash_of, spans
 from training.export import load
@@ -183,7 +183,7 @@ def proposals(
     anchors = (starts + torch.arange(most, device=device)).clamp(max=longest - 1)
     _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
     dtype = draft.fc.weight.dtype
-    blocks = Slots.of({slots: anchors})
+    blocks = BlockSlots.of({slots: anchors})
     said_ = draft(draft.context(aux_layers.to(dtype)), blocks, said_in(target, tokens, blocks).to(dtype))
     hidden = said_.unflatten(1, (-1, slots))[:, :, 1:]
     found = []

@@ -20,7 +20,7 @@ from training.model import DecoderBlock, Geometry, Norm, Qwen3, SelfAttention, r
 
 MASK_ID = CONTROLS.index(MASK)
 GROUP = 512
-"""Slots that share one copy of the context's keys in a forward, at most."""
+"""BlockSlots that share one copy of the context's keys in a forward, at most."""
 
 
 @frozen
@@ -36,7 +36,7 @@ class DraftGeometry:
 
 
 @frozen(eq=False)
-class Slots:
+class BlockSlots:
     """Blocks side by side, all [rows, slots]: where each slot is, where its block begins, and which block that is.
 
     A block sees the context before its anchor and all of itself. `group`: slots that share a copy of the context's
@@ -49,7 +49,7 @@ class Slots:
     group: int
 
     @staticmethod
-    def of(anchors: Mapping[int, Tensor]) -> Slots:
+    def of(anchors: Mapping[int, Tensor]) -> BlockSlots:
         """By the blocks' size: their anchors [rows, blocks]. The sizes are powers of two, large ones first.
 
         Raises ValueError where a group would cut a block.
@@ -65,7 +65,7 @@ class Slots:
         group = math.gcd(len(every), GROUP)
         if group % max(anchors):
             raise ValueError(f"{len(every)} slots in groups of {group}: blocks of {max(anchors)} would be cut")
-        return Slots(torch.cat(places, 1), torch.cat(firsts, 1), every.expand(len(places[0]), -1), group)
+        return BlockSlots(torch.cat(places, 1), torch.cat(firsts, 1), every.expand(len(places[0]), -1), group)
 
     def visible(self, length: int) -> Tensor:
         """What each slot attends to: of the context, then of its group: bool [groups, 1, slots, length + slots]."""
@@ -108,7 +108,7 @@ class DraftNetwork(nn.Module):
         """Auxiliary hidden states [rows, length, auxiliary layers * hidden] to the context [rows, length, hidden]."""
         return self.hidden_norm(self.fc(aux_layers))
 
-    def forward(self, context: Tensor, slots: Slots, tokens: Tensor, step: Step | None = None) -> Tensor:
+    def forward(self, context: Tensor, slots: BlockSlots, tokens: Tensor, step: Step | None = None) -> Tensor:
         """Hidden states of every slot after the last norm, for the target's head: [rows, slots, hidden].
 
         context: [rows, length, hidden], of positions 0, 1, ...  tokens: embeddings [rows, slots, hidden].
@@ -146,7 +146,7 @@ def attend(
     attention: SelfAttention, x: Tensor, context: Tensor, angles: tuple[Angles, Angles], visible: Tensor
 ) -> Tensor:
     """x: [rows, slots, hidden].  angles: of x and of the context.  visible: [rows * groups, 1, group's slots,
-    length + group's slots], as `Slots.visible` has it."""
+    length + group's slots], as `BlockSlots.visible` has it."""
     rows, _, _ = x.shape
     groups, slots = visible.shape[0] // rows, visible.shape[2]
     heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.dim
@@ -192,7 +192,7 @@ def read(target: Qwen3, tokens: Tensor, aux_layers: Sequence[int], step: Step = 
     return target.model.norm(x), torch.cat(aux, -1)
 
 
-def said_in(target: Qwen3, tokens: Tensor, slots: Slots) -> Tensor:
+def said_in(target: Qwen3, tokens: Tensor, slots: BlockSlots) -> Tensor:
     """Embeddings [rows, slots, hidden] of blocks over tokens [rows, length]: an anchor's token, masks behind it."""
     known = tokens.gather(1, slots.anchors)
     ids = known.masked_fill(slots.places != slots.anchors, MASK_ID)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from training.batches import Batch, Batches, BatchShape, row_random
 from training.draft_generate import generate
-from training.draft_model import DraftNetwork, Slots, Step, draft_step, head, read, said_in, target_step
+from training.draft_model import BlockSlots, DraftNetwork, Step, draft_step, head, read, said_in, target_step
 from training.model import Qwen3, Trainable
 from training.tasks import split_room
 
@@ -60,7 +60,7 @@ class DraftLoss(Trainable):
             hidden, aux_layers = read(target, tokens[:, :-1], self.draft.geometry.aux_layers, self._target_step)
             room = blocks_a_row(self._blocks, hidden.shape[1])
             parts = {size: choose(weights, count, size) for size, count in sizes(self.draft.geometry.block, room)}
-            slots = Slots.of({size: anchors for size, (anchors, _, _) in parts.items()})
+            slots = BlockSlots.of({size: anchors for size, (anchors, _, _) in parts.items()})
             said = said_in(target, tokens, slots).float()
             places = torch.cat([places.flatten(1) for _, places, _ in parts.values()], 1)
             with torch.autocast(tokens.device.type, enabled=False):

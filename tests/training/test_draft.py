@@ -36,7 +36,7 @@ from training.draft_evaluate import (
 )
 from training.draft_export import LARGEST, config_of, export_draft, load_draft
 from training.draft_generate import generate, greedy
-from training.draft_model import MASK_ID, DraftGeometry, DraftNetwork, Slots, head, read, said_in
+from training.draft_model import MASK_ID, BlockSlots, DraftGeometry, DraftNetwork, head, read, said_in
 from training.draft_train import DraftLoss, Pool, Speech, choose, let_speak, mixed, sizes, slot_losses, weighed
 from training.export import load
 from training.model import Geometry, Qwen3
@@ -110,7 +110,7 @@ def blocks(
     draft: DraftNetwork, target: Qwen3, tokens: torch.Tensor, anchors: dict[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     """What the draft makes of blocks of these sizes, all at once: [rows, blocks, slots, hidden] by the size."""
-    slots = Slots.of(anchors)
+    slots = BlockSlots.of(anchors)
     _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
     out = draft(draft.context(aux_layers), slots, said_in(target, tokens, slots))
     parts = out.split([size * some.shape[1] for size, some in anchors.items()], 1)
@@ -144,7 +144,7 @@ def test_blocks_see_neither_what_comes_after_their_anchor_nor_each_other(target,
 
 def test_a_group_that_would_cut_a_block_is_refused():
     with pytest.raises(ValueError, match="14 slots in groups of 2: blocks of 4 would be cut"):
-        Slots.of({4: torch.ones(1, 3, dtype=torch.int64), 2: torch.ones(1, 1, dtype=torch.int64)})
+        BlockSlots.of({4: torch.ones(1, 3, dtype=torch.int64), 2: torch.ones(1, 1, dtype=torch.int64)})
 
 
 def test_a_row_has_room_for_blocks_of_three_sizes():
