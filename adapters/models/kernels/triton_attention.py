@@ -99,7 +99,8 @@ class CudaAttention:
             )
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
-        programs = min(limit * splits * kv, self.processors)
+        beside = 2 if coded else 1  # while one turns codes into numbers, the other one's are on their way
+        programs = min(limit * splits * kv, beside * self.processors)
         attention.attend_splits[(programs,)](
             q,
             keys,
