@@ -31,7 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.clients.tasks import AFTER, AGENTS, PACKAGES, TITLE, Agent, Answer, grammar
+from tests.clients.tasks import AFTER, AGENTS, PACKAGES, TITLE, Answer, CodingAgent, grammar
 
 CHUNK = 256  # tokens that a prefill computes at a time
 LONGEST_S = 900
@@ -41,7 +41,7 @@ KILLED_BEFORE = 3  # the request with tools, counted from 0
 
 
 @frozen
-class Place:
+class AgentRequest:
     """Of a request in its session. main: it has tools."""
 
     number: int
@@ -50,10 +50,10 @@ class Place:
 
 
 @frozen
-class Turn:
+class AgentTurn:
     """What one request came to, in tokens. told: its `rekindle` object."""
 
-    place: Place
+    place: AgentRequest
     prompt: int
     restored: int
     answered: int
@@ -68,13 +68,13 @@ class Turn:
 class Relay:
     """Between one agent and a server that it starts, and kills once. folder: for its cache, its log and the bodies."""
 
-    agent: Agent
+    agent: CodingAgent
     folder: Path
     answers: Sequence[Answer]
     tasks: TaskGroup
     client: httpx.AsyncClient
     url: str = ""
-    turns: list[Turn] = field(factory=list)
+    turns: list[AgentTurn] = field(factory=list)
     _server: Process | None = None
     _requests: int = 0
     _asked: int = 0
@@ -112,9 +112,9 @@ class Relay:
             await self.start()
         body["guided_grammar"] = grammar(self.answers[min(self._asked, len(self.answers) - 1)] if main else TITLE)
         self._asked += main
-        return await self.relayed(request, json.dumps(body).encode(), Place(number, main, after_kill))
+        return await self.relayed(request, json.dumps(body).encode(), AgentRequest(number, main, after_kill))
 
-    async def relayed(self, request: Request, content: bytes, place: Place | None = None) -> Response:
+    async def relayed(self, request: Request, content: bytes, place: AgentRequest | None = None) -> Response:
         kept = [(key, value) for key, value in request.headers.items() if key not in DROPPED]
         url = f"{self.url}{request.url.path}"
         asked = self.client.build_request(request.method, url, headers=kept, content=content)
@@ -123,7 +123,7 @@ class Relay:
             self.read(answer, place), answer.status_code, media_type=answer.headers.get("content-type")
         )
 
-    async def read(self, answer: httpx.Response, place: Place | None) -> AsyncIterator[bytes]:
+    async def read(self, answer: httpx.Response, place: AgentRequest | None) -> AsyncIterator[bytes]:
         said = b""
         try:
             async for part in answer.aiter_bytes():
@@ -145,7 +145,7 @@ async def drained(lines: ByteReceiveStream) -> None:
         pass
 
 
-def turn_of(said: str, place: Place) -> list[Turn]:
+def turn_of(said: str, place: AgentRequest) -> list[AgentTurn]:
     """From an answer of any API, whole or as events; nothing of one that its agent left before its end."""
     events = [line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: {")] or [said]
     told, usage = dict[str, Any](), dict[str, Any]()
@@ -157,7 +157,7 @@ def turn_of(said: str, place: Place) -> list[Turn]:
     # Anthropic counts apart what was computed, what of it is kept, and what was restored
     prompt += usage.get("cache_read_input_tokens", 0) + usage.get("cache_creation_input_tokens", 0)
     answered = usage.get("completion_tokens", usage.get("output_tokens", 0))
-    return [Turn(place, prompt, told["restored_tokens"], answered, told)] if told else []
+    return [AgentTurn(place, prompt, told["restored_tokens"], answered, told)] if told else []
 
 
 def prepared(folder: Path) -> Path:
@@ -168,13 +168,13 @@ def prepared(folder: Path) -> Path:
     return folder / "project"
 
 
-def configure(agent: Agent, home: Path, url: str) -> None:
+def configure(agent: CodingAgent, home: Path, url: str) -> None:
     for name, text in agent.files.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text.replace("ADDRESS", url))
 
 
-async def tried(agent: Agent, packages: Path, folder: Path) -> list[Turn]:
+async def tried(agent: CodingAgent, packages: Path, folder: Path) -> list[AgentTurn]:
     home, project = folder / "home", prepared(folder)
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -200,7 +200,7 @@ async def tried(agent: Agent, packages: Path, folder: Path) -> list[Turn]:
     return relay.turns
 
 
-def lines_of(agent: Agent, turns: Sequence[Turn], project: Path) -> tuple[list[str], bool]:
+def lines_of(agent: CodingAgent, turns: Sequence[AgentTurn], project: Path) -> tuple[list[str], bool]:
     """A line for each request, and whether all is as it should be."""
     good, before = (project / "shapes.py").exists() and (project / "shapes.py").read_text() == AFTER, 0
     lines = [f"{agent.name}: the file is {'as asked for' if good else 'wrong'}"]

@@ -31,7 +31,7 @@ Answer = Call | str
 
 
 @frozen
-class Agent:
+class CodingAgent:
     """answers: to its requests with tools, in their order.  runs: the command of each of its two processes."""
 
     name: str
@@ -112,7 +112,7 @@ OPENCODE = {
 ASK = ("claude", "--dangerously-skip-permissions", "-p")
 EXEC = ("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 AGENTS = (
-    Agent(
+    CodingAgent(
         "Claude Code",
         ((*ASK, FIRST), (*ASK, "-c", SECOND)),
         claude_answers,
@@ -123,13 +123,13 @@ AGENTS = (
             "IS_SANDBOX": "1",  # or it refuses to run tools as root
         },
     ),
-    Agent(
+    CodingAgent(
         "Codex",
         ((*EXEC, FIRST), (*EXEC, "resume", "--last", SECOND)),
         codex_answers,
         files={".codex/config.toml": CODEX},
     ),
-    Agent(
+    CodingAgent(
         "OpenCode",
         (("opencode", "run", FIRST), ("opencode", "run", "-c", SECOND)),
         opencode_answers,
