@@ -71,7 +71,7 @@ def reasons(heard: Sequence[Heard]) -> list[str]:
     return [one.closed.report.speculation for one in heard if one.closed is not None]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: DraftedTarget) -> None:
     cold = await serving.right()
     assert all(proposed(cold))
@@ -93,7 +93,7 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
     assert serving.target.memory(0)["draft"]["restarts"] == 1
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("serving", ["demo"], indirect=True)
 async def test_a_draft_that_dies_while_its_rows_or_weights_move_costs_nothing_else(serving: DraftedTarget) -> None:
     scoped = evolve(serving.target.settings.residency, policy="request-scoped", draft="park")
