@@ -49,9 +49,10 @@ def room(options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequen
     return min(given, whole + RING * one)
 
 
-def first_places(hosted: HostExperts) -> None:
+def first_places(hosted: HostExperts | None) -> None:
     """As the world has them before anything happens; on the lane."""
-    hosted.place(enumerate(placing.begin(hosted.experts, hosted.places).places))
+    if hosted is not None:
+        hosted.place(enumerate(placing.begin(hosted.experts, hosted.places).places))
 
 
 def counted(settings: Settings, hosted: HostExperts | None) -> Settings:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 import torch
-from attrs import asdict, define, evolve
+from attrs import asdict, define
 from attrs.filters import exclude
 
 from adapters import demo
@@ -38,7 +38,7 @@ from engine.fit import Fit
 from engine.folders import user_folder
 from engine.identity import identity
 from engine.kept import Kept
-from engine.machine import planned, prove, shards, state_tokens
+from engine.machine import Placement, planned, prove, shards, state_tokens
 from engine.measure import kept_or_measured, key
 from engine.needs import chosen, host_experts, shares_pages
 from engine.options import Options
@@ -215,17 +215,14 @@ def load_over(
     hosted = host_experts(options, checkpoint, dtype, plan)
     heard = checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors)))
     room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "rows": rows}
+    room |= {"fast": fast, "hosted": hosted, "state_places": options.state_checkpoints}
     shard = shards(
         *(heard, dtype, plan, kernels, memory),
         **room,
         buckets=row_counts(numerics.buckets, fast=fast),
-        state_places=options.state_checkpoints,
         aux_layers=() if found is None else found.shape.aux_layers,
-        fast=fast,
-        hosted=hosted,
     )
-    if hosted is not None:
-        first_places(hosted)
+    first_places(hosted)
     executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=hosted)
     placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
     drafting = add_draft(found, options, checkpoint, shard, executor=executor, step=step, **placing)
@@ -233,9 +230,8 @@ def load_over(
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
-    settings = decide(options, executor, shard, draft, numerics=numerics, named=named, kept=kept, fit=fit)
-    shares = bool(fit.pages) and not settings.stateful and shares_pages(plan)
-    settings = evolve(counted(settings, hosted), shares_pages=shares)
+    decided = decide(options, executor, shard, draft, plan=plan, numerics=numerics, named=named, kept=kept, fit=fit)
+    settings = counted(decided, hosted)
     drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
     step(startup.CACHE)
     kind = layout(shard, draft, named, numerics.block_size)
@@ -270,6 +266,7 @@ def decide(
     shard: Pipeline,
     draft: DraftModel | None,
     *,
+    plan: Sequence[Placement],
     numerics: Numerics,
     named: str,
     kept: Kept,
@@ -298,6 +295,7 @@ def decide(
         slots=shard.slots,
         max_context=fit.context,
         pages=fit.pages,
+        shares_pages=bool(fit.pages) and not stateful and shares_pages(plan),
         max_queue=options.max_queue,
         chunk=numerics.chunk,
         span=shard.span,

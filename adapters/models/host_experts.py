@@ -24,14 +24,14 @@ _ALIGNED = 256
 
 
 @frozen
-class Form:
+class ExpertForm:
     """How an expert's packed weights lie in a run of bytes: those of all experts alike."""
 
     tree: Any  # on no device
     size: int
 
     @classmethod
-    def of(cls, weights: GatedWeights) -> Form:
+    def of(cls, weights: GatedWeights) -> ExpertForm:
         parts = list(tensors_of(weights))
         if any(part.layout is not torch.strided or not part.is_contiguous() for part in parts):
             raise ValueError("experts in host memory: these kernels pack weights in a form that cannot be copied")
@@ -83,7 +83,7 @@ class HostExperts:
     needed: int = field(init=False, default=0)  # experts that steps asked for, in all
     brought: int = field(init=False, default=0)  # of those, how many had no place
     moved: int = field(init=False, default=0)  # that were given one
-    _form: Form | None = field(init=False, default=None)
+    _form: ExpertForm | None = field(init=False, default=None)
     _layers: list[Tensor] = field(init=False, factory=list[Tensor])
     _ring: list[Spot] = field(init=False, factory=list[Spot])
     _turn: int = field(init=False, default=0)
@@ -98,7 +98,7 @@ class HostExperts:
         first, memory = len(self._layers) * self.count, torch.empty(0)
         for number, weights in enumerate(each):
             if self._form is None:
-                self._form = Form.of(weights)
+                self._form = ExpertForm.of(weights)
                 self._make_room(self._form)
             if not number:
                 memory = pinned(self.count * self._form.size)
@@ -109,7 +109,7 @@ class HostExperts:
         self._uses += [0] * self.count
         return LayerOfExperts(self, first)
 
-    def _make_room(self, form: Form) -> None:
+    def _make_room(self, form: ExpertForm) -> None:
         ring = max(1, min(RING, self.room // form.size))
         places = max(0, self.room // form.size - ring)
         cuda = self.device.type == "cuda"
