@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.models.draft import BlockRequest, CachedDraft
 from adapters.models.shard import Segment, Step
 from engine.begin import load_target
-from engine.draft import find_draft, kernels_apart, load_draft
+from engine.draft import built, find_draft, kernels_apart
 from engine.options import Options
 
 APART = torch.device("cpu", 0)  # not what a target on the processor calls it, so that everything is as on another one
@@ -50,7 +50,7 @@ async def test_it_proposes_what_one_beside_its_target_does_and_its_copies_come_a
 
         def tried() -> None:
             kernels = kernels_apart(found, target.checkpoint.config, target.shard, APART, kept=target.kept, fast=False)
-            apart = load_draft(found, target.shard, kernels, APART, target.checkpoint)
+            apart = built(found, target.shard, kernels, APART, target.checkpoint)
             expected, head = proposed(beside, width), target.shard.head
             assert proposed(apart, width) == expected
             copied = apart.memory()["weights"] - beside.memory()["weights"]

@@ -314,7 +314,7 @@ async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path
     lane, shard = DeviceLane(), Pipeline((RecurrentShard(2, 256, BUCKETS),))
     executor = DeviceExecutor(shard, BUCKETS, lane=lane)
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
-    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "fit": Fit(4, 256)}
+    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "plan": (), "fit": Fit(4, 256)}
     settings = await lane.run(partial(decide, Options(), executor, shard, None, **how))
     assert settings.stateful
     assert all(settings.rates.prefill), "chunks are timed wherever they stand, whatever state was there"
@@ -343,7 +343,7 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     draft = DFlashDraft(config, random_tensors(config), kernels, head, slots=2, capacity=256, buckets=BUCKETS)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
-    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "fit": Fit(4, 48)}
+    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "plan": (), "fit": Fit(4, 48)}
     settings = await lane.run(partial(decide, Options(), executor, shard, draft, **how))
     assert settings.block == 15
     assert max(rows for _, _, rows, _ in settings.rates.decode) == 16

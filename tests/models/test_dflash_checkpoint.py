@@ -35,7 +35,7 @@ from tests.models.drafts import (
 )
 from training.draft_export import export_draft
 from training.draft_export import load_draft as load_trained
-from training.draft_model import DraftGeometry, DraftNetwork
+from training.draft_model import BlockSlots, DraftGeometry, DraftNetwork
 from training.model import Geometry
 
 TENSORS = random_tensors(config_of())
@@ -489,8 +489,8 @@ def test_a_draft_that_was_trained_here_proposes_what_it_learnt_to(tmp_path):
     table = head_of(checkpoint.config, CpuKernels(torch.float32)).embedding
     with torch.no_grad():
         context = trained.context(rows.permute(1, 0, 2).reshape(1, 90, -1))
-        block = table[[17, *[checkpoint.config.mask_token_id] * 15]][None, None]
-        expected = trained(context, block, torch.tensor([[90]]))[0, 0, 1:] @ table.T
+        block = table[[17, *[checkpoint.config.mask_token_id] * 15]][None]
+        expected = trained(context, BlockSlots.of({16: torch.tensor([[90]])}), block)[0, 1:] @ table.T
     torch.testing.assert_close(ours(checkpoint.config, checkpoint, rows), expected, rtol=1e-4, atol=1e-4)
 
 
