@@ -2,10 +2,11 @@
 a draft that stays or one that comes and goes, as chains and as trees, and executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
-[--only cold,trees,...]`
+[--only cold,trees,...] [--logprobs 8]`
 
 Prompts are code, tool calls, chat and retrieval in turn, half of them greedy and half sampled by a seed. Everything is
-compared with answers that are computed cold, alone and without a draft.
+compared with answers that are computed cold, alone and without a draft: their tokens, and with `--logprobs` the
+log-probabilities of so many alternatives beside each of them, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from adapters.text.text import Text
 from benchmarks.report import machine, raw, table
 from benchmarks.subjects import NAMES
 from benchmarks.subjects import prompts as held_out_prompts
+from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Job, Report, Sampling
 from effects.ports import Closed
@@ -75,9 +77,10 @@ async def prompts(text: Text, count: int) -> list[Tokens]:
 
 @define
 class Answered:
-    """The tokens of a job, and what became of it."""
+    """The tokens of a job, their log-probabilities if it asked for them, and what became of it."""
 
     tokens: Tokens = ()
+    logprobs: tuple[Logprob, ...] = ()
     report: Report | None = None
 
 
@@ -86,6 +89,7 @@ async def answered(running: Engine, job: Job) -> Answered:
     async for message in running.door.submit(job):
         if isinstance(message, EmitTokens):
             found.tokens += message.tokens
+            found.logprobs += message.logprobs
         elif isinstance(message, Closed):
             found.report = message.report
     return found
@@ -154,7 +158,7 @@ class Comparison:
     target: Target
     jobs: list[Job]
     folder: Path
-    plain: list[Tokens]
+    plain: list[Answered]
     rows: list[dict[str, Any]]
 
     async def run(self, name: str, work: Callable[[], Awaitable[list[Answered]]]) -> None:
@@ -165,7 +169,10 @@ class Comparison:
         row = {
             "how": name,
             "jobs": len(found),
-            "differing": sum(one.tokens != other for one, other in zip(found, self.plain, strict=True)),
+            "differing": sum(
+                (one.tokens, one.logprobs) != (other.tokens, other.logprobs)
+                for one, other in zip(found, self.plain, strict=True)
+            ),
             "tokens": sum(len(one.tokens) for one in found),
             "rounds": sum(report.decode_steps for report in reports),
             "proposed": sum(report.proposed for report in reports),
@@ -223,29 +230,29 @@ class Comparison:
 MODES = ("cold", "batched", "continued", "trees", "scoped", "host", "disk", "executed")
 
 
-def made(count: int, ends: Tokens, skip: int = 0) -> list[Job]:
+def made(count: int, ends: Tokens, skip: int = 0, logprobs: int = -1) -> list[Job]:
     """Of every kind in turn; of each the first one greedy, the next one sampled, and so on; without the first ones."""
     by_kind = held_out_prompts(list(NAMES), -(-(skip + count) // len(NAMES)), LONGEST)
+    ways = Sampling(logprobs=logprobs), evolve(SAMPLED, logprobs=logprobs)
     mixed = [prompt for row in zip(*by_kind.values(), strict=True) for prompt in row][: skip + count]
     return [
-        Job(prompt, ANSWER, Sampling() if n // len(NAMES) % 2 == 0 else evolve(SAMPLED, seed=n), ends, OFF)
+        Job(prompt, ANSWER, evolve(ways[n // len(NAMES) % 2], seed=n), ends, OFF)
         for n, prompt in enumerate(mixed)
         if n >= skip
     ]
 
 
-async def measure(options: Options, count: int, skip: int, modes: Sequence[str]) -> int:
+async def measure(options: Options, count: int, skip: int, modes: Sequence[str], logprobs: int) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         kept = evolve(options, kv_cache_dir=folder / "kv", kv_cache_min_tokens=0, host_cache_budget=4096)
         target = await load_target(kept)
         text = Text.load(target.folder)
-        jobs = made(count, tuple(text.tokenizer.end_tokens), skip)
+        jobs = made(count, tuple(text.tokenizer.end_tokens), skip, logprobs)
         await text.aclose()
-        compared = Comparison(target, jobs, folder, [()] * len(jobs), [])
+        compared = Comparison(target, jobs, folder, [], [])
         silent = [evolve(job, speculate=False) for job in jobs]
-        found = await together(target, silent, at_once=1)
-        compared.plain = [one.tokens for one in found]
+        compared.plain = await together(target, silent, at_once=1)
         await compare(compared, modes)
         executed = await again(compared, options) if "executed" in modes else {}
         await target.close()
@@ -255,7 +262,7 @@ async def measure(options: Options, count: int, skip: int, modes: Sequence[str])
             await compared.target.close()
     table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
     where = {"numerics": dict(target.numerics_shown), "machine": machine(), "draft": target.draft is not None}
-    where["kv_dtype"] = target.model_info["kv_dtype"]
+    where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": logprobs}
     raw(
         "exactness", {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     )
@@ -304,11 +311,12 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--only", default=",".join(MODES), help="of " + ", ".join(MODES))
+    parser.add_argument("--logprobs", type=int, default=-1, help="compared as well, of so many alternatives a token")
     given = parser.parse_args()
     where = {"device": given.device, "threads": given.threads}
     kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype}
     options = Options(model=given.model, draft=given.draft, **where, **kinds, slots=4)
-    return 1 if anyio.run(measure, options, given.prompts, given.skip, given.only.split(",")) else 0
+    return 1 if anyio.run(measure, options, given.prompts, given.skip, given.only.split(","), given.logprobs) else 0
 
 
 if __name__ == "__main__":
