@@ -92,6 +92,10 @@ def test_every_page_is_in_the_site_once() -> None:
     assert sorted(found) == sorted(pages)
 
 
+def test_there_are_commands_to_try() -> None:
+    assert sum(1 for page in PAGES for line in code(page) if REKINDLE.match(line)) > 50
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_take_what_they_are_given(page: Path) -> None:
     for line in code(page):
