@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path("adapters/models/kernels/native")
-SOURCES = ("numbers.h", "pool.h", "tiles.h", "rows.h", "recurrent.h", "keys.h", "attention.h", "delta.h", "products.c")
+SOURCES = (
+    *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "keys.h"),
+    *("attention.h", "delta.h", "packed.h", "products.c"),
+)
 FILE = "librekindle.so"
 # Nothing but what is written: no sum in another order, no multiply-add where none is said, no number taken for finite.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math")

@@ -1,51 +1,125 @@
-"""First token of a long prompt, compressed and plain, in turns on one server; and what scoring costs per 1k tokens."""
+"""First token of a long prompt, compressed and plain, in turns on one server, and what scoring is of it.
+
+python -m benchmarks.compression [--runs 3]                          the shipped demo and its drafter, 8,000 tokens
+python -m benchmarks.compression --shape 8b --tokens 32768,65536 --keep 0.05      random weights of an 8B model's
+                                                                     shape and of a 0.6B drafter's, on CUDA
+"""
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
+import random
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from adapters import demo
+from benchmarks.first_requests import SHAPES, checkpoint
+from benchmarks.freezing import processor_s
+from benchmarks.report import machine, median, raw, table
 from tests.e2e.server import Running, serving
+
+MARGIN = 256  # rows of a context beside the prompt's
+WARM = 9000  # tokens of a prompt that nothing is timed of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--drafter", default="demo")
-    parser.add_argument("--tokens", type=int, default=8000, help="of the prompt")
+    parser.add_argument("--drafter", default=str(demo.DRAFTER))
+    parser.add_argument("--shape", choices=SHAPES, help="of a model with random weights, in the place of --model")
+    parser.add_argument("--drafter-shape", choices=SHAPES, default="0.6b", help="of the drafter beside it")
+    parser.add_argument("--folder", type=Path, help="where random weights are written, and found again")
+    parser.add_argument("--tokens", default="8000", help="of prompts")
     parser.add_argument("--keep", type=float, default=0.1)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--residency", choices=("auto", "persistent"), default="persistent", help="of the drafter")
+    parser.add_argument("--json", type=Path, help="write the raw figures there")
     how = parser.parse_args()
-    rows = list[dict[str, Any]]()
-    with serving(how.model, "--prefill-drafter", how.drafter, "--host-cache-budget", "0") as server:
-        for number in range(how.runs):
-            for mode in ("off", "always"):
-                rows.append({"run": number, "mode": mode, **first_token(server, how.tokens, how.keep, number, mode)})
-                print(rows[-1], flush=True)
-    plain, short = (
-        statistics.median(row["seconds"] for row in rows if row["mode"] == mode) for mode in ("off", "always")
-    )
-    scored = statistics.median(row["scoring_ms"] / row["tokens"] for row in rows if row["mode"] == "always")
-    print(
-        f"plain {plain:.2f} s, compressed {short:.2f} s ({plain / short:.2f} x); scoring {scored:.3f} s per 1k tokens"
-    )
+    lengths = [int(one) for one in how.tokens.split(",")]
+    with tempfile.TemporaryDirectory() as scratch:
+        words = [how.model, "--prefill-drafter", how.drafter]
+        if how.shape:
+            started, folder = time.perf_counter(), how.folder or Path(scratch)
+            model, drafter = (written(folder, shape, 2 * max(lengths)) for shape in (how.shape, how.drafter_shape))
+            print(f"weights written in {time.perf_counter() - started:.1f} s", flush=True)
+            words = [model, "--prefill-drafter", drafter, "--max-ctx", str(max(lengths) + MARGIN)]
+        rows = measured([*words, "--draft-residency", how.residency], lengths, how)
+    table("First token, medians", summed(rows))
+    raw("compression", {"machine": machine(), "rows": rows})
+    if how.json:
+        how.json.write_text(json.dumps(rows, indent=1))
 
 
-def first_token(server: Running, tokens: int, keep: float, number: int, mode: str) -> dict[str, Any]:
-    """Of a prompt that nobody has sent before."""
-    words = "\n".join(
-        f"{number} {mode} {at}: line {at * 37 % 1009} of file {at * 7 % 101}." for at in range(tokens // 12)
-    )
-    sent = server.client.post("/tokenize", json={"content": words}).json()["tokens"][:tokens]
+def written(folder: Path, shape: str, positions: int) -> str:
+    path = folder / shape
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint(path, argparse.Namespace(shape=shape, layers=0), positions)
+    return str(path)
+
+
+def measured(words: Sequence[str], lengths: Sequence[int], how: argparse.Namespace) -> list[dict[str, Any]]:
+    draw, rows = random.Random(1), list[dict[str, Any]]()
+    with serving(*words, "--slots", "1", "--host-cache-budget", "0") as server:
+        print(f"ready in {server.seconds:.1f} s", flush=True)
+        for mode in ("off", "always"):
+            first_token(server, prompt(draw, min(WARM, *lengths)), how.keep, mode)
+        for run in range(how.runs):
+            for length in lengths:
+                for mode in ("off", "always"):
+                    row = {"run": run, "mode": mode, **first_token(server, prompt(draw, length), how.keep, mode)}
+                    rows.append(row)
+                    print(row, flush=True)
+    return rows
+
+
+def prompt(draw: random.Random, length: int) -> list[int]:
+    """Of tokens that nobody has sent before."""
+    return [draw.randrange(100, 4000) for _ in range(length)]
+
+
+def first_token(server: Running, sent: Sequence[int], keep: float, mode: str) -> dict[str, Any]:
     fields = {"max_tokens": 1, "temperature": 0, "compression": {"mode": mode, "keep_ratio": keep}}
-    fields["prefix_cache"] = {"scope": "off"}
-    start = time.perf_counter()
-    body = server.complete(sent, **fields).json()
-    took = time.perf_counter() - start
-    told = body["rekindle"]["compression"] or {"kept_tokens": len(sent), "time_ms": 0.0}
-    return {"tokens": len(sent), "kept": told["kept_tokens"], "seconds": round(took, 3), "scoring_ms": told["time_ms"]}
+    start, spent = time.perf_counter(), processor_s(server)
+    response = server.complete(sent, prefix_cache={"scope": "off"}, **fields)
+    took, spent = time.perf_counter() - start, processor_s(server) - spent
+    told = response.raise_for_status().json()["rekindle"]
+    compression = told["compression"] or {"kept_tokens": len(sent), "time_ms": 0.0}
+    return {
+        "tokens": len(sent),
+        "kept": compression["kept_tokens"],
+        "seconds": round(took, 3),
+        "processor_s": round(spent, 2),
+        "scoring_ms": compression["time_ms"],
+        "stages_ms": told["stages_ms"],
+    }
+
+
+def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = list[dict[str, Any]]()
+    for length in sorted({row["tokens"] for row in rows}):
+        plain, short = (
+            [row for row in rows if row["mode"] == mode and row["tokens"] == length] for mode in ("off", "always")
+        )
+        seconds, spent = (
+            [median(row[name] for row in some) for some in (plain, short)] for name in ("seconds", "processor_s")
+        )
+        found.append(
+            {
+                "tokens": length,
+                "kept": short[0]["kept"],
+                "plain, s": seconds[0],
+                "compressed, s": seconds[1],
+                "times": seconds[0] / seconds[1],
+                "processor, s": f"{spent[0]:.2f} / {spent[1]:.2f}",
+                "scoring, s": median(row["scoring_ms"] for row in short) / 1e3,
+            }
+        )
+    return found
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Prompts of an 8B-shaped model brought back from host memory and from a cold disk, against computing them again.
 
     python -m benchmarks.cuda_store [--json FILE] [--tokens 2048 8192 32768] [--runs 5] [--folder DIR]
+        [--kv-dtype int8]
     python -m benchmarks.cuda_store --device cpu --tiny        the same on any machine, to see that it runs
 
 The model has random weights. In one run: how fast page-locked memory is copied and the files' bytes are read raw; what
@@ -27,9 +28,9 @@ from attrs import define, field
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
-from adapters.layout import RowSpec, dtype_name
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.row_form import NAMED, row_dtype
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import Qwen3Config
 from adapters.models.shard import BUCKETS
@@ -145,7 +146,7 @@ class StoreBench:
     async def same(self, prompt: Tokens, truth: torch.Tensor) -> bool:
         """Bit for bit, asked on the device."""
         there = partial(self.shard.rows, SLOT, 0, len(prompt) - 1)
-        kinds = {2: torch.int16, 4: torch.int32}
+        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
         kind = kinds[truth.element_size()]
         return await self.lane.run(lambda: torch.equal(there().view(kind), truth.view(kind)))
 
@@ -246,9 +247,9 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
         slots=1,
         capacity=config.max_positions,
         buckets=buckets,
+        rows=row_dtype(given.kv_dtype, dtype),
     )
-    names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
-    layout = Layout("bench", BLOCK_SIZE, RowSpec(names, config.num_kv_heads, config.head_dim, dtype_name(dtype)))
+    layout = Layout("bench", BLOCK_SIZE, shard.row_spec)
     size = 2 * sum(given.tokens) * layout.token_bytes
     store = open_store(
         layout,
@@ -293,7 +294,13 @@ async def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             print(f"{tier} {len(prompt)} after {time.perf_counter() - started:.0f} s", flush=True)
     assert bench.executor.close(60)
     assert bench.store.close()
-    return {"raw_copy_GB/s": copy / 1e9, "snapshots": shown, "modes": rows, "machine": machine()}
+    return {
+        "kv_dtype": given.kv_dtype,
+        "raw_copy_GB/s": copy / 1e9,
+        "snapshots": shown,
+        "modes": rows,
+        "machine": machine(),
+    }
 
 
 def main() -> int:
@@ -303,6 +310,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="four narrow layers instead of an 8B model's")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--kv-dtype", choices=("auto", *NAMED), default="auto")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")

@@ -39,9 +39,13 @@ from benchmarks.report import machine, median, raw, table
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("LookingUp", "Restoring", "Prefilling")
-TOKENS = {"demo": "2048,8160", "small": "2048,8192,32768", "8b": "2048,8192,32768"}
+TOKENS = {"demo": "2048,8160", **dict.fromkeys(("small", "0.6b", "8b"), "2048,8192,32768")}
 # hidden, inner, layers, heads, heads of keys and values, width of a head, vocabulary
-SHAPES = {"small": (256, 512, 2, 4, 2, 64, 4096), "8b": (4096, 12288, 36, 32, 8, 128, 151936)}
+SHAPES = {
+    "small": (256, 512, 2, 4, 2, 64, 4096),
+    "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
+    "8b": (4096, 12288, 36, 32, 8, 128, 151936),
+}
 POSITIONS = 40960
 FREE = ("planner", "kept")  # modes in which the planner decides
 TOGETHER = 6  # layers in one file
@@ -204,7 +208,7 @@ def summed(
     return {"medians": rows, "runs": list(found), "codec": codec, "shape": given.shape, "machine": machine()}
 
 
-def checkpoint(folder: Path, given: argparse.Namespace) -> Path:
+def checkpoint(folder: Path, given: argparse.Namespace, positions: int = POSITIONS) -> Path:
     """A Qwen3 with random weights and the demo's tokenizer, in which every id has a text."""
     hidden, inner, layers, heads, kv_heads, width, vocab = SHAPES[given.shape]
     layers = given.layers or layers
@@ -249,7 +253,7 @@ def checkpoint(folder: Path, given: argparse.Namespace) -> Path:
         "num_key_value_heads": kv_heads,
         "head_dim": width,
         "vocab_size": vocab,
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": positions,
         "max_window_layers": layers,
         "layer_types": ["full_attention"] * layers,
         "tie_word_embeddings": False,

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from adapters import demo
 from tests.e2e.server import Running, serving
 
 KINDS = NOTHING, CACHE, FROZEN, BOTH = "neither", "prefix cache", "frozen", "both"
@@ -29,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", type=Path, help="JSON Lines: timestamp, input, output of one session")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--drafter", default="demo")
+    parser.add_argument("--drafter", default=str(demo.DRAFTER))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--answer", type=int, default=64, help="tokens that each server says in a turn")
     parser.add_argument("--mode", choices=("auto", "always"), default="auto")

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from adapters.models.kernels.delta import DeltaShape, DeltaState, DeltaWeights
 from adapters.models.kernels.triton_delta import CudaDelta
 from adapters.models.shard import Segment, Step
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth
+
+T = TypeVar("T")
 
 SHAPE = DeltaShape(16, 48, 128, 128)
 # Slots, rows of each, where they start, the bucket, and whether the step settles.
@@ -39,7 +41,7 @@ def weights() -> DeltaWeights:
     return DeltaWeights(SHAPE, torch.randn(SHAPE.channels, 4, device=DEVICE) / 2, rate, torch.randn_like(rate))
 
 
-def replay_us(states: Sequence[DeltaState], one: Any, repeat: int = 20) -> float:
+def replay_us(states: Sequence[T], one: Callable[[T], object], repeat: int = 20) -> float:
     """Microseconds a layer."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

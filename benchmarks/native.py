@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -63,16 +64,23 @@ def products(checkpoint: Checkpoint, own: NativeProducts, dtype: torch.dtype, ro
     return rows
 
 
-def steps(checkpoint: Checkpoint, dtype: torch.dtype, rounds: int) -> list[dict[str, object]]:
-    tokens = torch.randint(5, checkpoint.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(1))
-    shards = dict[str, tuple[DenseShard, Numerics]]()
-    for name, kernels in (("oneDNN", CpuKernels(dtype, own=False)), (NATIVE, CpuKernels(dtype))):
-        how = {"device": CPU, "dtype": dtype, "chunk": CHUNK, "capacity": CONTEXT}
-        found = probe(checkpoint.family, checkpoint.config, kernels, **how)
-        own = kernels.using(found.plan)
-        options = {"dtype": dtype, "slots": 1, "capacity": CONTEXT, "buckets": found.buckets}
-        shards[name] = DenseShard(checkpoint.config, checkpoint, own, **options), found
-        print(f"{name}: {found.mode}, probe {found.seconds:.1f} s; " + "; ".join(found.shown()["products"]))
+Made: TypeAlias = tuple[DenseShard, Numerics]
+
+
+def made(name: str, checkpoint: Checkpoint, kernels: CpuKernels, dtype: torch.dtype) -> Made:
+    """A shard of it, proven."""
+    how = {"device": CPU, "dtype": dtype, "chunk": CHUNK, "capacity": CONTEXT, "layouts": checkpoint.layouts}
+    found = probe(checkpoint.family, checkpoint.config, kernels, **how)
+    options = {"dtype": dtype, "slots": 1, "capacity": CONTEXT, "buckets": found.buckets}
+    print(f"{name}: {found.mode}, probe {found.seconds:.1f} s; " + "; ".join(found.shown()["products"]))
+    return DenseShard(checkpoint.config, checkpoint, kernels.using(found.plan), **options), found
+
+
+def steps(shards: Mapping[str, Made], rounds: int) -> list[dict[str, object]]:
+    """In turn. Ratios are the first one's time over those of the others."""
+    first, *others = shards
+    vocab = min(shard.config.vocab_size for shard, _ in shards.values())
+    tokens = torch.randint(5, vocab, (CONTEXT,), generator=torch.Generator().manual_seed(1))
 
     def work(name: str, kind: str, at: int) -> None:
         shard, found = shards[name]
@@ -89,7 +97,8 @@ def steps(checkpoint: Checkpoint, dtype: torch.dtype, rounds: int) -> list[dict[
     for kind, at in PLACES:
         turns = rounds if kind == "decode" else max(3, rounds // 5)
         spent = in_turn(turns, {name: lambda name=name, kind=kind, at=at: work(name, kind, at) for name in shards})
-        rows.append({"step": kind, "at": at, **spent, "ratio": spent["oneDNN"] / spent[NATIVE]})
+        ratios = {f"{first} / {name}": spent[first] / spent[name] for name in others}
+        rows.append({"step": kind, "at": at, **spent, **ratios})
     return rows
 
 
@@ -109,7 +118,8 @@ def main() -> None:
         by_product = products(checkpoint, NativeProducts(found, found.level, dtype), dtype, options.rounds)
         torch.set_num_threads(threads)
         table("products, ms", by_product)
-        by_step = steps(checkpoint, dtype, options.steps)
+        both = {"oneDNN": CpuKernels(dtype, own=False), NATIVE: CpuKernels(dtype)}
+        by_step = steps({name: made(name, checkpoint, kernels, dtype) for name, kernels in both.items()}, options.steps)
         table("steps, ms", by_step)
     raw("native", {"machine": machine(), "products": by_product, "steps": by_step})
 

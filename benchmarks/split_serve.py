@@ -1,9 +1,11 @@
 """A model over HTTP whose layers, or whose draft, are on several devices or in other processes, beside a single device.
 
-`python -m benchmarks.split_serve [--shape 8b --folder /dev/shm] [--plans cuda:0 cuda:0,cuda:1] [--tokens 32000]`
+`python -m benchmarks.split_serve [--shape 8b --folder /dev/shm] [--plans cuda:0 cuda:0,cuda:1] [--tokens 32000]
+[--times 3] [--tiers host] [--at-once]`
 
 Of each plan, one server of one slot: tokens a second behind a short prompt; a prompt of so many tokens cold, and tokens
-a second behind it; and the same prompt again, from host memory and, when another has driven it out of there, from disk.
+a second behind it; and the same prompt again, `--times` times from host memory, another one in between, and, when
+others have driven it out of there, from disk. `--at-once` has all plans served side by side, so that tokens count only.
 What prefill, answers and restores took is the server's own word. A plan may end in `+draft@DEVICE`; else nothing is
 proposed. All must answer with the same tokens: the exit status is 1 where one does not.
 """
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +66,25 @@ def figures(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
         "prefill, ms": prefill_ms(cold),
     }
     texts = [near["choices"][0]["text"], cold["choices"][0]["text"]]
-    for tier in ("host", "disk"):
+    for tier in given.tiers:
         settled(client)
         if tier == "disk":
             for prompt in others:  # what is in host memory are these
                 ask(client, prompt, 1)
                 settled(client)
-        else:
-            ask(client, short[::-1], 8)  # what is in the slot is this one
-        before, again = restores(client), ask(client, long, 8)
-        after, tiers = restores(client), again["rekindle"]["tier"]
-        spent = {name: after[name]["seconds"] - before.get(name, {}).get("seconds", 0.0) for name in after}
-        found |= {
-            f"restore from {tier}, ms": 1e3 * spent.get(tier, 0.0),
-            f"prefill then ({tier}), ms": prefill_ms(again),
-        }
-        found[f"tier ({tier})"] = f"{tiers} {again['rekindle'].get('restored_tokens', '')}"
-        texts.append(again["choices"][0]["text"])
+        for number in range(given.times if tier == "host" else 1):
+            if tier == "host":
+                ask(client, short[::-1], 8)  # what is in the slot is this one
+            before, again = restores(client), ask(client, long, 8)
+            after, tiers = restores(client), again["rekindle"]["tier"]
+            spent = {name: after[name]["seconds"] - before.get(name, {}).get("seconds", 0.0) for name in after}
+            which = f"{tier}, {number + 1}"
+            found |= {
+                f"restore from {which}, ms": 1e3 * spent.get(tier, 0.0),
+                f"prefill then ({which}), ms": prefill_ms(again),
+                f"tier ({which})": f"{tiers} {again['rekindle'].get('restored_tokens', '')}",
+            }
+            texts.append(again["choices"][0]["text"])
     shown = client.get("/props").json()["memory"]
     return {**found, "texts": texts, "shards": shown["shards"], "draft": shown["draft"], "rekindle": near["rekindle"]}
 
@@ -110,6 +115,16 @@ def served(plan: str, model: str, given: argparse.Namespace, home: Path) -> dict
         return {"ready, s": seconds, **figures(client, given)}
 
 
+def tried(plan: str, home: Path, model: str, given: argparse.Namespace) -> dict[str, Any] | None:
+    """None: there is no such server here; the others are asked all the same."""
+    home.mkdir()
+    try:
+        return served(plan, model, given, home)
+    except SystemExit as error:
+        print(f"{plan}: {error}", flush=True)
+        return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -121,20 +136,23 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", default=["cpu:0", "cpu:0,cpu:0", "cpu:0,ipc+cpu:0"])
     parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--answers", type=int, default=128)
+    parser.add_argument("--times", type=int, default=1, help="restores from host memory")
+    parser.add_argument("--tiers", nargs="+", choices=("host", "disk"), default=["host", "disk"])
+    parser.add_argument("--at-once", action="store_true")
     given = parser.parse_args()
-    found, model = dict[str, dict[str, Any]](), given.model
+    model = given.model
     with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
         if given.shape is not None:
             model = str((given.folder or Path(scratch)) / f"random-{given.shape}-{given.layers}")
             if not Path(model).exists():
                 checkpoint(Path(model), given)
-        for number, plan in enumerate(given.plans):
-            home = Path(scratch) / str(number)
-            home.mkdir()
-            try:
-                found[plan] = served(plan, model, given, home)
-            except SystemExit as error:  # there is no such server here; the others are asked all the same
-                print(f"{plan}: {error}", flush=True)
+        with ThreadPoolExecutor(len(given.plans) if given.at_once else 1) as pool:
+            homes = [Path(scratch) / str(number) for number in range(len(given.plans))]
+            asked = [pool.submit(tried, *each, model, given) for each in zip(given.plans, homes, strict=True)]
+        done = zip(given.plans, (one.result() for one in asked), strict=True)
+    found = {plan: one for plan, one in done if one is not None}
+    if not found:
+        return 1
     first = next(iter(found.values()))
     names = [name for name, value in first.items() if isinstance(value, float | str)]
     rows = [{"": name, **{plan: one[name] for plan, one in found.items()}} for name in names]

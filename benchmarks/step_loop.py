@@ -5,8 +5,8 @@
 The same prompts in turn, in one process: asked (every step is decided once the one before it has been folded), alone
 (steps that nobody waits for are taken without asking), ahead (and on CUDA, each begins before what the one before it
 picked was read). `kernels` is what the device takes for a step if nobody waits for anything. An 8B-shaped model of
-random weights on one CUDA device, or the demo without its draft. sampling: how the streams pick, in turn. Tokens of all
-ways are compared.
+random weights on one CUDA device, or the demo without its draft. sampling: how the streams pick, in turn; `held` is as
+`mixed`, each answer JSON of a schema, `greedy held` as `greedy`. Tokens of all ways are compared.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ import anyio
 import torch
 from attrs import define, evolve, field
 
+from adapters.checkpoint.text_files import TextFiles
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.models.dense import DenseShard
 from adapters.models.shard import Segment, Shard, Step
 from adapters.models.synthetic import RandomWeights
+from adapters.text.grammar import Grammars, json_grammar
+from adapters.text.tokenizer import Tokenizer
 from benchmarks.report import machine, raw, table
 from effects.ids import Tokens
 from effects.job import Job, Sampling
@@ -40,14 +43,30 @@ from engine.options import Options
 from states import onward
 from states.settings import Settings
 
+DEMO = Path(__file__).parents[1] / "adapters" / "demo"
 CONTEXTS = {1: 2000}  # tokens of each prompt, by streams; else
 CONTEXT = 1000
 BUCKETS = (4, 8, 16, 32, 1024)
 WAYS = ("asked", "alone", "ahead")
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 3},
+        "kind": {"enum": ["circle", "square", "triangle"]},
+        "size": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{3,12}$"}},
+    },
+    "required": ["name", "kind", "size", "tags"],
+    "additionalProperties": False,
+}
+HELD = json_grammar({"type": "array", "items": ITEM, "minItems": 400})  # no answer here is as long
+MIXED = (Sampling(), Sampling(temperature=0.8, top_p=0.95))
 QWEN = Sampling(temperature=0.7, top_k=20, top_p=0.8)
 SAMPLINGS = {  # of streams in turn
-    "mixed": (Sampling(), Sampling(temperature=0.8, top_p=0.95)),
+    "mixed": MIXED,
+    "held": tuple(evolve(one, grammar=HELD) for one in MIXED),
     "greedy": (Sampling(),),
+    "greedy held": (Sampling(grammar=HELD),),
     "sampled": (QWEN,),
     "untruncated": (Sampling(temperature=1),),
     "penalties": (evolve(QWEN, presence_penalty=0.5, repetition_penalty=1.1),),
@@ -79,13 +98,30 @@ def model_8b() -> StepLoop:
     shard = DenseShard(config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), **shape)
     lane = DeviceLane(DEVICE)
     settings = Settings(slots=slots, max_context=capacity, chunk=BUCKETS[-1], batch_rows=slots)
-    return StepLoop(shard, DeviceExecutor(shard, BUCKETS, lane=lane), settings, lane)
+    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
+    executor.matched_by(Grammars(widened(shard.vocab_size)).match)
+    return StepLoop(shard, executor, settings, lane)
+
+
+def widened(size: int) -> Tokenizer:
+    """The demo's tokenizer with pairs of its tokens as further ones, up to a size that models have. Texts are cut into
+    its own alone, which is nothing to a grammar: any of them may follow.
+    """
+    files = TextFiles.read(DEMO)
+    described, added = files.tokenizer, files.tokenizer["added_tokens"]
+    vocabulary, controls = described["model"]["vocab"], {token["content"] for token in added}
+    plain = [text for text in vocabulary if text not in controls]
+    pairs = (one + other for one in plain for other in plain if one + other not in vocabulary)
+    first = 1 + max([*vocabulary.values(), *(token["id"] for token in added)])
+    model = {**described["model"], "vocab": {**vocabulary, **dict(zip(pairs, range(first, size), strict=False))}}
+    return Tokenizer.of(evolve(files, tokenizer={**described, "model": model}))
 
 
 async def demo() -> StepLoop:
     target = await load_target(
         Options(model="demo", draft="none", disk_prefix_cache="off", host_cache_budget=0, slots=8)
     )
+    target.executor.matched_by(Grammars(Tokenizer.load(target.folder)).match)
     return StepLoop(target.shard, target.executor, evolve(target.settings, store=False), target.lane)
 
 

@@ -19,7 +19,6 @@ class PrefixFound:
     lease: LeaseId
     length: int  # tokens, a multiple of the block size
     tier: Tier
-    served: Tokens | None = None  # what an earlier compression made of this prompt, when there was one
     shared: int = 0  # tokens that the prompt begins with as the likest of the recent prompts does, when it was asked
     checkpoints: tuple[int, ...] = ()  # ascending, a few of the last ones; all beyond what was asked
 
@@ -27,7 +26,6 @@ class PrefixFound:
 @frozen
 class PrefixMissed:
     reason: str  # machine-readable: empty_store, diverged_at:N, too_short ...
-    served: Tokens | None = None
     shared: int = 0
     length: int = 0  # tokens that are kept all the same: no more than were known to be on the device
 
@@ -43,7 +41,6 @@ class FindPrefix:
     side: ClassVar = Side.STORE
     prompt: Tokens
     beyond: int
-    memo: bool = False  # may what an earlier compression made of this prompt be found, and served, instead
     window: int = 0  # compare with so many recent prompts (the prompt then joins them); 0: neither
     rows: int = 0
     salt: str = ""  # nothing is found of prompts of another

@@ -46,12 +46,14 @@ class PrefillAdvanced:
     stop: int
     ns: int = 0  # what that took on the lane; 0: not measured
     logprobs: tuple[Logprob, ...] = ()  # of the tokens after those rows, when they were asked for
+    more: bool = False  # chunks of the same prefill are on their way: this is not its last outcome
 
 
 @frozen
 class RunPrefill:
     """Compute rows `[start, stop)` of the slot's prompt: a chunk of at most C rows, or as many of them as the settings
-    say, which run side by side over the shards of a target. Before each it is looked whether it was given up.
+    say, which run side by side over the shards of a target. Before each it is looked whether it was given up,
+    and behind each it is told how far it came.
 
     checkpoint: the model's positional state at `stop` is copied out to be kept, too. A failure to keep it is none here.
     place: the device keeps it there. logprobs: alternatives beside each token that follows one of these rows; -1:

@@ -55,20 +55,16 @@ def known_listen(_: Any, value: str) -> None:
 
 
 def known_draft_device(_: Any, value: str) -> None:
-    if value.partition(":")[0] in {"", "auto", "cpu", "cuda"}:
-        known_drafter_device(_, value)
+    """Of a drafter, too."""
+    if value.partition(":")[0] in {"auto", "cpu", "cuda"}:
+        known_device(_, value)
         return
     try:
-        apart = read_where(value).remote
+        apart = not value or read_where(value).remote
     except ValueError:
         apart = False
     if not apart:
         raise ValueError(f"{value[:40]!r} is no device of a draft. Accepted: auto, cpu, cuda or cuda:N; {ELSEWHERE}.")
-
-
-def known_drafter_device(_: Any, value: str) -> None:
-    if value:
-        known_device(_, value)
 
 
 def known_curve(_: Any, value: str) -> None:

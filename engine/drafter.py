@@ -18,18 +18,24 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.http.compression import CONTEXTS
 from adapters.http.freezing import HOT
+from adapters.layout import dtype_name
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.dense_config import DenseConfig
+from adapters.models.numerics import Numerics
 from adapters.models.scorer import Scorer
+from adapters.remote.drafter import RemoteScorer, loading_drafter
+from adapters.remote.messages import Prove
+from adapters.remote.peer import Peer
 from adapters.text.tokenizer import Tokenizer
 from adapters.watched import Watched
 from effects.all import Outcome
 from effects.ids import LaneId, ModelName, RequestId
 from effects.pflash import CompressPrompt
+from effects.ports import RowsLost
 from effects.residency import LoadModel, UnloadModel
 from engine.identity import identity
 from engine.kept import Kept
-from engine.machine import Placement, choose_device, prove
+from engine.machine import Placement, boot_id, choose_device, chunk_of, prove
 from engine.options import Options
 from engine.refusal import Refusal
 from states.settings import Settings
@@ -38,6 +44,7 @@ Move: TypeAlias = Callable[[RequestId, Any], Outcome]
 Movers: TypeAlias = Mapping[ModelName, tuple[Move, Move]]  # what brings a model in, and what sends it away
 
 BESIDE = LaneId(1)  # of a drafter on a device of its own
+CUDA_CHUNK = 4096  # rows at once on a GPU: so narrow a model is done with fewer before the host has asked for more
 
 
 @frozen
@@ -46,9 +53,14 @@ class FoundDrafter:
 
     name: str
     checkpoint: Checkpoint
-    device: torch.device
+    device: torch.device  # of this process
     limit: int
     tokenizer: Tokenizer
+    peer: Peer | None = None  # of the process that it is in, where that is another one
+
+    @property
+    def place(self) -> str:
+        return str(self.device) if self.peer is None else self.peer.dial.name
 
 
 @define(eq=False)
@@ -79,14 +91,25 @@ class Drafter:
     def close(self) -> None:
         if self.beside is not None:
             self.beside.close()
+        if self.found.peer is not None:
+            self.found.peer.close()
 
 
-def find_drafter(options: Options, folder: Path, target: torch.device, context: int) -> FoundDrafter | None:
-    """folder: of the target. Raises Refusal for one that cannot score its prompts."""
+def drafter_folder(options: Options) -> Path:
+    """Or its GGUF file."""
+    return demo.FOLDERS.get(options.drafter) or Path(options.drafter)
+
+
+def find_drafter(
+    options: Options, folder: Path, target: torch.device, context: int, *, peer: Peer | None = None
+) -> FoundDrafter | None:
+    """folder: of the target. peer: of a drafter in another process. Raises Refusal for one that cannot score its
+    prompts.
+    """
     name = options.drafter
     if not name:
         return None
-    path = demo.FOLDERS.get(name) or Path(name)
+    path = drafter_folder(options)
     try:
         checkpoint, tokenizer = Checkpoint.open(path), Tokenizer.load(path)
         own = tokenizer if path == folder else Tokenizer.load(folder)
@@ -98,8 +121,10 @@ def find_drafter(options: Options, folder: Path, target: torch.device, context: 
         raise Refusal(f"--prefill-drafter {name}: {family} models cannot score; accepted: those of decoder layers")
     check_tokenizer(name, tokenizer, own, config.vocab_size)
     chosen = options.prefill_drafter_device
-    device = choose_device(chosen, "--prefill-drafter-device") if chosen else target
-    return FoundDrafter(name, checkpoint, device, min(config.max_positions, CONTEXTS * context), own)
+    device = torch.device("cpu")
+    if peer is None:
+        device = choose_device(chosen, "--prefill-drafter-device") if chosen else target
+    return FoundDrafter(name, checkpoint, device, min(config.max_positions, CONTEXTS * context), own, peer)
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int) -> None:
@@ -132,7 +157,7 @@ def add_drafter(
     compressor, named = build(found, options, kept)
     if settings.residency.drafter == "keep":
         compressor.scorer.weights.unpark()
-    if found.device in lane.devices or found.device.type == lane.device.type == "cpu":
+    if found.peer is None and on(lane, found.device):
         executor.handle(CompressPrompt, compressor.compress)
         moved: Movers = {} if drafting is None else {"draft": (drafting.unpark, drafting.park)}
         moved_by_name(executor, {**moved, "drafter": (compressor.load, compressor.unload)})
@@ -142,19 +167,46 @@ def add_drafter(
     return Drafter(found, compressor, beside.lane, beside, named), settings
 
 
+def on(lane: DeviceLane, device: torch.device) -> bool:
+    """Is it one of the lane's, so that they would wait for each other?"""
+    return device in lane.devices or device.type == lane.device.type == "cpu"
+
+
 def build(found: FoundDrafter, options: Options, kept: Kept) -> tuple[Compressor, str]:
-    """And its identity."""
+    """And its identity. Raises Refusal."""
     dtype = resolve_dtype("auto", found.checkpoint)
     checkpoint, config = found.checkpoint.rounded(dtype), found.checkpoint.config
-    assert isinstance(config, DenseConfig)
-    place = (Placement(range(config.num_layers), found.device),)
-    numerics, (kernels,) = prove(options, checkpoint, dtype, place, found.limit, kept=kept)
-    assert kernels is not None, "its device is here"
     tokenizer = found.tokenizer
     controls = frozenset(control.id for control in tokenizer.controls.values())
     marks = marks_of([tokenizer.piece(token) for token in range(tokenizer.size)], controls)
+    if found.peer is not None:
+        remote, numerics = apart(found, found.peer, options, dtype)
+        return Compressor(remote, marks), identity(checkpoint, dtype, numerics, options.numerics)
+    assert isinstance(config, DenseConfig)
+    place = Placement(range(config.num_layers), found.device)
+    if place.computes.type == "cuda":
+        options = evolve(options, chunk=CUDA_CHUNK)
+    numerics, (kernels,) = prove(options, checkpoint, dtype, (place,), found.limit, kept=kept)
+    assert kernels is not None, "its device is here"
     scorer = Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit)
     return Compressor(scorer, marks), identity(checkpoint, dtype, numerics, options.numerics)
+
+
+def scored_at_once(options: Options, place: Placement) -> int:
+    """Rows."""
+    return CUDA_CHUNK if place.computes.type == "cuda" else chunk_of(options, (place,))
+
+
+def apart(found: FoundDrafter, peer: Peer, options: Options, dtype: torch.dtype) -> tuple[RemoteScorer, Numerics]:
+    """In the process of `peer`, which says itself what holds there."""
+    config = found.checkpoint.config
+    place = Placement(range(config.num_layers), found.device, peer)
+    kept_in: Any = dtype_name(dtype)
+    try:
+        numerics = peer.prove(Prove(kept_in, kept_in, scored_at_once(options, place), found.limit, boot_id()))
+        return RemoteScorer(peer, loading_drafter(found.limit, fast=options.numerics == "fast")), numerics
+    except (ValueError, RowsLost) as error:
+        raise Refusal(f"--prefill-drafter-device {found.place}: {error}") from error
 
 
 def moved_by_name(executor: DeviceExecutor, movers: Movers) -> None:
@@ -178,7 +230,7 @@ def pflash(options: Options, settings: Settings, drafter: Drafter | None) -> Map
         "keep_ratio": options.prefill_keep_ratio,
         "curve": [[tokens, keep / 1000] for tokens, keep in options.curve],
         "drafter": None if drafter is None else Path(drafter.found.name).name,
-        "device": None if drafter is None else str(drafter.found.device),
+        "device": None if drafter is None else drafter.found.place,
         "most_tokens": settings.drafter,
         "draft_residency": settings.residency.policy,
         "freeze": options.disk_prefix_cache_compress,

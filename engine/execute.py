@@ -166,6 +166,8 @@ class Execution:
                 ):
                     raise differs(number, envelope, actual)
                 self.tokens += len(recorded.tokens)
+            case ForRequest(_, PrefillAdvanced(more=True)):
+                pass  # the last word of that prefill says all of it
             case ForRequest(request, PrefillAdvanced(stop)):
                 actual = self.answers.pop(request, None)
                 if not isinstance(actual, PrefillAdvanced) or actual.stop != stop:

@@ -11,13 +11,19 @@ from adapters.models.numerics import Numerics
 
 
 def identity(
-    checkpoint: Checkpoint, dtype: torch.dtype, numerics: Numerics, mode: str, rows: torch.dtype | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    mode: str,
+    rows: torch.dtype | None = None,
+    *,
+    digest: str = "",
 ) -> str:
     """Everything that changes numbers, and nothing about this instance: 32 hex digits. rows: what keys and values are
-    kept in; by default the dtype.
+    kept in; by default the dtype. digest: the checkpoint's, where somebody has it already.
     """
     parts = (
-        checkpoint.digest(),
+        digest or checkpoint.digest(),
         repr(checkpoint.config),
         str(dtype) if rows in {None, dtype} else f"{dtype}, rows in {rows}",
         str(numerics.block_size),

@@ -99,7 +99,7 @@ def listed(model: LocalModel, options: Options) -> Listed:
         """As it would be with other options."""
         other = evolve(options, **changes)
         kind = resolve_dtype(other.dtype, checkpoint)
-        asked = needs(other, config, kind, planned(other, config), draft)
+        asked = needs(other, config, kind, planned(other, config), draft, layouts=checkpoint.layouts)
         return asked, fit_of(other, asked, config.max_positions, planned(other, config))
 
     asked, fit = tried()

@@ -205,7 +205,7 @@ def prove(
     # Beside the last layers is a draft, with a copy of the head: in this process, wherever they are.
     for device in dict.fromkeys(one.device for one in plan if one.local or one is plan[-1]):
         with current(device):
-            kernels, how = build_kernels(device, dtype), probing(device, dtype, rows, chunk, context)
+            kernels, how = build_kernels(device, dtype), probing(checkpoint, device, (dtype, rows), chunk, context)
             numerics = probed(checkpoint, kernels, kept, **how)
             offers.append(Offer(probe_key(checkpoint.family, checkpoint.config, kernels, **how), numerics.to_json()))
         found[device] = numerics, kernels
@@ -234,17 +234,23 @@ def prove(
     return evolve(whole, plan=found[plan[-1].device][0].plan), own
 
 
-def probing(device: torch.device, dtype: torch.dtype, rows: torch.dtype, chunk: int, context: int) -> dict[str, Any]:
-    """What a probe depends on, besides the model and the machine. Raises Refusal for rows that a device cannot keep."""
-    if rows is torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+def probing(
+    checkpoint: Checkpoint, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], chunk: int, context: int
+) -> dict[str, Any]:
+    """What a probe depends on, besides the configuration and the machine. dtypes: of weights, and of rows.
+
+    Raises Refusal for rows that a device cannot keep.
+    """
+    if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise Refusal(f"--kv-dtype fp8: {device} does not know such numbers; accepted here: auto, bf16, int8")
     return {
         "device": device,
-        "dtype": dtype,
-        "rows": rows,
+        "dtype": dtypes[0],
+        "rows": dtypes[1],
         "chunk": chunk,
         "capacity": context,
         "memory": host_memory() // 2,
+        "layouts": checkpoint.layouts,
     }
 
 

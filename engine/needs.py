@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from adapters.checkpoint.packed import StepLayout
+from adapters.checkpoint.weights import Shapes
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense_config import HEAD_ROWS
 from adapters.models.family import ModelConfig
 from adapters.models.host_experts import HostExperts
+from adapters.models.kernels.packed_forms import served
 from adapters.models.kernels.row_form import row_dtype
 from adapters.remote.peer import Peer
 from engine.draft import FoundDraft, draft_placement
@@ -35,14 +38,15 @@ def chosen(
     draft: FoundDraft | None,
     *,
     peer: Peer | None = None,
+    layouts: Mapping[str, StepLayout] = {},
 ) -> Fit:
-    """The slots and the context that were asked for, or what there is room for. peer: as in `needs`.
+    """The slots and the context that were asked for, or what there is room for. peer, layouts: as in `needs`.
 
     Raises Refusal.
     """
     if options.max_ctx > config.max_positions:
         raise Refusal(f"--max-ctx {options.max_ctx}: the model was made for at most {config.max_positions} tokens")
-    asked = needs(options, config, dtype, plan, draft, peer=peer)
+    asked = needs(options, config, dtype, plan, draft, peer=peer, layouts=layouts)
     found = fit_of(options, asked, config.max_positions, plan)
     if found.fits and not options.max_ctx and found.context < config.max_positions:
         of = f"{found.context} of the model's {config.max_positions} tokens"
@@ -89,9 +93,12 @@ def needs(
     draft: FoundDraft | None,
     *,
     peer: Peer | None = None,
+    layouts: Mapping[str, StepLayout] = {},
 ) -> list[DeviceNeed]:
-    """Of each device once; of the host, too, where it keeps experts. peer: of a draft in another process."""
-    hosted = experts_room(options, config, dtype, plan)
+    """Of each device once; of the host, too, where it keeps experts. peer: of a draft in another process. layouts: of
+    tensors that may be multiplied as they are packed.
+    """
+    hosted = experts_room(options, config, dtype, plan, layouts)
     drafted = draft_placement(options, plan[-1].device, peer)
     found = list[DeviceNeed]()
     for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
@@ -99,7 +106,7 @@ def needs(
         first = (*places, drafted)[0]
         here, device = [one.layers for one in places], first.computes
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
-        fixed = sum(weights(config, dtype, device, layers) for layers in here)
+        fixed = sum(weights(config, dtype, device, layers, layouts) for layers in here)
         if hosted and places:
             fixed += hosted - expert_weights(config) * dtype.itemsize
         fixed += options.state_checkpoints * sum(place for _, place in states)
@@ -122,12 +129,18 @@ def needs(
     return found
 
 
-def experts_room(options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement]) -> int:
+def experts_room(
+    options: Options,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    layouts: Mapping[str, StepLayout],
+) -> int:
     """Bytes of the device for experts that host memory keeps; 0: it keeps none. Raises Refusal."""
     if options.experts_room is None:
         return 0
     one = plan[0]
-    rest = weights(config, dtype, one.device, one.layers) - expert_weights(config, one.layers) * dtype.itemsize
+    rest = weights(config, dtype, one.device, one.layers, layouts) - expert_weights(config, one.layers) * dtype.itemsize
     return room(options, config, dtype, plan, there(one.device) - rest - buffers(options, config, dtype, plan))
 
 
@@ -136,7 +149,7 @@ def host_experts(
 ) -> HostExperts | None:
     """Empty, for the shard to fill; None: they stay with their layers. Raises Refusal."""
     config = checkpoint.config
-    given = experts_room(options, config, dtype, plan)
+    given = experts_room(options, config, dtype, plan, checkpoint.layouts)
     return HostExperts(plan[0].device, config.experts.count, given) if given and config.experts else None
 
 
@@ -162,13 +175,36 @@ def multiplied_in(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     return torch.float32.itemsize if products.wider else dtype.itemsize
 
 
-def weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, layers: range) -> int:
-    """As they are kept: on a CPU a head is packed, so it is there beside the embedding that it is tied to."""
-    counts = {name: math.prod(shape) for name, shape in config.tensors(layers).items()}
-    table = counts.pop(EMBEDDING, 0)
-    own = device.type == "cpu" and layers.stop == config.num_layers and "lm_head.weight" not in counts
-    each = multiplied_in(config, dtype, device)
-    return table * dtype.itemsize + (sum(counts.values()) + (table if own else 0)) * each
+def weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: range,
+    layouts: Mapping[str, StepLayout] = {},
+) -> int:
+    """As they are kept: on a CPU a head is packed, so it is there beside the embedding that it is tied to; and so it is
+    on CUDA where the file packs it.
+    """
+    shapes = dict(config.tensors(layers))
+    table = math.prod(shapes.pop(EMBEDDING, (0,)))
+    kept = kept_packed(shapes, layouts, dtype) if device.type == "cuda" else {}
+    tied = layers.stop == config.num_layers and "lm_head.weight" not in shapes
+    own = table * multiplied_in(config, dtype, device) if tied and device.type == "cpu" else 0
+    if tied and device.type == "cuda":
+        own = sum(kept_packed({EMBEDDING: config.tensors()[EMBEDDING]}, layouts, dtype).values())
+    plain = sum(math.prod(shape) for name, shape in shapes.items() if name not in kept)
+    return table * dtype.itemsize + own + plain * multiplied_in(config, dtype, device) + sum(kept.values())
+
+
+def kept_packed(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of those that a GPU multiplies as they are packed: no experts, and gates only as what they gate is."""
+    found = dict[str, int]()
+    for name, shape in shapes.items():
+        layout, both = layouts.get(name), [name.replace("gate_proj", "up_proj"), name.replace("up_proj", "gate_proj")]
+        alike = {layouts.get(one) for one in both} == {layout}
+        if layout is not None and alike and ".experts." not in name and served(layout, shape[1], dtype):
+            found[name] = math.ceil(math.prod(shape) * layout.bits / 8)
+    return found
 
 
 def buffers(options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement]) -> int:

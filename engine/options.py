@@ -20,7 +20,6 @@ from engine.accepted import (
     known_device,
     known_devices,
     known_draft_device,
-    known_drafter_device,
     known_experts,
     known_host,
     known_key,
@@ -35,7 +34,7 @@ from engine.accepted import (
 )
 from engine.completion import model_names
 from engine.logs import LogFormat, LogLevel
-from engine.plan import Where, misplaced, read_devices, read_weights, read_where
+from engine.plan import Where, misplaced, read_apart, read_devices, read_weights
 from engine.refusal import Refusal
 
 MODEL = "Model"
@@ -102,7 +101,7 @@ class Options(ModelOption):
 
     quantize: Annotated[Literal["none", "int8", "int4"], flag(MODEL)] = "none"
     """int8 or int4: round the matrices of a checkpoint that is not packed, in groups of 128, while it is loaded. For
-    trying what a packed one would answer: they take the room of --dtype. The start line tells the error."""
+    trying what a packed one would answer, and what room it would take. The start line tells the error."""
 
     experts: Annotated[str, flag(MODEL, validator=known_experts)] = "device"
     """Where experts are. device: with their layers. host:N: all in host memory, those that are used most in N GiB of
@@ -156,8 +155,9 @@ class Options(ModelOption):
     """Folder or GGUF file of the drafter: any family that is served, with the model's tokenizer; or a demo's name;
     auto: what a demo comes with, unless --prefill-compression is off."""
 
-    prefill_drafter_device: Annotated[Device, flag(COMPRESSION, validator=known_drafter_device)] = ""
-    """Where it runs: cpu, cuda or cuda:N; the model's own device by default."""
+    prefill_drafter_device: Annotated[Device, flag(COMPRESSION, validator=known_draft_device)] = ""
+    """Where it runs: cpu, cuda or cuda:N; the model's own device by default. ipc+cpu:0, ipc+cuda:N: in a process of its
+    own; tcp://HOST:PORT: where `rekindle shard` runs, of the drafter."""
 
     prefill_threshold: Annotated[int, flag(COMPRESSION, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 32_000
     """Tokens of a prompt, beyond what is cached of it, from which auto compresses."""
@@ -261,7 +261,7 @@ class Options(ModelOption):
         if self.layer_weights and len(self.layer_weights) != len(self.devices):
             counts = f"{len(self.layer_weights)} weights for {len(self.devices)} devices"
             raise Refusal(f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one for each")
-        apart = (*self.devices, *(() if self.draft_where is None else (self.draft_where,)))
+        apart = (*self.devices, *(one for one in (self.draft_where, self.drafter_where) if one is not None))
         if why := misplaced(apart, interpreter=bool(self.target_shard_ipc_python), secret=bool(self.shard_secret_file)):
             raise Refusal(why)
         if self.lazy_draft and self.draft_residency == "persistent":
@@ -296,8 +296,12 @@ class Options(ModelOption):
     @property
     def draft_where(self) -> Where | None:
         """Of the draft, where it is in another process."""
-        apart = self.draft_device and not self.draft_device.startswith(("auto", "cpu", "cuda"))
-        return read_where(self.draft_device) if apart else None
+        return read_apart(self.draft_device)
+
+    @property
+    def drafter_where(self) -> Where | None:
+        """The same of the drafter."""
+        return read_apart(self.prefill_drafter_device)
 
     @property
     def layer_weights(self) -> tuple[float, ...]:

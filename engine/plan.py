@@ -17,6 +17,7 @@ ELSEWHERE = (
     "ipc+cpu:0 or ipc+cuda:N in a process of its own (hip:N in one of another interpreter); "
     "tcp://HOST:PORT of `rekindle shard`"
 )
+APART = "--target-devices, --draft-device or --prefill-drafter-device"
 ACCEPTED = f"cpu:0, cuda:N or auto:N; {ELSEWHERE}; with commas between them"
 
 
@@ -52,24 +53,28 @@ def read_where(name: str) -> Where:
     return Where(name, device, launched=bool(apart))
 
 
+def read_apart(name: str) -> Where | None:
+    """Of a device of a draft or a drafter, where it is in another process."""
+    return read_where(name) if name and not name.startswith(("auto", "cpu", "cuda")) else None
+
+
 def misplaced(entries: Sequence[Where], *, interpreter: bool, secret: bool) -> str:
-    """entries: of `--target-devices` and `--draft-device`. Why what is said of other processes is for none of them, or
+    """entries: of the options that `APART` names. Why what is said of other processes is for none of them, or
     not enough; empty where it is right.
     """
     launched = [one for one in entries if one.launched]
     if interpreter and not launched:
         return (
-            "--target-shard-ipc-python runs what --target-devices or --draft-device have in a process of its own, and "
-            "there is nothing: name some, as in ipc+cpu:0"
+            f"--target-shard-ipc-python runs what {APART} have in a process of its own, and there is nothing: name "
+            "some, as in ipc+cpu:0"
         )
     if not interpreter and any(one.name.startswith("hip") for one in launched):
         return (
-            "--target-devices or --draft-device hip:N is in a process with ROCm's build of torch: name its interpreter "
-            "with --target-shard-ipc-python"
+            f"{APART} hip:N is in a process with ROCm's build of torch: name its interpreter with "
+            "--target-shard-ipc-python"
         )
     if secret and all(one.address is None for one in entries):
-        where = "--target-devices or --draft-device"
-        return f"--shard-secret-file is for shards at tcp://HOST:PORT in {where}: there are none"
+        return f"--shard-secret-file is for shards at tcp://HOST:PORT in {APART}: there are none"
     return ""
 
 

@@ -14,7 +14,6 @@ from attrs import define, evolve, field
 
 from effects.decode import Decoded
 from effects.ids import RequestId, Tokens
-from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed
 from engine.runner import Envelope
 from states.events import Event, ForEngine, ForModel, ForRequest, Submitted
@@ -59,8 +58,6 @@ class Redactor:
                 return Submitted(evolve(job, prompt=prompt, sampling=sampling, compression=compression))
             case PromptCompressed(prompt, _) if prompt:
                 return evolve(event, prompt=self.prompt(request, prompt))
-            case PrefixFound(served=tuple() as served) | PrefixMissed(served=tuple() as served):
-                return evolve(event, served=self.prompt(request, served))
             case Decoded(tokens):
                 state = self.world.requests.get(request)
                 stops = remains(state).prompt.job.stop_tokens if isinstance(state, Held) else ()

@@ -1,4 +1,4 @@
-"""The daemons that a target's shards and its draft are in: launched or reached, and sure to be of the same model."""
+"""The daemons that a target's shards, its draft and its drafter are in: launched or reached, and known to be right."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 import engine
+from adapters.checkpoint.errors import CheckpointError
 from adapters.device.proposer import DraftModel
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.shard import Shard
 from adapters.remote.dial import AtAddress, Dial, Launched
 from adapters.remote.draft import DRAFT_DEADLINES, RemoteDraft
+from adapters.remote.drafter import DRAFTER_DEADLINES
 from adapters.remote.peer import ExpectedModel, Peer
 from adapters.remote.shard import RemoteShard
 from effects.ports import RowsLost
-from engine.draft import draft_name
+from engine.draft import FoundDraft, draft_name
+from engine.drafter import Drafter, drafter_folder
 from engine.options import Options
 from engine.plan import Where
 from engine.refusal import Refusal
@@ -29,19 +32,21 @@ from engine.secret import VARIABLE, shared_secret
 
 @frozen(eq=False)
 class Apart:
-    """What is in other processes: of each shard that is, its daemon, and the draft's."""
+    """What is in other processes: of each shard that is, its daemon, and the draft's and the drafter's."""
 
     shards: tuple[Peer | None, ...]
     draft: Peer | None = None
+    drafter: Peer | None = None
 
     @property
     def all(self) -> tuple[Peer, ...]:
-        return tuple(peer for peer in (*self.shards, self.draft) if peer is not None)
+        return tuple(peer for peer in (*self.shards, self.draft, self.drafter) if peer is not None)
 
-    def drafting(self, wanted: bool) -> None:
-        """A draft's process is of no use where it turns out that there will be none."""
-        if self.draft is not None and not wanted:
+    def drafting(self, found: FoundDraft | None) -> FoundDraft | None:
+        """The same. A draft's process is of no use where it turns out that there will be none."""
+        if self.draft is not None and found is None:
             self.draft.close()
+        return found
 
     def close(self) -> None:
         for peer in self.all:
@@ -53,7 +58,8 @@ def connected(options: Options, folder: Path, checkpoint: Checkpoint) -> Apart:
     shards = tuple(peer_of(one, options, folder, checkpoint) for one in options.devices)
     drafted = draft_name(options.draft, options.model) != "none"
     where = options.draft_where if drafted else None
-    apart = Apart(shards, None if where is None else peer_of(where, options, folder, checkpoint))
+    draft = None if where is None else peer_of(where, options, folder, checkpoint)
+    apart = Apart(shards, draft, drafter_apart(options))
     if apart.draft is not None:
         apart.draft.deadlines = DRAFT_DEADLINES
     try:
@@ -74,10 +80,25 @@ def connected(options: Options, folder: Path, checkpoint: Checkpoint) -> Apart:
     return apart
 
 
+def drafter_apart(options: Options) -> Peer | None:
+    """Its process has the drafter for its model. Raises Refusal."""
+    if (where := options.drafter_where) is None:
+        return None
+    folder = drafter_folder(options)
+    try:
+        peer = peer_of(where, evolve(options, draft="none"), folder, Checkpoint.open(folder))
+    except CheckpointError as error:
+        raise Refusal(f"--prefill-drafter {error}") from error
+    if peer is not None:
+        peer.deadlines = DRAFTER_DEADLINES
+    return peer
+
+
 def asking_for(options: Options) -> str:
     """The options that name other processes."""
     asking = {"--target-devices": any(one.remote for one in options.devices)}
     asking["--draft-device"] = options.draft_where is not None
+    asking["--prefill-drafter-device"] = options.drafter_where is not None
     return ", ".join(name for name, asks in asking.items() if asks)
 
 
@@ -116,11 +137,20 @@ def shown(part: Shard) -> Mapping[str, Any]:
 
 def shown_draft(draft: DraftModel) -> Mapping[str, Any]:
     """The same of a draft."""
-    remote = draft.peer if isinstance(draft, RemoteDraft) else None
+    return shown_beside(draft.place, draft.memory(), draft.peer if isinstance(draft, RemoteDraft) else None)
+
+
+def shown_drafter(drafter: Drafter) -> Mapping[str, Any]:
+    """And of a drafter."""
+    return shown_beside(drafter.found.place, drafter.memory(), drafter.found.peer)
+
+
+def shown_beside(place: str, held: Mapping[str, int], remote: Peer | None) -> Mapping[str, Any]:
+    """Of a model that is not the target."""
     return {
-        "device": draft.place,
+        "device": place,
         "process": process_of(remote),
-        "bytes": draft.memory(),
+        "bytes": held,
         "error": "" if remote is None else remote.error,
         "restarts": 0 if remote is None else remote.restarts,
     }
@@ -130,11 +160,16 @@ def process_of(peer: Peer | None) -> int:
     return os.getpid() if peer is None or peer.facts is None else peer.facts.pid
 
 
-def hops(parts: Sequence[Shard], draft: DraftModel | None) -> Mapping[str, Mapping[str, float]]:
-    """Of shards in other processes, by their layers, and of a draft: what forwards there have cost."""
-    remote = [part for part in parts if isinstance(part, RemoteShard)]
-    found = {f"{part.layers.start}-{part.layers.stop - 1}": part.peer.figures() for part in remote}
-    return found | ({"draft": draft.peer.figures()} if isinstance(draft, RemoteDraft) else {})
+def hops(
+    parts: Sequence[Shard], draft: DraftModel | None, drafter: Drafter | None
+) -> Mapping[str, Mapping[str, float]]:
+    """Of shards in other processes, by their layers, of a draft and of a drafter: what forwards there have cost."""
+    remote = {
+        f"{part.layers.start}-{part.layers.stop - 1}": part.peer for part in parts if isinstance(part, RemoteShard)
+    }
+    remote |= {"draft": draft.peer} if isinstance(draft, RemoteDraft) else {}
+    remote |= {} if drafter is None or drafter.found.peer is None else {"drafter": drafter.found.peer}
+    return {name: peer.figures() for name, peer in remote.items()}
 
 
 def launched(where: Where, options: Options, folder: Path, secret: str) -> Launched:

@@ -20,18 +20,22 @@ from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
 from adapters.layout import torch_dtype
 from adapters.models.checkpoint import Checkpoint
+from adapters.models.dense_config import DenseConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics import Numerics
 from adapters.models.probe import probe_key
+from adapters.models.scorer import Scorer
 from adapters.models.waves import current
 from adapters.remote import shared
 from adapters.remote.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
 from adapters.remote.daemon import Daemon
 from adapters.remote.dial import kept_alive
 from adapters.remote.draft_messages import LoadDraft
+from adapters.remote.drafter_messages import LoadDrafter
 from adapters.remote.hello import refuse
 from adapters.remote.messages import Facts, LoadLayers, Offer, Prove
 from adapters.remote.served_draft import ServedDraft
+from adapters.remote.served_drafter import ServedDrafter
 from adapters.remote.served_layers import ServedLayers
 from engine.draft import built, draft_name, kernels_apart, named_draft
 from engine.folders import user_folder
@@ -77,7 +81,8 @@ class ServedModel:
         """
         dtype, rows = torch_dtype(asked.dtype), torch_dtype(asked.rows)
         checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
-        checkpoint, how = checkpoint.rounded(dtype), probing(self.device, dtype, rows, asked.chunk, asked.capacity)
+        checkpoint = checkpoint.rounded(dtype)
+        how = probing(checkpoint, self.device, (dtype, rows), asked.chunk, asked.capacity)
         with current(self.device):
             kernels = build_kernels(self.device, dtype)
             key = probe_key(checkpoint.family, checkpoint.config, kernels, **how)
@@ -124,6 +129,17 @@ class ServedModel:
             draft = built(found, room, kernels, self.device, checkpoint)
             warm_up_apart(draft, room, asked.rows)
         return ServedDraft(draft, config.vocab_size, asked.nodes, *found.digests)
+
+    def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
+        if self._proven is None:
+            raise ValueError("nothing is proven, so nothing is loaded")
+        checkpoint, dtype, _, kernels, numerics = self._proven
+        config = checkpoint.config
+        if not isinstance(config, DenseConfig):
+            raise ValueError(f"{checkpoint.family.model_type} models cannot score")  # noqa: TRY004 - of the server's
+        own = kernels.using(plan_served(numerics, fast=asked.fast))
+        scorer = Scorer(config, checkpoint, own, self.device, dtype, numerics.buckets, asked.most)
+        return ServedDrafter(scorer)
 
 
 @frozen

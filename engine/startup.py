@@ -20,6 +20,7 @@ from engine.progress import EVERY_S
 
 log = logging.getLogger("rekindle")
 IMPORT = "importing torch"
+COMPILE = "compiling kernels"
 PROBE = "probing numerics"
 WEIGHTS = "reading weights"
 WARM_UP = "warming up"
@@ -27,7 +28,7 @@ DRAFT = "reading the draft"
 MEASURE = "measuring how long decode steps take"
 CACHE = "opening the cache"
 TOKENIZER = "reading the tokenizer"
-STEPS = (IMPORT, TOKENIZER, PROBE, WEIGHTS, DRAFT, WARM_UP, MEASURE, CACHE)
+STEPS = (IMPORT, TOKENIZER, COMPILE, PROBE, WEIGHTS, DRAFT, WARM_UP, MEASURE, CACHE)
 TIMED = {PROBE, MEASURE}  # nothing else goes on meanwhile
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,14 @@ from engine.fit import Fit
 from engine.folders import user_folder
 from engine.identity import identity
 from engine.kept import Kept
-from engine.machine import Placement, planned, prove, shards, state_tokens
+from engine.machine import Placement, chunk_of, planned, prove, shards, state_tokens
 from engine.measure import kept_or_measured, key
 from engine.needs import chosen, host_experts, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
-from engine.remote import Apart, asking_for, connected, place_of, placement, shown, shown_draft
+from engine.remote import Apart, asking_for, connected, place_of, placement, shown, shown_draft, shown_drafter
 from engine.storing import keeping, layout, stored, transfer_memory
-from engine.warm_up import warm_up
+from engine.warm_up import compile_kernels, warm_up
 from states.residency import resolved
 from states.settings import Settings
 
@@ -89,6 +90,7 @@ class Target:
             "size": self.shard.memory()["weights"],
             "packed": list(self.checkpoint.forms),
             "bits_per_weight": round(self.checkpoint.bits, 2),
+            "bits_in_memory": round(self.checkpoint.bits_of(self.shard.memory()["weights"]), 2),
             "quantize_error": self.checkpoint.error,
         }
 
@@ -135,6 +137,7 @@ class Target:
             "experts": None if self.hosted is None else self.hosted.shown(),
             "shards": parts,
             "draft": None if self.draft is None else shown_draft(self.draft),
+            "drafter": None if self.drafter is None else shown_drafter(self.drafter),
             "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
             "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
             "blocks": {"host": blocks},
@@ -188,6 +191,14 @@ def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, on
     return target
 
 
+def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: torch.dtype, **how: Any) -> str:
+    """The digest of the weights, which is taken while kernels are compiled. how: as `compile_kernels` has it."""
+    with ThreadPoolExecutor(1, "digest") as beside:
+        digest = beside.submit(checkpoint.digest)
+        compile_kernels(checkpoint, plan, dtype, **how)
+    return digest.result()
+
+
 def load_over(
     apart: Apart,
     checkpoint: Checkpoint,
@@ -201,15 +212,15 @@ def load_over(
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
     checkpoint = (checkpoint.quantised(options.bits) if options.bits else checkpoint).rounded(dtype)
     plan, opened = planned(options, checkpoint.config, apart.shards), find_draft(options, checkpoint)
-    fit = chosen(options, checkpoint.config, dtype, plan, opened, peer=apart.draft)
-    kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
+    fit = chosen(options, checkpoint.config, dtype, plan, opened, peer=apart.draft, layouts=checkpoint.layouts)
+    kept, rows = Kept(user_folder(), proving=lambda: step(startup.PROBE)), row_dtype(options.kv_dtype, dtype)
+    digest = compiled_beside(checkpoint, plan, dtype, rows=rows, fit=fit, chunk=chunk_of(options, plan), step=step)
     numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
-    rows = row_dtype(options.kv_dtype, dtype)
-    named = identity(checkpoint, dtype, numerics, options.numerics, rows)
+    named = identity(checkpoint, dtype, numerics, options.numerics, rows, digest=digest)
     if only not in {None, named}:
         raise Mismatched(named)
-    found, scores = provable(opened, numerics), find_drafter(options, checkpoint.folder, plan[-1].device, fit.context)
-    apart.drafting(found is not None)
+    found = apart.drafting(provable(opened, numerics))
+    scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
     step(startup.WEIGHTS)
     memory = transfer_memory(options, [one.device for one in plan])
     hosted = host_experts(options, checkpoint, dtype, plan)

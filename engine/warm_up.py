@@ -2,23 +2,102 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from contextvars import copy_context
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from adapters.device.proposer import DraftModel
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.cuda_graphs import no_collection
 from adapters.models.draft import CachedDraft, first_tokens
 from adapters.models.pipeline import Pipeline
-from adapters.models.shard import Segment, Step
+from adapters.models.probe import PROBED_SLOTS, buckets_of
+from adapters.models.shard import BUCKETS, Segment, Shard, Step
+from adapters.models.synthetic import RandomWeights, packed_in
+from adapters.models.waves import current
+from effects.ids import PAGE
+from engine import startup
 from engine.draft import Room
+from engine.fit import Fit
+from engine.machine import Placement, build_kernels
+
+log = logging.getLogger("rekindle")
 
 PASSES = {"cpu": 1, "cuda": 3}  # once for kernels and buffers; a graph is recorded the second time, then replayed
 
 
+def compile_kernels(
+    checkpoint: Checkpoint,
+    plan: Sequence[Placement],
+    dtype: torch.dtype,
+    *,
+    rows: torch.dtype,
+    fit: Fit,
+    chunk: int,
+    step: startup.StepHeard,
+) -> None:
+    """On a GPU, what steps of each bucket launch is compiled, or read as an earlier start has compiled it, side by
+    side: whoever comes later in this process would do that one kernel after the other. The steps are of one layer of
+    each kind of the model, with weights of no meaning; what fails here fails again where it matters.
+    """
+    device = next((one.device for one in plan if one.local and one.device.type == "cuda"), None)
+    if device is None:
+        return
+    step(startup.COMPILE)
+    buckets = buckets_of(BUCKETS, chunk)
+    kinds = [{"slots": PROBED_SLOTS, "pages": 0}]  # the probe's, and what serves where that has pages
+    if fit.pages:
+        kinds.append({"slots": fit.slots, "pages": -(-fit.context // PAGE)})
+    shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "buckets": buckets}
+    with torch.inference_mode(), current(device):
+        for small, layers, own in packed_in(checkpoint.config.probed(), checkpoint.layouts):
+            weights, shards = RandomWeights(small, 1, device, dtype, layouts=own), list[Shard]()
+            try:
+                for kind in kinds:
+                    kernels = build_kernels(device, dtype)
+                    kernels.graphs.enabled = False  # type: ignore[attr-defined] # these are Triton's
+                    how = {**shape, **kind, "layers": layers, "capacity": fit.context}
+                    shards.append(checkpoint.family.build(small, weights, kernels, **how))
+            except torch.OutOfMemoryError as error:
+                log.debug("kernels are compiled later: %s", error)
+            run_side_by_side([partial(compile_step, *one) for one in product(shards, range(len(buckets)))])
+            for shard in shards:
+                shard.close()
+
+
+def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
+    """Each on a thread of its own; a kernel that several of them need is compiled once."""
+    from adapters.models.kernels.triton_compile import compiling_aside  # noqa: PLC0415 - needs Triton, so a GPU build
+
+    with compiling_aside(), ThreadPoolExecutor(len(steps) or 1, "first-steps") as threads:
+        done, _ = wait([threads.submit(copy_context().run, step) for step in steps])
+    for error in filter(None, (one.exception() for one in done)):
+        log.debug("some kernels are compiled later: %s", error)
+
+
+def compile_step(shard: Shard, number: int) -> None:
+    """That of one bucket, in a slot of its own where there are so many."""
+    step = Step((Segment(number % shard.slots, 0, 1),), shard.buckets[number])
+    with torch.inference_mode(), current(shard.device):
+        shard.forward(step, torch.zeros(1, dtype=torch.int64))
+
+
 def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
     """Every bucket, and every shape that a draft that is here proposes in. most_rows: of one batched decode step."""
-    token = torch.zeros(1, dtype=torch.int64)
     passes = max(PASSES[device.type] for device in shard.devices)
+    with no_collection() if passes > 1 else nullcontext():  # once, and not for each graph
+        _warm_up(shard, draft, most_rows, passes)
+
+
+def _warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
+    token = torch.zeros(1, dtype=torch.int64)
     for bucket in shard.buckets * passes:
         step = Step((Segment(0, 0, 1),), bucket, rows_only=True)
         left = shard.forward(step, token)

@@ -101,6 +101,8 @@ def settle_rows(state: Draining, event: PrefillAdvanced, known: Known) -> Settle
     left = state.remains
     if not state.lost:
         left = evolve(left, seat=left.seat.computed(event.stop))
+    if event.more:
+        return Then(evolve(state, remains=left))
     return still(state, left) if state.flying > 1 else leave(known.settings, left)
 
 

@@ -32,10 +32,16 @@ def plain(state: Unparking, event: DeviceFailed, known: Known) -> Work:
 
 def prefilled(
     state: Prefilling, event: PrefillAdvanced, known: Known
-) -> Then[Prefilling, ReportProgress, RunPrefill] | Then[Speculating, ReportProgress, RunDecode]:
+) -> (
+    Then[Prefilling, ReportProgress]
+    | Then[Prefilling, ReportProgress, RunPrefill]
+    | Then[Speculating, ReportProgress, RunDecode]
+):
     seat, prompt, speculation = state.seat.computed(event.stop), state.prompt, state.speculation
     if event.logprobs:
         prompt = evolve(prompt, logprobs=prompt.logprobs[: state.seat.valid] + event.logprobs)
+    if event.more:
+        return Then(Prefilling(seat, prompt, speculation), progress(seat, prompt))
     if event.stop < prompt.target:
         following = chunk(known.settings, seat, prompt, prompt.target)
         return Then(Prefilling(seat, prompt, speculation), progress(seat, prompt), following)

@@ -11,7 +11,7 @@ from effects.all import Ask, Effect, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, LaneId, RequestId
 from effects.pflash import CompressPrompt
-from effects.prefill import RunPrefill
+from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, UnloadModel
 from states import residency
 from states import speculation_control as control
@@ -71,7 +71,7 @@ def answered(lane: Lane, answer: Answer) -> Lane:
     """
     on = further(answer.outcome) if leads(lane, answer.request) and lane.proposing else 0
     lane = evolve(lane, proposing=lane.proposing + on) if on else lane
-    if isinstance(answer.outcome, Decoded) and answer.outcome.more:
+    if isinstance(answer.outcome, Decoded | PrefillAdvanced) and answer.outcome.more:
         return lane
     running = tuple(ask for ask in lane.running if ask.request != answer.request)
     return Lane(lane.waiting, running, lane.decode_last, lane.members, lane.proposing, lane.plan)  # it goes no further

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.ids import StoreFailed, Tokens
+from effects.ids import StoreFailed
 from effects.job import Report
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.prefill import OpenSlot, RunPrefill
@@ -30,7 +30,6 @@ from states.life import (
     Unparking,
     Waiting,
     begun,
-    serve,
 )
 from states.machine import Then, first
 from states.onward import Onward, chunk, find, opening, report_early, settled
@@ -85,8 +84,8 @@ Found: TypeAlias = (
 def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
     """Load what is there, computing its front meanwhile; or let go of it, where computing is better."""
     settings = known.settings
-    seat, prompt = remembered(settings, state.seat, state.prompt, event.served)
-    prompt = evolve(prompt, shared=prompt.shared or event.shared, stored=event.length)
+    seat, shared = state.seat, state.prompt.shared or event.shared
+    prompt = evolve(state.prompt, shared=shared, stored=event.length)
     there = policy.there(settings, seat, prompt, event)
     best = max(there, default=seat.valid)
     load = policy.load(known, seat, prompt, there, event.tier)
@@ -104,13 +103,10 @@ def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
     return Then(restoring, opened, restore, chunk(settings, seat, prompt, front))
 
 
-def missed(state: LookingUp, event: PrefixMissed, known: Known) -> Onward | Served:
+def missed(state: LookingUp, event: PrefixMissed, known: Known) -> Onward:
     prompt = without(known.settings, state.seat, state.prompt, event.reason)
     prompt = evolve(prompt, shared=prompt.shared or event.shared, stored=event.length)
-    if event.served is None:
-        return onward.onward(known, state.seat, prompt)
-    seat, other = remembered(known.settings, state.seat, prompt, event.served)
-    return served(known, seat, evolve(other, stored=event.length))
+    return onward.onward(known, state.seat, prompt)
 
 
 def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
@@ -130,11 +126,3 @@ def unanswered(state: LookingUp, event: StoreFailed, known: Known) -> Onward:
 def without(settings: Settings, seat: Seat, prompt: Prompt, reason: str) -> Prompt:
     """Nothing came of the lookup; nothing is missed where all was on the device."""
     return evolve(prompt, miss=reason) if policy.missing(settings, seat, prompt) else prompt
-
-
-def remembered(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens | None) -> tuple[Seat, Prompt]:
-    """What an earlier compression made of this prompt is served again."""
-    if tokens is None:
-        return seat, prompt
-    assert policy.shorten(settings, prompt).go, "a memo was used that nobody asked for"
-    return serve(settings, seat, prompt, tokens)

@@ -72,9 +72,8 @@ def opening(
 
 
 def find(settings: Settings, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix]:
-    memo = policy.shorten(settings, prompt).go
     rows = seat.rows if settings.stateful else 0
-    asking = FindPrefix(prompt.tokens, seat.valid, memo, policy.window(prompt), rows, prompt.job.salt)
+    asking = FindPrefix(prompt.tokens, seat.valid, policy.window(prompt), rows, prompt.job.salt)
     return Then(LookingUp(seat, prompt), asking)
 
 

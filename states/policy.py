@@ -46,7 +46,7 @@ def one_off(job: Job) -> Decision:
 
 
 def shorten(settings: Settings, prompt: Prompt) -> Decision:
-    """May anything but the prompt as it came be served: a new compression, or a remembered one?"""
+    """May anything but the prompt as it came be served?"""
     never = uncompressed(prompt.job, settings.drafter)
     if never:
         return Decision(False, never)

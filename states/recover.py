@@ -93,7 +93,9 @@ def fetched(state: Recovering, event: ModelLoaded, known: Known) -> Then[Yieldin
     return Then(Yielding(evolve(state.remains, leased=event.name)), park(known.settings, event.name))
 
 
-def computed(state: Recovering, _: PrefillAdvanced | DeviceFailed, known: Known) -> Then[Recovering] | Resumed:
+def computed(state: Recovering, event: PrefillAdvanced | DeviceFailed, known: Known) -> Then[Recovering] | Resumed:
+    if isinstance(event, PrefillAdvanced) and event.more:
+        return Then(state)
     if state.flying > 1:
         return Then(Recovering(state.remains, state.flying - 1))
     return resumed(state, known)

@@ -50,6 +50,8 @@ def lost(state: Restoring, event: StoreFailed, known: Known) -> Then[Restoring] 
 
 def advanced(state: Restoring, event: PrefillAdvanced, known: Known) -> Computed:
     seat = state.seat.computed(event.stop)
+    if event.more:
+        return Then(evolve(state, seat=seat), progress(seat, state.prompt))
     if event.stop < state.front and (state.loading or state.loaded):
         following = chunk(known.settings, seat, state.prompt, state.front)
         return Then(evolve(state, seat=seat), progress(seat, state.prompt), following)

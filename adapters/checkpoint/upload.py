@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.packed import PackedMatrix, StepLayout
 from adapters.checkpoint.weights import FLOATS, StoredTensor, TensorEntry, WeightSource, check_finite
 
 PIECE = 16 << 20  # bytes that are read at once: a copy of less does not reach the bus's speed
@@ -110,6 +111,16 @@ class Upload:
         self._fill()
         self.heard()
         return tensor
+
+    def layout(self, name: str) -> StepLayout | None:
+        entry = self.tensors.get(name)
+        return None if entry is None else entry.layout
+
+    def packed(self, name: str) -> PackedMatrix:
+        """On the host."""
+        matrix = self.tensors[name].packed(name)
+        self.heard()
+        return matrix
 
     def close(self) -> None:
         """Nobody reads any more."""

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import torch
 from attrs import evolve, frozen
@@ -19,6 +19,9 @@ from torch import Tensor
 from adapters import bounded_json
 from adapters.checkpoint.config import open_regular, read_json
 from adapters.checkpoint.errors import CheckpointError, shown
+
+if TYPE_CHECKING:  # what is there packed is made of what is here
+    from adapters.checkpoint.packed import PackedMatrix, StepLayout
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What packed matrices are made of besides; nobody but their packing knows what these numbers stand for.
@@ -72,6 +75,15 @@ class StoredTensor(Protocol):
         """The tensor, on the host; it is called `name` if that fails. Raises CheckpointError."""
         ...
 
+    @property
+    def layout(self) -> StepLayout | None:
+        """As it can be multiplied with, where that is not unpacked."""
+        ...
+
+    def packed(self, name: str) -> PackedMatrix:
+        """Of a tensor that has a layout. Raises CheckpointError."""
+        ...
+
     def rounded(self, dtype: torch.dtype) -> StoredTensor:
         """The same, to be read in `dtype`, if it is stored in a form that has to be read in one of torch's."""
         ...
@@ -107,6 +119,13 @@ class TensorEntry:
         if self.dtype in FLOATS.values():
             check_finite(tensor, self.file, name)
         return tensor
+
+    @property
+    def layout(self) -> None:
+        return None
+
+    def packed(self, name: str) -> PackedMatrix:
+        raise AssertionError(f"{name} is not packed")
 
     def rows(self, first: int, count: int) -> TensorEntry:
         """So many of its rows, those of all matrices of a stack counted through."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
+from typing import Protocol
 
 from attrs import define, field
 
@@ -12,7 +13,7 @@ from adapters.checkpoint.errors import CheckpointError
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.selection import Marks, Survivors, select
-from adapters.models.scorer import TAIL, Scorer, Scoring
+from adapters.models.scorer import TAIL
 from effects.all import Ask, Launch, Outcome
 from effects.compression import WHOLE, PromptPart, taken
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
@@ -25,15 +26,64 @@ log = logging.getLogger("rekindle.device")
 CLOSING = 8  # last tokens of a message that is frozen: what closes it, and opens the next
 
 
+class Movable(Protocol):
+    """Weights that come and go, as `ParkedWeights` do. loaded: None where they are not to be used."""
+
+    @property
+    def loaded(self) -> object | None: ...
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
+    def unpark(self) -> int: ...
+
+    def park(self) -> object: ...
+
+    def release(self) -> object: ...
+
+
+class PromptScoring(Protocol):
+    """One prompt on its way; see `adapters.models.scorer.Scoring`."""
+
+    @property
+    def complete(self) -> bool: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def advance(self) -> None:
+        """One more turn. Raises torch.OutOfMemoryError, and OSError where it is scored elsewhere and cannot be."""
+        ...
+
+    def scores(self) -> list[float]: ...
+
+    def drop(self) -> None: ...
+
+
+class PromptScorer(Protocol):
+    """What scores prompts: a `Scorer` here, or one in another process."""
+
+    @property
+    def weights(self) -> Movable: ...
+
+    @property
+    def chunk(self) -> int: ...
+
+    def begin(self, tokens: Tokens) -> PromptScoring: ...
+
+
 @define(eq=False)
 class Work:
     """A prompt that is being scored, or its aged messages one after the other. Who is in it holds a slot, so there are
     no more of them than slots.
     """
 
-    scorer: Scorer
+    scorer: PromptScorer
     asked: CompressPrompt
-    scoring: Scoring | None = None  # of the prompt, or of the message that it has come to
+    scoring: PromptScoring | None = None  # of the prompt, or of the message that it has come to
     message: int = 0
     kept: list[Survivors | None] = field(factory=list)  # of the prompt, or of the messages before that one
     ns: int = 0
@@ -49,7 +99,7 @@ class Work:
         return self.message == len(self.texts)
 
     def advance(self, marks: Marks) -> None:
-        """One more piece of a layer. Raises torch.OutOfMemoryError."""
+        """One more turn of the prompt's, or of the message's. As `PromptScoring.advance`."""
         text = self.texts[self.message]
         if self.scoring is None:
             self.scoring = self.scorer.begin(text)
@@ -83,12 +133,12 @@ class Work:
 class Compressor:
     """Carries out what is asked of a drafter, on the lane of its device."""
 
-    scorer: Scorer
+    scorer: PromptScorer
     marks: Marks
     _works: dict[RequestId, Work] = field(init=False, factory=dict)
 
     def compress(self, request: RequestId, effect: CompressPrompt) -> PromptScored | PromptCompressed | DeviceFailed:
-        """As much work as one chunk is through all layers. Raises torch.OutOfMemoryError."""
+        """As much work as one chunk of the target's is through all layers. Raises torch.OutOfMemoryError."""
         started = time.perf_counter_ns()
         if self.scorer.weights.loaded is None:
             return DeviceFailed("broken", "the drafter is not loaded")
@@ -99,10 +149,10 @@ class Compressor:
             work = Work(self.scorer, effect)
         if work is None:
             return DeviceFailed("broken", f"nothing of request {request} was scored before token {effect.start}")
-        for _ in range(self.scorer.config.num_layers):
-            if work.complete:
-                break
+        try:
             work.advance(self.marks)
+        except OSError as error:
+            return DeviceFailed("io", str(error))
         work.ns += time.perf_counter_ns() - started
         if work.complete:
             return work.told()
@@ -111,7 +161,9 @@ class Compressor:
 
     def forget(self, request: RequestId) -> None:
         """It has left, or begins again."""
-        self._works.pop(request, None)
+        work = self._works.pop(request, None)
+        if work is not None and work.scoring is not None:
+            work.scoring.drop()
 
     def load(self, _: RequestId, __: LoadModel) -> ModelLoaded | DeviceFailed:
         """Raises torch.OutOfMemoryError; whatever fails leaves the drafter where it was."""

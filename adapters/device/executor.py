@@ -82,7 +82,7 @@ class DeviceExecutor:
         self._experts = experts
         self._reached: Callable[[bool], object] = lambda _: None
         self._wake: Callable[..., object] = lambda *_: None
-        self._handlers: dict[type, Handler] = {RunPrefill: self._prefill, **(handlers or {})}
+        self._handlers: dict[type, Handler] = dict(handlers or {})
         self._flying: set[RequestId] = set()
         self._abandoned: set[RequestId] = set()
 
@@ -288,7 +288,7 @@ class DeviceExecutor:
             return self._decoding.run(asks, steps)
         if len(asks) != 1:
             raise ValueError("only decode steps are batched")
-        return (self._one(*asks),)
+        return (self._one(asks[0], steps),)
 
     def _grow(self, asks: tuple[Ask, ...]) -> None:
         """Rows that come have their pages before anything is launched."""
@@ -299,8 +299,10 @@ class DeviceExecutor:
             if isinstance(self.serving(effect.slot, ask.request), SlotState):
                 self._shard.grow(effect.slot, effect.pages)
 
-    def _one(self, ask: Ask) -> Outcome:
+    def _one(self, ask: Ask, steps: StepsTaken) -> Outcome:
         handler = self._handlers.get(type(ask.effect))
+        if isinstance(ask.effect, RunPrefill):
+            handler = partial(self._prefill, steps=steps)
         if handler is None:
             raise LookupError(f"{type(ask.effect).__name__} has no handler on the device")
         if self.abandoned(ask.request):
@@ -312,7 +314,7 @@ class DeviceExecutor:
                 return out_of_memory(error)
             raise
 
-    def _prefill(self, request: RequestId, effect: RunPrefill) -> Outcome:
+    def _prefill(self, request: RequestId, effect: RunPrefill, *, steps: StepsTaken) -> Outcome:
         state = self.serving(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
@@ -325,6 +327,8 @@ class DeviceExecutor:
             for step, forward in prefilled(self._shard, self._buckets, state, effect, partial(self.abandoned, request)):
                 self._decoding.follow(step, forward, [step.rows], [state])
                 state.advance(stop := step.segments[0].start + step.rows)
+                if stop < effect.stop:
+                    steps.put((PrefillAdvanced(stop, more=True),))
         except Exception as error:
             if effect.stop - effect.start > self._chunk and self._shard.state_specs and ran_out_of_memory(error):
                 return self._decoding.half_settled(effect.slot, error)

@@ -2,7 +2,7 @@
 
 A prompt is cut into pieces of about 32 tokens that end where lines or messages do. Some are kept whatever their scores:
 the head, the tail, and whatever repeats words of the tail. What says who speaks, and what is protected, is kept to the
-token. A third of the budget, and what is left of it, goes to the pieces with the best mean scores; of equal ones, to
+token. Half of the budget, and what is left of it, goes to the pieces with the best mean scores; of equal ones, to
 the first.
 """
 
@@ -20,7 +20,7 @@ PIECE = 32  # tokens, where a line goes on
 LEAST, MOST = 16, 48  # that a piece has where it can end with a line, or a sentence
 HEAD, TAIL = 8 * PIECE, 24 * PIECE
 HEADER = 8  # tokens in which a message says whose it is
-BEST = 3  # one in so many pieces of the budget is for the best scores, whatever else is kept
+BEST = 2  # one in so many pieces of the budget is for the best scores, whatever else is kept
 GRAM, POOL = 4, 96  # repeated n-grams are looked for, of the last so many tokens
 # Pieces around each place where one is repeated, and how often it may be, by the number of pieces.
 ANCHORS = ((1024, 2, 8), (2048, 4, 16), (1 << 62, 8, 32))
@@ -134,8 +134,8 @@ def cut(prompt: Tokens, first: int, stop: int, marks: Marks) -> int:
 
 
 def ends(cuts: Sequence[Span], budget: int) -> Iterator[int]:
-    """Pieces of the tail and of the head, three parts to one; half of a small budget is left for what scores."""
-    share = min(1.0, budget / 2 / (HEAD + TAIL))
+    """Pieces of the tail and of the head, three parts to one; of a small budget a third, as what scores has half."""
+    share = min(1.0, budget / 3 / (HEAD + TAIL))
     for order, tokens in ((range(len(cuts) - 1, -1, -1), TAIL * share), (range(len(cuts)), HEAD * share)):
         sizes = accumulate(cuts[at][1] - cuts[at][0] for at in order)
         yield from (at for at, size in zip(order, sizes, strict=True) if size <= tokens)

@@ -264,7 +264,10 @@ class Edge:
     async def apply_template(self, request: Request) -> JSONResponse:
         async with self._reading(request) as fields:
             conversation = await anyio.to_thread.run_sync(chat.read_conversation, fields, self.text)
-            return JSONResponse({"prompt": text_of(await rendered(conversation, fields, self.text, self.options))})
+            turns = self._asker(request).turns(controls.read_salt(fields))
+            return JSONResponse(
+                {"prompt": text_of(await rendered(conversation, fields, self.text, self.options, turns))}
+            )
 
     # -- about the server
 

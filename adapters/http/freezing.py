@@ -31,7 +31,7 @@ FRAME = 32  # tokens of a message that stay, beside what is to be kept: how it o
 MOST = 16_384  # messages, each in a file: 160 conversations of a hundred
 MOST_BYTES = 16 << 20  # in memory, and as much on disk: 1 KiB each, some 80 spans written out
 LARGEST = 1 << 18  # bytes of one
-RULES = "1"  # by which messages are shortened; another number, and what was kept by other rules is not found
+RULES = "2"  # by which messages are shortened; another number, and what was kept by other rules is not found
 
 ENCODER, DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(tuple[tuple[int, int], ...])
 

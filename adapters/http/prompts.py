@@ -54,7 +54,7 @@ async def chat_prompt(
     turns: what the caller's answers were made of.  path: of the messages in the body.
     """
     most = options.counted
-    conversation = await stable(conversation, fields, options)
+    conversation = await stable(conversation, fields, options, turns)
     refuse_unread(conversation, text, most, options, path)
     try:
         return await told(text.prompt(conversation, most, gone, turns), path)
@@ -64,18 +64,20 @@ async def chat_prompt(
         raise left() from None
 
 
-async def rendered(conversation: Conversation, fields: Fields, text: Text, options: EdgeOptions) -> Rendered:
+async def rendered(
+    conversation: Conversation, fields: Fields, text: Text, options: EdgeOptions, turns: OwnTurns
+) -> Rendered:
     """The same, not tokenized."""
-    conversation = await stable(conversation, fields, options)
+    conversation = await stable(conversation, fields, options, turns)
     refuse_unread(conversation, text, options.counted, options, "$.messages")
     return await told(text.rendered(conversation), "$.messages")
 
 
-async def stable(conversation: Conversation, fields: Fields, options: EdgeOptions) -> Conversation:
+async def stable(conversation: Conversation, fields: Fields, options: EdgeOptions, turns: OwnTurns) -> Conversation:
     """As the request wants it, or the server where it does not say."""
     if (fields.choice("stabilize", STABILIZE) or options.stabilize) == "off":
         return conversation
-    return await anyio.to_thread.run_sync(stabilized, conversation)
+    return await anyio.to_thread.run_sync(stabilized, conversation, turns.moved)
 
 
 def asked(

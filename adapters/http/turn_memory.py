@@ -1,8 +1,8 @@
 """The tokens that answers were made of, for when their conversations come back: each caller's are their own.
 
-A file of the folder has the digest of what follows it, and a line of JSON: whose turn it is, the ids of its calls, and
-its tokens. What it says is nowhere but in the tokens, and they are read before they are used (`recall.py`): a file that
-lies is a turn that is not found.
+A file of the folder has the digest of what follows it, and a line of JSON: whose turn it is, the ids of its calls, its
+tokens, and which texts of the system prompt stood where (`stabilize.py`). What it says is nowhere but in the tokens,
+and they are read before they are used (`recall.py`): a file that lies is a turn that is not found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from attrs import define, field, frozen
 
 from adapters.http.cabinet import DIGEST, Cabinet, Limits, is_signed
 from adapters.text.answer.pieces import AnswerPiece, CallBegun
-from adapters.text.reading import Reading, Utterance, key_of
+from adapters.text.conversation import ChatMessage, MovedText
+from adapters.text.reading import Reading, Utterance, heard, key_of
 from adapters.text.recall import AnswerOpening, Turn
 from adapters.text.text import ChatPrompt
 from effects.ids import Tokens
@@ -31,12 +32,13 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 @frozen
 class TurnRecord:
-    """calls: their ids.  tokens, lead: as a `Turn` has them."""
+    """calls: their ids.  tokens, lead: as a `Turn` has them.  moved: as the conversation had it (`Conversation`)."""
 
     owner: str
     calls: tuple[str, ...]
     lead: Annotated[int, msgspec.Meta(ge=0)]
     tokens: tuple[TokenId, ...]
+    moved: tuple[MovedText, ...] | None = None
 
 
 ENCODER, DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(TurnRecord)
@@ -65,13 +67,22 @@ class TurnMemory(Cabinet):
         return is_signed(raw)
 
     def turn(self, owner: str, said: Utterance) -> Turn | None:
-        """By the id of a call, which is nobody else's, or by what it says behind what was said before."""
+        found = self.record(owner, said)
+        if found is None:
+            return None
+        name, record = found
+        self.used(name)
+        return Turn(record.tokens, record.lead)
+
+    def record(self, owner: str, said: Utterance) -> tuple[str, TurnRecord] | None:
+        """By the id of a call, which is nobody else's, or by what it says behind what was said before it. On any
+        thread.
+        """
         for name in (*(self._named.get((owner, call), "") for call in said.calls), name_of(said.key)):
             raw = self.find(name)
             record = None if raw is None else record_of(raw)
             if record is not None and record.owner == owner:
-                self.used(name)
-                return Turn(record.tokens, record.lead)
+                return name, record
         return None
 
     def drop(self, name: str) -> bool:
@@ -121,21 +132,28 @@ class OwnTurns:
     def find(self, said: Utterance) -> Turn | None:
         return self.memory.turn(self.owner, said)
 
+    def moved(self, messages: Sequence[ChatMessage]) -> tuple[MovedText, ...] | None:
+        """What stood where in the prompt of the last answer of these that is remembered. Takes its time."""
+        said, _ = heard(messages, self.owner)
+        found = (self.memory.record(self.owner, one) for one in reversed(said))
+        return next((one[1].moved for one in found if one is not None), None)
+
 
 @frozen
 class AskedTurn:
     """The answer that a prompt asks for. remembered: tokens of the prompt that were generated once.
 
-    opening: None, and the answer is not remembered.
+    opening: None, and the answer is not remembered.  moved: as its conversation has it.
     """
 
     turns: OwnTurns
     remembered: int = 0
     opening: AnswerOpening | None = None
+    moved: tuple[MovedText, ...] | None = None
 
     @staticmethod
     def of(turns: OwnTurns, prompt: ChatPrompt) -> AskedTurn:
-        return AskedTurn(turns, prompt.remembered, prompt.opening)
+        return AskedTurn(turns, prompt.remembered, prompt.opening, prompt.moved)
 
     def keep(self, job: Job, tokens: Tokens, pieces: Sequence[AnswerPiece]) -> None:
         """It is complete: made of these tokens, told in these pieces."""
@@ -145,6 +163,6 @@ class AskedTurn:
             return
         lead = self.opening.lead
         calls = tuple(piece.id for piece in pieces if isinstance(piece, CallBegun))
-        record = TurnRecord(self.turns.owner, calls, len(lead), (*lead, *tokens))
+        record = TurnRecord(self.turns.owner, calls, len(lead), (*lead, *tokens), self.moved)
         key = key_of(self.opening.history, Reading.of_pieces(pieces))
         self.turns.memory.put(name_of(key), ENCODER.encode(record), lasting=job.scope.kind != "off")

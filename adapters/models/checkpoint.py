@@ -14,6 +14,7 @@ from torch import Tensor
 from adapters.checkpoint.config import DTYPES, read_json
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.gguf.header import is_gguf
+from adapters.checkpoint.packed import PackedMatrix, StepLayout
 from adapters.checkpoint.quantised.fold import folded
 from adapters.checkpoint.quantised.rounding import GROUP, error_of, rounded_all
 from adapters.checkpoint.quantised.settings import find_quantisation
@@ -76,6 +77,21 @@ class Checkpoint:
         self.heard()
         return tensor
 
+    def layout(self, name: str) -> StepLayout | None:
+        return self.tensors[name].layout
+
+    def packed(self, name: str) -> PackedMatrix:
+        """One tensor that has a layout, as it is packed."""
+        matrix = self.tensors[name].packed(name)
+        self.heard()
+        return matrix
+
+    @property
+    def layouts(self) -> Mapping[str, StepLayout]:
+        """Of all tensors that can be multiplied with as they are packed."""
+        found = ((name, entry.layout) for name, entry in self.tensors.items())
+        return {name: layout for name, layout in found if layout is not None}
+
     def followed(self, heard: Callable[[], object]) -> Checkpoint:
         """The same, with somebody who wants to know how far reading has got."""
         return evolve(self, heard=heard)
@@ -94,8 +110,11 @@ class Checkpoint:
     @property
     def bits(self) -> float:
         """Of one weight, as they are stored."""
-        count = sum(math.prod(entry.shape) for entry in self.tensors.values())
-        return 8 * sum(entry.nbytes for entry in self.tensors.values()) / count
+        return self.bits_of(sum(entry.nbytes for entry in self.tensors.values()))
+
+    def bits_of(self, nbytes: int) -> float:
+        """Of one weight, where all take so many bytes."""
+        return 8 * nbytes / sum(math.prod(entry.shape) for entry in self.tensors.values())
 
     @property
     def error(self) -> float | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 from attrs import define, field
 
 T = TypeVar("T")
+_not_collecting: ContextVar[bool] = ContextVar("not_collecting", default=False)
 
 
 @define(eq=False)
@@ -57,12 +59,18 @@ class GraphCache:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Freeing an event or a graph meanwhile, on whatever thread, would spoil the recording."""
-    collecting = gc.isenabled()
+    """Freeing an event or a graph meanwhile, on whatever thread, would spoil the recording. Inside another one of
+    these, nothing has to be collected first.
+    """
+    if _not_collecting.get():
+        yield
+        return
+    collecting, outer = gc.isenabled(), _not_collecting.set(True)
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
+        _not_collecting.reset(outer)
         if collecting:
             gc.enable()

@@ -9,14 +9,24 @@ feed-forward around them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
+from adapters.checkpoint.packed import PackedMatrix, PackedSource, Stack, rows_of
 from adapters.checkpoint.weights import Shapes, WeightSource
-from adapters.models.feed_forward import FeedShape, fed, feed_products, feed_tensors, load_feed
+from adapters.models.feed_forward import (
+    FeedShape,
+    Matrix,
+    fed,
+    feed_matrices,
+    feed_products,
+    feed_tensors,
+    load_feed,
+)
 from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.experts import Experts, GatedWeights
@@ -110,6 +120,17 @@ def frame_products(shape: LayerShape, projected: int, mixed: int) -> tuple[Weigh
     return (Weight(projected, hidden), Weight(hidden, mixed), *feed_products(shape))
 
 
+def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
+    """Every weight of the layer with the tensors that it is made of."""
+    projection, out = layer_products(shape)[:2]
+    head, own = shape.head_dim, prefix + "self_attn."
+    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    parts = [(f"{own}q_proj.weight", q), (f"{own}k_proj.weight", kv), (f"{own}v_proj.weight", kv)]
+    yield projection, (*parts, *parts[:1]) if shape.output_gate else tuple(parts)
+    yield out, ((f"{own}o_proj.weight", out.outputs),)
+    yield from feed_matrices(shape, prefix)
+
+
 @frozen
 class WeightReader:
     """Reads weights onto a device, in the model's dtype. hosted: where experts go that host memory keeps."""
@@ -124,6 +145,25 @@ class WeightReader:
         parts = [self.weights.read(name).to(self.device, self.dtype) for name in names]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
+    def matrix(self, *names: str) -> Stack:
+        """The named tensors, one below the other, packed ones as they are."""
+        return Stack(tuple(self._part(name) for name in names), self.dtype, self.device)
+
+    def head(self, table: Tensor | None) -> Tensor | Stack:
+        """What logits are made with. table: the embedding that it is tied to, whose memory it shares where it can."""
+        if table is None:
+            return self.matrix("lm_head.weight")
+        name = "model.embed_tokens.weight"
+        return table if self._packed(name) is None else self.matrix(name)
+
+    def _part(self, name: str) -> Tensor | PackedMatrix:
+        source = self._packed(name)
+        return self(name) if source is None else source.packed(name)
+
+    def _packed(self, name: str) -> PackedSource | None:
+        source = self.weights
+        return source if isinstance(source, PackedSource) and source.layout(name) is not None else None
+
     def wide(self, name: str) -> Tensor:
         """One tensor in float32."""
         return self.weights.read(name).to(self.device, torch.float32).contiguous()
@@ -134,7 +174,7 @@ class WeightReader:
 
 
 def load_frame(
-    read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str, *, projection: Tensor, out: str
+    read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str, *, projection: Stack, out: str
 ) -> Frame:
     """projection: as it is to be packed. out: the name of what rows go through once they are mixed."""
     input_norm, post_norm = (
@@ -144,7 +184,7 @@ def load_frame(
     return Frame(
         input_norm=input_norm,
         projection=kernels.pack(projection),
-        out=kernels.pack(read(prefix + out)),
+        out=kernels.pack(read.matrix(prefix + out)),
         post_norm=post_norm,
         feed=load_feed(read, kernels, shape, prefix),
         eps=shape.rms_norm_eps,
@@ -153,12 +193,13 @@ def load_frame(
 
 def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str) -> DecoderLayer:
     attention, head = prefix + "self_attn.", shape.head_dim
-    projection = read(*(f"{attention}{part}_proj.weight" for part in "qkv"))
+    projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in "qkv"))
     width = (shape.num_heads + 2 * shape.num_kv_heads) * head
     if shape.output_gate:  # published head by head, `q | gate`; here all gates stand behind the values
-        both, rest = torch.split(projection, [2 * shape.num_heads * head, 2 * shape.num_kv_heads * head])
-        q, gate = both.view(shape.num_heads, 2, head, -1).unbind(1)
-        projection = torch.cat((q.flatten(0, 1), rest, gate.flatten(0, 1)))
+        both, *rest = projection.parts
+        q, gate = torch.arange(2 * shape.num_heads * head).view(shape.num_heads, 2, head).unbind(1)
+        parts = (rows_of(both, q.flatten()), *rest, rows_of(both, gate.flatten()))
+        projection = evolve(projection, parts=parts)
 
     def head_norm(part: str) -> Tensor | None:
         return read.norm(f"{attention}{part}_norm.weight", zero_centred=shape.zero_centred) if shape.qk_norm else None

@@ -102,9 +102,7 @@ class DenseShard:
         ]
         if last:
             self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred)
-            head = table if config.tie_word_embeddings else read("lm_head.weight")
-            assert head is not None
-            self._head = kernels.pack(head)
+            self._head = kernels.pack(read.head(table if config.tie_word_embeddings else None))
         self._weights_bytes = size_of((self._embedding, self._norm, self._head, self._decoder))
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -10,9 +11,10 @@ from attrs import astuple, evolve, frozen
 
 from adapters.checkpoint.config import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.packed import StepLayout
 from adapters.checkpoint.weights import Shapes
-from adapters.models.decoder import layer_products, layer_tensors
-from adapters.models.feed_forward import idle_weights
+from adapters.models.decoder import layer_matrices, layer_products, layer_tensors
+from adapters.models.feed_forward import Matrix, idle_weights
 from adapters.models.kernels.delta import DeltaShape, raw_state, row_state
 from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
@@ -120,20 +122,40 @@ class DenseConfig:
         return layer_products(self.shape_of(layer))
 
     def products(
-        self, rows: Sequence[int], *, capacity: int, dtype: torch.dtype, threads: int, memory: int = 1 << 62
+        self,
+        rows: Sequence[int],
+        *,
+        capacity: int,
+        dtype: torch.dtype,
+        threads: int,
+        memory: int = 1 << 62,
+        layouts: Mapping[str, StepLayout] = {},
     ) -> Products:
         layers = [one for layer in range(self.num_layers) for one in self.layer_products(layer)]
         head = Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
         count = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in (*layers, head))
         idle = sum(idle_weights(self.shape_of(layer)) for layer in range(self.num_layers))
+        parts = self._packed(head, layouts) if layouts else []
+        plain = [part for part in parts if part.layout is None]
         return Products(
-            weights=tuple(dict.fromkeys((*layers, head))),
+            weights=tuple(dict.fromkeys((*layers, head, *plain))),
+            packed=tuple(dict.fromkeys(part for part in parts if part.layout is not None)),
+            unpacked=(count + idle) * dtype.itemsize <= memory,
             heads=(Heads(self.group, self.head_dim, -(-capacity // TILE) * TILE),),
             deltas=(self.delta,) if self.delta is not None and self.recurrent_layers() else (),
             rows=tuple(rows),
             threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
             wider=(count + idle) * 4 <= memory,
         )
+
+    def layer_matrices(self, layer: int) -> Iterator[Matrix]:
+        return layer_matrices(self.shape_of(layer), f"model.layers.{layer}.")
+
+    def _packed(self, head: Weight, layouts: Mapping[str, StepLayout]) -> list[Weight]:
+        """The parts of all weights that have a packed one."""
+        name = "model.embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
+        matrices = [one for layer in range(self.num_layers) for one in self.layer_matrices(layer)]
+        return [part for one in (*matrices, (head, ((name, self.vocab_size),))) for part in packed_parts(*one, layouts)]
 
     def probed(self) -> Sequence[tuple[DenseConfig, range]]:
         """The embedding alone: the head is on the list of products, and nothing else happens to logits."""
@@ -157,6 +179,22 @@ def check_arguments(
         raise ValueError(f"buckets {tuple(buckets)} are not positive row counts")
     if any(not 0 <= layer < config.num_layers for layer in aux_layers):
         raise ValueError(f"aux_layers {tuple(aux_layers)}: not all in 0..{config.num_layers - 1}")
+
+
+def packed_parts(weight: Weight, tensors: Sequence[tuple[str, int]], layouts: Mapping[str, StepLayout]) -> list[Weight]:
+    """What a weight of these tensors, one below the other, is multiplied as, if some of them are packed.
+
+    What gates and what is gated are packed alike, or unpacked.
+    """
+    found = [(layouts.get(name), rows) for name, rows in tensors]
+    kinds = {layout for layout, _ in found}
+    if kinds == {None} or (weight.gated and len(kinds) > 1):
+        return []
+    if weight.gated:
+        return [evolve(weight, layout=found[0][0])]
+    runs = [(layout, sum(rows for _, rows in run)) for layout, run in groupby(found, lambda one: one[0])]
+    whole = weight.outputs if len(runs) > 1 else 0
+    return [evolve(weight, outputs=rows, layout=layout, part_of=whole) for layout, rows in runs]
 
 
 ConfigT = TypeVar("ConfigT", bound=DenseConfig)

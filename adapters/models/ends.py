@@ -46,9 +46,9 @@ class CopiedEnds:
     def output(self) -> OutputHead:
         if self.kernels is None:
             raise ValueError("the head is not beside these layers")
-        name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
         norm = self._read.norm("model.norm.weight", zero_centred=self.config.zero_centred)
-        return OutputHead(self.kernels.pack(self._read(name)), norm)
+        head = self._read.head(self.embedding if self.config.tie_word_embeddings else None)
+        return OutputHead(self.kernels.pack(head), norm)
 
     @property
     def nbytes(self) -> int:

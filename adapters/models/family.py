@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.packed import StepLayout
 from adapters.checkpoint.weights import Shapes, WeightSource
 from adapters.models import FAMILIES
 from adapters.models.decoder import LayerShape
@@ -66,11 +67,19 @@ class ModelConfig(Protocol):
         ...
 
     def products(
-        self, rows: Sequence[int], *, capacity: int, dtype: torch.dtype, threads: int, memory: int = ...
+        self,
+        rows: Sequence[int],
+        *,
+        capacity: int,
+        dtype: torch.dtype,
+        threads: int,
+        memory: int = ...,
+        layouts: Mapping[str, StepLayout] = ...,
     ) -> Products:
         """Everything that is multiplied in steps of so many rows. A product that is not listed is never run.
 
-        capacity: rows of a slot. threads: that serve. memory: bytes that packed weights may take in host memory.
+        capacity: rows of a slot. threads: that serve. memory: bytes that weights may take in host memory. layouts: of
+        tensors that may be multiplied with as they are packed.
         """
         ...
 

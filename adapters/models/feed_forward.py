@@ -7,12 +7,13 @@ stack those of all experts are cut up where they are opened.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
-from typing import Protocol
+from collections.abc import Container, Iterator, Mapping
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from adapters.checkpoint.config import LIMITS
+from adapters.checkpoint.packed import Stack
 from adapters.checkpoint.weights import StoredTensor, TensorEntry
 from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.batch import Batch
@@ -21,6 +22,10 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import Weight
 
 _STACKED = re.compile(r"(.*\bmlp\.experts\.)(gate_up_proj|down_proj)")
+
+
+Matrix: TypeAlias = tuple[Weight, tuple[tuple[str, int], ...]]
+"""A weight, and the tensors of which it is made, one below the other, each with its rows."""
 
 
 class FeedShape(Protocol):
@@ -71,6 +76,23 @@ def _gated_products(hidden: int, inner: int) -> tuple[Weight, ...]:
     return Weight(inner, hidden, gated=True), Weight(hidden, inner)
 
 
+def feed_matrices(shape: FeedShape, prefix: str) -> Iterator[Matrix]:
+    hidden, experts = shape.hidden_size, shape.experts
+    if experts is None:
+        yield from _gated_matrices(hidden, shape.intermediate_size, f"{prefix}mlp.")
+        return
+    for number in range(experts.count):
+        yield from _gated_matrices(hidden, experts.inner, f"{prefix}mlp.experts.{number}.")
+    if experts.shared:
+        yield from _gated_matrices(hidden, experts.shared, f"{prefix}mlp.shared_expert.")
+
+
+def _gated_matrices(hidden: int, inner: int, prefix: str) -> Iterator[Matrix]:
+    gated, down = _gated_products(hidden, inner)
+    yield gated, tuple((f"{prefix}{part}_proj.weight", inner) for part in ("gate", "up"))
+    yield down, ((f"{prefix}down_proj.weight", hidden),)
+
+
 def idle_weights(shape: FeedShape) -> int:
     """How many numbers there are that a row is not multiplied with."""
     experts = shape.experts
@@ -83,26 +105,29 @@ class FeedReader(Protocol):
         """Where a layer's experts go that host memory keeps; None: they stay where they are read."""
         ...
 
-    def __call__(self, *names: str) -> Tensor:
-        """A tensor by its name, or several stacked along their rows."""
+    def matrix(self, *names: str) -> Stack:
+        """The named tensors, one below the other."""
         ...
 
 
 def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str) -> GatedWeights | Experts:
 
-    def gated(place: str) -> GatedWeights:
+    def gated(place: str, *, packed: bool = True) -> GatedWeights:
         gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        return GatedWeights(kernels.pack_gated(read(gate, up)), kernels.pack(read(down)))
+        both, own = read.matrix(gate, up), read.matrix(down)
+        if not packed:
+            return GatedWeights(kernels.pack_gated(both.unpacked()), kernels.pack(own.unpacked()))
+        return GatedWeights(kernels.pack_gated(both), kernels.pack(own))
 
     experts = shape.experts
     if experts is None:
         return gated("mlp")
-    each = (gated(f"mlp.experts.{number}") for number in range(experts.count))
+    each = (gated(f"mlp.experts.{number}", packed=kernels.packs_experts) for number in range(experts.count))
     gates = ("gate", "shared_expert_gate") if experts.shared else ("gate",)
     return Experts(
         experts,
-        router=kernels.pack(read(*(f"{prefix}mlp.{gate}.weight" for gate in gates))),
-        each=tuple(each) if read.hosted is None else read.hosted.layer(each),
+        router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpacked()),
+        each=kernels.stacked(each, experts.count) if read.hosted is None else read.hosted.layer(each),
         shared=gated("mlp.shared_expert") if experts.shared else None,
     )
 

@@ -15,7 +15,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.kernels.experts import ChosenExperts, GatedWeights
+from adapters.models.kernels.experts import ChosenExperts, GatedWeights, StackedExperts
 from adapters.models.parking import pinned, rebuilt, tensors_of
 
 RING = 8  # experts on their way at once: what one row of a step chooses; of Qwen3-30B-A3B 72 MiB
@@ -51,6 +51,16 @@ class ExpertForm:
         assert isinstance(found, GatedWeights)
         return found
 
+    def stacked(self, memory: Tensor) -> StackedExperts:
+        """Those of all rows of `[n, size]` bytes."""
+        rows = len(memory)
+
+        def stack(first: Tensor) -> Tensor:
+            apart = self.size // first.element_size()
+            return first.as_strided((rows, *first.shape), (apart, *first.stride()))
+
+        return StackedExperts(rebuilt(self.over(memory[0]), stack))
+
 
 def _whole(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
@@ -58,8 +68,11 @@ def _whole(size: int) -> int:
 
 @define(eq=False)
 class Spot:
-    """Memory on the device for one expert. arrived: who was to come is there; left: nothing reads who was there."""
+    """Memory on the device for one expert, number `at` there. arrived: who was to come is there; left: nothing reads
+    who was there.
+    """
 
+    at: int
     memory: Tensor
     weights: GatedWeights
     arrived: torch.cuda.Event | None
@@ -84,6 +97,7 @@ class HostExperts:
     brought: int = field(init=False, default=0)  # of those, how many had no place
     moved: int = field(init=False, default=0)  # that were given one
     _form: ExpertForm | None = field(init=False, default=None)
+    _places: StackedExperts | None = field(init=False, default=None)
     _layers: list[Tensor] = field(init=False, factory=list[Tensor])
     _ring: list[Spot] = field(init=False, factory=list[Spot])
     _turn: int = field(init=False, default=0)
@@ -107,7 +121,8 @@ class HostExperts:
                 target.copy_(source)
         self._layers.append(memory)
         self._uses += [0] * self.count
-        return LayerOfExperts(self, first)
+        assert self._places is not None
+        return LayerOfExperts(self, first, self._places)
 
     def _make_room(self, form: ExpertForm) -> None:
         ring = max(1, min(RING, self.room // form.size))
@@ -116,8 +131,8 @@ class HostExperts:
         self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         memory = torch.empty(ring + places, form.size, dtype=torch.uint8, device=self.device)
         event = torch.cuda.Event if cuda else lambda: None
-        made = [Spot(row, form.over(row), event(), event()) for row in memory]
-        self._ring, self.spots = made[:ring], made[ring:]
+        made = [Spot(at, row, form.over(row), event(), event()) for at, row in enumerate(memory)]
+        self._ring, self.spots, self._places = made[:ring], made[ring:], form.stacked(memory)
 
     # --- what there is ---
 
@@ -201,6 +216,42 @@ class HostExperts:
                 if missing:
                     coming.append(self._bring(missing.popleft()))
 
+    def turns(self, first: int, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
+        """The same, many at once, by the numbers of their spots: those that have a place first, while others come; then
+        these, in runs of half of what may be on its way, so that the next run comes while one is read.
+        """
+        wanted = [first + number for number in numbers]
+        self._count(wanted)
+        missing = [expert for expert in wanted if expert not in self.where]
+        half = max(1, len(self._ring) // 2)
+        runs = deque(missing[at : at + half] for at in range(0, len(missing), half))
+        coming = deque[list[tuple[int, Spot]]]()
+
+        def more() -> None:
+            if runs:
+                coming.append([(expert, self._bring(expert)) for expert in runs.popleft()])
+
+        for _ in range(len(self._ring) // half):
+            more()
+        there = [(expert, self.spots[self.where[expert]]) for expert in wanted if expert in self.where]
+        if there:
+            yield self._read(first, there)
+        while coming:
+            run = coming.popleft()
+            yield self._read(first, run)
+            for _, spot in run:
+                self._leaving(spot)
+            more()
+
+    def _read(self, first: int, run: Iterable[tuple[int, Spot]]) -> dict[int, int]:
+        """What is launched from now on finds them there."""
+        found = dict[int, int]()
+        for expert, spot in run:
+            if spot.arrived is not None:
+                spot.arrived.wait()
+            found[expert - first] = spot.at
+        return found
+
     def _bring(self, expert: int) -> Spot:
         spot = self._ring[self._turn % len(self._ring)]
         self._turn += 1
@@ -230,13 +281,17 @@ class HostExperts:
         self._layers.clear()
         self.spots.clear()
         self._ring.clear()
+        self._places = None
 
 
 class LayerOfExperts(ChosenExperts):
     """Those of one layer, the first of which is `first` of all."""
 
-    def __init__(self, owner: HostExperts, first: int) -> None:
-        self._owner, self._first = owner, first
+    def __init__(self, owner: HostExperts, first: int, places: StackedExperts) -> None:
+        self._owner, self._first, self.places = owner, first, places
 
     def chosen(self, numbers: Sequence[int]) -> Iterator[GatedWeights]:
         return self._owner.chosen(self._first, numbers)
+
+    def turns(self, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
+        return self._owner.turns(self._first, numbers)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adapters.layout import RowSpec, dtype_name
+from adapters.models.host_copy import copy
 from adapters.models.shard import NamedTensors
 from effects.ids import PAGE, Span
 
@@ -138,7 +139,11 @@ class KvCache:
                 raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
         for begin, end in self.spans(start, start + count):
             for name, place in zip(self.spec.names, self.rows(slot, begin, end).flatten(0, 1), strict=True):
-                place.copy_(rows[name][:, begin - start : end - start])
+                given = rows[name][:, begin - start : end - start]
+                if place.device.type == given.device.type == "cpu":
+                    copy(place, given)
+                else:
+                    place.copy_(given)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -4,7 +4,8 @@ First every product that serving can ask for, shape by shape and with the thread
 what agrees, and is quickest among that, becomes the plan that the kernels keep to. Then one decoder layer of every kind
 that the family has, of the model's own shapes, with random weights, as a check that the list is whole: every bucket is
 compared with a chunk of C rows, bit for bit, hidden rows and K and V rows, wherever the rows stand in the step, alone
-and next to other slots, across the boundaries of the kernels' key tiles; layers with a recurrent state in a manner of
+and next to other slots, across the boundaries of the kernels' key tiles (where products have no plan, packed as the
+model's are); layers with a recurrent state in a manner of
 their own (`state_probe.py`). Nothing is left out for lack of time.
 """
 
@@ -19,6 +20,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from adapters.checkpoint.packed import StepLayout
 from adapters.layout import torch_dtype
 from adapters.models.family import Family, ModelConfig
 from adapters.models.kernels.interface import Kernels
@@ -27,12 +29,13 @@ from adapters.models.kernels.row_form import RowForm
 from adapters.models.numerics import BLOCK_SIZE, Numerics, kept_under, machine
 from adapters.models.shard import BUCKETS, Segment, Shard, Step
 from adapters.models.state_probe import StateBench
-from adapters.models.synthetic import RandomWeights
+from adapters.models.synthetic import RandomWeights, packed_in
 
 _MAX_BOUNDARIES = 16
 _NARROW = 8  # buckets up to this one mostly decode, so single rows are tried over every span
-_SLOTS = 3
+PROBED_SLOTS = 3
 _FINGERPRINT_ROWS = 64
+_EXPERTS = 2  # the arithmetic of experts, of which nothing that was kept of another is taken
 
 
 def probe_key(
@@ -47,12 +50,12 @@ def probe_key(
     capacity: int,
     sizes: Sequence[int] = BUCKETS,
     memory: int = 1 << 62,
+    layouts: Mapping[str, StepLayout] = {},
 ) -> str:
     """Under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
-    listed = config.products(
-        buckets_of(sizes, chunk), capacity=capacity, dtype=dtype, threads=torch.get_num_threads(), memory=memory
-    )
-    kinds = (family.model_type, tuple(config.probed()))
+    how: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "memory": memory, "layouts": layouts}
+    listed = config.products(buckets_of(sizes, chunk), threads=torch.get_num_threads(), **how)
+    kinds = (family.model_type, tuple(config.probed()), *(() if config.experts is None else (_EXPERTS,)))
     return kept_under(listed, kernels, device, (kinds, chunk, capacity, tuple(sizes), str(dtype), str(rows or dtype)))
 
 
@@ -72,17 +75,22 @@ def probe(
     capacity: int,
     sizes: Sequence[int] = BUCKETS,
     memory: int = 1 << 62,
+    layouts: Mapping[str, StepLayout] = {},
 ) -> Numerics:
     """Take the measure of `kernels` on `device`; a second or two. The kernels themselves are left as they were.
 
-    rows: what keys and values are kept in; by default the dtype. memory: bytes that packed weights may take in host
-    memory.
+    rows: what keys and values are kept in; by default the dtype. memory: bytes that weights may take in host memory.
+    layouts: of tensors that may be multiplied as they are packed.
     """
     start = time.perf_counter()
     buckets, threads = buckets_of(sizes, chunk), torch.get_num_threads()
-    proof = kernels.prove(config.products(buckets, capacity=capacity, dtype=dtype, threads=threads, memory=memory))
+    how: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "memory": memory, "layouts": layouts}
+    proof = kernels.prove(config.products(buckets, threads=threads, **how))
     shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "capacity": capacity, "buckets": buckets}
-    found = [_layer(family, small, layers, kernels, proof, **shape) for small, layers in config.probed()]
+    found = [
+        _layer(family, small, layers, kernels, proof, layouts=own, **shape)
+        for small, layers, own in packed_in(config.probed(), layouts if proof.plan is None else {})
+    ]
     broken = {bucket: why for one in found for bucket, why in one.broken.items()}
     kept = tuple(bucket for bucket in buckets if bucket not in broken)
     buckets_hold = proof.holds and chunk not in broken and (len(kept) > 1 or len(buckets) == 1)
@@ -130,9 +138,10 @@ def _layer(
     rows: torch.dtype | None,
     capacity: int,
     buckets: tuple[int, ...],
+    layouts: Mapping[str, StepLayout],
 ) -> LayerFindings:
     stored = torch.float32 if device.type == "cpu" else dtype
-    weights = RandomWeights(config, 1, device, stored, config.hidden_size**-0.5)
+    weights = RandomWeights(config, 1, device, stored, config.hidden_size**-0.5, layouts)
     shard = family.build(
         config,
         weights,
@@ -141,7 +150,7 @@ def _layer(
         dtype=dtype,
         rows=rows,
         layers=layers,
-        slots=_SLOTS,
+        slots=PROBED_SLOTS,
         capacity=capacity,
         buckets=buckets,
         state_places=1,
@@ -217,7 +226,7 @@ class LayerBench:
             drawn = torch.empty(shape, device=shard.device, dtype=shard.dtype)
             rows[name] = form.encode(drawn.normal_(generator=generator))
         shard.import_rows(0, 0, rows)
-        for slot in range(1, _SLOTS):
+        for slot in range(1, PROBED_SLOTS):
             shard.copy_rows(0, slot, self.capacity)
 
     def compute(self, bucket: int, *segments: Segment) -> list[Computed]:
@@ -268,12 +277,12 @@ class LayerBench:
 
     def _check_batch(self, bucket: int, whole: Computed, start: int, rows: int, edge: int) -> None:
         """Neighbours: segments of three slots in one step, each as it came out of the chunk."""
-        count = max(1, min(bucket // _SLOTS, rows))
+        count = max(1, min(bucket // PROBED_SLOTS, rows))
         ends = {start, min(edge, start + rows - count), start + rows - count}
         segments = [Segment(slot, at, count) for slot, at in enumerate(sorted(ends))]
         if sum(segment.count for segment in segments) > bucket:
             return
-        for slot in range(1, _SLOTS):
+        for slot in range(1, PROBED_SLOTS):
             self.shard.import_rows(slot, start, whole.kv)
         for part in self.compute(bucket, *segments):
             self._compare(bucket, "batched", whole, part)

@@ -6,14 +6,17 @@ gate of the layer's output, and the gates of the rule.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from adapters.checkpoint.packed import Stack
 from adapters.checkpoint.weights import Shapes
 from adapters.models.decoder import Frame, LayerShape, WeightReader, frame_products, frame_tensors, load_frame
+from adapters.models.feed_forward import Matrix, feed_matrices
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.delta import TAPS, DeltaKernels, DeltaShape, DeltaState, DeltaWeights
 from adapters.models.kernels.interface import Kernels
@@ -77,6 +80,17 @@ def delta_layer_products(shape: RecurrentShape) -> tuple[Weight, ...]:
     return frame_products(shape, delta.channels + delta.values + 2 * delta.value_heads, delta.values)
 
 
+def delta_layer_matrices(shape: RecurrentShape, prefix: str) -> Iterator[Matrix]:
+    """Every weight of the layer with the tensors that it is made of."""
+    projection, out = delta_layer_products(shape)[:2]
+    own = prefix + "linear_attn."
+    if not shape.by_key_head:
+        sizes = {name: size for name, size in delta_layer_tensors(shape, prefix).items() if ".in_proj_" in name}
+        yield projection, tuple((name, size[0]) for name, size in sizes.items())
+    yield out, ((f"{own}out_proj.weight", out.outputs),)
+    yield from feed_matrices(shape, prefix)
+
+
 def key_heads_apart(rows: Tensor, delta: DeltaShape) -> list[Tensor]:
     """Rows laid out `q | k | v | z`, or `b | a`, of each key head and the value heads that share it: q of all, ..."""
     group = delta.value_heads // delta.key_heads
@@ -90,9 +104,10 @@ def load_delta_layer(read: WeightReader, kernels: Kernels, shape: RecurrentShape
     own = prefix + "linear_attn."
     if shape.by_key_head:
         parts = (read(f"{own}in_proj_{part}.weight") for part in ("qkvz", "ba"))
-        projection = torch.cat([rows for part in parts for rows in key_heads_apart(part, delta_of(shape))])
+        rows = torch.cat([rows for part in parts for rows in key_heads_apart(part, delta_of(shape))])
+        projection = Stack((rows,), read.dtype, read.device)
     else:
-        projection = read(*(f"{own}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
+        projection = read.matrix(*(f"{own}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
     return DeltaLayer(
         frame=load_frame(read, kernels, shape, prefix, projection=projection, out="linear_attn.out_proj.weight"),
         weights=DeltaWeights(

@@ -26,7 +26,7 @@ Ops: TypeAlias = Mapping[Op, tuple[type[Any], Work]]
 
 
 class Answerer(Protocol):
-    """What a daemon has for its server: layers of a target, or a draft."""
+    """What a daemon has for its server: layers of a target, a draft or a drafter."""
 
     ops: ClassVar[Ops]
 

@@ -1,4 +1,4 @@
-"""The other end: serves layers of a target, or a draft, to one server over one connection, until either closes it."""
+"""The other end: serves layers of a target, a draft or a drafter to one server, until either closes the connection."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from adapters.remote import hello
 from adapters.remote.answering import Answerer, Answering, Work
 from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.draft_messages import LoadDraft
+from adapters.remote.drafter_messages import LoadDrafter
 from adapters.remote.frames import FAILED, REPLY
 from adapters.remote.messages import (
     Facts,
@@ -29,6 +30,7 @@ from adapters.remote.messages import (
     encoded,
 )
 from adapters.remote.served_draft import ServedDraft
+from adapters.remote.served_drafter import ServedDrafter
 from adapters.remote.served_layers import ServedLayers
 from adapters.remote.tensors import TensorBytes, unpacked
 
@@ -51,6 +53,10 @@ class ServableModel(Protocol):
 
     def load_draft(self, asked: LoadDraft) -> ServedDraft:
         """The model's draft. ValueError where there is none, or it cannot be."""
+        ...
+
+    def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
+        """The model as a drafter, as it was proven last. ValueError where it cannot be."""
         ...
 
 
@@ -107,7 +113,7 @@ class Daemon:
         if work is not None:
             return work(self, asked, given)
         if self._served is None:
-            raise Unacceptable("no layers are loaded, nor a draft")
+            raise Unacceptable("no layers are loaded, nor a draft or drafter")
         if op not in self._served.ops:
             raise Unacceptable(f"{op.name.lower()} is not for what is loaded here")
         with current(self._served.device):
@@ -116,12 +122,16 @@ class Daemon:
     def prove(self, asked: Prove, _: TensorBytes) -> Answering:
         return Answering(self.model.prove(asked))
 
-    def load(self, asked: LoadLayers | LoadDraft, _: TensorBytes) -> Answering:
+    def load(self, asked: LoadLayers | LoadDraft | LoadDrafter, _: TensorBytes) -> Answering:
         if self._served is not None:
             raise Unacceptable("something is loaded already: connect again for another thing")
         shared = self.join(asked.shared) if all(asked.shared) else None
-        load: Callable[[Any], Answerer] = self.model.load if isinstance(asked, LoadLayers) else self.model.load_draft
-        self._served = load(asked)
+        loads: Mapping[type[Any], Callable[[Any], Answerer]] = {
+            LoadLayers: self.model.load,
+            LoadDraft: self.model.load_draft,
+            LoadDrafter: self.model.load_drafter,
+        }
+        self._served = loads[type(asked)](asked)
 
         def after() -> None:
             self.channel.limit, self.channel.shared = asked.limit, shared
@@ -132,8 +142,13 @@ class Daemon:
 
 # What comes before all else is the daemon's own; the rest is asked of what is loaded.
 OPS: Mapping[Op, tuple[type[Any], Work | None]] = {
-    **{op: (kind, None) for served in (ServedLayers, ServedDraft) for op, (kind, _) in served.ops.items()},
+    **{
+        op: (kind, None)
+        for served in (ServedLayers, ServedDraft, ServedDrafter)
+        for op, (kind, _) in served.ops.items()
+    },
     Op.PROVE: (Prove, Daemon.prove),
     Op.LOAD: (LoadLayers, Daemon.load),
     Op.LOAD_DRAFT: (LoadDraft, Daemon.load),
+    Op.LOAD_DRAFTER: (LoadDrafter, Daemon.load),
 }

@@ -54,6 +54,9 @@ class Op(IntEnum):
     COPY_CONTEXT = 66
     FETCH_DRAFT = 67
     SEND_DRAFT_AWAY = 68
+    LOAD_DRAFTER = 80
+    SCORE = 81
+    DROP_SCORING = 82
 
 
 class WireMessage(Struct, frozen=True, forbid_unknown_fields=True):

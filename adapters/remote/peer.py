@@ -18,6 +18,7 @@ from adapters.models.numerics import Numerics
 from adapters.remote.channel import Channel, ConnectionBroken, WireFrame, failed
 from adapters.remote.dial import Dial
 from adapters.remote.draft_messages import DraftReady, LoadDraft
+from adapters.remote.drafter_messages import DrafterReady, LoadDrafter
 from adapters.remote.hello import greet
 from adapters.remote.messages import (
     Facts,
@@ -36,8 +37,9 @@ from effects.ids import SlotId
 from effects.ports import RowsLost
 
 T = TypeVar("T", bound=WireMessage)
-Load: TypeAlias = LoadLayers | LoadDraft
-Ready: TypeAlias = Loaded | DraftReady
+Load: TypeAlias = LoadLayers | LoadDraft | LoadDrafter
+Ready: TypeAlias = Loaded | DraftReady | DrafterReady
+LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, LoadDrafter: Op.LOAD_DRAFTER}
 A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0
@@ -124,6 +126,10 @@ class Peer:
     def load_draft(self, asked: LoadDraft) -> DraftReady:
         """As `load`."""
         return self._load_first(asked, DraftReady)
+
+    def load_drafter(self, asked: LoadDrafter) -> DrafterReady:
+        """As `load`."""
+        return self._load_first(asked, DrafterReady)
 
     def _load_first(self, asked: Load, kind: type[A]) -> A:
         with self._lock:
@@ -289,8 +295,7 @@ class Peer:
         """Both ends let payloads be as large as this model needs, in shared memory where there is some."""
         shared = self.dial.share(asked.shared)
         asked = asked if shared is not None else structs.replace(asked, shared=(0, 0))
-        op = Op.LOAD if isinstance(asked, LoadLayers) else Op.LOAD_DRAFT
-        loaded, _ = self._asked(channel, op, asked, kind, seconds=self.deadlines.load)
+        loaded, _ = self._asked(channel, LOADING[type(asked)], asked, kind, seconds=self.deadlines.load)
         channel.limit = asked.limit
         channel.shared = shared if loaded.shared else None
         return loaded

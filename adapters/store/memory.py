@@ -7,6 +7,7 @@ are slower than the copies themselves.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,10 @@ from torch import Tensor
 from adapters.models.parking import pinned
 
 SLAB = 64 << 20
+# Each slab that is registered holds up whoever asks CUDA for anything, by some 15 ms: so much of them is there at once,
+# and the rest in a minute, with so long a pause between two that they are the latest of a hundred decode steps.
+SOON = 1 << 30
+PAUSE_S = 0.5
 ALIGN = 4096
 
 
@@ -67,8 +72,10 @@ class Memory:
     _returned: deque[tuple[Slab, tuple[int, int]]] = field(factory=deque)
     _lock: threading.Lock = field(factory=threading.Lock)
 
-    def take(self, size: int) -> Buffer:
-        """Raises MemoryError."""
+    def take(self, size: int, *, held: bool = False) -> Buffer:
+        """held: out of what is held, if it is pinned, since other memory is copied to at a tenth of the speed. Raises
+        MemoryError.
+        """
         whole = -(-size // ALIGN) * ALIGN
         with self._lock:
             while self._returned:  # a buffer may die anywhere, so it only says so
@@ -78,6 +85,8 @@ class Memory:
                 if (span_ := slab.take(whole)) is not None:
                     return self._buffer(slab, span_, size)
             if self.held + whole > self.most:
+                if held and self.pin:
+                    raise MemoryError(f"{size} bytes of pinned memory: all {self.most} are on their way")
                 return Buffer(allocated(size, pin=False))
             slab = self._grow(whole)
             span_ = slab.take(whole)
@@ -105,6 +114,8 @@ class Memory:
                 return
             with self._lock:
                 self._slabs.append(slab)
+            if self.held >= SOON:
+                time.sleep(PAUSE_S)
 
     def _grow(self, size: int) -> Slab:
         size = max(size, min(SLAB, self.most - self.held))

@@ -75,13 +75,25 @@ class ToolChoice:
 
 
 @frozen
+class MovedText:
+    """A text that a rule took out of the system prompt, and the message that it stands behind: its number among those
+    that follow the opening system messages.
+    """
+
+    place: int
+    rule: str
+    text: str
+
+
+@frozen
 class Conversation:
     """parallel: may one answer hold several calls?
     variables: further ones of the template, `enable_thinking` say (see `thinking`).
     generate: the prompt ends with the opening of the assistant's answer.
     continues: the answer goes on with the last message, which is the assistant's, instead of opening one.
     stabilized: the rules by which it is another than was sent (`stabilize.py`).  tail: from the last cut on of the
-    last message that is not the assistant's, no later request will have it.
+    last message that is not the assistant's, no later request will have it.  moved: what later requests are to have
+    where it stands now; None: too much to be remembered.  unmoved: its messages, less all that was moved there.
     """
 
     messages: Sequence[ChatMessage]
@@ -93,6 +105,8 @@ class Conversation:
     continues: bool = False
     stabilized: tuple[str, ...] = ()
     tail: bool = False
+    moved: tuple[MovedText, ...] | None = ()
+    unmoved: Sequence[ChatMessage] | None = None
 
     @property
     def callable(self) -> Mapping[str, FunctionTool]:
@@ -101,13 +115,8 @@ class Conversation:
 
     @property
     def lasting(self) -> Sequence[ChatMessage]:
-        """Its messages as later requests will have them."""
-        if not self.tail:
-            return self.messages
-        place = max(place for place, message in enumerate(self.messages) if message.role != "assistant")
-        last = self.messages[place]
-        whole = evolve(last, content=last.content[: last.cuts[-1]])
-        return [*self.messages[:place], whole, *self.messages[place + 1 :]]
+        """Its messages as later requests will have them, wherever those say what was moved."""
+        return self.messages if self.unmoved is None else self.unmoved
 
     @property
     def opens(self) -> bool:

@@ -3,24 +3,29 @@
 A prompt is read again from the first token that is another than before. So a counter in the system prompt costs the
 whole conversation at every turn, and a date costs what every session begins with. What is not for the model is dropped;
 what is for it goes, word for word, behind the last message, or behind the user's first one if it stays as it is for a
-whole session. A rule knows one shape in one place: whole lines of the system prompt, or a tool's description, and
-never what a user wrote.
+whole session. Should it change all the same (a session is resumed the next day), the new text goes behind what is the
+last message then and stays there, as the old one stays where it was: a prompt only grows. A rule knows one shape in one
+place: whole lines of the system prompt, or a tool's description, and never what a user wrote.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from attrs import evolve, frozen
 
-from adapters.text.conversation import ChatMessage, Conversation, FunctionTool
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, MovedText
 
 MOST_TEXT = 1 << 20  # characters of a system prompt that rules look at: agents' have a twentieth of it, 5 ms
 MOST_TRIES = 4096  # places where a rule is tried: more turns than a conversation has
 INDENT = 8  # spaces that a line may begin with
+MOST_MOVED = 1 << 14  # characters that stay where they were moved to, of a conversation: eight statuses of 2,000
+
+# What stood where when the last of its answers was made that is remembered; None where none is.
+Before: TypeAlias = "Callable[[Sequence[ChatMessage]], tuple[MovedText, ...] | None]"
 
 
 @frozen
@@ -30,7 +35,7 @@ class Rule:
     where: the first line of a system message, any of its lines, or a tool's description.
     mark: text that the shape begins with; nothing is tried without it.
     shape: whole lines, or what its group `part` has; every repetition in it is bounded and has one way to match.
-    goes: nowhere, behind the last message, or behind the user's first one. Of several, the last one holds.
+    goes: nowhere, behind the last message, or behind the user's first one, to stay. Of several, the last one holds.
     """
 
     name: str
@@ -140,7 +145,7 @@ RULES = (
 )
 
 
-def stabilized(conversation: Conversation) -> Conversation:
+def stabilized(conversation: Conversation, before: Before = lambda _: None) -> Conversation:
     """The same for the model, and as alike as can be to what the same agent sends before and after it.
 
     The conversation says which rules applied.
@@ -148,7 +153,7 @@ def stabilized(conversation: Conversation) -> Conversation:
     leading = list(takewhile(lambda message: message.role == "system", conversation.messages))
     rest = list(conversation.messages[len(leading) :])
     places = {"nowhere": 0, "first": first_of_user(rest), "last": last_answered(rest)}
-    tools, applied, moved = conversation.tools, list[str](), dict[str, list[str]]()
+    tools, applied, said = conversation.tools, list[str](), {"nowhere": dict[str, str](), "first": {}, "last": {}}
     readable = bool(rest) and sum(len(message.content) for message in leading) <= MOST_TEXT
     for rule in RULES:
         if rule.where == "tool":
@@ -156,20 +161,54 @@ def stabilized(conversation: Conversation) -> Conversation:
             if any(map(lambda one, other: one is not other, changed, tools)):
                 tools, applied = changed, [*applied, rule.name]
         elif readable and places[rule.goes] is not None:
-            leading, said = without_lines(rule, leading)
-            if said:
+            leading, text = without_lines(rule, leading)
+            if text:
                 applied.append(rule.name)
-                moved.setdefault(rule.goes, []).append(said)
+                said[rule.goes][rule.name] = text
     if not applied:
         return conversation
-    tail = False
-    for goes in ("first", "last"):
-        place = places[goes]
-        if goes in moved and place is not None:
-            rest[place] = behind(rest[place], "\n".join(moved[goes]), cut=goes == "last")
-            tail = goes == "last" and bool(rest[place].cuts)
-    messages = [*(message for message in leading if message.content), *rest]
-    return evolve(conversation, messages=messages, tools=tools, stabilized=tuple(applied), tail=tail)
+    leading = [message for message in leading if message.content]
+    unmoved = [*leading, *rest]
+    first, last, stay, tail = places["first"], places["last"], tuple[MovedText, ...](), False
+    if said["first"] and first is not None and last is not None:
+        stay = staying(said["first"], first, last, rest, before(unmoved))
+    for place in sorted({one.place for one in stay}):
+        rest[place] = behind(rest[place], "\n".join(one.text for one in stay if one.place == place), cut=False)
+    if said["last"] and last is not None:
+        rest[last] = behind(rest[last], "\n".join(said["last"].values()), cut=True)
+        tail = bool(rest[last].cuts)
+    return evolve(
+        conversation,
+        messages=[*leading, *rest],
+        tools=tools,
+        stabilized=tuple(applied),
+        tail=tail,
+        moved=stay if size_of(stay) <= MOST_MOVED else None,
+        unmoved=unmoved,
+    )
+
+
+def staying(
+    said: Mapping[str, str], first: int, last: int, rest: Sequence[ChatMessage], before: tuple[MovedText, ...] | None
+) -> tuple[MovedText, ...]:
+    """Where texts go that stay for a session: what is new behind the last message, if the conversation went on without.
+
+    said: by rules.  first, last: the user's first message of the rest, which are those behind the system's, and the
+    last one that the answer is to.
+    """
+    anew = tuple(MovedText(first, rule, text) for rule, text in said.items())
+    if before is None:
+        return anew
+    there = tuple(
+        one for one in before if one.rule in said and 0 <= one.place < len(rest) and rest[one.place].role != "assistant"
+    )
+    latest = {one.rule: one.text for one in there}
+    more = tuple(MovedText(last, rule, text) for rule, text in said.items() if latest.get(rule) != text)
+    return (*there, *more) if size_of((*there, *more)) <= MOST_MOVED else anew
+
+
+def size_of(texts: Sequence[MovedText]) -> int:
+    return sum(len(one.text) for one in texts)
 
 
 def first_of_user(messages: Sequence[ChatMessage]) -> int | None:

@@ -14,7 +14,7 @@ from adapters.checkpoint.text_files import TextFiles
 from adapters.text.answer.detect import detect_calls, detect_reasoning, opened
 from adapters.text.answer.reader import NONE, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
-from adapters.text.conversation import ChatMessage, Conversation, templated
+from adapters.text.conversation import ChatMessage, Conversation, MovedText, templated
 from adapters.text.cuts import cuts_of
 from adapters.text.grammar import Grammars
 from adapters.text.recall import AnswerOpening, Recall, recaller
@@ -43,6 +43,7 @@ class ChatPrompt:
     remembered: int = 0
     opening: AnswerOpening | None = None
     tools: bool = False  # it describes some
+    moved: tuple[MovedText, ...] | None = None  # as the conversation has it
 
 
 @define(eq=False)
@@ -126,7 +127,7 @@ class Text:
         opening = None if recalled is None or lead is None else AnswerOpening(recalled.history, lead)
         reader, known = self.reader(conversation, rendered), conversation
         served = known.messages, known.opens, known.stabilized, tail
-        return ChatPrompt(tokens, reader, cuts, *served, remembered, opening, bool(conversation.tools))
+        return ChatPrompt(tokens, reader, cuts, *served, remembered, opening, bool(known.tools), known.moved)
 
     async def rendered(self, conversation: Conversation) -> Rendered:
         assert self.template is not None

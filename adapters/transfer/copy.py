@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Protocol, TypeAlias
 
-import numpy as np
 import torch
 from attrs import define
 from torch import Tensor
 
 from adapters.layout import RowSpec, TensorSpec, torch_dtype
+from adapters.models.host_copy import copy
 from adapters.models.shard import NamedTensors
 from effects.ids import PAGE, Span
 
@@ -21,7 +21,6 @@ _streams = dict[torch.device, deque[torch.cuda.Stream]]()  # nobody copies on th
 # Of each device, where it will have done all that it had been told by then: what copies beside the lane come behind.
 Marks: TypeAlias = Mapping[torch.device, torch.cuda.Event]
 UNMARKED: Marks = {}
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RowHolder(Protocol):
@@ -176,12 +175,6 @@ def views(specs: Iterable[TensorSpec], data: Tensor) -> NamedTensors:
         found[spec.name] = data[at : at + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
         at += spec.nbytes
     return found
-
-
-def copy(target: Tensor, source: Tensor) -> None:
-    """In host memory, by this thread alone: torch would start threads of its own for each one that asks."""
-    integer = INTEGERS[target.element_size()]
-    np.copyto(target.view(integer).numpy(), source.view(integer).numpy())
 
 
 def marks(devices: Iterable[torch.device]) -> Marks:

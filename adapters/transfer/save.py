@@ -20,6 +20,7 @@ from adapters.device.lane import DeviceLane
 from adapters.device.memory import ran_out_of_memory
 from adapters.store.disk import Disk
 from adapters.store.format import Run
+from adapters.store.memory import Buffer
 from adapters.store.store import Store
 from adapters.transfer.copy import Marks, Mover, StateMover, marks
 from adapters.transfer.fence import Serving
@@ -33,13 +34,17 @@ log = logging.getLogger("rekindle.store")
 PATIENCE_NS = (
     2_000_000_000  # for one snapshot: 32k tokens of an 8B model take a tenth of it, and the slot waits so long
 )
+PAUSE_S = 0.005  # until it is seen again whether memory has come free: a disk takes in 32 MB in six times as long
 
 
 @frozen
 class SlotFound:
-    """A slot, as the lane has found it. salt: of whom its rows are. drafted: those that a draft has its own for."""
+    """A slot, as the lane has found it. there: does it still have those rows; asked on the lane. salt: of whom they
+    are. drafted: those that a draft has its own for.
+    """
 
     slot: SlotId
+    there: Callable[[], bool]
     salt: str
     drafted: Span
     after: Marks
@@ -58,6 +63,7 @@ class Saver:
     catch_up: Callable[[int], object] = lambda _: None
     clock_ns: Callable[[], int] = time.monotonic_ns
     worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-save"))
+    _asked: int = field(init=False, default=0)  # snapshots that are being taken, or wait for that
 
     # --- called on the event loop ---
 
@@ -67,7 +73,11 @@ class Saver:
         if isinstance(found, StoreFailed):
             return found
         taking = partial(self._taken, effect, found)
-        rows, saved = await asyncio.get_running_loop().run_in_executor(self.worker, taking)
+        self._asked += 1
+        try:
+            rows, saved = await asyncio.get_running_loop().run_in_executor(self.worker, taking)
+        finally:
+            self._asked -= 1
         log.info("request %d: %d tokens kept, %d bytes of them new", request, rows, saved, extra={"request": request})
         return SnapshotSaved(rows, saved)
 
@@ -86,7 +96,11 @@ class Saver:
             return StoreFailed("broken", f"slot {effect.slot} does not hold the rows that are to be kept")
         if effect.checkpoint:
             self.checkpoint(request, effect.slot, len(effect.tokens))
-        return SlotFound(effect.slot, state.salt, state.drafted, marks(self.lane.devices))
+
+        def there() -> bool:
+            return self.serving(effect.slot, request) is state
+
+        return SlotFound(effect.slot, there, state.salt, state.drafted, marks(self.lane.devices))
 
     def checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
         """Where the slot's state stands behind rows `[0, at)`: keep it. False if that was not possible."""
@@ -118,7 +132,7 @@ class Saver:
         end, tokens, saved = self.clock_ns() + PATIENCE_NS, effect.tokens, 0
         for run, movers in self._gaps(effect, found):
             late = saved > 0 and self.clock_ns() > end
-            size = None if late else self._take(found, run, movers)
+            size = None if late else self._take(found, run, movers, end)
             if size is None:
                 why = "no time" if late else "no room"
                 log.info("slot %d: %s for %s %d..%d", effect.slot, why, run.kind, run.start, len(tokens) - 1)
@@ -135,13 +149,13 @@ class Saver:
             for run in self.store.gaps(effect.tokens[:stop], "draft", start, found.salt):
                 yield run, self.draft
 
-    def _take(self, found: SlotFound, run: Run, movers: Sequence[Mover]) -> int | None:
+    def _take(self, found: SlotFound, run: Run, movers: Sequence[Mover], end: int) -> int | None:
         """The bytes of it; None if there was room nowhere."""
         try:
-            buffer = self.store.memory.take(self.store.layout.size(run.kind, run.length))
+            buffer = self._room(self.store.layout.size(run.kind, run.length), end)
             for mover in movers:
                 work = partial(mover.take, found.slot, (run.start, run.stop), buffer.data, found.after)
-                work() if mover.anywhere else self._on_the_lane(work)
+                work() if mover.anywhere else self._on_the_lane(work, found)
         except Exception as error:
             gone = run.kind == "draft" and isinstance(error, RowsLost)  # which is no reason to lose anything else
             if not (gone or ran_out_of_memory(error)):
@@ -149,8 +163,31 @@ class Saver:
             return None
         return buffer.data.nbytes if self.store.keep(run, buffer) else None
 
-    def _on_the_lane(self, work: Callable[[], T]) -> T:
-        """One run at a time, between whatever else it does."""
+    def _room(self, size: int, end: int) -> Buffer:
+        """Pinned memory, where there is such. What is in it goes to the disk, and as long as no other slot waits for
+        its turn, that is waited for. Raises MemoryError.
+        """
+        before = True  # what has just been written is given back a moment later
+        while True:
+            writing = self.store.disk is not None and self.store.disk.queued > 0
+            try:
+                return self.store.memory.take(size, held=True)
+            except MemoryError:
+                if self._asked > 1 or not (writing or before) or self.clock_ns() > end:
+                    raise
+            before = writing
+            time.sleep(PAUSE_S)
+
+    def _on_the_lane(self, work: Callable[[], T], found: SlotFound) -> T:
+        """One run at a time, between whatever else it does. A process that was lost meanwhile, and is there again, has
+        rows of nobody's under the same number. Raises RowsLost.
+        """
+
+        def taken() -> T:
+            if not found.there():
+                raise RowsLost((), f"slot {found.slot} has lost the rows that were to be kept")
+            return work()
+
         done = Future[T]()
-        self.lane.post(lambda: done.set_result(work()), done.set_exception)
+        self.lane.post(lambda: done.set_result(taken()), done.set_exception)
         return done.result()

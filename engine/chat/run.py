@@ -19,7 +19,7 @@ from rich.text import Text as Line
 from engine.chat.client import ChatAnswer, ChatPeer
 from engine.chat.peer import peer
 from engine.chat.talk import COMMANDS, KEYS, Command, TypedTalk, command_of, read_prompt
-from engine.chat.view import view
+from engine.chat.view import unechoed, view
 from engine.chat.wanted import ChatOptions
 from engine.human import counted
 from engine.refusal import Refusal, innermost
@@ -27,6 +27,7 @@ from engine.streamed import Broken, said
 
 MOST_HISTORY = 1000  # lines
 INTERRUPTED = 130
+TYPED = 0  # the descriptor of what a person types
 
 
 def run(model: str, options: ChatOptions) -> int:
@@ -74,7 +75,7 @@ class ChatSession:
         """Shown as it comes, and part of the conversation from then on. Ctrl-C ends it, and what has come stays. None:
         it failed, which was told."""
         answer, why = ChatAnswer(), ""
-        with view(self.out) as shown:
+        with unechoed(TYPED), view(self.out) as shown:
             try:
                 anyio.run(self.peer.ask, self.talk.asked(prompt), answer, shown.show)
             except KeyboardInterrupt:

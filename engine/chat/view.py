@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -119,3 +121,24 @@ class Plain:
 
 def view(console: Console) -> View:
     return Rendered(console) if console.is_terminal else Plain(console)
+
+
+@contextmanager
+def unechoed(terminal: int) -> Iterator[None]:
+    """What is typed meanwhile is not shown, and there for the next line. terminal: its descriptor.
+
+    A growing block ends at the last column, so a "^C" would begin a line below it, and the block be drawn twice.
+    """
+    try:
+        import termios  # noqa: PLC0415 - not every system has it
+
+        before = termios.tcgetattr(terminal)
+    except (ImportError, termios.error):
+        yield
+        return
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
+import termios
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from engine.chat.view import Plain, Rendered, settled, view
+from engine.chat.view import Plain, Rendered, settled, unechoed, view
 
 ANSWER = """# Title
 
@@ -112,3 +115,31 @@ def test_a_pipe_gets_the_answer_alone() -> None:
             shown.show(thought, text)
     assert console.file.getvalue() == "**Yes**, it is\n"  # type: ignore[attr-defined]
     assert isinstance(view(terminal()), Rendered)
+
+
+def test_what_is_typed_beside_an_answer_is_not_shown_and_there_for_the_next_line() -> None:
+    """A terminal writes ^C where its cursor is: at the end of a block that is drawn anew."""
+    ours, terminal = pty.openpty()
+    try:
+        before = termios.tcgetattr(terminal)
+        with unechoed(terminal):
+            os.write(ours, b"typed ahead\n")
+            os.write(terminal, b"An answer")
+            assert os.read(ours, 100) == b"An answer"
+        assert os.read(terminal, 100) == b"typed ahead\n"
+        assert termios.tcgetattr(terminal) == before
+        with pytest.raises(KeyboardInterrupt), unechoed(terminal):
+            raise KeyboardInterrupt
+        assert termios.tcgetattr(terminal) == before
+    finally:
+        os.close(ours)
+        os.close(terminal)
+
+
+def test_what_is_no_terminal_is_left_alone() -> None:
+    reading, writing = os.pipe()
+    with unechoed(reading):
+        os.write(writing, b"piped")
+    assert os.read(reading, 100) == b"piped"
+    os.close(reading)
+    os.close(writing)

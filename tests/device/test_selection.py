@@ -103,15 +103,15 @@ def test_the_best_pieces_are_kept_and_of_equal_ones_the_first() -> None:
     prompt = tuple(range(3, 3 + 6400))
     scores = [0.0] * 6400
     scores[3200:3232] = [1.0] * 32
-    found = chosen(prompt, 2 * (HEAD + TAIL), scores=scores)
-    assert found.spans == ((0, 2 * HEAD + TAIL - PIECE), (3200, 3232), (6400 - TAIL, 6400))
+    found = chosen(prompt, 3 * (HEAD + TAIL), scores=scores)
+    assert found.spans == ((0, 3 * HEAD + 2 * TAIL - PIECE), (3200, 3232), (6400 - TAIL, 6400))
     assert found.forced == ((0, HEAD), (6400 - TAIL, 6400))
 
 
 def test_head_and_tail_share_a_small_budget_one_to_three() -> None:
-    found = chosen(tuple(range(3, 3 + 6400)), 16 * PIECE)
+    found = chosen(tuple(range(3, 3 + 6400)), 24 * PIECE)
     assert found.forced == ((0, 2 * PIECE), (6400 - 6 * PIECE, 6400))
-    assert found.tokens == 16 * PIECE
+    assert found.tokens == 24 * PIECE
 
 
 def test_what_opens_a_message_and_control_tokens_are_kept_to_the_token() -> None:
@@ -141,10 +141,10 @@ def test_what_the_end_says_again_is_kept_at_every_place_with_what_stands_around_
     """All of them: not only the first eight, as the rarest words are those that a question is about."""
     limit = ANCHORS[0][2]
     places = [2500 + 200 * at for at in range(limit)]
-    found = chosen(repeating(places, 6400), 4000)
+    found = chosen(repeating(places, 6400), 4800)
     for place in places:
         middle = place // PIECE
-        assert tokens_of((((middle - 2) * PIECE, (middle + 3) * PIECE),)) <= tokens_of(found.forced)
+        assert tokens_of((((middle - 2) * PIECE, (middle + 3) * PIECE),)) <= tokens_of(found.spans)
 
 
 def test_what_stands_around_words_that_meet_by_chance_leaves_room_for_the_other_places() -> None:
@@ -176,7 +176,7 @@ def test_what_is_kept_anyway_takes_no_room_from_the_best_scores() -> None:
 
 def test_what_is_said_everywhere_anchors_nothing() -> None:
     limit = ANCHORS[0][2]
-    found = chosen(repeating([1000 + 150 * at for at in range(limit + 1)]), 2400)
+    found = chosen(repeating([1000 + 150 * at for at in range(limit + 1)]), 3 * (HEAD + TAIL))
     assert found.forced == ((0, HEAD), (3200 - TAIL, 3200))
 
 

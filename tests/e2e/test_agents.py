@@ -52,11 +52,15 @@ Status:
 Recent commits:
 5183890 Sides have lengths
 d6c99bb Shapes have sides"""
+RESUMED = GIT.replace(" M shapes/sides.py", "A  shapes/angles.py")
 ENV = "<env>\nWorking directory: /srv/shapes\nPlatform: linux\nToday's date: 2026-11-22\n</env>"
 
 
-def prompts(server: Running, turns: int, **fields: Any) -> list[tuple[int, int]]:
-    """Of turns as Claude Code has them: tokens of each prompt, and how many of them were computed."""
+def prompts(server: Running, turns: int, resumed: int = 99, **fields: Any) -> list[tuple[int, int]]:
+    """Of turns as Claude Code has them: tokens of each prompt, and how many of them were computed.
+
+    resumed: by a second process from this turn on, which finds another git status.
+    """
     draw, told = random.Random(5), list[tuple[int, int]]()
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"Which shapes are there? {PROSE}"}]
     counters = list[str]()
@@ -64,7 +68,7 @@ def prompts(server: Running, turns: int, **fields: Any) -> list[tuple[int, int]]
         counters.append(f"<total_tokens>{15_000_000 - 731 * number} tokens left</total_tokens>")
         nonce = f"{draw.getrandbits(20):05x}"
         billing = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={nonce};"
-        texts = (billing, PROSE * 30, ENV, "\n".join((GIT, *counters)))
+        texts = (billing, PROSE * 30, ENV, "\n".join((GIT if number < resumed else RESUMED, *counters)))
         settings = f"Runs a command. Not to be written: /tmp/claude-settings-{UUID(int=draw.getrandbits(128))}.json"
         body = {
             "system": [{"type": "text", "text": text} for text in texts],
@@ -78,8 +82,10 @@ def prompts(server: Running, turns: int, **fields: Any) -> list[tuple[int, int]]
         usage = answer["usage"]
         computed = usage["input_tokens"] + usage["cache_creation_input_tokens"]
         told.append((computed + usage["cache_read_input_tokens"], computed))
-        said = "".join(block["text"] for block in answer["content"] if block["type"] == "text") or "."
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And {number}? {PROSE}"}]
+        messages += [
+            {"role": "assistant", "content": answer["content"] or "."},
+            {"role": "user", "content": f"And {number}? {PROSE}"},
+        ]
     return told
 
 
@@ -93,3 +99,14 @@ def test_a_prompt_whose_head_changes_at_every_turn_is_read_once(model: str) -> N
     for (before, _), (whole, computed) in pairwise(known):
         assert 0 < whole - before < 100
         assert computed <= whole - before + 24 + 64 + 40  # with the answer, a block, and what went behind the message
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
+def test_a_session_that_is_resumed_with_another_status_is_read_on_and_not_again(model: str) -> None:
+    with serving(model, "--max-ctx", "8192") as server:
+        told = prompts(server, 6, resumed=3, tool_choice={"type": "none"})
+    grown = [whole - before for (before, _), (whole, _) in pairwise(told)]
+    assert 100 < grown[2] < 300, "the new status is behind its message"
+    for more, (_, computed) in zip(grown, told[1:], strict=True):
+        assert 0 < computed <= more + 24 + 64 + 40

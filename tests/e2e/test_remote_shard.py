@@ -58,8 +58,9 @@ async def test_a_process_answers_as_none_does_and_each_restores_what_the_other_h
 async def test_processes_restore_what_others_have_kept_over_hundreds_of_prompts(model: str, tmp_path: Path) -> None:
     three = {"target_devices": "cpu:0,ipc+cpu:0,cpu:0", "target_layer_split": "0.2,0.5,0.3"}
     plans = {"one": ONE, "apart": APART, "alone": {"target_devices": "ipc+cpu:0"}, "three": three}
-    pairs = await compare(model, tmp_path, 50, 32, ("one", "apart", "alone", "three", "apart", "one"), plans=plans)
-    assert {(one, other) for one in plans for other in plans if one != other} - {("three", "alone")} <= pairs
+    starts = ("one", "apart", "alone", "three", "alone", "apart", "one")
+    pairs = await compare(model, tmp_path, 50, 32, starts, plans=plans)
+    assert {(one, other) for one in plans for other in plans if one != other} <= pairs
 
 
 @pytest.mark.timeout(180)
@@ -96,6 +97,38 @@ def test_a_killed_process_is_started_again_and_none_outlives_the_server(tmp_path
         assert gone(there["process"])
         assert gone(anew["process"])
     assert not [line for line in server.errors if "Traceback" in line]
+
+
+@pytest.mark.timeout(180)
+def test_a_drafters_process_scores_what_one_here_does_and_comes_again() -> None:
+    how = ("--prefill-compression", "always", "--prefill-keep-ratio", "0.3", "--max-ctx", "1024", "--draft", "none")
+    with serving("demo", *how, "--prefill-drafter-device", "ipc+cpu:0", trusting=True) as server:
+
+        def shown() -> dict[str, Any]:
+            found: dict[str, Any] = server.client.get("/props").json()["memory"]["drafter"]
+            return found
+
+        def told(drafted: dict[str, Any]) -> dict[str, Any]:
+            found: dict[str, Any] = drafted["rekindle"]["compression"]
+            return found
+
+        first = shown()
+        assert (first["device"], first["error"], first["process"] != server.process.pid) == ("ipc+cpu:0", "", True)
+        once = server.chat(CODE, max_tokens=8, temperature=0).json()
+        assert told(once)["why"] is None
+        assert told(once)["kept_tokens"] < told(once)["original_tokens"]
+        os.kill(first["process"], signal.SIGKILL)
+        answered = [server.chat(f"{CODE}#{at}", max_tokens=8, temperature=0).json() for at in range(2)]
+        assert told(answered[0])["why"] in {"drafter_io", None}, "its death is noticed by whoever asks it next"
+        assert told(answered[1])["why"] is None
+        again = server.chat(CODE, max_tokens=8, temperature=0).json()
+        assert again["choices"] == once["choices"]
+        anew = shown()
+        assert (anew["restarts"], anew["process"] != first["process"]) == (1, True)
+        assert 'rekindle_shard_hop_seconds_count{layers="drafter"}' in server.client.get("/metrics").text
+        assert server.stop() == 0
+        assert gone(first["process"])
+        assert gone(anew["process"])
 
 
 @contextmanager

@@ -171,7 +171,7 @@ async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **se
     async def one(running: Engine, number: int) -> None:
         found[number] = await told(running, jobs[number])
 
-    how = {"facts": {}, "transfer": target.transfer, "paranoid": True}
+    how = {"facts": {}, "transfer": target.transfer, "drafter": target.drafter, "paranoid": True}
     changed = evolve(target.settings, **({"rates": FLAT} | settings))
     async with engine(changed, target.executor, **how) as running:
         for start in range(0, len(jobs), at_once):

@@ -16,6 +16,7 @@ from attrs import define, evolve, field
 from adapters.models.shard import Kept, Step
 from adapters.text.text import Text
 from benchmarks.exactness import prompts
+from effects.decode import Logprob
 from effects.job import Job
 from effects.scope import Scope
 from engine.begin import load_target
@@ -29,6 +30,11 @@ PLANS: dict[str, dict[str, str]] = {
     "one": {"device": "cpu"},
     "two": {"target_devices": "cpu:0,cpu:0"},
     "three": {"target_devices": "cpu:0,cpu:0,cpu:0", "target_layer_split": "0.2,0.5,0.3"},
+}
+GPUS: dict[str, dict[str, str]] = {
+    "one": {"device": "cuda:0"},
+    "two": {"target_devices": "cuda:0,cuda:1"},
+    "processes": {"target_devices": "cuda:0,ipc+cuda:1"},
 }
 STARTS = ("one", "two", "three", "two", "one")  # so that everybody restores what everybody else has kept
 MODELS = ("demo", "demo-hybrid")
@@ -55,7 +61,7 @@ class Listening:
             first = 0
             for part, keep in zip(step.parts, staying, strict=True):
                 for at, row in enumerate(range(keep) if isinstance(keep, int) else keep):
-                    digest = hashlib.blake2b(self.last[first + row].numpy().tobytes(), digest_size=8).hexdigest()
+                    digest = hashlib.blake2b(self.last[first + row].cpu().numpy().tobytes(), digest_size=8).hexdigest()
                     self.rows.append((part[0].start + at, digest))
                 first += sum(segment.count for segment in part)
             commit(step, staying)
@@ -71,10 +77,23 @@ class Listening:
 class Rounds:
     """What came of some jobs, one after the other."""
 
-    words: list[tuple[Any, ...]]
+    words: list[tuple[Any, tuple[Logprob, ...], Any]]  # tokens, log-probabilities, finish
     rows: list[tuple[int, str]]
     proposals: list[Any]
     tiers: set[str]
+
+    def said(self, *, apart: bool) -> tuple[list[Any], list[tuple[int, str]]]:
+        """What has to be equal. apart: a processor may have drawn where a GPU did, whose logarithms may differ from its
+        own in the last bit of a float64.
+        """
+        words = [(tokens, tuple(map(after_point, told)) if apart else told, end) for tokens, told, end in self.words]
+        return words, self.rows
+
+
+def after_point(told: Logprob) -> Logprob:
+    """With twelve digits behind the point."""
+    own, others = told
+    return round(own, 12), tuple((token, round(one, 12)) for token, one in others)
 
 
 async def told(target: Target, listening: Listening, jobs: Sequence[Job]) -> Rounds:
@@ -94,8 +113,12 @@ async def compare(
     starts: Sequence[str],
     *,
     plans: Mapping[str, dict[str, str]] = PLANS,
+    steady: bool = True,
 ) -> set[tuple[str, str]]:
-    """Every plan answers `count` prompts of its own cold, and restores those of all before it. Which pairs did."""
+    """Every plan answers `count` prompts of its own cold, and restores those of all before it. Which pairs did.
+
+    steady: what a step takes decides nothing, so the same is proposed again.
+    """
     text = Text.load(model_folder(Options(model=model)))
     made = [prompt[-300:] for prompt in (await prompts(text, 8 + count * len(plans)))[8:]]
     await text.aclose()
@@ -114,14 +137,14 @@ async def compare(
             plain[name] = await told(target, listening, alone)
         for name in cold:
             found = await told(target, listening, own[name])
-            assert found.tiers == {"disk"}
-            assert (found.words, found.rows) == (plain[name].words, plain[name].rows), (name, plan)
-            assert found.proposals == cold[name].proposals, "the draft goes on from what it had"
+            assert "disk" in found.tiers, "what a busy machine would rather compute is as right"
+            assert found.said(apart=not steady) == plain[name].said(apart=not steady), (name, plan)
+            assert found.proposals == cold[name].proposals if steady else found.proposals, "the draft has its rows"
             pairs.add((name, plan))
         if plan not in cold:
             cold[plan] = found = await told(target, listening, own[plan])
             assert found.tiers == {"none"}
-            assert (found.words, found.rows) == (plain[plan].words, plain[plan].rows), plan
+            assert found.said(apart=not steady) == plain[plan].said(apart=not steady), plan
             assert len(found.proposals) > count // 2
         await target.close()
     return pairs
@@ -140,6 +163,16 @@ async def test_every_plan_answers_alike_and_restores_what_others_have_kept(model
 async def test_every_plan_restores_what_each_has_kept_over_hundreds_of_prompts(model: str, tmp_path: Path) -> None:
     pairs = await compare(model, tmp_path, 67, 32, STARTS)
     assert {(one, other) for one in PLANS for other in PLANS if one != other} <= pairs
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", MODELS)
+async def test_two_gpus_answer_as_one_does_in_one_process_and_in_two(model: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    pairs = await compare(model, tmp_path, 2, 12, tuple(GPUS), plans=GPUS, steady=False)
+    assert pairs == {("one", "two"), ("one", "processes"), ("two", "processes")}
 
 
 @pytest.mark.timeout(120)

@@ -92,4 +92,4 @@ def test_two_asks_that_say_the_same_are_the_same() -> None:
     assert hash(one) == hash(Launch((Ask(RequestId(1), RunDecode(SlotId(0), 4, 7)),)))
     assert one != Launch((Ask(RequestId(2), RunDecode(SlotId(0), 4, 7)),))
     assert LoadModel("draft") == LoadModel("draft")
-    assert FindPrefix((1, 2), 0) != FindPrefix((1, 2), 0, memo=True)
+    assert FindPrefix((1, 2), 0) != FindPrefix((1, 2), 0, window=1)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from adapters import demo
+from adapters.checkpoint.packed import StepLayout
 from adapters.models.checkpoint import Checkpoint
+from adapters.models.qwen3 import Qwen3Config
 from engine.begin import load_target
 from engine.draft import find_draft
 from engine.fit import Fit
 from engine.machine import Placement, planned
-from engine.needs import chosen, needs
+from engine.needs import chosen, needs, weights
 from engine.options import Options
 from tests.models.checkpoints import save_qwen3
 
@@ -99,3 +102,25 @@ def test_a_draft_apart_is_charged_where_it_is_with_copies_of_the_embedding_and_t
     assert own.fixed + apart.fixed == together[0].fixed + copied
     assert own.row + apart.row == together[0].row
     assert apart.row == draft.shape.kv_bytes_per_token(F32)
+
+
+def test_packed_weights_take_their_own_room_of_a_gpu() -> None:
+    config = Qwen3Config(1000, 512, 1280, 2, 8, 2, 64, 2048, 1e6, tie_word_embeddings=True)
+    four, eight = StepLayout("uint4", 128, least="scale"), StepLayout("int8", 32)
+    other = StepLayout("e4m3", 32, scale="float32")  # which no kernel is for
+    shapes, bf16, gpu, whole = config.tensors(), torch.bfloat16, torch.device("cuda"), range(2)
+    plain = weights(config, bf16, gpu, whole)
+    assert plain == sum(2 * math.prod(shape) for shape in shapes.values())
+    layouts = {name: four for name in shapes if name.endswith("_proj.weight")}
+    layouts["model.layers.1.mlp.up_proj.weight"] = eight  # so neither it nor what it gates stays packed
+    layouts["model.layers.0.mlp.down_proj.weight"] = other
+    kept = [name for name in layouts if not ("1.mlp" in name and "down" not in name) and layouts[name] != other]
+    counts = {name: math.prod(shapes[name]) for name in kept}
+    expected = plain - sum(count * (2 - four.bits / 8) for count in counts.values())
+    assert weights(config, bf16, gpu, whole, layouts) == pytest.approx(expected)
+    assert weights(config, F32, gpu, whole, layouts) == 2 * plain
+    layouts["model.embed_tokens.weight"] = eight  # whose head is packed, beside the table
+    head = 1000 * 512 * 8.5 / 8
+    assert weights(config, bf16, gpu, range(1, 2), layouts) == pytest.approx(
+        weights(config, bf16, gpu, range(1, 2), {**layouts, "model.embed_tokens.weight": other}) + head
+    )

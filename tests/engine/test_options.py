@@ -76,6 +76,11 @@ FREEZING = ("--disk-prefix-cache-compress", "--prefill-compression", "auto", "--
             ["--draft-device", "'ipc+cpu:0,cpu' is no device of a draft", "ipc+cuda:N"],
         ),
         (["--draft-device", "hip:1"], ["hip:N", "--target-shard-ipc-python"]),
+        (["--prefill-drafter-device", "hip:1"], ["hip:N", "--target-shard-ipc-python"]),
+        (
+            ["--prefill-drafter-device", "tcp://host"],
+            ["--prefill-drafter-device", "'tcp://host' is no device"],
+        ),
         (["--shard-secret-file", "x"], ["--shard-secret-file", "tcp://HOST:PORT", "there are none"]),
         (["--target-devices", "cuda:-1"], ["--target-devices", "'cuda:-1' is no device"]),
         (["--target-devices", "cuda:1x"], ["--target-devices", "'cuda:1x' is no device"]),

@@ -118,7 +118,7 @@ CONTRADICTIONS = {
     ),
     "an interpreter for nobody": (
         {"target_devices": "cpu,tcp://a:1", "target_shard_ipc_python": Path("python")},
-        "--target-shard-ipc-python runs what --target-devices or --draft-device have in a process of its own",
+        "--target-shard-ipc-python runs what --target-devices, --draft-device or --prefill-drafter-device have in a",
     ),
     "ROCm without its interpreter": (
         {"target_devices": "cpu,hip:0"},

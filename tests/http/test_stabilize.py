@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import define, field
 
 from tests.http.conftest import Site, served
 from tests.text import small
@@ -90,3 +92,66 @@ async def test_no_boundary_follows_where_the_next_prompt_will_be_another(site: S
     await site.post("/v1/messages", {**body, "stabilize": "off"})
     off = site.door.tickets[-1].job
     assert site.text.tokenizer.decode(off.prompt[off.boundaries[-1] :], special=True).strip() in ("", "assistant")
+
+
+STATUS = """\
+gitStatus: This is the git status at the start of the conversation. Note that this status is a snapshot in time, and \
+will not update during the conversation.
+
+Current branch: main
+
+Git user: Somebody
+
+Status:
+{}
+
+Recent commits:
+5183890 Sides have lengths"""
+
+
+@define
+class Resumed:
+    """An agent's session. whole: its last prompt, and what was answered."""
+
+    path: str
+    messages: list[dict[str, Any]] = field(factory=list)
+    whole: str = ""
+
+    async def turn(self, site: Site, status: str, said: str) -> None:
+        """What is asked goes on from there."""
+        self.messages.append({"role": "user", "content": said})
+        system = f"You help.\n\n{STATUS.format(status)}"
+        told = [{"role": "system", "content": system}, *self.messages]
+        body = {"system": system, "messages": self.messages} if self.path == "/v1/messages" else {"messages": told}
+        response = await site.post(self.path, {**body, "max_tokens": 9})
+        assert response.headers["x-rekindle-stabilized"] == "claude-git-status"
+        prompt, answer = read(site), response.json()
+        assert prompt.startswith(self.whole)
+        answered = answer["content"][0]["text"] if "content" in answer else answer["choices"][0]["message"]["content"]
+        self.messages.append({"role": "assistant", "content": answered})
+        self.whole = prompt + answered
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_a_session_that_is_resumed_with_another_status_goes_on_from_where_it_was(
+    tmp_path: Path, path: str
+) -> None:
+    """Over a restart, and with its first process going on beside it; another session with its status begins anew."""
+    folder, session = small.write(tmp_path), Resumed(path)
+    async with served(folder, turns=tmp_path / "turns") as site:
+        site.say("Fox")
+        for said in ("One", "Two"):
+            await session.turn(site, "?? shapes.py", said)
+    assert session.whole.count("gitStatus: ") == 1
+    begun = deepcopy(session)
+    async with served(folder, turns=tmp_path / "turns") as site:
+        site.say("Fox")
+        for said in ("Three", "Four"):
+            await session.turn(site, "A  shapes.py", said)
+        assert session.whole.count("gitStatus: ") == 2
+        assert "Three\n\ngitStatus: " in session.whole
+        await begun.turn(site, "?? shapes.py", "Three")
+        assert begun.whole.count("gitStatus: ") == 1
+        other = Resumed(path)
+        await other.turn(site, "A  shapes.py", "Hello")
+        assert other.whole.count("gitStatus: ") == 1

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
+from adapters.checkpoint.packed import Stack
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.models.dense import DenseShard
 from adapters.models.host_experts import EVERY, HostExperts
-from adapters.models.kernels.experts import ExpertsShape
+from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.experts import ChosenExperts, Experts, ExpertsShape, GatedWeights
 from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.parking import rebuilt
 from adapters.models.pipeline import Pipeline
 from adapters.models.qwen3_moe import Qwen3MoeConfig
 from adapters.models.synthetic import RandomWeights
@@ -38,16 +43,43 @@ CPU = torch.device("cpu")
 CHUNK = 32
 
 
-def shard_with(hosted: HostExperts | None) -> DenseShard:
+class AllTurns(ChosenExperts):
+    """What each turn finds at its places, in the order of the numbers."""
+
+    def __init__(self, each: ChosenExperts) -> None:
+        self.each, self.places = each, each.places
+
+    def turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
+        return self.each.turns(numbers)
+
+    def chosen(self, numbers: Sequence[int]) -> list[GatedWeights]:
+        found = {
+            number: rebuilt(self.places[place], Tensor.clone)
+            for turn in self.turns(numbers)
+            for number, place in turn.items()
+        }
+        assert sorted(found) == sorted(numbers)
+        return [found[number] for number in numbers]
+
+
+class KernelsInTurns(ReferenceKernels):
+    """Reads experts as kernels do that multiply with many at once."""
+
+    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+        return super().experts(x, evolve(experts, each=AllTurns(experts.each)), batch)
+
+
+def shard_with(hosted: HostExperts | None, kernels: ReferenceKernels | None = None) -> DenseShard:
     how = {"slots": 2, "capacity": 256, "buckets": (4, 8, 16, CHUNK), "hosted": hosted}
-    return DenseShard(CONFIG, RandomWeights(CONFIG, scale=0.2), ReferenceKernels(), **how)
+    return DenseShard(CONFIG, RandomWeights(CONFIG, scale=0.2), kernels or ReferenceKernels(), **how)
 
 
-@pytest.mark.parametrize("room", [1, 5, 40])
-def test_wherever_an_expert_lies_the_rows_are_the_same(room: int) -> None:
+@pytest.mark.parametrize("kernels", [ReferenceKernels, KernelsInTurns])
+@pytest.mark.parametrize("room", [1, 5, 11, 40])
+def test_wherever_an_expert_lies_the_rows_are_the_same(room: int, kernels: type[ReferenceKernels]) -> None:
     """From one at a time on its way and no places to places for all of them."""
     hosted, tokens = HostExperts(CPU, COUNT, room * SIZE), tokens_of(60)
-    shard, plain = shard_with(hosted), shard_with(None)
+    shard, plain = shard_with(hosted, kernels()), shard_with(None)
     pieces = [(CHUNK, CHUNK), (16, 9), (4, 1), (4, 3), (8, 8)]
     expected = run_in_pieces(plain, tokens, pieces)
     assert same_bits(run_in_pieces(shard, tokens, pieces), expected)
@@ -100,8 +132,8 @@ def test_moves_that_cannot_be_are_refused() -> None:
 
 def test_packed_weights_that_cannot_be_copied_are_refused() -> None:
     class Opaque(ReferenceKernels):
-        def pack(self, weight: Tensor) -> Tensor:
-            return weight.to_mkldnn()
+        def pack(self, weight: Tensor | Stack) -> Tensor:
+            return super().pack(weight).to_mkldnn()
 
     hosted = HostExperts(CPU, COUNT, 9 * SIZE)
     with pytest.raises(ValueError, match="pack weights in a form that cannot be copied"):

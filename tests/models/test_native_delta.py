@@ -14,9 +14,9 @@ from adapters.models.kernels.delta import CHUNK, RING, DeltaShape, DeltaWeights
 from adapters.models.kernels.native import compiled
 from adapters.models.kernels.native.delta import NativeDelta
 from adapters.models.kernels.products import NATIVE, Products, Unproven, checked
-from adapters.models.kernels.proof import threads_kept
 from adapters.models.kernels.reference_delta import ReferenceDelta
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.kernels.trials import threads_kept
 from adapters.models.numerics import kept_under, plan_from_json, plan_to_json
 from adapters.models.shard import Segment, Step
 

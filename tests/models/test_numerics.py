@@ -9,12 +9,14 @@ import pytest
 import torch
 from attrs import evolve
 
+from adapters.checkpoint.packed import StepLayout
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.products import Weight, span_of, spans
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.numerics import Numerics, machine
 from adapters.models.probe import boundaries, probe, probe_key
 from adapters.models.qwen3 import FAMILY, Qwen3Config
+from adapters.models.synthetic import laid_out
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 CPU = torch.device("cpu")
@@ -306,3 +308,13 @@ def test_boundaries_are_all_tiles_or_spread_over_them():
     assert len(spread) == 16
     assert (spread[0], spread[-1]) == (64, 64000)
     assert all(at % 64 == 0 for at in spread)
+
+
+def test_a_probed_layer_is_packed_in_every_way_that_some_layer_of_the_model_is() -> None:
+    four, eight, table = StepLayout("uint4", 32), StepLayout("int8", 32), StepLayout("iq4", 32)
+    ways = {"model.layers.0.mlp.down_proj.weight": eight, "model.layers.3.mlp.down_proj.weight": four}
+    ways |= {"model.layers.7.mlp.down_proj.weight": eight, "model.layers.3.self_attn.v_proj.weight": table}
+    down, value = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+    found = laid_out([down, value, "model.layers.0.input_layernorm.weight"], ways | {"lm_head.weight": four})
+    assert found == [{down: eight, value: table}, {down: four, value: table}]
+    assert laid_out([down], {}) == [{}]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.packed import e4m3
 from adapters.checkpoint.quantised.settings import find_quantisation
-from adapters.checkpoint.quantised.unpack import e4m3
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.mtp.checkpoint import HeadCheckpoint
 from tests.models.checkpoints import save_model, tokens_of

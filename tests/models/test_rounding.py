@@ -24,6 +24,10 @@ from tests.models.quantised import quantise
 from tests.models.test_gguf_models import WIDE
 
 
+def numbers(rows: Tensor, bits: int) -> Tensor:
+    return nearest(rows, bits).unpacked(torch.float32)[:, : rows.shape[1]]
+
+
 def in_bfloat16(value: float) -> np.float32:
     return np.float32(torch.tensor(max(value, 1e-30)).bfloat16().item())
 
@@ -54,7 +58,7 @@ def test_numbers_become_what_a_naive_search_finds(bits: int) -> None:
     rows[2] = rows[2].abs()
     rows[3] = 0
     rows[4, 7] = 900.0
-    found = nearest(rows, bits)
+    found = numbers(rows, bits)
     for row, values in zip(rows, found, strict=True):
         for start in range(0, len(row), GROUP):
             assert values[start : start + GROUP].tolist() == naive(row[start : start + GROUP].tolist(), bits)
@@ -64,7 +68,7 @@ def test_numbers_become_what_a_naive_search_finds(bits: int) -> None:
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=300), st.sampled_from([8, 4]))
 def test_no_number_is_further_off_than_the_width_of_its_group_allows(row: list[float], bits: int) -> None:
     weight = torch.tensor([row])
-    found = nearest(weight, bits)
+    found = numbers(weight, bits)
     assert found.shape == weight.shape
     assert found.isfinite().all()
     for start in range(0, len(row), GROUP):
@@ -75,7 +79,7 @@ def test_no_number_is_further_off_than_the_width_of_its_group_allows(row: list[f
 
 
 def rounded_by_hand(checkpoint: Checkpoint, name: str, bits: int) -> Tensor:
-    return nearest(checkpoint.read(name).float(), bits)
+    return numbers(checkpoint.read(name).float(), bits)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -115,9 +119,10 @@ def test_logits_are_those_of_transformers_with_the_rounded_weights(tmp_path: Pat
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
             if checkpoint.tensors[name].form:
-                weight.copy_(nearest(weight, 4))
+                weight.copy_(numbers(weight, 4))
         expected = oracle(tokens_of(50)[None]).logits[0]
-    torch.testing.assert_close(run_in_pieces(shard, tokens_of(50), [(64, 50)]), expected, rtol=1e-5, atol=2e-5)
+    # packed: steps and what is subtracted of them are added up apart, and cancel
+    torch.testing.assert_close(run_in_pieces(shard, tokens_of(50), [(64, 50)]), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_what_is_packed_is_not_rounded_again(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import adapters.models.scorer as scorer_module
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.torch_cpu import CpuKernels
@@ -29,18 +31,22 @@ def scorer_of(folder: Path, *buckets: int, kernels: Kernels | None = None) -> Sc
 
 def scored(scorer: Scorer, tokens: Tensor) -> list[float]:
     work = scorer.begin(tuple(tokens.tolist()))
-    pieces = 0
+    turns = 0
     while not work.complete:
         work.advance()
-        pieces += 1
-    assert pieces == scorer.config.num_layers * -(-len(tokens) // scorer.chunk)
+        turns += 1
+    assert turns == len(list(scorer_module.portions(len(tokens), scorer.chunk)))
     return work.scores()
 
 
-def naive(model: object, tokens: Tensor, config: object) -> list[float]:
-    """From the hidden states that transformers has before each layer, by the words of the description."""
+def naive(model: object, tokens: Tensor, config: object, seen: Tensor | None = None) -> list[float]:
+    """From the hidden states that transformers has before each layer, by the words of the description.
+
+    seen: bool `[n, n]`, the rows that each row attends to; all before it, where there is none.
+    """
+    more = {} if seen is None else {"attention_mask": torch.zeros(seen.shape).masked_fill_(~seen, -1e30)[None, None]}
     with torch.no_grad():
-        hidden = model(tokens.unsqueeze(0), output_hidden_states=True).hidden_states
+        hidden = model(tokens.unsqueeze(0), output_hidden_states=True, **more).hidden_states
     count, heads, kv, width = len(tokens), config.num_heads, config.num_kv_heads, config.head_dim
     best = torch.zeros(TAIL, count)
     for number, layer in enumerate(model.model.layers):
@@ -68,6 +74,44 @@ def test_scores_are_those_of_attention_written_out(variant: str, tmp_path: Path)
     with torch.no_grad():
         wanted = naive(model, tokens, Checkpoint.open(tmp_path).config)
     assert scored(scorer_of(tmp_path, 64), tokens) == pytest.approx(wanted, rel=2e-4, abs=1e-7)
+
+
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Tensor]:
+    """Bands of 64 rows, and what each of so many rows then attends to, by the words of the description."""
+    for name, value in (("SINK", 64), ("WINDOW", 128), ("BAND", 64), ("ASKING", 24)):
+        monkeypatch.setattr(scorer_module, name, value)
+
+    def seen(count: int) -> Tensor:
+        row, key = torch.arange(count).unsqueeze(1), torch.arange(count)
+        near = (key < 64) | (key >= row // 64 * 64 - 128) | (row >= count - 24)
+        return near & (key <= row)
+
+    return seen
+
+
+@pytest.mark.parametrize("count", [400, 411])
+def test_far_rows_of_a_long_prompt_attend_to_the_first_and_the_latest(
+    count: int, short_windows: Callable[[int], Tensor], tmp_path: Path
+) -> None:
+    model = save_model(tmp_path, "qwen3")
+    tokens, config = tokens_of(count), Checkpoint.open(tmp_path).config
+    with torch.no_grad():
+        wanted, dense = naive(model, tokens, config, short_windows(count)), naive(model, tokens, config)
+    assert wanted != pytest.approx(dense, rel=2e-3, abs=1e-7), "the prompt is too short for this test"
+    assert scored(scorer_of(tmp_path, 64), tokens) == pytest.approx(wanted, rel=2e-4, abs=1e-7)
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_scores_of_bands_are_the_same_bits_in_any_pieces(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3")
+    config, tokens = Checkpoint.open(tmp_path).config, tokens_of(411)
+    kernels = proven(config, torch.float32, 2048)
+    whole, *others = (
+        scored(scorer_of(tmp_path, *buckets, kernels=kernels.fresh()), tokens)
+        for buckets in ((8, 256), (4, 8, 16, 32), (64,))
+    )
+    assert others == [whole, whole]
 
 
 def test_scores_are_the_same_bits_in_any_pieces(tmp_path: Path) -> None:

@@ -14,21 +14,25 @@ from attrs import define, evolve, field
 from adapters.models.dense import DenseShard
 from adapters.models.dense_config import DenseConfig
 from adapters.models.pipeline import Pipeline
+from adapters.models.scorer import Scorer
 from adapters.models.shard import OutputHead, Shard
 from adapters.models.synthetic import RandomWeights
 from adapters.remote import shared
 from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.daemon import Daemon
 from adapters.remote.draft_messages import LoadDraft
+from adapters.remote.drafter_messages import LoadDrafter
 from adapters.remote.messages import Facts, LoadLayers, Offer, Op, Prove
 from adapters.remote.peer import Deadlines, ExpectedModel, Peer
 from adapters.remote.served_draft import ServedDraft
+from adapters.remote.served_drafter import ServedDrafter
 from adapters.remote.served_layers import ServedLayers
 from adapters.remote.shard import RemoteShard
 from tests.models.checkpoints import proven
 
 SECRET, VERSION = b"a secret of tests", "0.0.0"
 LIMIT = 1 << 24
+BUCKETS = (4, 8, 16, 32)  # of a drafter, so that prompts of tests are of several chunks
 FACTS = Facts("weights", "config", 5, "cpu", "boot", 1, 1 << 30)
 QUICK = Deadlines(hello=100, prove=100, load=100, step=100)  # nothing here takes a second where nothing else runs
 
@@ -60,6 +64,13 @@ class RandomModel:
 
     def load_draft(self, asked: LoadDraft) -> ServedDraft:
         raise ValueError("there is no draft here: name one with --draft")
+
+    def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
+        kernels = proven(self.config, self.dtype, asked.most, BUCKETS).fresh()
+        weights = RandomWeights(self.config, scale=self.config.hidden_size**-0.5)
+        return ServedDrafter(
+            Scorer(self.config, weights, kernels, torch.device("cpu"), self.dtype, BUCKETS, asked.most)
+        )
 
 
 def part(config: DenseConfig, layers: range, dtype: torch.dtype, **how) -> DenseShard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+import anyio
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from adapters.models.waves import SPAN
 from effects.all import Ask, Launch
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
-from effects.ports import RowsLost
+from effects.ports import Result, RowsLost, Underway
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from tests.models.checkpoints import same_bits
 from tests.models.splits import AUX, CONFIGS, CUTS, TOKENS, pipeline, whole_of
@@ -107,6 +108,27 @@ async def test_a_prefill_of_several_chunks_is_one_of_each() -> None:
     assert "at most 64" in odd.detail
     assert executor.close()
     assert other.close()
+
+
+async def test_how_far_it_came_is_told_behind_each_chunk() -> None:
+    executor, told, done = executor_of(far("dense", "two")), list[tuple[object, ...]](), anyio.Event()
+    executor.open(ONE, OpenSlot(SLOT, SLOT, 0, tuple(TOKENS[:300].tolist()), Sampling()))
+
+    def hear(result: Result | Underway) -> None:
+        assert not isinstance(result, BaseException)
+        told.extend((result,) if isinstance(result, tuple) else result.take())
+        if isinstance(result, tuple):
+            done.set()
+
+    executor.submit(Launch((Ask(ONE, RunPrefill(SLOT, 0, 256)),)), hear)
+    await done.wait()
+    advanced = [one for (one,) in told if isinstance(one, PrefillAdvanced)]
+    assert [one.more for one in advanced] == [True] * (len(advanced) - 1) + [False]
+    assert advanced[-1].stop == 256
+    passed = [one.stop for one in advanced[:-1]]
+    assert passed, "before it is done"
+    assert passed == sorted(set(passed) & {64, 128, 192}), "who falls behind hears of the last ones only"
+    assert executor.close()
 
 
 async def test_one_that_is_given_up_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,8 +176,11 @@ class Device:
                 raise AssertionError(other)
 
     def onward(self, ask: Ask, outcome: Any) -> Ask | None:
-        """Its next step, if it may be taken without asking."""
+        """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""
         one = ask.effect
+        if isinstance(one, RunPrefill) and isinstance(outcome, PrefillAdvanced):
+            goes_on = outcome.stop < one.stop and ask.request not in self.abandoned
+            return Ask(ask.request, evolve(one, start=outcome.stop)) if goes_on else None
         if not (isinstance(one, RunDecode) and isinstance(outcome, Decoded)) or one.steps == 1:
             return None
         slot = self.slots[one.slot]
@@ -268,10 +271,7 @@ class Device:
         if first.apart:
             made_of = [(part.start, as_frozen(part).kept or ()) for part in first.parts]
             return PromptCompressed((), tuple((at + a, at + b) for at, kept in made_of for a, b in kept), ns=ns)
-        made = shortened(first.tokens)
-        if self.rng.random() < 0.7:
-            self.store.memo[first.tokens] = made
-        return PromptCompressed(made, ((0, 4),), ns=ns)
+        return PromptCompressed(shortened(first.tokens), ((0, 4),), ns=ns)
 
     def perform_in(self, slot: DeviceSlot, effect: Any, failed: DeviceFailed | None) -> Any:
         match effect:
@@ -446,7 +446,6 @@ class CheckedStore:
     recent: list[Tokens] = field(factory=list)  # the latest first
     shared: dict[RequestId, int] = field(factory=dict)  # what requests were told that they share
     asked: list[tuple[RequestId, Tokens]] = field(factory=list)  # everything that was asked to be kept
-    memo: dict[Tokens, Tokens] = field(factory=dict)
     leases: dict[LeaseId, tuple[Tokens, FindPrefix]] = field(factory=dict)
     abandoned: set[RequestId] = field(factory=set)
     given: int = 0
@@ -480,22 +479,21 @@ class CheckedStore:
     def find(self, request: RequestId, find: FindPrefix) -> Any:
         if self.rng.random() < self.failures:
             return StoreFailed("io", "simulated")
-        shared = self.compared(request, find.prompt, find.window)
-        served = self.memo.get(find.prompt) if find.memo else None
-        prompt = find.prompt if served is None else served
+        prompt, rows = find.prompt, find.rows
+        shared = self.compared(request, prompt, find.window)
         lengths = range(self.settings.block_size, len(prompt) + 1, self.settings.block_size)
-        there, rows, checkpoints = self.kept, find.rows if served is None else 0, list[int]()
+        there, checkpoints = self.kept, list[int]()
         if self.settings.stateful:
             reach = max((length for length in lengths if prompt[:length] in self.kept), default=0)
             lengths, there = [length for length in lengths if length <= max(reach, rows)], self.marks
             checkpoints = [length for length in lengths if find.beyond < length and prompt[:length] in there][-4:]
         longest = max((length for length in lengths if prompt[:length] in there), default=0)
         if longest <= find.beyond and (self.settings.stateful or self.rng.random() < 0.8):
-            return PrefixMissed(f"diverged_at:{longest}", served, shared, longest)
+            return PrefixMissed(f"diverged_at:{longest}", shared, longest)
         self.given += 1
-        self.leases[LeaseId(self.given)] = prompt[:longest], evolve(find, rows=rows)
+        self.leases[LeaseId(self.given)] = prompt[:longest], find
         tier = self.rng.choice(("host", "disk"))
-        return PrefixFound(LeaseId(self.given), longest, tier, served, shared, tuple(checkpoints))
+        return PrefixFound(LeaseId(self.given), longest, tier, shared, tuple(checkpoints))
 
     def load(self, ask: Ask) -> CheckedTransfer | StoreFailed:
         """Read what the lease keeps; it goes into the slot over the device's lane."""

@@ -16,7 +16,7 @@ from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Job, Sampling, aged, freezes, uncompressed
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pflash import KeepFrozen
-from effects.prefill import OpenSlot, RunPrefill
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot
 from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
@@ -57,7 +57,7 @@ def taken(tokens: Tokens, state: Speculating) -> int:
 
 
 def goes_on(outcome: Event) -> bool:
-    return isinstance(outcome, Decoded) and outcome.more
+    return isinstance(outcome, Decoded | PrefillAdvanced) and outcome.more
 
 
 @define
@@ -258,8 +258,6 @@ class Simulator:
                     self.store.marks.update(kept)
                 if self.rng.random() < 0.2:
                     self.store.recent.append(prompt)
-            if self.rng.random() < 0.3:
-                self.store.memo[job.prompt] = shortened(job.prompt)
 
     def run(self) -> None:
         waiting = list(enumerate(self.jobs))
@@ -323,17 +321,22 @@ class Simulator:
         self.feed(request, outcome)
 
     def answered(self, index: int) -> Answer:
-        """One of the answers. What a launch brings comes in order; plain steps come one by one, or several at once."""
+        """One of the answers. What a launch brings comes in order; plain steps, and chunks, come one by one, or several
+        at once.
+        """
         request, outcome = self.answers[index]
-        if not isinstance(outcome, Decoded | DeviceFailed):
+        of_launches = (Decoded, PrefillAdvanced, DeviceFailed)
+        if not isinstance(outcome, of_launches):
             return self.answers.pop(index)
-        its = [at for at, (whose, _) in enumerate(self.answers) if whose == request]
+        its = [
+            at for at, (whose, what) in enumerate(self.answers) if whose == request and isinstance(what, of_launches)
+        ]
         count = self.rng.choice((1, 1, 2, 9))
         some = [one for one in (self.answers[at][1] for at in its[:count]) if goes_on(one)]
         if not some:
             return self.answers.pop(its[0])
         (done,) = next(joined((one,) for one in some))
-        told = its[: done.steps]
+        told = its[: done.steps if isinstance(done, Decoded) else len(some)]
         self.answers = [answer for at, answer in enumerate(self.answers) if at not in told]
         return request, done
 

@@ -226,7 +226,7 @@ def generous(state: Draining, event: Decoded, known: Known) -> Any:
     then = TABLE[Draining, Decoded].arrow(state, event, known)
     left = then.state.remains
     more = evolve(left, seat=evolve(left.seat, valid=left.seat.valid + 1))
-    return Then(type(then.state)(more), *then.effects)
+    return Then(evolve(then.state, remains=more), *then.effects)
 
 
 def early(slot: Any, requests: Any, _: Settings) -> Any:

@@ -112,11 +112,11 @@ class Walk:
 def outcomes(effect: Effect) -> Iterator[Any]:
     """Every kind of answer, with every value that makes a difference."""
     match effect:
-        case FindPrefix(prompt, beyond, memo, window):
-            for served, shared in product((None, SERVED) if memo else (None,), (0, 2, 4) if window else (0,)):
-                yield PrefixMissed("diverged", served, shared)
+        case FindPrefix(prompt, beyond, window):
+            for shared in (0, 2, 4) if window else (0,):
+                yield PrefixMissed("diverged", shared)
                 for length in range(beyond, len(prompt) + 1):
-                    yield PrefixFound(LeaseId(1), length, "disk", served, shared)
+                    yield PrefixFound(LeaseId(1), length, "disk", shared)
             yield StoreFailed("io", "")
         case RestoreBlocks(_, _, start, stop):
             yield BlocksRestored(start, stop, 1)
@@ -129,6 +129,7 @@ def outcomes(effect: Effect) -> Iterator[Any]:
             yield ModelLoaded(name=name)
         case RunPrefill(start=start, stop=stop):
             yield from map(PrefillAdvanced, range(max(start + 1, stop - 1), stop + 1))  # it may be given up before
+            yield from (PrefillAdvanced(at, more=True) for at in range(start + 1, stop))
         case RunDecode(propose=propose):
             yield from (Decoded(tokens[: propose + 1], propose) for tokens in ((7, 8), (7, STOP), (STOP, 8), (7,)))
             yield from (Decoded((STOP,), propose, accepted=propose), Decoded((7,))) if propose else ()
@@ -253,6 +254,8 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
 
 def going_on(event: Any, answered: Effect | None) -> frozenset[Effect]:
     """What has answered and will again: a launch that goes on has so many steps less to go."""
+    if isinstance(answered, RunPrefill) and isinstance(event, PrefillAdvanced) and event.more:
+        return frozenset({evolve(answered, start=event.stop)})
     if not (isinstance(answered, RunDecode) and isinstance(event, Decoded) and event.more):
         return frozenset()
     position, steps = answered.position + len(event.tokens), answered.steps - len(event.tokens)

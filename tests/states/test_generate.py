@@ -74,6 +74,11 @@ def test_several_chunks_are_asked_for_at_once_where_shards_compute_side_by_side(
     assert then == Then(a(Prefilling, some(valid=8)), ReportProgress(8, 21, 0), RunPrefill(HERE, 8, 20))
 
 
+def test_of_several_chunks_each_is_told_and_the_next_ones_are_asked_for_behind_the_last() -> None:
+    then = generate.prefilled(a(Prefilling, some()), PrefillAdvanced(8, more=True), knowing(evolve(PLAIN, span=2)))
+    assert then == Then(a(Prefilling, some(valid=8)), ReportProgress(8, 21, 0))
+
+
 def test_the_last_prompt_token_is_fed_by_the_first_round() -> None:
     then = generate.prefilled(a(Prefilling, some(valid=16)), PrefillAdvanced(20), knowing())
     assert then == Then(a(Speculating, prefilled()), ReportProgress(20, 21, 0), RunDecode(HERE, 20, 120, steps=6))

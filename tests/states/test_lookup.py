@@ -25,7 +25,6 @@ from tests.states.builders import (
     HERE,
     PFLASH,
     PROMPT,
-    SHORT,
     STATEFUL,
     STORE,
     a,
@@ -103,7 +102,7 @@ def test_the_stores_are_asked_for_more_than_the_device_has() -> None:
 
 def test_where_prompts_may_be_compressed_the_memo_is_asked_too() -> None:
     then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
-    assert then == Then(a(LookingUp, some(EVERYTHING)), opening(), FindPrefix(PROMPT, 0, memo=True))
+    assert then == Then(a(LookingUp, some(EVERYTHING)), opening(), FindPrefix(PROMPT, 0))
     verbatim = a_job(compression=Compression())
     then = lookup.admit(a_waiting(verbatim), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
     assert then == Then(a(LookingUp, some(EVERYTHING, job=verbatim)), opening(), FindPrefix(PROMPT, 0))
@@ -166,30 +165,6 @@ def test_a_continuation_is_not_compressed() -> None:
     then = lookup.found(a(LookingUp, some(EVERYTHING)), found(12), knowing(EVERYTHING))
     restoring = a(Restoring, some(EVERYTHING, stored=12), 0, 12, "disk")
     assert then == Then(restoring, opening(), RestoreBlocks(LEASE, HERE, 0, 12))
-
-
-def test_what_was_compressed_before_is_served_and_found_again() -> None:
-    then = lookup.found(a(LookingUp, some(EVERYTHING)), found(4, served=SHORT), knowing(EVERYTHING))
-    hold = some(EVERYTHING, prompt=SHORT, compressed=True, stored=4)
-    assert then == Then(a(Restoring, hold, 0, 4, "disk"), opening(0, SHORT), RestoreBlocks(LEASE, HERE, 0, 4))
-
-
-def test_of_a_remembered_compression_the_device_may_have_all() -> None:
-    hold = some(valid=12, restored=12, tier="device", miss="")
-    then = lookup.found(a(LookingUp, hold), found(4, served=SHORT), knowing(evolve(EVERYTHING, block=0)))
-    served = evolve(hold, prompt=SHORT, compressed=True, valid=4, restored=4, stored=4)
-    assert then == Then(a(Prefilling, served), ReleasePrefix(LEASE), opening(4, SHORT), RunPrefill(HERE, 4, 5))
-
-
-def test_a_remembered_compression_that_is_nowhere_kept_is_looked_for_as_itself() -> None:
-    then = lookup.missed(a(LookingUp, some(EVERYTHING)), PrefixMissed("diverged_at:0", SHORT), knowing(EVERYTHING))
-    hold = some(EVERYTHING, prompt=SHORT, compressed=True, miss="diverged_at:0")
-    assert then == Then(a(LookingUp, hold), opening(0, SHORT), FindPrefix(SHORT, 0))
-
-
-def test_a_memo_that_nobody_asked_for_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="nobody asked for"):
-        lookup.missed(a(LookingUp, some(STORE)), PrefixMissed("diverged_at:0", SHORT), knowing(STORE))
 
 
 def test_a_miss_keeps_its_reason_and_goes_on() -> None:

@@ -40,6 +40,17 @@ def test_what_a_gpu_copies_from_is_all_there_before_anybody_waits_for_it() -> No
     assert not memory.take(ALIGN).data.is_pinned(), "that is from the system"
 
 
+def test_what_a_gpu_copies_to_is_held_or_refused() -> None:
+    memory = Memory(2 * ALIGN, pin=True)
+    held = memory.take(2 * ALIGN, held=True)
+    with pytest.raises(MemoryError, match="pinned"):
+        memory.take(ALIGN, held=True)
+    assert memory.take(ALIGN).data.nbytes == ALIGN, "of the system"
+    del held
+    memory.take(ALIGN, held=True)
+    assert Memory(pin=False).take(ALIGN, held=True).data.nbytes == ALIGN, "where nothing is pinned"
+
+
 def test_what_no_gpu_copies_from_is_made_when_it_is_wanted() -> None:
     memory = Memory(2 * SLAB)
     memory.fill()

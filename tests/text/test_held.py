@@ -266,6 +266,12 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "what is of all arguments": ("pythonic", {"properties": {}, "minProperties": 2}, '"minProperties"'),
     "a union of nothing": ("qwen-xml", {"properties": {"a": {"anyOf": 5}}}, '"anyOf"'),
     "a key that has no place": ("pythonic", {"properties": {"a b": {}}, "required": ["a b"]}, '"a b"'),
+    "arguments that are no object": ("pythonic", {"type": ["string", "null"]}, 'type .*"object", not \\["string"'),
+    "a type that there is not": ("qwen-xml", {"type": "frob"}, '"frob"'),
+    "properties that are no object": ("pythonic", {"type": "object", "properties": []}, "properties"),
+    "a property that is no schema": ("qwen-xml", {"properties": {"a": 7}}, "object of schemas"),
+    "a property that nothing is": ("pythonic", {"properties": {"a": False}}, "object of schemas"),
+    "required that is a text": ("pythonic", {"properties": {"a": {}}, "required": "a"}, "required"),
     "a union that leads back to itself": (
         "qwen-xml",
         {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},

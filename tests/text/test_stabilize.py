@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from attrs import evolve
 
-from adapters.text.conversation import ChatMessage, Conversation, FunctionTool
-from adapters.text.stabilize import MOST_TEXT, RULES, stabilized
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, MovedText
+from adapters.text.stabilize import MOST_MOVED, MOST_TEXT, RULES, stabilized
 
 YOU = "You are Claude Code, Anthropic's official CLI for Claude."
 BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch=36ee5;"
@@ -110,6 +110,55 @@ def test_a_session_that_is_resumed_begins_as_it_did() -> None:
     assert first.stabilized == ("claude-model-name", "claude-model-id", "claude-model-author")
     assert second.stabilized == ()
     assert (list(first.messages), list(first.tools)) == (list(second.messages), list(second.tools))
+
+
+NEXT_DAY, CHANGED = "Today's date: 2025-12-20", GIT_BEGUN.replace("?? shapes.py", "A  shapes.py\n?? notes/")
+
+
+def told(system: str, count: int, *before: MovedText) -> tuple[list[str], tuple[MovedText, ...] | None]:
+    """What a conversation's messages say, so many of them, and what stays where."""
+    turns = [ChatMessage("assistant" if at % 2 else "user", f"Number {at}.") for at in range(count)]
+    made = stabilized(asked(system, *turns), lambda _: before or None)
+    return [message.content for message in made.messages], made.moved
+
+
+def test_what_has_changed_since_the_last_answer_goes_behind_the_last_message_and_stays_there() -> None:
+    """A session that is resumed has another status, and another date; its prompt only grows."""
+    begun, moved = told(f"{ENV.format(DATE + chr(10))}\n\n{GIT_BEGUN}", 3)
+    assert begun[1:] == [f"Number 0.\n\n{DATE}\n{GIT_BEGUN}", "Number 1.", "Number 2."]
+    same, again = told(f"{ENV.format(DATE + chr(10))}\n\n{GIT_BEGUN}", 5, *moved or ())
+    assert (same[: len(begun)], again) == (begun, moved)
+    resumed, moved = told(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{CHANGED}", 7, *again or ())
+    assert resumed[: len(same)] == same
+    assert resumed[-1] == f"Number 6.\n\n{NEXT_DAY}\n{CHANGED}"
+    later, moved = told(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{CHANGED}", 9, *moved or ())
+    assert later == [*resumed, "Number 7.", "Number 8."]
+    back, moved = told(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{GIT_BEGUN}", 11, *moved or ())
+    assert back == [*later, "Number 9.", f"Number 10.\n\n{GIT_BEGUN}"], "only what has changed is said anew"
+    assert moved is not None
+    assert [one.place for one in moved] == [0, 0, 6, 6, 10]
+
+
+def test_what_stood_behind_messages_that_are_gone_or_by_a_rule_that_no_longer_applies_is_not_said() -> None:
+    system = f"{YOU}\n\n{GIT}"
+    moved = (
+        MovedText(0, "env-date", DATE),
+        MovedText(1, "claude-git-status", GIT),
+        MovedText(8, "claude-git-status", GIT),
+        MovedText(-9, "claude-git-status", GIT),  # a file that is read at start may say anything
+    )
+    for before in (moved[:1], moved[1:2], moved[2:3], moved[3:], moved):
+        assert told(system, 3, *before)[0] == [YOU, "Number 0.", "Number 1.", f"Number 2.\n\n{GIT}"]
+
+
+def test_a_text_that_changes_at_every_request_does_not_pile_up_without_end() -> None:
+    moved: tuple[MovedText, ...] | None = ()
+    for turn in range(0, 200, 2):
+        texts, moved = told(f"{YOU}\n\n{GIT}{turn:>2000}", turn + 1, *moved or ())
+        assert sum(map(len, texts)) < MOST_MOVED + 20 * (turn + 2) + len(YOU)
+        assert any(text.endswith(f" {turn}") for text in texts)
+    large = GIT.replace("?? notes/", "\n".join("?? " + "n" * 450 for _ in range(40)))
+    assert told(f"{YOU}\n\n{large}", 3) == ([YOU, f"Number 0.\n\n{large}", "Number 1.", "Number 2."], None)
 
 
 def test_all_of_them_at_once_leave_the_same_head_at_every_turn() -> None:

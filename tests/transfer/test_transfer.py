@@ -21,6 +21,7 @@ from adapters.models.dense import DenseShard
 from adapters.store.folder import Folder
 from adapters.store.format import Layout
 from adapters.store.host import HostTier
+from adapters.store.memory import ALIGN, Memory
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from adapters.transfer.copy import Mover, movers
@@ -200,7 +201,7 @@ async def test_a_snapshot_without_memory_costs_the_request_nothing(
     bench.open(1, 0)
     await bench.prefill(1, 0)
 
-    def full(_: object, size: int) -> None:
+    def full(_: object, size: int, **__: object) -> None:
         raise MemoryError(f"{size} bytes of host memory")
 
     with monkeypatch.context() as patched:
@@ -208,6 +209,31 @@ async def test_a_snapshot_without_memory_costs_the_request_nothing(
         assert await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])) == SnapshotSaved(0, 0)
     assert bench.moving.store.figures()["dropped_rows"] == 96
     assert len(await bench.answer(1, 0)) == 6
+
+
+async def test_what_pinned_memory_has_no_room_for_is_dropped_where_nothing_comes_free(bench: Bench) -> None:
+    store = bench.moving.store
+    store.host.memory = Memory(ALIGN, pin=True)
+    elsewhere = store.memory.take(ALIGN, held=True)
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    assert await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])) == SnapshotSaved(0, 0)
+    assert store.figures()["dropped_rows"] == 96
+    assert elsewhere.data.nbytes == ALIGN
+
+
+@pytest.mark.parametrize("bench", ["disk"], indirect=True)
+async def test_a_snapshot_that_nobody_waits_behind_waits_for_the_disk(bench: Bench) -> None:
+    """Pinned memory for one run of six: each waits until the one before it has been written."""
+    store = bench.moving.store
+    store.run_bytes, store.host.index.budget = 16 * store.layout.token_bytes, 0
+    store.host.memory = Memory(store.run_bytes, pin=True)
+    bench.moving.saver.clock_ns = lambda: 0
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
+    assert saved == SnapshotSaved(96, 96 * store.layout.token_bytes)
+    assert not store.figures()["dropped_rows"]
 
 
 async def test_a_restore_waits_on_no_thread_of_the_process(bench: Bench) -> None:

@@ -11,10 +11,22 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.gguf.header import Stored
-from adapters.checkpoint.gguf.unpack import FLOATS, UNPACK
+from adapters.checkpoint.gguf.unpack import FLOATS, LAYOUTS, UNPACK
+from adapters.checkpoint.packed import PackedMatrix, StepLayout, checked, rearranged
 from adapters.checkpoint.weights import check_finite, read_bytes
 
 _PIECE = 1 << 18  # numbers unpacked at once: what is in between stays in a core's cache, twice as quick as of 1 << 21
+
+
+@frozen
+class OfColumns:
+    """What brings columns back to their places: `unit` of them stay together. Any other function moves rows."""
+
+    change: Callable[[Tensor], Tensor]
+    unit: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return self.change(weight)
 
 
 @frozen
@@ -53,6 +65,24 @@ class GgufTensor:
         check_finite(undone, self.file, name)
         return undone
 
+    @property
+    def layout(self) -> StepLayout | None:
+        """As it can be multiplied with: a matrix of whole groups, whatever is undone moving them whole."""
+        layout = LAYOUTS.get(self.stored.packing.name)
+        if layout is None or len(self.shape) != 2 or self.stored.shape != self.shape or not layout.fits(self.shape[1]):
+            return None
+        cut = isinstance(self.undo, OfColumns) and self.undo.unit % layout.span
+        return None if cut else layout
+
+    def packed(self, name: str) -> PackedMatrix:
+        """Of a tensor that has a layout: nothing of it is unpacked."""
+        packing, (rows, columns) = self.stored.packing, self.shape
+        data = read_bytes(self.file, self.stored.start, self.stored.stop, name)
+        found = UNPACK[packing.name](torch.frombuffer(data, dtype=torch.uint8).view(-1, packing.size))
+        each = columns // packing.count
+        matrix = checked(found.mapped(lambda one: one.reshape(rows, each * one.shape[1])), self.file, name)
+        return matrix if self.undo is None else rearranged(matrix, self.undo)
+
     def rounded(self, dtype: torch.dtype) -> GgufTensor:
         """Packed weights become `dtype` piece by piece, so that nobody needs the room of all of them in float32."""
         return self if self.stored.packing.name in FLOATS else evolve(self, dtype=dtype)
@@ -70,7 +100,8 @@ class GgufTensor:
             piece = blocks[at : at + step]
             start = self.stored.start + at * packing.size
             data = read_bytes(self.file, start, start + len(piece) * packing.size, name)
-            piece.copy_(unpack(torch.frombuffer(data, dtype=torch.uint8).view(len(piece), packing.size)))
+            found = unpack(torch.frombuffer(data, dtype=torch.uint8).view(len(piece), packing.size))
+            piece.copy_(found.unpacked(torch.float32))
         return tensor
 
 
@@ -103,6 +134,14 @@ class JoinedTensor:
         joined = self.join([part.read(name).to(self.dtype) for part in self.parts]).contiguous()
         assert joined.shape == self.shape, (name, joined.shape, self.shape)
         return joined
+
+    @property
+    def layout(self) -> None:
+        """Rows of one are between those of another."""
+        return None
+
+    def packed(self, name: str) -> PackedMatrix:
+        raise AssertionError(f"{name} cannot be multiplied with as it is packed")
 
     def rounded(self, dtype: torch.dtype) -> JoinedTensor:
         return evolve(self, parts=tuple(part.rounded(dtype) for part in self.parts))

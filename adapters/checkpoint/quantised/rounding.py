@@ -8,7 +8,7 @@ and what has the least squared error is taken: cutting off an extreme costs less
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,12 +16,17 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
+from adapters.checkpoint.packed import PackedMatrix, StepLayout, group_of
 from adapters.checkpoint.weights import StoredTensor
 
 GROUP = 128
 WIDTHS = (1.0, 0.9, 0.8)
 _PIECE = 1 << 18  # numbers rounded at once: some ten tensors of them stay in a cache
 _LEAST = 1e-30  # in the place of a scale of zeros
+LAYOUTS = {
+    8: StepLayout("int8", GROUP, scale="bfloat16"),
+    4: StepLayout("uint4", GROUP, scale="bfloat16", least="scale"),
+}
 
 
 @frozen
@@ -51,18 +56,42 @@ class RoundedTensor:
         return math.prod(self.shape) * self.bits // 8 + groups * 2 + (groups // 2 if self.bits == 4 else 0)
 
     def read(self, name: str) -> Tensor:
-        weight = self.entry.read(name)
         tensor = torch.empty(self.shape, dtype=self.dtype)
+        for start, piece in self._pieces(name):
+            tensor[start : start + piece.shape[0]].copy_(piece.unpacked(torch.float32)[:, : self.shape[1]])
+        return tensor
+
+    @property
+    def layout(self) -> StepLayout | None:
+        """As it can be multiplied with: groups, or the halves of them, that columns are whole ones of."""
+        size = group_of(GROUP, self.shape[1])
+        return evolve(LAYOUTS[self.bits], group=size) if size else None
+
+    def packed(self, name: str) -> PackedMatrix:
+        """Of one that has a layout."""
+        layout, columns = self.layout, self.shape[1]
+        assert layout is not None
+        each, parts = GROUP // layout.group, [piece for _, piece in self._pieces(name)]
+        kinds = zip(*(part.tensors for part in parts), strict=True)
+        tensors = [None if own[0] is None else torch.cat(own) for own in kinds]
+        steps, *levels = tensors
+        assert steps is not None
+        finer = [
+            None if one is None else one.repeat_interleave(each, 1)[:, : columns // layout.group] for one in levels
+        ]
+        return PackedMatrix(layout, steps[:, :columns].contiguous(), *finer)  # type: ignore[arg-type]
+
+    def _pieces(self, name: str) -> Iterator[tuple[int, PackedMatrix]]:
+        """Some rows after the other, with zeros behind them up to a whole group. What it costs is taken down."""
+        weight, step = self.entry.read(name), max(1, _PIECE // self.shape[1])
         changed = there = 0.0
-        step = max(1, _PIECE // self.shape[1])
         for start in range(0, self.shape[0], step):
             piece = weight[start : start + step].float()
             found = nearest(piece, self.bits)
-            tensor[start : start + step].copy_(found)
-            changed += float((found - piece).square_().sum())
+            changed += float((found.unpacked(torch.float32)[:, : self.shape[1]] - piece).square_().sum())
             there += float(piece.square().sum())
+            yield start, found
         self.losses[name] = changed, there
-        return tensor
 
     def rounded(self, dtype: torch.dtype) -> RoundedTensor:
         return evolve(self, dtype=dtype)
@@ -81,30 +110,33 @@ def error_of(tensors: Mapping[str, StoredTensor]) -> float | None:
     return math.sqrt(sum(changed for changed, _ in losses.values()) / there) if there else None
 
 
-def nearest(rows: Tensor, bits: int) -> Tensor:
-    """What the numbers of float32 rows become."""
-    padded = pad(rows, (0, -rows.shape[1] % GROUP))  # zeros are a step in every range
+def nearest(rows: Tensor, bits: int) -> PackedMatrix:
+    """What the numbers of float32 rows become, in whole groups: zeros, a step in every range, fill the last."""
+    padded = pad(rows, (0, -rows.shape[1] % GROUP))
     groups = padded.view(-1, GROUP)
-    found = symmetric(groups) if bits == 8 else affine(groups)
-    return found.view(padded.shape)[:, : rows.shape[1]]
+    steps, scale, zero = symmetric(groups) if bits == 8 else affine(groups)
+    levels = (scale.bfloat16(), None, zero)
+    return PackedMatrix(LAYOUTS[bits], *(None if one is None else one.view(len(rows), -1) for one in (steps, *levels)))  # type: ignore[arg-type]
 
 
-def symmetric(groups: Tensor) -> Tensor:
+def symmetric(groups: Tensor) -> tuple[Tensor, Tensor, None]:
     scale = as_stored(groups.abs().amax(1, keepdim=True) / 127)
-    return (groups / scale).round_().clamp_(-127, 127).mul_(scale)
+    return (groups / scale).round_().clamp_(-127, 127).to(torch.int8), scale, None
 
 
-def affine(groups: Tensor) -> Tensor:
+def affine(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = groups.amin(1, keepdim=True).clamp_(max=0), groups.amax(1, keepdim=True).clamp_(min=0)
-    best, least = torch.empty_like(groups), torch.full_like(low, torch.inf)
+    best = [torch.empty_like(groups), torch.empty_like(low), torch.empty_like(low)]
+    least = torch.full_like(low, torch.inf)
     for width in WIDTHS:
         scale = as_stored((high - low) * (width / 15))
         zero = (low * -width / scale).round_().clamp_(0, 15)
-        found = (groups / scale).add_(zero).round_().clamp_(0, 15).sub_(zero).mul_(scale)
-        error = (found - groups).square_().sum(1, keepdim=True)
+        steps = (groups / scale).add_(zero).round_().clamp_(0, 15)
+        error = ((steps - zero).mul_(scale) - groups).square_().sum(1, keepdim=True)
         better = error < least
-        best, least = torch.where(better, found, best), torch.where(better, error, least)
-    return best
+        best = [torch.where(better, one, before) for one, before in zip((steps, scale, zero), best, strict=True)]
+        least = torch.where(better, error, least)
+    return best[0].to(torch.uint8), best[1], best[2].to(torch.int8)
 
 
 def as_stored(scale: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.quantised.settings import Packing, Scaled
-from adapters.checkpoint.quantised.unpack import grid
+from adapters.checkpoint.packed import PackedMatrix, StepLayout, checked, group_of
+from adapters.checkpoint.quantised.settings import Awq, Gptq, Int32Words, Packing, Scaled
+from adapters.checkpoint.quantised.unpack import Grid, grid
 from adapters.checkpoint.weights import TensorEntry, check_finite
 
 _PIECE = 1 << 18  # numbers unpacked at once: what is in between stays in a core's cache
@@ -42,14 +43,7 @@ class PackedTensor:
         """The matrix on the host; it is called `name` if that fails. What is packed is read whole, and unpacked in
         pieces: nobody needs the room of all of it in float32.
         """
-        module, file = name.removesuffix(".weight"), next(iter(self.parts.values())).file
-        parts = {part: entry.read(f"{module}.{part}") for part, entry in self.parts.items()}
-        if isinstance(self.packing, Scaled) and self.packing.floating:
-            check_numbers(parts["weight"], file, name)
-        try:
-            found = grid(self.packing, parts, self.shape)
-        except ValueError as error:
-            raise CheckpointError(f"{file}: {module}: {error}") from None
+        file, found = next(iter(self.parts.values())).file, self._grid(name)
         tensor = torch.empty(self.shape, dtype=self.dtype)
         step = max(8, _PIECE // self.shape[1] // 8 * 8)
         for start in range(0, self.shape[0], step):
@@ -58,8 +52,46 @@ class PackedTensor:
         check_finite(tensor, file, name)
         return tensor
 
+    @property
+    def layout(self) -> StepLayout | None:
+        """As it can be multiplied with: where columns are in groups one after the other, and nothing is rounded that
+        `read` does not round.
+        """
+        packing, dtypes = self.packing, {part: entry.dtype for part, entry in self.parts.items()}
+        size = group_of(packing.columns if isinstance(packing, Scaled) else packing.group, self.shape[1])
+        if not size or any(part.endswith("g_idx") for part in self.parts):
+            return None
+        if isinstance(packing, Scaled):
+            return StepLayout("e4m3" if packing.floating else "int8", size, scale=short(dtypes[packing.scale]))
+        scale = dtypes["weight_scale" if isinstance(packing, Int32Words) else "scales"]
+        if scale == torch.float32:  # step * scale - zero * scale would be rounded twice
+            return None
+        zeros = isinstance(packing, Awq | Gptq) or packing.zeros
+        steps = "int8" if packing.bits == 8 else "uint4" if zeros else "int4"
+        return StepLayout(steps, size, scale=short(scale), least="scale" if zeros else "")
+
+    def packed(self, name: str) -> PackedMatrix:
+        """Of a tensor that has a layout: only put together anew."""
+        layout, file = self.layout, next(iter(self.parts.values())).file
+        assert layout is not None
+        return checked(self._grid(name).packed(layout, self.shape[0]), file, name)
+
+    def _grid(self, name: str) -> Grid:
+        module, file = name.removesuffix(".weight"), next(iter(self.parts.values())).file
+        parts = {part: entry.read(f"{module}.{part}") for part, entry in self.parts.items()}
+        if isinstance(self.packing, Scaled) and self.packing.floating:
+            check_numbers(parts["weight"], file, name)
+        try:
+            return grid(self.packing, parts, self.shape)
+        except ValueError as error:
+            raise CheckpointError(f"{file}: {module}: {error}") from None
+
     def rounded(self, dtype: torch.dtype) -> PackedTensor:
         return evolve(self, dtype=dtype)
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_numbers(weight: Tensor, file: Path, name: str) -> None:

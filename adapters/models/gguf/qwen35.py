@@ -15,6 +15,7 @@ from torch import Tensor
 
 from adapters.checkpoint.config import LIMITS
 from adapters.checkpoint.gguf.metadata import Metadata
+from adapters.checkpoint.gguf.tensors import OfColumns
 from adapters.models.gguf.form import ATTENTION, EXPERTS, FRAME, SHARED, Architecture, Undo, shared_settings
 from adapters.models.kernels.delta import DeltaShape
 from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
@@ -72,6 +73,8 @@ def undo(config: Qwen35Config, name: str) -> Undo | None:
         return None if own else uncentred
     if not own:
         return None
+    if part == "out_proj":
+        return OfColumns(partial(columns, delta=config.linear), config.linear.value_size)
     return partial(RESTORED.get(part, numbers_together), delta=config.linear)
 
 
@@ -117,7 +120,6 @@ def logarithm(decay: Tensor, delta: DeltaShape) -> Tensor:
 RESTORED = {
     "in_proj_qkv": values_last,
     "conv1d": taps,
-    "out_proj": columns,
     "in_proj_z": heads_together,
     "A_log": logarithm,
 }

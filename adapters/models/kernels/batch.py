@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
 
 from adapters.models.shard import Segment, Step
+
+HostTable: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @define(eq=False)
@@ -31,6 +34,9 @@ class Batch:
     pages: where rows are not in one piece, int32 `[slots, n]` on the device: the page of the caches that has each PAGE
     rows of a slot. The caches are `[pages, KV, PAGE, hd]` then.
     plan is the kernels' own: what `Kernels.prepare` worked out for this step.
+
+    What is written on the host is written with numpy: every small operation of torch's lets other threads have the
+    interpreter, and would wait until they give it back, as often as a step has rows.
     """
 
     bucket: int
@@ -45,41 +51,43 @@ class Batch:
     segments: tuple[Segment, ...] = field(init=False, default=())
     plan: Any = field(init=False, default=None)
     _staging: Tensor = field(init=False)
+    _host: HostTable = field(init=False)  # the same memory
     _copied: torch.cuda.Event | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         on_cuda = self.device.type == "cuda"
         self._staging = torch.zeros(self._columns, self.bucket, dtype=torch.int64, pin_memory=on_cuda)
+        self._host = self._staging.numpy()
         self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self.table = self._staging if self.device.type == "cpu" else self._staging.to(self.device)
         self.tokens, self.slots, self.positions, self.lengths = self.table[:4].unbind(0)
 
     def load(self, step: Step, tokens: Tensor | None) -> None:
         """Fill the buffers from `step`; tokens: int64 `[rows]` on any device, or None on a later shard."""
-        staging, row = self._staging, 0
+        host, row = self._host, 0
         if self._copied is not None:
             self._copied.synchronize()
-        staging.zero_()
-        staging[2].fill_(-1)
+        host.fill(0)
+        host[2] = -1
         for segment in step.segments:
             end = row + segment.count
-            staging[1, row:end] = segment.slot
-            torch.arange(segment.start, segment.start + segment.count, out=staging[2, row:end])
+            host[1, row:end] = segment.slot
+            host[2, row:end] = np.arange(segment.start, segment.start + segment.count)
             row = end
-        self._measure(step, staging)
+        self._measure(step, host)
         on_host = tokens is not None and tokens.device.type == "cpu"
         if tokens is not None and on_host:
-            staging[0, :row] = tokens
-        if self.table is not staging:
-            self.table.copy_(staging, non_blocking=True)
+            host[0, :row] = tokens.numpy()
+        if self.table is not self._staging:
+            self.table.copy_(self._staging, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
         if tokens is not None and not on_host:
             self.tokens[:row].copy_(tokens)
         self.segments = step.segments
 
-    def _measure(self, step: Step, staging: Tensor) -> None:  # noqa: ARG002 - a batch of blocks needs the step
-        torch.add(staging[2], 1, out=staging[3])
+    def _measure(self, step: Step, host: HostTable) -> None:  # noqa: ARG002 - a batch of blocks needs the step
+        host[3] = host[2] + 1
 
 
 @define(eq=False)
@@ -101,11 +109,11 @@ class BlockBatch(Batch):
         super().__attrs_post_init__()
         self.starts, self.firsts = self.table[4:6].unbind(0)
 
-    def _measure(self, step: Step, staging: Tensor) -> None:
+    def _measure(self, step: Step, host: HostTable) -> None:
         row = 0
         for segment, first in zip(step.segments, self.before, strict=True):
             rows = slice(row, row + segment.count)
-            staging[3, rows], staging[4, rows], staging[5, rows] = segment.start + segment.count, segment.start, first
+            host[3, rows], host[4, rows], host[5, rows] = segment.start + segment.count, segment.start, first
             row += segment.count
 
 
@@ -130,10 +138,10 @@ class StateBatch(Batch):
         super().__attrs_post_init__()
         self.bases, self.counts = self.table[4:].unbind(0)
 
-    def _measure(self, step: Step, staging: Tensor) -> None:
-        super()._measure(step, staging)
+    def _measure(self, step: Step, host: HostTable) -> None:
+        super()._measure(step, host)
         row = 0
         for segment, base in zip(step.segments, self.before, strict=True):
-            staging[4, row : row + segment.count] = base
-            staging[5, row] = segment.count
+            host[4, row : row + segment.count] = base
+            host[5, row] = segment.count
             row += segment.count

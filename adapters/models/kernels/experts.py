@@ -8,9 +8,9 @@ a row is added up one after the other, in float32, the most wanted first, howeve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from attrs import evolve, frozen
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.cpu_vectors import by_vectors
+from adapters.models.parking import rebuilt
 
 _VECTOR = 64  # logits in a row of whole vectors, however wide the processor's are
 _PROBED = 6  # experts of a probed layer, two of which a row goes through: what differs with their number is the router
@@ -55,12 +56,36 @@ class GatedWeights:
     down: Any
 
 
+@frozen(eq=False)
+class StackedExperts:
+    """Experts of one layer in one piece: every tensor of `weights` has those of all of them, by number."""
+
+    weights: GatedWeights
+
+    def __getitem__(self, number: int) -> GatedWeights:
+        found = rebuilt(self.weights, lambda stack: stack[number])
+        assert isinstance(found, GatedWeights)
+        return found
+
+
+EveryExpert: TypeAlias = Sequence[GatedWeights] | StackedExperts
+
+
 class ChosenExperts(ABC):
-    """Experts of one layer whose weights are brought from elsewhere once it is known who was chosen."""
+    """Experts of one layer whose weights are brought from elsewhere once it is known who was chosen.
+
+    places: the memory that they are brought to, of which each is given a part.
+    """
+
+    places: StackedExperts
 
     @abstractmethod
     def chosen(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
         """In this order, each read before the next is asked for."""
+
+    @abstractmethod
+    def turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
+        """All of them, some in each turn, by their places; what reads them is launched before the next is asked for."""
 
 
 @frozen(eq=False)
@@ -72,7 +97,7 @@ class Experts:
 
     shape: ExpertsShape
     router: Any
-    each: Sequence[GatedWeights] | ChosenExperts
+    each: EveryExpert | ChosenExperts
     shared: GatedWeights | None
 
     def of(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
@@ -98,6 +123,11 @@ class Dispatch:
     sizes: list[int]
     sources: Tensor
     places: Tensor
+
+
+def one_by_one(each: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
+    """The experts of a layer for kernels that ask for one after the other: as they are."""
+    return tuple(each)
 
 
 def gated_feed(kernels: PackedProducts, x: Tensor, weights: GatedWeights) -> Tensor:

@@ -6,15 +6,16 @@ row stands and whoever its neighbours are. What cannot be promised is caught by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 from attrs import frozen
 from torch import Tensor
 
+from adapters.checkpoint.packed import Stack
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.delta import DeltaKernels
-from adapters.models.kernels.experts import Experts
+from adapters.models.kernels.experts import EveryExpert, Experts, GatedWeights
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 
@@ -80,6 +81,11 @@ class Kernels(Protocol):
         ...
 
     @property
+    def packs_experts(self) -> bool:
+        """Do experts stay packed as other weights do? Else they are unpacked as they are loaded."""
+        ...
+
+    @property
     def kv_tile(self) -> int:
         """Keys are read in tiles of this many at absolute positions: the caches' capacity is a multiple of it."""
         ...
@@ -109,8 +115,11 @@ class Kernels(Protocol):
         """Fresh ones that run in the shapes of a plan and in no other."""
         ...
 
-    def pack(self, weight: Tensor) -> Any:
-        """`[N, K]` on the device -> whatever `linear` likes best; the caller may drop `weight` afterwards."""
+    def pack(self, weight: Tensor | Stack) -> Any:
+        """`[N, K]` on the device -> whatever `linear` likes best; the caller may drop `weight` afterwards.
+
+        Of a stack what is packed stays so, where there are products for it, proven ones where any have to be.
+        """
         ...
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:
@@ -162,7 +171,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_gated(self, weight: Tensor) -> Any:
+    def pack_gated(self, weight: Tensor | Stack) -> Any:
         """`[2 I, K]`, rows laid out `gate | up` -> whatever `gated` likes best (a GPU interleaves the two)."""
         ...
 
@@ -170,6 +179,12 @@ class Kernels(Protocol):
         """x `[R, K]` -> silu(gate) * up `[R, I]`; where it rounds on the way is open.
 
         One operation, so that a device can finish the product before it leaves the registers.
+        """
+        ...
+
+    def stacked(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
+        """The `count` experts of a layer, as `experts` likes them best; each is read once, and not kept where it was if
+        it is copied.
         """
         ...
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from adapters.checkpoint.packed import PackedMatrix
 from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.native.delta import NativeDelta
 
@@ -29,6 +30,10 @@ class Multiplier(Protocol):
 
     def reorder(self, weight: Tensor, way: str) -> Any:
         """A weight, in the dtype of its way, as that likes it best."""
+        ...
+
+    def pack_steps(self, matrix: PackedMatrix) -> Any:
+        """A packed weight as `multiply` takes it; None where there is nothing to multiply it with as it is."""
         ...
 
     def multiply(self, x: Tensor, weight: Any) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from attrs import field, frozen
 
+from adapters.checkpoint.packed import StepLayout
 from adapters.models.kernels.delta import BLOCK, CHUNK, DeltaShape
 
 TILE = 256  # keys are read in whole tiles
@@ -23,6 +24,7 @@ BATCHED = (4, 8, 16, 32, 64, 128)  # rows of the batched products of recurrent l
 SCORES = 1 << 21  # attention scores at a time, float32, so that they stay in the processor's caches
 QUERIES = 256  # query rows that attend at a time
 NATIVE = "native"  # our own in C, a way to multiply with a weight or to attend; any other is a dtype of oneDNN's
+PACKED = "packed"  # our own, with weights as they are packed
 _EXACT_TILES = 8
 
 
@@ -34,12 +36,15 @@ class Unproven(RuntimeError):
 class Weight:
     """A weight matrix `[outputs, inputs]`; gated: two of them, silu(x @ gate) * (x @ up), in one operation.
 
+    layout: as it is packed. part_of: outputs of the weight that it is a part of, if other parts are packed otherwise.
     most: rows that it is ever multiplied with at once; a head sees the rows whose logits are asked for, no chunks.
     """
 
     outputs: int
     inputs: int
     gated: bool = False
+    layout: StepLayout | None = field(default=None, order=False)
+    part_of: int = field(default=0, eq=False, order=False)
     most: int = field(default=1 << 20, eq=False, order=False)
 
 
@@ -58,6 +63,8 @@ class Products:
     recurrent layers, whose heads are multiplied in batches.
 
     threads: of narrow steps, and of wide ones. wider: 16-bit weights may be kept in float32, if that is faster.
+    packed: weights as they are packed, with all parts of such as are packed in several ways. unpacked: they may be kept
+    as what they stand for, if that is faster.
     """
 
     weights: tuple[Weight, ...]
@@ -66,6 +73,8 @@ class Products:
     threads: tuple[int, int]
     wider: bool = True
     deltas: tuple[DeltaShape, ...] = ()
+    packed: tuple[Weight, ...] = ()
+    unpacked: bool = True
 
 
 @frozen
@@ -123,20 +132,23 @@ class ProductPlan:
     weights: tuple[Served, ...]
     heads: tuple[ServedHeads, ...]
     deltas: tuple[ServedDelta, ...] = ()
+    packed: tuple[Served, ...] = ()
 
     def numbers(self) -> tuple[object, ...]:
         """All of it that bits depend on."""
         weights = ((one.weight.outputs, one.weight.inputs, one.weight.gated, one.way, one.rows) for one in self.weights)
         heads = ((one.heads.group, one.heads.size, one.dtype, one.rows, one.terms) for one in self.heads)
         deltas = ((repr(one.delta), one.way, one.rows) for one in self.deltas)
-        return (self.steps, *sorted(weights), *sorted(heads), *sorted(deltas))
+        packed = ((str(one.weight.layout), one.weight.outputs, one.weight.inputs, one.way) for one in self.packed)
+        return (self.steps, *sorted(weights), *sorted(heads), *sorted(deltas), *sorted(packed))
 
     def shown(self) -> list[str]:
         """A line for each product."""
         weights = (
-            f"{one.weight.inputs} to {one.weight.outputs}{', gated' if one.weight.gated else ''}: {one.way}, "
+            f"{one.weight.inputs} to {one.weight.outputs}{', gated' if one.weight.gated else ''}: "
+            f"{one.way if one.weight.layout is None else f'{one.way} {one.weight.layout}'}, "
             f"rows {', '.join(map(str, one.rows))}, wide steps by {one.wide}"
-            for one in self.weights
+            for one in (*self.weights, *self.packed)
         )
         heads = (
             f"attention, {one.heads.group} query heads of {one.heads.size} a key head: {one.dtype}, "
@@ -156,6 +168,11 @@ class ProductPlan:
             if served.weight == Weight(outputs, inputs, gated):
                 return served
         raise Unproven(f"products with a {'gated ' if gated else ''}weight of {outputs} x {inputs} were never proven")
+
+    def as_packed(self, outputs: int, inputs: int, layout: StepLayout, *, gated: bool = False) -> bool:
+        """Whether such a weight is multiplied as it is packed."""
+        wanted = Weight(outputs, inputs, gated, layout)
+        return any(served.weight == wanted for served in self.packed)
 
     def attention(self, group: int, size: int) -> ServedHeads:
         """Raises Unproven."""
@@ -214,13 +231,18 @@ def queries(group: int, keys: int, rows: Sequence[int]) -> int:
 
 def checked(plan: ProductPlan) -> ProductPlan:
     """Raises ValueError for a plan, read from somewhere, that no proof can have made."""
-    groups = [one.rows for one in plan.weights] + [one.rows for one in plan.heads] + [one.rows for one in plan.deltas]
+    groups = (
+        [one.rows for one in (*plan.weights, *plan.packed)]
+        + [one.rows for one in plan.heads]
+        + [one.rows for one in plan.deltas]
+    )
     if any(not rows or rows[0] < 1 or rows != tuple(sorted(set(rows))) for rows in groups):
         raise ValueError("a plan of products with impossible row counts")
     if any(one.wide not in one.rows for one in plan.weights) or any(one.terms < TILE for one in plan.heads):
         raise ValueError("a plan of products with impossible pieces")
     ways = {one.way for one in plan.weights} | {one.dtype for one in plan.heads} | {one.way for one in plan.deltas}
-    if not ways <= {NATIVE, "float32", "bfloat16", "float16"}:
+    ways |= {one.way for one in plan.packed}
+    if not ways <= {NATIVE, PACKED, "float32", "bfloat16", "float16"}:
         raise ValueError("a plan of products in an unknown way")
     if min(plan.threads) < 1:
         raise ValueError("a plan of products for no thread")

@@ -8,8 +8,7 @@ processor and the threads, so nothing is presumed: every shape that can be asked
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from adapters.models.kernels.native.delta import fits
 from adapters.models.kernels.products import (
     BATCHED,
     NATIVE,
+    PACKED,
     QUERIES,
     TILE,
     Heads,
@@ -42,14 +42,19 @@ from adapters.models.kernels.trials import (
     attention_trial,
     batched_trial,
     bits,
-    cancelling,
+    packed_trial,
     scores_trial,
+    threads_kept,
     values_trial,
+    weight_trial,
 )
 
 TERMS = (1024, 512, 256)  # keys of one product with values; the longest that can be proven saves the most calls
 COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)  # query rows that attend together
 DECODES = 32  # decode steps that weigh as much as the prefill of one chunk when ways are compared
+# Of the time of packed weights is what unpacked ones must beat. They take the room of two to four, and are tried on a
+# weight that stays in the processor's caches, where those of a step do not.
+WORTH_UNPACKING = 0.5
 MARGIN = 0.8  # of the time of a preferred way is what the next one must beat: the choice should not waver
 
 TrialT = TypeVar("TrialT", bound="Trial")
@@ -85,6 +90,7 @@ class Prover:
     shapes: int = 0
     single: bool = True
     failures: list[str] = field(factory=list)
+    seconds: dict[Weight, float] = field(factory=dict[Weight, float])
     digest: hashlib.blake2b = field(factory=lambda: hashlib.blake2b(digest_size=8))
 
     def run(self) -> ProductPlan | None:
@@ -96,7 +102,8 @@ class Prover:
         recurrent = tuple(one for one in deltas if one is not None)
         if len(served) < len(weights) or len(attended) < len(heads) or len(recurrent) < len(deltas):
             return None
-        return ProductPlan(self.products.rows, self.threads, served, attended, recurrent)
+        packed = tuple(one for weight in self.products.packed if (one := self.packed(weight)) is not None)
+        return ProductPlan(self.products.rows, self.threads, served, attended, recurrent, packed)
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
@@ -133,7 +140,8 @@ class Prover:
         counts = [count for count in self.products.rows if count <= weight.most] or list(self.products.rows[:1])
         best: tuple[float, Served, Trial, Group] | None = None
         ways = self.kernels.ways(wider=self.products.wider)
-        trials, failures = [self._weight_trial(weight, counts[-1], way) for way in ways], list[str]()
+        trials = [weight_trial(self.kernels, weight, counts[-1], way, self.regimes) for way in ways]
+        failures = list[str]()
         for bound, factor, trial in self.quickest_first(trials, counts):
             if best is not None and best[0] <= bound:
                 continue  # even uncut it would be slower
@@ -147,17 +155,29 @@ class Prover:
             self.failures += failures
             return None
         _, served, trial, group = best
+        if self.products.packed:
+            self.seconds[weight] = self.cost(trial, group.rows, counts[-1])[0]
         self._keep(trial, group, len(group.rows) * len(self.regimes))
         return served
 
-    def _weight_trial(self, weight: Weight, chunk: int, way: str) -> Trial:
-        kernels, name = self.kernels, f"{weight.inputs} to {weight.outputs} in {way}"
-        x, w = cancelling(chunk, weight.outputs, weight.inputs, kernels.rows_in(way))
-        packed = kernels.reorder(w, way)
-        if not weight.gated:
-            return Trial(name, way, x, self.regimes, lambda rows: kernels.multiply(rows, packed))
-        up = kernels.reorder(w.roll(1, 0), way)
-        return Trial(f"gated {name}", way, x, self.regimes, lambda rows: kernels.multiply_gated(rows, packed, up))
+    def packed(self, weight: Weight) -> Served | None:
+        """None where it is to be unpacked: nothing multiplies it as it is, not at every row count, or it is slower."""
+        if (known := self._known()) is not None:
+            return next((served for served in known.packed if served.weight == weight), None)
+        counts = [count for count in self.products.rows if count <= weight.most] or list(self.products.rows[:1])
+        trial = packed_trial(self.kernels, weight, counts[-1], self.regimes)
+        if trial is None:
+            return None
+        groups = trial.groups(counts)
+        self._counted(trial)
+        if [group.rows for group in groups] != [counts]:
+            return None
+        whole = Weight(weight.part_of or weight.outputs, weight.inputs, weight.gated)
+        unpacked = self.seconds.get(whole, float("inf")) * (weight.outputs / whole.outputs)
+        if self.products.unpacked and unpacked < WORTH_UNPACKING * self.cost(trial, counts, counts[-1])[0]:
+            return None
+        self._keep(trial, groups[0], len(counts) * len(self.regimes))
+        return Served(weight, PACKED, tuple(counts), counts[-1])
 
     def attention(self, heads: Heads) -> ServedHeads | None:
         if (served := self._own_attention(heads)) is not None:
@@ -326,12 +346,3 @@ def prove(kernels: Multiplier, products: Products, known: ProductPlan | None = N
                 digest = prover.digest.hexdigest()
                 return Proof(plan, True, prover.shapes, checks, tuple(failures), prover.single, digest)
     return Proof(None, False, 0, checks, tuple(failures))
-
-
-@contextmanager
-def threads_kept() -> Iterator[None]:
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -8,9 +8,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from adapters.checkpoint.packed import Stack
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.delta import DeltaKernels
-from adapters.models.kernels.experts import Experts, experts_feed
+from adapters.models.kernels.experts import Experts, experts_feed, one_by_one
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
@@ -51,7 +52,9 @@ class ReferenceKernels:
     name = "reference"
     kv_tile = 64
     paged = False  # as an oracle is used; rows are read in both ways
+    packs_experts = False
     delta: DeltaKernels | None = ReferenceDelta()
+    stacked = staticmethod(one_by_one)
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -66,8 +69,8 @@ class ReferenceKernels:
     def using(self, plan: ProductPlan | None) -> ReferenceKernels:  # noqa: ARG002
         return self.fresh()
 
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight
+    def pack(self, weight: Tensor | Stack) -> Tensor:
+        return weight.unpacked() if isinstance(weight, Stack) else weight
 
     def linear(self, x: Tensor, packed: Tensor) -> Tensor:
         return (x.float() @ packed.float().T).to(x.dtype)
@@ -146,8 +149,8 @@ class ReferenceKernels:
             row += segment.count
         return out.flatten(1)
 
-    def pack_gated(self, weight: Tensor) -> Tensor:
-        return weight
+    def pack_gated(self, weight: Tensor | Stack) -> Tensor:
+        return self.pack(weight)
 
     def gated(self, x: Tensor, packed: Tensor) -> Tensor:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)

@@ -24,16 +24,18 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from adapters.checkpoint.packed import PackedMatrix, Stack
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.cpu_attention import CpuAttention, StepPlan
 from adapters.models.kernels.cpu_delta import CpuDelta
+from adapters.models.kernels.cpu_packed import CpuPacking, CpuStack, check_rows
 from adapters.models.kernels.delta import DeltaKernels
-from adapters.models.kernels.experts import Experts, experts_feed
+from adapters.models.kernels.experts import Experts, experts_feed, one_by_one
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.native.compiled import compiled
 from adapters.models.kernels.native.delta import NativeDelta
-from adapters.models.kernels.native.products import FORMS, NativeProducts, NativeWeight
+from adapters.models.kernels.native.products import FORMS, NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.products import NARROW, NATIVE, TILE, ProductPlan, Products, Unproven
 from adapters.models.kernels.proof import Proof, prove
@@ -100,12 +102,14 @@ class CpuKernels:
     """
 
     kv_tile = TILE
-    paged = False
+    paged, packs_experts = False, True
+    stacked = staticmethod(one_by_one)
 
     def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None, *, own: bool = True) -> None:
         self._dtype, self._plan = dtype, plan
         found = compiled() if own else None
         self._native = None if found is None else NativeProducts(found, found.level, dtype if dtype in FORMS else None)
+        self._packed = None if self._native is None else CpuPacking(self._native, plan)
         fits = found is not None and dtype in FORMS
         self._rows = NativeRows(found, found.level) if found is not None and fits else None
         self._preps: dict[tuple[int, int], tuple[HeadPrep, PreparedHeads]] = {}
@@ -117,8 +121,7 @@ class CpuKernels:
 
     @property
     def name(self) -> str:
-        own = "" if self._native is None else "native-"
-        return f"{own}{'onednn' if _ONEDNN else 'aten'}-{name_of(self._dtype)}"
+        return f"{'' if self._native is None else 'native-'}{'onednn' if _ONEDNN else 'aten'}-{name_of(self._dtype)}"
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -149,10 +152,17 @@ class CpuKernels:
             raise Unproven("a plan for products of our own, and this installation has none")
         return self._native.pack(weight)
 
+    def pack_steps(self, matrix: PackedMatrix) -> NativePacked | None:
+        return None if self._packed is None else self._packed.one(matrix)
+
     def multiply(self, x: Tensor, weight: Any) -> Tensor:
+        if isinstance(weight, NativePacked) and self._native is not None:
+            return self._native.multiply_packed(x, weight)
         return self._multiply_own(x, weight) if isinstance(weight, NativeWeight) else product(x, weight)
 
     def multiply_gated(self, x: Tensor, gate: Any, up: Any) -> Tensor:
+        if isinstance(gate, NativePacked) and self._native is not None:
+            return self._native.multiply_packed(x, gate, up)
         return self._multiply_own(x, gate, up) if isinstance(gate, NativeWeight) else gated_product(x, gate, up)
 
     def _multiply_own(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
@@ -177,11 +187,17 @@ class CpuKernels:
 
     # --- weights ---
 
-    def pack(self, weight: Tensor) -> CpuWeight:
-        return self._pack(weight, gated=False)
+    def pack(self, weight: Tensor | Stack) -> CpuWeight | CpuStack:
+        if isinstance(weight, Tensor):
+            return self._pack(weight, gated=False)
+        stack = None if self._packed is None else self._packed.stacked(weight, lambda one: self._pack(one, gated=False))
+        return self._pack(weight.unpacked(), gated=False) if stack is None else stack
 
-    def pack_gated(self, weight: Tensor) -> CpuWeight:
-        return self._pack(*weight.chunk(2), gated=True)
+    def pack_gated(self, weight: Tensor | Stack) -> CpuWeight | CpuStack:
+        if isinstance(weight, Tensor):
+            return self._pack(*weight.chunk(2), gated=True)
+        stack = None if self._packed is None else self._packed.gating(weight)
+        return self._pack(*weight.unpacked().chunk(2), gated=True) if stack is None else stack
 
     def _pack(self, *weights: Tensor, gated: bool) -> CpuWeight:
         outputs, inputs = weights[0].shape
@@ -197,11 +213,17 @@ class CpuKernels:
         wide = (torch.nn.functional.pad(weight.to(dtype), (0, columns - inputs)) for weight in weights)
         return CpuWeight(tuple(self.reorder(weight.contiguous(), way) for weight in wide), dtype, columns, pieces)
 
-    def linear(self, x: Tensor, packed: CpuWeight) -> Tensor:
+    def linear(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:
+        if isinstance(packed, CpuStack):
+            check_rows(x, packed.steps)
+            return packed.linear(x.to(self.rows_in(NATIVE)), lambda one: self.linear(x, one)).to(self._dtype)
         [weight] = packed.weights
         return self._in_pieces(x, packed, lambda rows: self.multiply(rows, weight))
 
-    def gated(self, x: Tensor, packed: CpuWeight) -> Tensor:
+    def gated(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:
+        if isinstance(packed, CpuStack):
+            check_rows(x, packed.steps)
+            return packed.gated(x.to(self.rows_in(NATIVE))).to(self._dtype)
         gate, up = packed.weights
         return self._in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
 
@@ -215,9 +237,8 @@ class CpuKernels:
 
     def _in_pieces(self, x: Tensor, packed: CpuWeight, multiply: Callable[[Tensor], Tensor]) -> Tensor:
         rows, inputs = x.shape
-        count = rows if packed.pieces is None else packed.pieces.get(rows, 0)
-        if not count:
-            raise Unproven(f"a product of {rows} rows; proven: steps of {sorted(packed.pieces or ())}")
+        check_rows(x, packed.pieces)
+        count = rows if packed.pieces is None else packed.pieces[rows]
         x = x.to(packed.dtype)
         if count == rows and packed.columns == inputs:
             return multiply(x).to(self._dtype)

@@ -7,14 +7,17 @@ every element.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
+from adapters.checkpoint.packed import TABLES, PackedMatrix, StepLayout
+from adapters.models.kernels.multiplier import Multiplier
 from adapters.models.kernels.native.attention import NativeAttention
-from adapters.models.kernels.products import NATIVE, SCORES, TILE, Heads
+from adapters.models.kernels.products import NATIVE, PACKED, SCORES, TILE, Heads, Weight
 
 _MOST = 1 << 22  # random elements of a weight; a larger one repeats them
 _RUNS = 4
@@ -139,6 +142,31 @@ class ValuesTrial(Trial):
         return None
 
 
+def weight_trial(kernels: Multiplier, weight: Weight, rows: int, way: str, threads: tuple[int, ...]) -> Trial:
+    """rows: the most that come at once."""
+    name = f"{weight.inputs} to {weight.outputs} in {way}"
+    x, w = cancelling(rows, weight.outputs, weight.inputs, kernels.rows_in(way))
+    packed = kernels.reorder(w, way)
+    if not weight.gated:
+        return Trial(name, way, x, threads, lambda some: kernels.multiply(some, packed))
+    up = kernels.reorder(w.roll(1, 0), way)
+    return Trial(f"gated {name}", way, x, threads, lambda some: kernels.multiply_gated(some, packed, up))
+
+
+def packed_trial(kernels: Multiplier, weight: Weight, rows: int, threads: tuple[int, ...]) -> Trial | None:
+    """Of a weight that has a layout; None where nothing multiplies it as it is."""
+    layout, name = weight.layout, f"{weight.inputs} to {weight.outputs} in {weight.layout}"
+    assert layout is not None
+    x, matrix = cancelling_packed((rows, weight.outputs, weight.inputs), layout, kernels.rows_in(NATIVE))
+    packed = kernels.pack_steps(matrix)
+    if packed is None:
+        return None
+    if not weight.gated:
+        return Trial(name, PACKED, x, threads, lambda some: kernels.multiply(some, packed))
+    up = kernels.pack_steps(matrix.mapped(lambda one: one.roll(1, 0)))
+    return Trial(f"gated {name}", PACKED, x, threads, lambda some: kernels.multiply_gated(some, packed, up))
+
+
 def scores_trial(
     multiply: Callable[[Tensor, Tensor], Tensor],
     heads: Heads,
@@ -229,6 +257,40 @@ def cancelling(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tupl
     return x.to(dtype).contiguous(), w.repeat(-(-outputs // own), 1)[:outputs].contiguous()
 
 
+def cancelling_packed(
+    shape: tuple[int, int, int], layout: StepLayout, dtype: torch.dtype
+) -> tuple[Tensor, PackedMatrix]:
+    """x `[rows, inputs]` and a packed weight whose products are such sums: its groups are there twice, and what they
+    are multiplied with is once negative. shape: rows, outputs, inputs.
+    """
+    rows, outputs, inputs = shape
+    generator, half = torch.Generator().manual_seed(rows * 31 + inputs), -(-inputs // 2 // layout.span) * layout.span
+    own = max(1, min(outputs, _MOST // inputs))
+
+    def twice(one: Tensor, each: int) -> Tensor:
+        whole = torch.cat((one, one), 1)[:, : inputs // each]
+        return whole.repeat(-(-outputs // own), 1)[:outputs].contiguous()
+
+    def level(each: int) -> Tensor:
+        return twice(torch.randint(1, 60, (own, half // each), generator=generator, dtype=torch.int8), each)
+
+    def scale() -> Tensor:
+        found = torch.rand(own, half // layout.span, generator=generator) + 0.5
+        return twice(found.to(getattr(torch, layout.scale)), layout.span)
+
+    steps = torch.randint(0, 15 if layout.steps in TABLES else 120, (own, half), generator=generator, dtype=torch.uint8)
+    x = torch.randn(rows, half, generator=generator)
+    matrix = PackedMatrix(
+        layout,
+        twice(steps.to(torch.int8) if layout.steps == "int8" else steps, 1),
+        scale(),
+        level(layout.group) if layout.inner else None,
+        level(layout.group) if layout.least else None,
+        scale() if layout.least == "own" else None,
+    )
+    return torch.cat((x, -x), 1)[:, :inputs].to(dtype).contiguous(), matrix
+
+
 def rolled(rows: Tensor, count: int) -> Tensor:
     """The last row, and the first ones behind it."""
     return torch.cat((rows[-1:], rows[: count - 1]))
@@ -240,3 +302,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -99,8 +99,7 @@ class CudaAttention:
             )
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
-        beside = 2 if coded else 1  # while one turns codes into numbers, the other one's are on their way
-        programs = min(limit * splits * kv, beside * self.processors)
+        programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
         attention.attend_splits[(programs,)](
             q,
             keys,
@@ -115,7 +114,7 @@ class CudaAttention:
             limit,
             splits,
             scale,
-            LIMIT=triton.next_power_of_2(limit),
+            LIMIT=NARROW,  # the same for every bucket and any number of slots: one kernel to be compiled
             **shape,
             **options,
         )

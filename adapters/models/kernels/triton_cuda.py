@@ -7,7 +7,8 @@ own, `triton_attention.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +17,17 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from adapters.checkpoint.packed import Stack
 from adapters.models.cuda_graphs import GraphCache
 from adapters.models.kernels.batch import Batch, BlockBatch, StateBatch
-from adapters.models.kernels.experts import Experts, experts_feed
+from adapters.models.kernels.experts import (
+    ChosenExperts,
+    EveryExpert,
+    Experts,
+    GatedWeights,
+    StackedExperts,
+    experts_feed,
+)
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
@@ -26,6 +35,9 @@ from adapters.models.kernels.row_form import LIMITS, form_of
 from adapters.models.kernels.triton import linear, rows
 from adapters.models.kernels.triton_attention import KV_TILE, NARROW, CudaAttention, StepTiles, launching, sizes
 from adapters.models.kernels.triton_delta import CudaDelta
+from adapters.models.kernels.triton_experts import CudaExperts
+from adapters.models.kernels.triton_packed import CudaPacking, CudaStack
+from adapters.models.parking import rebuilt, tensors_of
 from effects.ids import PAGE
 
 T = TypeVar("T")
@@ -74,6 +86,11 @@ def choose_tile(
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
 
 
+def groupable(weights: GatedWeights) -> bool:
+    """Can products of many such experts be one launch?"""
+    return isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
+
+
 def _tiled(rows: int) -> int:
     """Rows of an expert, padded: up to NARROW one tile holds them all, and a tile's rows are a power of two."""
     return 1 << (rows - 1).bit_length() if rows <= NARROW else rows
@@ -93,10 +110,13 @@ class TritonKernels:
     _processors: int = field(init=False, default=4)
     _shared: int = field(init=False, default=H200_SHARED)
     _attention: CudaAttention = field(init=False)
+    grouped: CudaExperts = field(init=False)
+    _packing: CudaPacking = field(init=False)
 
     name = "triton-1"
     kv_tile = KV_TILE
     paged = True
+    packs_experts = False  # the products of all of a layer's are one launch
     delta: CudaDelta = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -109,6 +129,8 @@ class TritonKernels:
             self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
         self.delta = CudaDelta(self.device, self.pdl)
         self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl)
+        self.grouped = CudaExperts(self._shared, self.pdl)
+        self._packing = CudaPacking(self.device, self.pdl)
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -124,46 +146,72 @@ class TritonKernels:
     def using(self, plan: ProductPlan | None) -> TritonKernels:  # noqa: ARG002
         return self.fresh()
 
-    def pack(self, weight: Tensor) -> CudaWeight:
+    def pack(self, weight: Tensor | Stack) -> CudaWeight | CudaStack:
+        if isinstance(weight, Stack):
+            return self._packing.stacked(weight, self._pack) or self._pack(weight.unpacked())
+        return self._pack(weight)
+
+    def _pack(self, weight: Tensor) -> CudaWeight:
         if weight.shape[1] * weight.element_size() % 16:
             raise ValueError(
                 f"a weight of shape {tuple(weight.shape)} cannot be used on CUDA: a row must be a multiple of 16 bytes"
             )
         return CudaWeight(weight.contiguous())
 
-    def pack_gated(self, weight: Tensor) -> CudaWeight:
+    def pack_gated(self, weight: Tensor | Stack) -> CudaWeight | CudaStack:
+        if isinstance(weight, Stack):
+            return self._packing.gating(weight) or self.pack_gated(weight.unpacked())
         gate, up = weight.chunk(2)
-        return CudaWeight(self.pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, gated=True)
+        return CudaWeight(self._pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, gated=True)
 
-    def linear(self, x: Tensor, packed: CudaWeight) -> Tensor:
-        return self._product(x, packed)
+    def linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
+        if isinstance(packed, CudaStack):
+            return self._packing.multiply(x, packed, self._multiply)
+        columns = len(packed.weight)
+        out = x.new_empty(len(x), columns // 2 if packed.gated else columns)
+        self._multiply(x, packed.weight, out, gated=packed.gated)
+        return out
 
-    def gated(self, x: Tensor, packed: CudaWeight) -> Tensor:
-        return self._product(x, packed)
+    def gated(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
+        return self.linear(x, packed)
+
+    def stacked(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
+        """One after the other, so that no more than one is there twice."""
+        rest = iter(each)
+        first = next(rest)
+        if not groupable(first):
+            return (first, *rest)
+        stack = rebuilt(first, lambda part: part.new_empty(count, *part.shape))
+        for number, weights in enumerate(chain((first,), rest)):
+            for target, source in zip(tensors_of(stack), tensors_of(weights), strict=True):
+                target[number].copy_(source)
+        return StackedExperts(stack)
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        """The host waits for the router's choice, layer by layer, so nothing of such a shard can be recorded."""
+        """Where the host has to know what the router chose, layer by layer, nothing of the shard can be recorded."""
+        each = experts.each
+        if isinstance(each, StackedExperts):
+            return self.grouped.feed(self, x, experts, each.weights, batch)
         self.graphs.enabled = False
+        if isinstance(each, ChosenExperts) and groupable(each.places.weights):
+            return self.grouped.feed(self, x, experts, each.places.weights, batch)
         return experts_feed(self, x, experts, batch, _tiled)
 
-    def _product(self, x: Tensor, packed: CudaWeight) -> Tensor:
-        w, (count, depth) = packed.weight, x.shape
-        columns = len(w)
-        out = x.new_empty(count, columns // 2 if packed.gated else columns)
+    def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
+        (count, depth), columns = x.shape, len(w)
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        tile = choose_tile(count, columns, packed.gated, x.dtype, self._processors, self._shared)
+        tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared)
         x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
         shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
-        options = self._options(tile.warps) | {"GATED": packed.gated, "PRECISION": precision}
+        options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
         if count <= NARROW:
             grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
-            linear.linear_narrow[grid](w_desc, x_desc, out, count, columns, depth, **shape, **options)
+            linear.linear_narrow[grid](w_desc, x_desc, out, count, columns, depth, out.stride(0), **shape, **options)
         else:
-            options["GROUP"] = 8 if packed.gated else 4
-            programs = triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns)
-            linear.linear_wide[(programs,)](x_desc, w_desc, out, count, columns, depth, **shape, **options)
-        return out
+            options["GROUP"] = 8 if gated else 4
+            grid = (triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns), 1)
+            linear.linear_wide[grid](x_desc, w_desc, out, count, columns, depth, out.stride(0), **shape, **options)
 
     def _options(self, warps: int) -> dict[str, Any]:
         return launching(warps, self.pdl)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from adapters.models.decoder import WeightReader, finished, gated, projected
 from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.draft_parts import DraftWeights
-from adapters.models.kernels.batch import BlockBatch
+from adapters.models.kernels.batch import BlockBatch, HostTable
 from adapters.models.kernels.interface import AttentionMask, Kernels
 from adapters.models.mtp.checkpoint import HeadConfig
 from adapters.models.mtp.weights import LoadedHead, load_head
@@ -59,19 +60,19 @@ class HeadBatch(BlockBatch):
         """Where the hidden states of the step's own rows begin."""
         return 2 + self.slots_held * KEPT
 
-    def _measure(self, step: Step, staging: Tensor) -> None:
-        super()._measure(step, staging)
-        sources, places = staging[6], staging[7]
-        places.fill_(self.step_rows - 1)
+    def _measure(self, step: Step, host: HostTable) -> None:
+        super()._measure(step, host)
+        sources, places = host[6], host[7]
+        places.fill(self.step_rows - 1)
         row = 0
         for segment in step.segments:
-            rows = torch.arange(row, row + segment.count)
-            positions = torch.arange(segment.start, segment.start + segment.count)
+            rows = np.arange(row, row + segment.count)
+            positions = np.arange(segment.start, segment.start + segment.count)
             first = 1 + segment.slot * KEPT
             if self.chained:
                 sources[rows] = self.step_rows + rows
             else:
-                sources[rows] = (self.step_rows + rows - 1).masked_fill(positions % KEPT == 0, 0)
+                sources[rows] = np.where(positions % KEPT == 0, 0, self.step_rows + rows - 1)
                 if segment.start % KEPT:
                     sources[row] = first + (segment.start - 1) % KEPT
             last = slice(max(row, row + segment.count - KEPT), row + segment.count)

@@ -7,7 +7,7 @@ positions of a token are the same, so multimodal rotary embedding is the plain o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from attrs import field, frozen
@@ -18,9 +18,10 @@ from adapters.checkpoint.weights import Shapes
 from adapters.models.dense import DenseShard
 from adapters.models.dense_config import DenseConfig, parse_dense
 from adapters.models.family import Family
+from adapters.models.feed_forward import Matrix
 from adapters.models.kernels.delta import TAPS, DeltaShape
 from adapters.models.kernels.products import Weight
-from adapters.models.recurrent import delta_layer_products, delta_layer_tensors
+from adapters.models.recurrent import delta_layer_matrices, delta_layer_products, delta_layer_tensors
 from adapters.models.rope import Rotary
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -60,6 +61,11 @@ class Qwen35Config(DenseConfig):
     def layer_tensors(self, layer: int) -> Shapes:
         own = delta_layer_tensors(self.shape_of(layer), f"model.layers.{layer}.")
         return own if self.recurrent(layer) else super().layer_tensors(layer)
+
+    def layer_matrices(self, layer: int) -> Iterator[Matrix]:
+        if not self.recurrent(layer):
+            return super().layer_matrices(layer)
+        return delta_layer_matrices(self.shape_of(layer), f"model.layers.{layer}.")
 
     def layer_products(self, layer: int) -> tuple[Weight, ...]:
         return delta_layer_products(self.shape_of(layer)) if self.recurrent(layer) else super().layer_products(layer)

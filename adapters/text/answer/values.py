@@ -232,10 +232,22 @@ def arguments(tool: FunctionTool, name: re.Pattern[str]) -> Iterator[tuple[str, 
     keys = list(named) if isinstance(named, Mapping) else []
     required = set(map(str, needed)) if isinstance(needed, list) else set[str]()
     if tool.strict:
+        refuse_misshapen(schema)
         refuse_others(set(schema) - SAYS_NOTHING - OF_ARGUMENTS)
         if lost := sorted(required - {key for key in keys if name.fullmatch(key)}):
             raise GrammarRefused(f"this model's form of calls has no room for the required {json.dumps(lost[0])}")
     return ((key, key in required) for key in keys if name.fullmatch(key))
+
+
+def refuse_misshapen(schema: Mapping[str, Any]) -> None:
+    """What says of arguments that they are no object, or nothing that can be read: JSON's compiler never sees it."""
+    kind, named, needed = schema.get("type", "object"), schema.get("properties", {}), schema.get("required", [])
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise GrammarRefused(f'the type of arguments must be "object", not {json.dumps(kind)[:80]}')
+    if not isinstance(named, Mapping) or not all(one is True or isinstance(one, Mapping) for one in named.values()):
+        raise GrammarRefused("the properties of arguments must be an object of schemas")
+    if not isinstance(needed, list) or not all(isinstance(key, str) for key in needed):
+        raise GrammarRefused("the required arguments must be an array of texts")
 
 
 def refuse_others(keywords: Collection[str]) -> None:

@@ -85,7 +85,8 @@ function requests() {
   const rows = [...running.map((one) => ({ ...one, past: ended.get(one.id) })), ...recent.filter((one) => !live.has(one.id)).map((past) => ({ id: past.id, stages_ms: past.stages_ms, past }))];
   const shown = rows.slice(0, Math.max(MOST_ROWS, running.length));
   const { slots_busy: busy, queue } = status;
-  $("requests-note").textContent = busy + queue ? `${number(busy)} running${queue ? `, ${number(queue)} waiting` : ""}` : shown.length ? "none running; the last ones" : "none yet";
+  const count = busy + queue ? `${number(busy)} running${queue ? `, ${number(queue)} waiting` : ""}` : shown.length ? "none running; the last ones" : "none yet";
+  $("requests-note").textContent = shown.length ? `${count} · ms in each state` : count;
   if (!$("requests-head").children.length) {
     const cells = [["#", "request"], ...STAGES.map(([, name, does]) => [name, does]), ["prompt", "tokens of the prompt, and how many were there already"], ["answer", "tokens generated"]];
     $("requests-head").append(el("tr", {}, cells.map(([name, title]) => el("th", { scope: "col", title, text: name }))));

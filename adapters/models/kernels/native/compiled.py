@@ -11,7 +11,10 @@ from pathlib import Path
 from attrs import frozen
 
 FOLDER = Path(__file__).parent
-SOURCES = ("numbers.h", "pool.h", "tiles.h", "rows.h", "recurrent.h", "keys.h", "attention.h", "delta.h", "products.c")
+SOURCES = (
+    *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "keys.h"),
+    *("attention.h", "delta.h", "packed.h", "products.c"),
+)
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
 _SWITCHED = {"on": True, "off": False}
@@ -65,6 +68,12 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
     code.rekindle_product.argtypes = [
         *(pointer, number, size, size, pointer, pointer, number, size, size),
         *(pointer, number, number, number),
+    ]
+    code.rekindle_pack_steps.argtypes = [*[pointer] * 6, size, size, pointer, number]
+    code.rekindle_pack_steps.restype = None
+    code.rekindle_packed_product.argtypes = [
+        *(pointer, number, size, size, pointer, pointer, pointer, size, size),
+        *(pointer, size, number, number, number),
     ]
     real = ctypes.c_float
     code.rekindle_norm.argtypes = [*[pointer] * 4, size, size, number, number, real, number, number]

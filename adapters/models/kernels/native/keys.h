@@ -156,7 +156,8 @@ static FOR void ON(finish)(const float *of, long size, void *out, long to, int b
 
 static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(norm), ON(prepare),
                                ON(turn),     ON(align), ON(weigh), ON(join), ON(finish),
-                               ON(convolve), ON(gates),  ON(recur), ON(gated), LANES};
+                               ON(convolve), ON(gates),  ON(recur), ON(gated), LANES, ON(multiply_packed), ON(expand),
+                               ON(fix), ON(multiply_fixed)};
 
 #undef ON
 #undef FOR
@@ -172,3 +173,25 @@ static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(n
 #undef WORDS_LOW
 #undef WORDS_HIGH
 #undef TILES
+#undef W
+#undef MUL
+#undef BYTES
+#undef EIGHTHS
+#undef HALF_FLOATS
+#undef BRAIN_FLOATS
+#undef WORDS_AT
+#undef TABLE_OF
+#undef NIBBLE
+#undef NEXT
+#undef PACKED_TILES
+#undef FOR_FIXED
+#undef DOT
+#undef PAIR_AT
+#undef EVENS
+#undef ODDS
+#undef NIBBLES
+#undef PLACES
+#undef PLACED
+#undef SPREAD_WORD
+#undef WHOLE
+#undef FIXED_TILES

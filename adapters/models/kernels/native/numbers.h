@@ -31,6 +31,12 @@ static inline uint32_t bits_of(float one) {
 
 static inline __attribute__((always_inline)) float widened(uint16_t brain) { return float_of((uint32_t)brain << 16); }
 
+static inline __attribute__((always_inline)) float half_float(uint16_t half) { // of finite ones
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    const float small = (float)rest * 5.9604644775390625e-8f; // 2^-24
+    return float_of((rest < 0x400 ? bits_of(small) : (rest << 13) + (112u << 23)) | sign);
+}
+
 static inline __attribute__((always_inline)) uint16_t rounded(float one) { // to the nearest, or the even one of two
     const uint32_t bits = bits_of(one);
     const uint32_t found = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -146,6 +152,26 @@ typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of
     float eps;
 } heads_t;
 
+typedef struct { // how numbers of packed weights lie; see steps.h
+    int kind, scale, inner, least; // of steps; how scales are stored; are there factors of groups; what is least
+    int raised;                    // by how much steps are, for rows in fixed point
+    long group, per, record;       // terms of a group, groups that share a scale, bytes of a panel's 32 outputs for those
+    float table[16];               // what steps of four bits stand for
+    uint8_t places[16];            // the same, raised
+} packed_t;
+
+// Steps: integers of 8 bits, places in a table, E4M3; floats; and for rows in fixed point, raised: integers of 8 bits, of
+// 4 bits, places in a table.
+enum { EIGHT, FOUR, EIGHT_FLOATING, EXPANDED, FIXED_EIGHT, FIXED_FOUR, FIXED_PLACES };
+enum { FLOATS_32, BRAINS_16, HALVES_16 };       // scales
+enum { NONE, OF_SCALE, OWN, ALONE };            // what is least: nothing; a multiple of the scale, or of a number; a number
+
+typedef struct { // of a row's terms of one group in fixed point; see fixed.h
+    float unit;    // what 1 stands for; no number, where some term is none or infinite
+    float added;   // all of them added up
+    int32_t start; // of sums of products with steps
+} fixed_t;
+
 typedef struct { // of a recurrent layer: what is convolved of rows, and what of earlier ones is kept for that
     const void *mixed;
     long stride, channels, key_heads, key_size;
@@ -207,4 +233,12 @@ struct isa { // one instruction set's
     void (*recur)(const delta_t *, long);
     void (*gated)(const gated_t *, long);
     int lanes; // columns of a state that go together
+    void (*multiply_packed)(
+        long, int, const packed_t *, const float *, long, const char *, long, long, float *, long, int, const float *, long
+    );
+    void (*expand)(const packed_t *, const char *, long, float *);
+    void (*fix)(const packed_t *, const uint16_t *, long, int16_t *, fixed_t *);
+    void (*multiply_fixed)(
+        long, int, const packed_t *, const int16_t *, long, const char *, long, long, float *, long, int, const fixed_t *, long
+    );
 };

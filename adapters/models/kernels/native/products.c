@@ -52,6 +52,91 @@ static inline plain_t plain_halves(plain_t words, int high) {
     return words;
 }
 
+static inline plain_t plain_times(plain_t a, plain_t b) {
+    for (int i = 0; i < 16; i++) a.of[i] *= b.of[i];
+    return a;
+}
+
+static inline plain_t plain_bytes(const char *from) {
+    plain_t found;
+    for (int i = 0; i < 16; i++) found.of[i] = ((const int8_t *)from)[i];
+    return found;
+}
+
+static inline plain_t plain_eighths(const char *from) {
+    plain_t found;
+    for (int i = 0; i < 16; i++) found.of[i] = half_float((uint16_t)((((const int8_t *)from)[i] * 128) & 0xbfff));
+    return found;
+}
+
+static inline plain_t plain_halves_at(const char *from, int brain) {
+    plain_t found;
+    for (int i = 0; i < 16; i++) {
+        const uint16_t one = ((const uint16_t *)from)[i];
+        found.of[i] = brain ? widened(one) : half_float(one);
+    }
+    return found;
+}
+
+typedef struct {
+    uint32_t of[16];
+} words_t;
+
+static inline words_t plain_words_at(const char *from) {
+    words_t found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+static inline plain_t plain_nibble(words_t words, const float *table) {
+    plain_t found;
+    for (int i = 0; i < 16; i++) found.of[i] = table[words.of[i] & 15];
+    return found;
+}
+
+static inline words_t plain_next(words_t words) {
+    for (int i = 0; i < 16; i++) words.of[i] >>= 4;
+    return words;
+}
+
+static inline words_t plain_dot(words_t sum, words_t a, words_t b) {
+    for (int i = 0; i < 16; i++)
+        sum.of[i] += (uint32_t)((int16_t)a.of[i] * (int16_t)b.of[i] + (int16_t)(a.of[i] >> 16) * (int16_t)(b.of[i] >> 16));
+    return sum;
+}
+
+static inline words_t plain_spread_word(int32_t one) {
+    words_t found;
+    for (int i = 0; i < 16; i++) found.of[i] = (uint32_t)one;
+    return found;
+}
+
+static inline words_t plain_pair_at(const int16_t *from) {
+    int32_t pair;
+    memcpy(&pair, from, sizeof pair);
+    return plain_spread_word(pair);
+}
+
+static inline words_t plain_parts(words_t words, int shift, uint32_t mask) {
+    for (int i = 0; i < 16; i++) words.of[i] = words.of[i] >> shift & mask;
+    return words;
+}
+
+static inline words_t plain_placed(words_t words, int high, const uint8_t *places) {
+    for (int i = 0; i < 16; i++) {
+        uint32_t found = 0;
+        for (int byte = 0; byte < 4; byte++) found |= (uint32_t)places[words.of[i] >> (8 * byte + 4 * high) & 15] << 8 * byte;
+        words.of[i] = found;
+    }
+    return words;
+}
+
+static inline plain_t plain_whole(words_t words) {
+    plain_t found;
+    for (int i = 0; i < 16; i++) found.of[i] = (float)(int32_t)words.of[i];
+    return found;
+}
+
 #define ON(name) name##_plain
 #define FOR
 #define V plain_t
@@ -68,7 +153,31 @@ static inline plain_t plain_halves(plain_t words, int high) {
 #define WORDS_LOW(words) plain_halves(words, 0)
 #define WORDS_HIGH(words) plain_halves(words, 1)
 #define TILES ON_TILE(1, 1)
+#define W words_t
+#define MUL plain_times
+#define BYTES plain_bytes
+#define EIGHTHS plain_eighths
+#define HALF_FLOATS(at) plain_halves_at(at, 0)
+#define BRAIN_FLOATS(at) plain_halves_at(at, 1)
+#define WORDS_AT plain_words_at
+#define TABLE_OF(table, from) float *const table = from
+#define NIBBLE plain_nibble
+#define NEXT plain_next
+#define PACKED_TILES ON_TILE(1, 1)
+#define FOR_FIXED
+#define DOT plain_dot
+#define PAIR_AT plain_pair_at
+#define EVENS(words) plain_parts(words, 0, 0x00ff00ff)
+#define ODDS(words) plain_parts(words, 8, 0x00ff00ff)
+#define NIBBLES(words, j) plain_parts(words, 4 * (j), 0x000f000f)
+#define PLACES(places, from) uint8_t *const places = from
+#define PLACED plain_placed
+#define SPREAD_WORD plain_spread_word
+#define WHOLE plain_whole
+#define FIXED_TILES ON_TILE(1, 1)
 #include "tiles.h"
+#include "steps.h"
+#include "fixed.h"
 #include "rows.h"
 #include "recurrent.h"
 #include "keys.h"
@@ -77,7 +186,7 @@ static inline plain_t plain_halves(plain_t words, int high) {
 #include <immintrin.h>
 
 #define ON(name) name##_avx2
-#define FOR __attribute__((target("avx2,fma")))
+#define FOR __attribute__((target("avx2,fma,f16c")))
 #define V __m256
 #define LANES 8
 #define ZERO _mm256_setzero_ps
@@ -94,13 +203,45 @@ static inline plain_t plain_halves(plain_t words, int high) {
 #define WORDS_HIGH(words)                                                                                              \
     _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(words), _mm256_set1_epi32((int)0xffff0000)))
 #define TILES ON_TILE(6, 1) ON_TILE(4, 1) ON_TILE(2, 2) ON_TILE(1, 4)
+#define W __m256i
+#define MUL _mm256_mul_ps
+#define BYTES(at) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at))))
+#define EIGHTHS(at)                                                                                                    \
+    _mm256_cvtph_ps(_mm_and_si128(                                                                                     \
+        _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)(at))), 7), _mm_set1_epi16((short)0xbfff)    \
+    ))
+#define HALF_FLOATS(at) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(at)))
+#define BRAIN_FLOATS(at)                                                                                               \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(at))), 16))
+#define WORDS_AT(at) _mm256_loadu_si256((const __m256i *)(at))
+#define TABLE_OF(table, from) __m256 table[2] = {_mm256_loadu_ps(from), _mm256_loadu_ps((from) + 8)}
+#define NIBBLE(words, table)                                                                                           \
+    _mm256_blendv_ps(                                                                                                  \
+        _mm256_permutevar8x32_ps(table[0], words), _mm256_permutevar8x32_ps(table[1], words),                          \
+        _mm256_castsi256_ps(_mm256_slli_epi32(words, 28))                                                              \
+    )
+#define NEXT(words) _mm256_srli_epi32(words, 4)
+#define PACKED_TILES ON_TILE(4, 1) ON_TILE(1, 2)
+#define FOR_FIXED FOR
+#define DOT(sum, a, b) _mm256_add_epi32(sum, _mm256_madd_epi16(a, b))
+#define PAIR_AT(from) _mm256_set1_epi32(*(const int32_t *)(from))
+#define EVENS(words) _mm256_and_si256(words, _mm256_set1_epi32(0x00ff00ff))
+#define ODDS(words) _mm256_srli_epi16(words, 8)
+#define NIBBLES(words, j) _mm256_and_si256(_mm256_srli_epi16(words, 4 * (j)), _mm256_set1_epi32(0x000f000f))
+#define PLACES(places, from) __m256i places = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(from)))
+#define PLACED(words, high, places) _mm256_shuffle_epi8(places, _mm256_and_si256(_mm256_srli_epi16(words, 4 * (high)), _mm256_set1_epi8(15)))
+#define SPREAD_WORD _mm256_set1_epi32
+#define WHOLE _mm256_cvtepi32_ps
+#define FIXED_TILES ON_TILE(4, 1) ON_TILE(1, 2)
 #include "tiles.h"
+#include "steps.h"
+#include "fixed.h"
 #include "rows.h"
 #include "recurrent.h"
 #include "keys.h"
 
 #define ON(name) name##_avx512
-#define FOR __attribute__((target("avx512f,avx2,fma,prefer-vector-width=512")))
+#define FOR __attribute__((target("avx512f,avx2,fma,f16c,prefer-vector-width=512")))
 #define V __m512
 #define LANES 16
 #define ZERO _mm512_setzero_ps
@@ -123,7 +264,36 @@ static inline plain_t plain_halves(plain_t words, int high) {
 #define WORDS_HIGH(words)                                                                                              \
     _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32((int)0xffff0000)))
 #define TILES ON_TILE(12, 1) ON_TILE(8, 1) ON_TILE(4, 2) ON_TILE(2, 4) ON_TILE(1, 4)
+#define W __m512i
+#define MUL _mm512_mul_ps
+#define BYTES(at) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at))))
+#define EIGHTHS(at)                                                                                                    \
+    _mm512_cvtph_ps(_mm256_and_si256(                                                                                  \
+        _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(at))), 7),                            \
+        _mm256_set1_epi16((short)0xbfff)                                                                               \
+    ))
+#define HALF_FLOATS(at) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(at)))
+#define BRAIN_FLOATS(at)                                                                                               \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(at))), 16))
+#define WORDS_AT(at) _mm512_loadu_si512(at)
+#define TABLE_OF(table, from) __m512 table = _mm512_loadu_ps(from)
+#define NIBBLE(words, table) _mm512_permutexvar_ps(words, table)
+#define NEXT(words) _mm512_srli_epi32(words, 4)
+#define PACKED_TILES ON_TILE(12, 1) ON_TILE(4, 2) ON_TILE(1, 4)
+#define FOR_FIXED __attribute__((target("avx512f,avx512bw,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")))
+#define DOT _mm512_dpwssd_epi32
+#define PAIR_AT(from) _mm512_set1_epi32(*(const int32_t *)(from))
+#define EVENS(words) _mm512_and_si512(words, _mm512_set1_epi32(0x00ff00ff))
+#define ODDS(words) _mm512_srli_epi16(words, 8)
+#define NIBBLES(words, j) _mm512_and_si512(_mm512_srli_epi16(words, 4 * (j)), _mm512_set1_epi32(0x000f000f))
+#define PLACES(places, from) __m512i places = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(from)))
+#define PLACED(words, high, places) _mm512_shuffle_epi8(places, _mm512_and_si512(_mm512_srli_epi16(words, 4 * (high)), _mm512_set1_epi8(15)))
+#define SPREAD_WORD _mm512_set1_epi32
+#define WHOLE _mm512_cvtepi32_ps
+#define FIXED_TILES ON_TILE(12, 1) ON_TILE(4, 2) ON_TILE(1, 4)
 #include "tiles.h"
+#include "steps.h"
+#include "fixed.h"
 #include "rows.h"
 #include "recurrent.h"
 #include "keys.h"
@@ -137,11 +307,19 @@ static const isa_t *isa_of(int level) {
     return &isa_plain;
 }
 
+// Whose products of rows in fixed point: all give the same bits, and not every AVX-512 has these instructions.
+static const isa_t *fixed_isa_of(int level) {
+#if defined(__x86_64__)
+    if (level == 2 && !(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"))) return &isa_avx2;
+#endif
+    return isa_of(level);
+}
+
 // The highest level that this processor has: 2 AVX-512, 1 AVX2 with FMA, 0 whatever the compiler made of it.
 int rekindle_level(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
         return __builtin_cpu_supports("avx512f") ? 2 : 1;
 #endif
     return 0;
@@ -293,3 +471,4 @@ void rekindle_heads(
 
 #include "attention.h"
 #include "delta.h"
+#include "packed.h"

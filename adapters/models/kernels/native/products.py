@@ -1,15 +1,19 @@
 """Products by the compiled library, on tensors: packs weights, checks what it is given, multiplies.
 
 An output is one chain of float32 fused multiply-adds over ascending terms, however many rows there are, whatever they
-are, and on however many threads: its bits follow from its row and its weight alone.
+are, and on however many threads: its bits follow from its row and its weight alone. Packed weights have products of
+their own (steps.h, fixed.h), of which the same is true.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
+from adapters.checkpoint.packed import TABLES, PackedMatrix, StepLayout
 from adapters.models.kernels.native.compiled import NativeCode
 
 PANEL = 32  # outputs whose weights lie together
@@ -29,6 +33,54 @@ class NativeWeight:
     @property
     def kind(self) -> tuple[int, int, torch.dtype]:
         return self.outputs, self.terms, self.panels.dtype
+
+
+class PackedForm(ctypes.Structure):
+    """As the library has it (`packed_t` in numbers.h)."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("kind", "scale", "inner", "least", "raised")),
+        *((name, ctypes.c_long) for name in ("group", "per", "record")),
+        ("table", ctypes.c_float * 16),
+        ("places", ctypes.c_uint8 * 16),
+    ]
+
+
+KINDS, SCALES, LEASTS = (
+    {"int8": 0, "e4m3": 2},
+    {"float32": 0, "bfloat16": 1, "float16": 2},
+    {"": 0, "scale": 1, "own": 2},
+)
+FIXED = {"int8": (4, 128), "uint4": (5, 0), "int4": (5, 8), "iq4": (6, 128)}
+"""For rows in fixed point: the kind, and by how much steps are raised, so that none is negative."""
+
+
+@frozen(eq=False)
+class NativePacked:
+    """A weight as it is packed. panels: bytes `[ceil(outputs / 32), spans, record]`. fixed: for rows in fixed point."""
+
+    panels: Tensor
+    layout: StepLayout
+    outputs: int
+    terms: int
+    fixed: bool
+    form: PackedForm = field(init=False)
+
+    @property
+    def kind(self) -> tuple[int, int, StepLayout]:
+        return self.outputs, self.terms, self.layout
+
+    @form.default
+    def _form(self) -> PackedForm:
+        layout = self.layout
+        table = TABLES.get(layout.steps, ())
+        kind, raised = FIXED[layout.steps] if self.fixed else (KINDS.get(layout.steps, 1), 0)
+        return PackedForm(
+            *(kind, SCALES[layout.scale], layout.inner, LEASTS[layout.least], raised),
+            *(layout.group, layout.per, self.panels.shape[2]),
+            (ctypes.c_float * 16)(*table),
+            (ctypes.c_uint8 * 16)(*(place + raised for place in table)),
+        )
 
 
 @frozen(eq=False)
@@ -52,17 +104,77 @@ class NativeProducts:
         self.compiled.code.rekindle_pack(weight.data_ptr(), panels.data_ptr(), outputs, terms, form, threads)
         return NativeWeight(panels, outputs, terms)
 
-    def multiply(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
-        """x `[rows, terms]` -> x @ weight.T `[rows, outputs]`; with `up`, silu(x @ weight.T) * (x @ up.T)."""
+    def pack_steps(self, matrix: PackedMatrix) -> NativePacked:
+        """Rearranged, and nothing unpacked: for rows in fixed point where results are bfloat16, as rows are there, too.
+
+        Raises ValueError for a layout that products do not go through.
+        """
+        outputs, terms = matrix.shape
+        if not outputs or not terms or not matrix.layout.fits(terms):
+            raise ValueError(f"a packed weight of {outputs} x {terms} in {matrix.layout}; accepted: whole groups")
+        layout, fixed = matrix.layout, self.to == torch.bfloat16 and matrix.layout.steps in FIXED
+        panels, spans = -(-outputs // PANEL), terms // layout.span
+        room = torch.empty(panels, spans, round(PANEL * layout.span * layout.bits / 8), dtype=torch.uint8)
+        found = NativePacked(room, layout, outputs, terms, fixed)
+        parts = [None if one is None else one.contiguous() for one in matrix.tensors]
+        self.compiled.code.rekindle_pack_steps(
+            *(None if one is None else one.data_ptr() for one in parts),
+            ctypes.byref(found.form),
+            outputs,
+            spans,
+            room.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return found
+
+    def multiply_packed(
+        self, x: Tensor, weight: NativePacked, up: NativePacked | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """As `multiply`. out: where the outputs go, columns of a wider tensor."""
+        x = self._rows(x, weight, up)
+        if weight.fixed and x.dtype != torch.bfloat16:
+            raise TypeError(f"rows of {x.dtype} with a weight for those of bfloat16 in fixed point")
+        if out is None:
+            out = self._room(x, weight)
+        elif out.shape != (len(x), weight.outputs) or out.stride(1) != 1 or out.dtype not in FORMS:
+            raise ValueError(f"outputs of {len(x)} x {weight.outputs} into {out.dtype} {list(out.shape)}")
+        failed = self.compiled.code.rekindle_packed_product(
+            x.data_ptr(),
+            FORMS[x.dtype],
+            len(x),
+            x.stride(0),
+            weight.panels.data_ptr(),
+            None if up is None else up.panels.data_ptr(),
+            ctypes.byref(weight.form),
+            weight.outputs,
+            weight.panels.shape[1],
+            out.data_ptr(),
+            out.stride(0),
+            FORMS[out.dtype],
+            torch.get_num_threads(),
+            self.level,
+        )
+        if failed:
+            raise MemoryError(f"no memory for a product of {len(x)} rows of {weight.terms}")
+        return out
+
+    def _rows(self, x: Tensor, weight: NativeWeight | NativePacked, up: NativeWeight | NativePacked | None) -> Tensor:
+        """x as the library reads it. Raises ValueError for what does not fit together."""
         _check(x, "rows")
-        rows, terms = x.shape
+        terms = x.shape[1]
         if terms != weight.terms:
             raise ValueError(f"rows of {terms} numbers with a weight of {weight.outputs} x {weight.terms}")
         if up is not None and up.kind != weight.kind:
             raise ValueError(f"a gate of {weight.kind}, and what it gates of {up.kind}: they must be alike")
-        if x.stride(1) != 1 or x.stride(0) < terms:
-            x = x.contiguous()
-        out = torch.empty(rows, weight.outputs, dtype=self.to or torch.float32)
+        return x.contiguous() if x.stride(1) != 1 or x.stride(0) < terms else x
+
+    def _room(self, x: Tensor, weight: NativeWeight | NativePacked) -> Tensor:
+        return torch.empty(len(x), weight.outputs, dtype=self.to or torch.float32)
+
+    def multiply(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
+        """x `[rows, terms]` -> x @ weight.T `[rows, outputs]`; with `up`, silu(x @ weight.T) * (x @ up.T)."""
+        x = self._rows(x, weight, up)
+        (rows, terms), out = x.shape, self._room(x, weight)
         failed = self.compiled.code.rekindle_product(
             x.data_ptr(),
             FORMS[x.dtype],

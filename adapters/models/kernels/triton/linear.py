@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _silu_times(gate, up, dtype: tl.constexpr):
+def silu_times(gate, up, dtype: tl.constexpr):
     """silu(gate) * up with each intermediate rounded to `dtype`, as an unfused implementation rounds it."""
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
@@ -31,6 +31,7 @@ def linear_narrow(
     rows,
     columns,
     depth,
+    stride,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -41,7 +42,8 @@ def linear_narrow(
 ):
     """out[rows, columns] = x @ w.T for few rows: bound by reading w once, so the weights are the tall operand.
 
-    One program owns BLOCK_N weight rows over the whole depth; all programs stream their weights at the same time.
+    stride: from one row of out to the next. One program owns BLOCK_N weight rows over the whole depth; all programs
+    stream their weights at the same time.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     n0 = tl.program_id(0) * BLOCK_N
@@ -60,12 +62,12 @@ def linear_narrow(
         gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         width = columns // 2
-        out = _silu_times(gate, up, dtype)
+        out = silu_times(gate, up, dtype)
     else:
         n = n0 + tl.arange(0, BLOCK_N)
         width = columns
         out = acc.to(dtype)
-    at = m.to(tl.int64)[None, :] * width + n[:, None]
+    at = m.to(tl.int64)[None, :] * stride + n[:, None]
     tl.store(out_ptr + at, out, mask=(m < rows)[None, :] & (n < width)[:, None])
 
 
@@ -77,6 +79,7 @@ def linear_wide(
     rows,
     columns,
     depth,
+    stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -109,10 +112,10 @@ def linear_wide(
         gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         width = columns // 2
-        out = _silu_times(gate, up, dtype)
+        out = silu_times(gate, up, dtype)
     else:
         n = n0 + tl.arange(0, BLOCK_N)
         width = columns
         out = acc.to(dtype)
-    at = m.to(tl.int64)[:, None] * width + n[None, :]
+    at = m.to(tl.int64)[:, None] * stride + n[None, :]
     tl.store(out_ptr + at, out, mask=(m < rows)[:, None] & (n < width)[None, :])

@@ -1,0 +1,233 @@
+"""Experts in Triton: each row's choice, the tiles that follow from it, the products of all of them, and their sum.
+
+Nothing here waits for the host: how many rows an expert has is known on the device only, so grids are as large as they
+can ever have to be, and programs without work return. A row and one of its experts are a pair, `row * ACTIVE + rank`,
+and what is made of a pair is left at its number, wherever it was computed.
+
+Products are the chains of `linear`: k rises from 0 in steps of 16 and no tile cuts it, so neither the number of an
+expert's rows nor their neighbours can change an element's bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from adapters.models.kernels.triton.linear import silu_times
+
+# Below every key of a choice.
+TAKEN = tl.constexpr(-(1 << 62))
+
+
+@triton.jit
+def choose(
+    logits_ptr,
+    positions_ptr,
+    chosen_ptr,
+    weights_ptr,
+    COUNT: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMED: tl.constexpr,
+    SHARED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program, one row: its ACTIVE experts and their weights, the most wanted first; of equals the lower number.
+
+    chosen int32 `[R, ACTIVE]`, COUNT in padded rows, so that they are nobody's. weights float32 `[R, RANKS]`; behind
+    those of the experts stands, if SHARED, what the shared one is multiplied with. EXPERTS: COUNT, in a power of two.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EXPERTS)
+    rank = tl.arange(0, RANKS)
+    real = tl.load(positions_ptr + row) >= 0
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    routed: tl.constexpr = COUNT + (1 if SHARED else 0)
+    logits = tl.load(logits_ptr + row * routed + e, e < COUNT, float("-inf")).to(tl.float32)
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
+    keys = tl.where(e < COUNT, keys, TAKEN)
+    peak = tl.max(logits, 0)
+    total = tl.sum(tl.exp(logits - peak), 0)
+    chosen = tl.zeros((RANKS,), tl.int32)
+    weights = tl.zeros((RANKS,), tl.float32)
+    added = 0.0
+    for r in tl.static_range(ACTIVE):
+        best = tl.max(keys, 0)
+        keys = tl.where(keys == best, TAKEN, keys)
+        number = (-best) & 0xFFFF
+        ordered = ((best + number) >> 16).to(tl.int32)
+        logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        weight = tl.exp(logit - peak) / total
+        added = added + weight
+        chosen = tl.where(rank == r, number.to(tl.int32), chosen)
+        weights = tl.where(rank == r, weight, weights)
+    if NORMED:
+        weights = weights / added
+    if SHARED:
+        gate = tl.load(logits_ptr + row * routed + COUNT).to(tl.float32)
+        weights = tl.where(rank == ACTIVE, 1.0 / (1.0 + tl.exp(-gate)), weights)
+    tl.store(chosen_ptr + row * ACTIVE + rank, tl.where(real, chosen, COUNT), rank < ACTIVE)
+    tl.store(weights_ptr + row * RANKS + rank, weights)
+
+
+@triton.jit(do_not_specialize=["count"])
+def deal(
+    chosen_ptr,
+    places_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    total_ptr,
+    count,
+    COUNT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PLACED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program, one expert: its pairs, in order behind those of lower experts, and the tiles of TILE of them.
+
+    pairs int32 `[count]`. tiles int32 `[n, 4]`: where the expert's weights are, the first of its pairs there and how
+    many; total: of the tiles. Every program counts everybody's pairs, so that none waits for another. PLACED: weights
+    are where `places`, int32 `[COUNT]`, says, and experts at -1 have no tiles; else each is at its own number.
+    """
+    expert = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    i = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for at in range(0, count, BLOCK):
+        who = tl.load(chosen_ptr + at + i, at + i < count, COUNT)
+        counts += tl.histogram(who, EXPERTS, mask=who < COUNT)
+    place = expert
+    if PLACED:
+        place = tl.load(places_ptr + expert)
+        counts = tl.where(tl.load(places_ptr + e, e < COUNT, -1) >= 0, counts, 0)
+    heights = tl.cdiv(counts, TILE)
+    own = tl.sum(tl.where(e == expert, counts, 0), 0)
+    first = tl.sum(tl.where(e < expert, counts, 0), 0)
+    tile = tl.sum(tl.where(e < expert, heights, 0), 0)
+    if expert == 0:
+        tl.store(total_ptr, tl.sum(heights, 0))
+    if own > 0:
+        for at in range(0, own, TILE):
+            to = tiles_ptr + (tile + at // TILE) * 4
+            tl.store(to, place)
+            tl.store(to + 1, first + at)
+            tl.store(to + 2, tl.minimum(own - at, TILE))
+        to = first
+        for at in range(0, count, BLOCK):
+            who = tl.load(chosen_ptr + at + i, at + i < count, COUNT)
+            mine = (who == expert).to(tl.int32)
+            tl.store(pairs_ptr + to + tl.cumsum(mine, 0) - 1, at + i, mine > 0)
+            to += tl.sum(mine, 0)
+
+
+@triton.jit
+def grouped(
+    x_ptr,
+    w_desc,
+    out_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    total_ptr,
+    columns,
+    depth,
+    SHARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    TALL: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[pair] = x[pair // SHARE] @ w[place].T, for the tiles that `deal` left; w `[places, columns, depth]`.
+
+    A program has one tile of pairs and BLOCK_N columns. TALL: there are few pairs, and the weights are the tall
+    operand. What is past the tile's pairs is computed with some row and left nowhere.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    across = tl.cdiv(columns, BLOCK_N)
+    tile = tl.program_id(0) // across
+    n0 = tl.program_id(0) % across * BLOCK_N
+    if PDL:
+        gdc_wait()
+    if tile < tl.load(total_ptr):
+        place = tl.load(tiles_ptr + tile * 4)
+        first = tl.load(tiles_ptr + tile * 4 + 1)
+        count = tl.load(tiles_ptr + tile * 4 + 2)
+        m = tl.arange(0, BLOCK_M)
+        k = tl.arange(0, BLOCK_K)
+        pair = tl.load(pairs_ptr + first + m, m < count, 0)
+        x_at = x_ptr + (pair // SHARE).to(tl.int64)[:, None] * depth + k[None, :]
+        acc = tl.zeros((BLOCK_N, BLOCK_M) if TALL else (BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+            w = w_desc.load([place, n0, k0]).reshape(BLOCK_N, BLOCK_K)
+            x = tl.load(x_at + k0, (k0 + k < depth)[None, :], 0.0)
+            if TALL:
+                acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
+        if GATED:
+            width = columns // 2
+            n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
+            if TALL:
+                gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
+            else:
+                gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))
+            out = silu_times(gate, up, dtype)
+        else:
+            width = columns
+            n = n0 + tl.arange(0, BLOCK_N)
+            out = acc.to(dtype)
+        to = pair.to(tl.int64) * width
+        if TALL:
+            tl.store(out_ptr + to[None, :] + n[:, None], out, (m < count)[None, :] & (n < width)[:, None])
+        else:
+            tl.store(out_ptr + to[:, None] + n[None, :], out, (m < count)[:, None] & (n < width)[None, :])
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def add_up(
+    made_ptr,
+    weights_ptr,
+    shared_ptr,
+    positions_ptr,
+    out_ptr,
+    width,
+    ACTIVE: tl.constexpr,
+    RANKS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[row] = what its experts made of it, weighted: one after the other, the most wanted first, the shared one
+    last. A padded row becomes zeros.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < width
+    real = tl.load(positions_ptr + row) >= 0
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros((BLOCK,), tl.float32)
+    if real:
+        for r in tl.static_range(ACTIVE):
+            made = tl.load(made_ptr + (row * ACTIVE + r) * width + d, inside, 0.0).to(tl.float32)
+            total = total + made * tl.load(weights_ptr + row * RANKS + r)
+        if SHARED:
+            own = tl.load(shared_ptr + row * width + d, inside, 0.0).to(tl.float32)
+            total = total + own * tl.load(weights_ptr + row * RANKS + ACTIVE)
+    tl.store(out_ptr + row * width + d, total.to(out_ptr.dtype.element_ty), inside)

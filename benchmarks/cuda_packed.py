@@ -1,0 +1,123 @@
+"""An 8B-shaped model of packed random weights on CUDA: decoding against the limit of its bytes, prefill against bf16.
+
+    python -m benchmarks.cuda_packed [--json FILE] [--layers 36] [--chunk 1024] [--formats q4_k awq fp8 q8_0]
+
+As `benchmarks.cuda_model` has it, of weights in bf16 first and then in each format: of Q4_K with a head in Q6_K, as
+files have it; of AWQ and FP8 with a head in bf16, as folders have it. A token's bytes are all weights but the
+embedding, with their scales, and keys and values; the limit is those over the best bandwidth of the run. `exact`: rows
+are the same bits at every bucket. Prefill: 8,192 tokens in chunks, the best of three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.checkpoint.packed import StepLayout
+from adapters.models.dense import DenseShard
+from adapters.models.kernels.triton_cuda import TritonKernels
+from adapters.models.qwen3 import Qwen3Config
+from adapters.models.shard import BUCKETS
+from adapters.models.synthetic import RandomWeights
+from benchmarks.cuda_model import (
+    DEVICE,
+    DTYPE,
+    VOCABULARY,
+    bandwidth,
+    buckets_are_exact,
+    config_8b,
+    decode,
+    prefill,
+    seconds,
+    wide_steps,
+)
+from benchmarks.report import table
+
+HEAD = "lm_head.weight"
+LAYERS: Mapping[str, StepLayout] = {
+    "q4_k": StepLayout("uint4", 32, per=8, inner=True, least="own"),
+    "q8_0": StepLayout("int8", 32),
+    "awq": StepLayout("uint4", 128, least="scale"),
+    "fp8": StepLayout("e4m3", 128, scale="float32"),
+}
+HEADS: Mapping[str, StepLayout] = {"q4_k": StepLayout("int8", 16, per=16, inner=True), "q8_0": LAYERS["q8_0"]}
+CONTEXT = 2048
+LONG = 8192
+
+
+def laid_out(config: Qwen3Config, name: str) -> dict[str, StepLayout]:
+    if name not in LAYERS:
+        return {}
+    found = {one: LAYERS[name] for one in config.tensors() if one.endswith("_proj.weight")}
+    return found | ({HEAD: HEADS[name]} if name in HEADS else {})
+
+
+def measured(name: str, args: argparse.Namespace, speed: float) -> dict[str, Any]:
+    buckets = (*(bucket for bucket in BUCKETS if bucket < args.chunk), args.chunk)
+    config = config_8b(args.layers, LONG + 1024)
+    weights = RandomWeights(config, 0, DEVICE, DTYPE, layouts=laid_out(config, name))
+    how: dict[str, Any] = {"slots": 1, "capacity": config.max_positions, "buckets": buckets}
+    shard = DenseShard(config, weights, TritonKernels(DEVICE), device=DEVICE, dtype=DTYPE, **how)
+    tokens = torch.randint(0, VOCABULARY, (LONG,), device=DEVICE)
+    for _ in range(2):
+        prefill(shard, tokens[: 2 * args.chunk], args.chunk)
+    long = min(seconds(partial(prefill, shard, tokens, args.chunk)) for _ in range(3))
+    embedding = config.vocab_size * config.hidden_size * DTYPE.itemsize
+    size = shard.memory()["weights"] - embedding + CONTEXT * config.kv_bytes_per_token(DTYPE)
+    each = min(decode(shard, CONTEXT, 60, fetch=True) for _ in range(3))
+    queued = min(decode(shard, CONTEXT, 60, fetch=False) for _ in range(3))
+    found = {
+        "bytes": size,
+        "decode": each,
+        "queued": queued,
+        "share": size / speed / each,
+        "prefill": long,
+        "wide": wide_steps(shard, CONTEXT, (16, 32, 64, 128, 256)),
+        "exact": buckets_are_exact(shard, buckets),
+    }
+    shard.close()
+    return found
+
+
+def shown(name: str, found: Mapping[str, Any], plain: float) -> dict[str, Any]:
+    """plain: seconds of a prefill in bf16."""
+    return {
+        "weights": name,
+        "GB a token": found["bytes"] / 1e9,
+        "ms a token": found["decode"] * 1e3,
+        "of the limit": found["share"],
+        "prefill s": found["prefill"],
+        "of bf16's speed": plain / found["prefill"],
+        "exact": found["exact"],
+        **{f"ms, {bucket} rows": took * 1e3 for bucket, took in found["wide"].items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--formats", nargs="+", choices=LAYERS, default=[*LAYERS])
+    args = parser.parse_args()
+    speeds, found = bandwidth(), dict[str, dict[str, Any]]()
+    for name in ("bf16", *args.formats):
+        gc.collect()
+        torch.cuda.empty_cache()
+        found[name] = measured(name, args, max(speeds.values()))
+    plain = found["bf16"]["prefill"]
+    title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {max(speeds.values()) / 1e12:.2f} TB/s"
+    table(title, [shown(name, one, plain) for name, one in found.items()])
+    if args.json:
+        args.json.write_text(json.dumps({"bandwidth": speeds} | found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

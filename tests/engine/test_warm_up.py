@@ -1,0 +1,54 @@
+"""What a start makes before anybody waits for it: kernels, for the probe and for what serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from adapters import demo
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.probe import buckets_of
+from adapters.models.shard import BUCKETS, Segment, Step
+from engine.fit import Fit
+from engine.machine import Placement, build_kernels
+from engine.warm_up import compile_kernels
+
+CHUNK, FIT = 1024, Fit(5, 2048, pages=12)
+
+
+def compiled(device: torch.device) -> Sequence[str]:
+    """What was heard."""
+    checkpoint, heard = Checkpoint.open(demo.FOLDER), list[str]()
+    plan = (Placement(range(checkpoint.config.num_layers), device),)
+    dtype = torch.bfloat16
+    compile_kernels(checkpoint, plan, dtype, rows=dtype, fit=FIT, chunk=CHUNK, step=lambda step, *_: heard.append(step))
+    return heard
+
+
+def test_a_cpu_has_nothing_to_compile() -> None:
+    assert not compiled(torch.device("cpu"))
+
+
+@pytest.mark.cuda
+def test_steps_of_every_bucket_find_their_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from triton import knobs  # noqa: PLC0415 - needs Triton, so a GPU build
+
+    device = torch.device("cuda", 0)
+    assert compiled(device) == ["compiling kernels"]
+    late = list[str]()
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: late.append(about["repr"]))
+    checkpoint, buckets = Checkpoint.open(demo.FOLDER), buckets_of(BUCKETS, CHUNK)
+    how: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "buckets": buckets}
+    how |= {"slots": FIT.slots, "capacity": FIT.context, "pages": FIT.pages}
+    kernels = build_kernels(device, torch.bfloat16)
+    shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
+    with torch.inference_mode():
+        for bucket in buckets:
+            shard.forward(Step((Segment(0, 0, 1),), bucket), torch.zeros(1, dtype=torch.int64))
+    shard.close()
+    assert late == []

@@ -1,0 +1,118 @@
+"""A layer of experts on CUDA: right against the plain form, and a row's bits its own in any company, wherever the
+experts lie.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from adapters.models.host_experts import HostExperts
+from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, choose
+from adapters.models.shard import Segment, Step
+from tests.models.checkpoints import same_bits
+
+triton_cuda = pytest.importorskip(
+    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+)
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
+
+DEVICE = torch.device("cuda")
+ROWS = 700
+SHAPES = {
+    "a shared one": (ExpertsShape(24, 4, 256, normed=True, shared=128), 512),
+    "odd sizes": (ExpertsShape(11, 3, 72, normed=False), 104),
+    "all for every row": (ExpertsShape(5, 5, 64, normed=True), 128),
+}
+
+
+class Layer:
+    """A feed-forward of experts, all of them on the device, and rows for it."""
+
+    def __init__(self, shape: ExpertsShape, hidden: int, dtype: torch.dtype) -> None:
+        self.kernels, self.shape = triton_cuda.TritonKernels(DEVICE), shape
+        self.generator = torch.Generator(DEVICE).manual_seed(3)
+        self.x = torch.randn(ROWS, hidden, generator=self.generator, device=DEVICE).to(dtype)
+        self.each = tuple(self._gated(shape.inner) for _ in range(shape.count))
+        router = self.kernels.pack(self._weight(shape.routed, hidden))
+        shared = self._gated(shape.shared) if shape.shared else None
+        self.experts = Experts(shape, router, self.kernels.stacked(iter(self.each), shape.count), shared)
+
+    def _weight(self, outputs: int, inputs: int) -> Tensor:
+        drawn = torch.randn(outputs, inputs, generator=self.generator, device=DEVICE)
+        return (drawn * inputs**-0.5).to(self.x.dtype)
+
+    def _gated(self, inner: int) -> GatedWeights:
+        hidden = self.x.shape[1]
+        packed = self.kernels.pack_gated(self._weight(2 * inner, hidden))
+        return GatedWeights(packed, self.kernels.pack(self._weight(hidden, inner)))
+
+    def fed(self, x: Tensor, bucket: int, experts: Experts | None = None) -> Tensor:
+        padded = torch.nn.functional.pad(x, (0, 0, 0, bucket - len(x)), value=0.5)
+        made = self.kernels.experts(padded, experts or self.experts, batch_of(bucket, len(x)))
+        assert not made[len(x) :].any(), "padded rows go through no expert"
+        return made[: len(x)].clone()
+
+
+def batch_of(bucket: int, rows: int) -> Batch:
+    batch = Batch(bucket, DEVICE)
+    batch.load(Step((Segment(0, 0, rows),), bucket), None)
+    return batch
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize(("shape", "hidden"), SHAPES.values(), ids=SHAPES)
+def test_a_row_has_the_same_bits_in_any_company(shape, hidden, dtype):
+    layer = Layer(shape, hidden, dtype)
+    whole = layer.fed(layer.x, 1024)
+    for bucket, at, count in ((4, 9, 1), (8, 100, 5), (16, 50, 13), (64, 0, 33), (128, 3, 128), (512, 200, 300)):
+        assert same_bits(layer.fed(layer.x[at : at + count], bucket), whole[at : at + count]), (bucket, at, count)
+    one = layer.x[9:10]
+    for others in (one.expand(60, -1), torch.full_like(layer.x[:60], torch.nan), torch.zeros_like(layer.x[:60])):
+        assert same_bits(layer.fed(torch.cat((others[:31], one, others[31:])), 64)[31], whole[9])
+
+
+@pytest.mark.parametrize(("shape", "hidden"), SHAPES.values(), ids=SHAPES)
+def test_it_is_what_experts_make_one_by_one(shape, hidden, dtype):
+    layer = Layer(shape, hidden, dtype)
+    plain = evolve(layer.experts, each=layer.each)
+    expected = layer.fed(layer.x, ROWS, plain).float()
+    found = layer.fed(layer.x, 1024).float()
+    assert (found - expected).abs().max() <= max(2 * torch.finfo(dtype).eps, 2e-6) * expected.abs().max()
+
+
+@pytest.mark.parametrize("count", [11, 128])
+def test_rows_choose_as_they_do_on_a_cpu(count):
+    shape = ExpertsShape(count, 8, 8, normed=True, shared=1)
+    logits = torch.randn(64, count + 1, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    logits[3, :9], logits[4, ::2], logits[4, 1::2], logits[5] = 2.0, 0.0, -0.0, torch.nan
+    chosen, weights = choose(logits[:, :count].contiguous(), shape)
+    kernels, batch = triton_cuda.TritonKernels(DEVICE), batch_of(64, 60)
+    found, shares = kernels.grouped.choose(logits.to(DEVICE), shape, batch.positions)
+    assert torch.equal(found[:60].cpu().long(), chosen[:60])
+    assert (found[60:] == count).all(), "padded rows choose nobody"
+    torch.testing.assert_close(shares[:60, :8].cpu(), weights[:60], equal_nan=True)
+    torch.testing.assert_close(shares[:60, 8].cpu(), logits[:60, count].sigmoid(), equal_nan=True)
+
+
+@pytest.mark.parametrize("room", [1, 5, 12, 40])
+def test_wherever_experts_lie_the_rows_are_the_same(room):
+    """From one on its way at a time and no places to places for all of them."""
+    shape, hidden = SHAPES["a shared one"]
+    layer = Layer(shape, hidden, torch.bfloat16)
+    hosted = HostExperts(DEVICE, shape.count, room * 3 * shape.inner * hidden * 2)
+    away = evolve(layer.experts, each=hosted.layer(iter(layer.each)))
+    for places in (0, hosted.places):
+        hosted.place((place, shape.count - 1 - place) for place in range(places))
+        for bucket, count in ((4, 1), (16, 16), (1024, ROWS)):
+            expected = layer.fed(layer.x[:count], bucket)
+            assert same_bits(layer.fed(layer.x[:count], bucket, away), expected)
+    assert hosted.shown()["brought"] > 0

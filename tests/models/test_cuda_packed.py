@@ -1,0 +1,196 @@
+"""Packed weights on CUDA: the bits of products with what they stand for, however many rows there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from adapters.checkpoint.packed import PackedMatrix, Stack, StepLayout
+from adapters.models.dense import DenseShard
+from adapters.models.parking import size_of
+from adapters.models.probe import probe
+from adapters.models.qwen3 import FAMILY, Qwen3Config
+from adapters.models.shard import Segment, Step
+from adapters.models.synthetic import RandomWeights, random_matrix
+
+triton_cuda = pytest.importorskip(
+    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+)
+triton_packed = pytest.importorskip("adapters.models.kernels.triton_packed")
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
+
+DEVICE = torch.device("cuda")
+Q4_K = StepLayout("uint4", 32, per=8, inner=True, least="own")
+Q6_K = StepLayout("int8", 16, per=16, inner=True)
+SHORT = StepLayout("e4m3", 32, scale="float32")  # which no kernel is for
+LAYOUTS = (
+    Q4_K,
+    Q6_K,
+    StepLayout("int8", 32, per=8, inner=True, least="own"),
+    StepLayout("int8", 32),
+    StepLayout("int4", 32),
+    StepLayout("iq4", 32),
+    StepLayout("iq4", 32, per=8, inner=True),
+    StepLayout("int4", 64, scale="bfloat16"),
+    StepLayout("uint4", 16, least="scale"),
+    StepLayout("uint4", 128, least="scale"),
+    StepLayout("int8", 64, scale="bfloat16", least="scale"),
+    StepLayout("int8", 128, scale="float32"),
+    StepLayout("e4m3", 128, scale="float32"),
+    StepLayout("e4m3", 64, scale="bfloat16"),
+)
+ROWS = (1, 2, 7, 16, 33, 128, 129, 256, 2048)
+
+
+@pytest.fixture
+def kernels() -> Any:
+    made = triton_cuda.TritonKernels(DEVICE)
+    made.graphs.enabled = False
+    return made
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def inputs(count: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(count, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(dtype)
+
+
+def stack_of(*parts: PackedMatrix | Tensor, dtype: torch.dtype = torch.bfloat16) -> Stack:
+    return Stack(parts, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_packed_product_has_the_bits_of_the_unpacked_one_at_every_row_count(kernels, layout, dtype):
+    columns = 1280 if layout.span > 64 else 832  # the last: no whole number of a lane's words
+    matrices = [random_matrix((72, columns), layout, name) for name in ("gate", "up")]
+    one = kernels.pack(stack_of(matrices[0], dtype=dtype))
+    both = kernels.pack_gated(stack_of(*matrices, dtype=dtype))
+    assert isinstance(one, triton_packed.CudaStack)
+    assert isinstance(both, triton_packed.CudaStack)
+    plain = [matrix.unpacked(dtype).to(DEVICE) for matrix in matrices]
+    x = inputs(max(ROWS), columns, dtype)
+    expected = kernels.linear(x, kernels.pack(plain[0]))
+    gated = kernels.gated(x, kernels.pack_gated(torch.cat(plain)))
+    for count in ROWS:
+        for first in {0, min(37, max(ROWS) - count)}:
+            rows = slice(first, first + count)
+            assert same_bits(kernels.linear(x[rows].contiguous(), one), expected[rows])
+            assert same_bits(kernels.gated(x[rows].contiguous(), both), gated[rows])
+    assert size_of(one) < 1.1 * layout.bits / 8 * 72 * columns + 72 * 64
+
+
+def test_parts_that_are_packed_otherwise_or_not_at_all_stand_one_below_the_other(kernels):
+    plain = inputs(40, 512)
+    parts = (random_matrix((64, 512), Q4_K, "q"), random_matrix((24, 512), Q4_K, "k"))
+    parts = (*parts, plain, random_matrix((24, 512), SHORT, "v"), random_matrix((30, 512), Q6_K, "g"))
+    stack, x = stack_of(*parts), inputs(300, 512)
+    weight = kernels.pack(stack)
+    assert [type(part).__name__ for part in weight.parts] == ["CudaSteps", "CudaWeight", "CudaWeight", "CudaSteps"]
+    expected = kernels.linear(x, kernels.pack(stack.unpacked()))
+    for count in (1, 64, 300):
+        assert same_bits(kernels.linear(x[:count].contiguous(), weight), expected[:count])
+
+
+def test_what_has_no_kernel_is_unpacked(kernels):
+    matrix = random_matrix((64, 256), Q4_K, "q")
+    assert isinstance(kernels.pack(stack_of(matrix, dtype=torch.float32)), triton_cuda.CudaWeight)
+    assert isinstance(kernels.pack(stack_of(random_matrix((64, 256), SHORT, "q"))), triton_cuda.CudaWeight)
+    other = random_matrix((64, 256), Q6_K, "q")
+    assert isinstance(kernels.pack_gated(stack_of(matrix, other)), triton_cuda.CudaWeight)
+    eight = random_matrix((64, 256), LAYOUTS[-2], "q")
+    assert isinstance(kernels.pack(stack_of(eight)), triton_packed.CudaStack)
+    large = evolve(eight, scale=eight.scale + 1e6)
+    assert isinstance(kernels.pack(stack_of(large)), triton_cuda.CudaWeight)
+
+
+def test_many_rows_go_through_a_large_weight_piece_by_piece(kernels):
+    matrix = random_matrix((40_040, 2048), Q4_K, "head", DEVICE)
+    assert triton_packed.SCRATCH_BYTES < 40_040 * 2048 * 2
+    one, two = kernels.pack(stack_of(matrix)), kernels.pack_gated(stack_of(matrix, matrix))
+    plain, x = matrix.unpacked(torch.bfloat16), inputs(300, 2048)
+    assert same_bits(kernels.linear(x, one), kernels.linear(x, kernels.pack(plain)))
+    assert same_bits(kernels.gated(x, two), kernels.gated(x, kernels.pack_gated(torch.cat((plain, plain)))))
+
+
+CONFIG = Qwen3Config(4096, 512, 1280, 3, 8, 2, 64, 2048, 1e6, tie_word_embeddings=True)
+BUCKETS = (4, 16, 64, 512)
+LENGTH = 400
+
+
+def mixed(config: Qwen3Config) -> dict[str, StepLayout]:
+    """As files mix them: of some layers some matrices have more bits; the head is the embedding's."""
+    found = {name: Q4_K for name, shape in config.tensors().items() if len(shape) == 2}
+    found |= {name: Q6_K for name in found if "v_proj" in name and ".1." not in name}
+    return found | {"model.embed_tokens.weight": Q6_K, "model.layers.2.mlp.down_proj.weight": SHORT}
+
+
+class Unpacked:
+    """The same numbers, of weights that are not packed."""
+
+    def __init__(self, weights: RandomWeights) -> None:
+        self.weights = weights
+
+    def read(self, name: str) -> Tensor:
+        packed = self.weights.layout(name) is not None and "embed" not in name
+        return self.weights.packed(name).unpacked(torch.bfloat16) if packed else self.weights.read(name)
+
+
+def shard_of(weights: Any) -> DenseShard:
+    kernels = triton_cuda.TritonKernels(DEVICE)
+    how: dict[str, Any] = {"slots": 2, "capacity": 1024, "buckets": BUCKETS}
+    return DenseShard(CONFIG, weights, kernels, device=DEVICE, dtype=torch.bfloat16, **how)
+
+
+def in_pieces(shard: DenseShard, tokens: Tensor, bucket: int, count: int, *, slot: int = 0) -> tuple[Tensor, Tensor]:
+    """Hidden rows, computed so many at a time, and the logits of the last of them."""
+    found, logits = list[Tensor](), torch.empty(0)
+    for at in range(0, len(tokens), count):
+        part = tokens[at : at + count]
+        step = Step((Segment(slot, at, len(part)),), bucket)
+        hidden = shard.forward(step, part).hidden
+        found.append(hidden[: len(part)].clone())
+        if bucket <= 64:
+            logits = shard.logits(step, hidden)[len(part) - 1].clone()
+    return torch.cat(found), logits
+
+
+def test_a_shard_of_packed_weights_has_the_bits_of_the_unpacked_one_however_rows_were_computed():
+    weights = RandomWeights(CONFIG, 1, DEVICE, torch.bfloat16, layouts=mixed(CONFIG))
+    weights = evolve(weights, layouts={name: one for name, one in weights.layouts.items() if "embed" not in name})
+    ours, theirs = shard_of(weights), shard_of(Unpacked(weights))
+    tokens = torch.randint(0, CONFIG.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(2))
+    whole, _ = in_pieces(theirs, tokens, 512, LENGTH)
+    _, last = in_pieces(theirs, tokens, 16, 16)
+    for bucket, count in ((512, LENGTH), (512, 333), (64, 64), (64, 37), (16, 16)):
+        hidden, logits = in_pieces(ours, tokens, bucket, count)
+        assert same_bits(hidden, whole)
+        assert bucket > 64 or same_bits(logits, last)
+    assert ours.memory()["weights"] < 0.6 * theirs.memory()["weights"]
+    ours.close()
+    theirs.close()
+
+
+def test_the_probe_finds_that_packed_layers_keep_their_bits_and_tells_them_from_others():
+    how: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16, "chunk": 512, "capacity": 1024}
+    kernels = triton_cuda.TritonKernels(DEVICE)
+    packed = probe(FAMILY, CONFIG, kernels, **how, layouts=mixed(CONFIG))
+    assert packed.mode == "buckets"
+    assert packed.failures == ()
+    plain = probe(FAMILY, CONFIG, kernels, **how)
+    assert packed.spans == 2 * plain.spans  # with values in 4 bits, and in 8
+    assert packed.numerics_class != plain.numerics_class
+
+
+def test_a_head_that_the_embedding_packs_is_multiplied_as_it_is_packed():
+    weights = RandomWeights(CONFIG, 1, DEVICE, torch.bfloat16, layouts={"model.embed_tokens.weight": Q6_K})
+    shard = shard_of(weights)
+    assert isinstance(shard.output.packed, triton_packed.CudaStack)
+    shard.close()
