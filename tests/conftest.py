@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,10 @@ import engine  # noqa: F401 - before torch: how its threads wait
 # same cores take longer than one each. Tests of what threads do to numbers say how many they want.
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
+# What is imported is compiled once, and not by each process that a test starts, whatever an image's environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 MARGIN_S = 10  # by which a test that waits is cancelled before its time limit
 

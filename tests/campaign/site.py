@@ -24,7 +24,8 @@ from adapters.store.names import QUARANTINE
 from tests.campaign.case import UNCOUNTED, Case, Hang, Leak, quiet, resident
 from tests.campaign.damage import harm
 from tests.campaign.hostile import spoilt, spoilt_bytes, text_of
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 
 DEADLINE_S = 45.0  # for an answer; a head must come within 10 s, the next part of a body within 30 s
 SETTLING_S = 30.0  # until everything is given back

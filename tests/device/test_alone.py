@@ -141,7 +141,7 @@ async def test_it_goes_on_no_further_than_the_step_it_is_at(driver, how):
     held = threading.Event()
     lane = driver.executor._lane  # noqa: SLF001
     lane.post(held.wait, print)  # so that what follows is there before the first step begins
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(went, driver, *clients, steps=STEPS))
             await anyio.wait_all_tasks_blocked()

@@ -69,7 +69,7 @@ async def test_submitted_work_tells_on_the_event_loop_what_it_returned_or_raised
     lane.submit(lambda: 3, done)
     lane.submit(lambda: {}["nothing"], done)
     assert told == []
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         await all_told.wait()
     assert told == [(3, type(None), threading.get_ident()), (None, KeyError, threading.get_ident())]
 
@@ -145,7 +145,7 @@ async def test_the_lane_keeps_nothing_of_finished_work_alive(lane):
 
     assert await lane.run(work)
     del big, work
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while gone() is not None:  # noqa: ASYNC110 - the lane lets go a moment after it has told us
             await anyio.sleep(0.001)
 

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Protocol
 
 import httpx
 from attrs import define, field
@@ -21,9 +22,32 @@ from tests.importing import importing
 READY = re.compile(r"ready  (http://\S+)  ")
 
 
+class StartedProcess(Protocol):
+    """What tests use of `Popen`."""
+
+    pid: int
+    returncode: int | None
+    stdout: IO[str] | None
+    stderr: IO[str] | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Start(Protocol):
+    """Of `python -m` something."""
+
+    def __call__(self, words: Sequence[str], env: Mapping[str, str], cwd: Path) -> StartedProcess: ...
+
+
 @define
 class Running:
-    process: subprocess.Popen[str]
+    process: StartedProcess
     url: str
     lines: list[str]
     errors: list[str]
@@ -65,46 +89,50 @@ def command(*words: str, trusting: bool = False) -> list[str]:
     return [sys.executable, "-m", "tests.e2e.trusting" if trusting else "engine", *words]
 
 
+def plainly(words: Sequence[str], env: Mapping[str, str], cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=cwd)
+
+
 @contextmanager
-def serving(*words: str, cwd: Path | None = None, trusting: bool = False) -> Iterator[Running]:
-    """Ready inside the block; killed at its end if it still runs."""
+def started(words: Sequence[str], cwd: Path | None, start: Start) -> Iterator[tuple[StartedProcess, list[str]]]:
+    """With what it says on standard error as it comes; killed at the block's end if it still runs."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, **importing(root), "PYTHONUNBUFFERED": "1"}
-    start = time.monotonic()
-    process = subprocess.Popen(
-        command("serve", "--port", "0", *words, trusting=trusting),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=cwd or root,
-    )
+    process = start(words, environment, cwd or root)
     assert process.stdout is not None
     assert process.stderr is not None
-    errors, lines = list[str](), list[str]()
-    reader = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
-    reader.start()
-    try:
+    with process.stdout, process.stderr as stderr:
+        errors = list[str]()
+        reader = threading.Thread(target=lambda: errors.extend(stderr), daemon=True)
+        reader.start()
+        try:
+            yield process, errors
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait(10)
+            reader.join(10)
+
+
+@contextmanager
+def serving(*words: str, cwd: Path | None = None, trusting: bool = False, start: Start = plainly) -> Iterator[Running]:
+    """Ready inside the block; killed at its end if it still runs."""
+    began = time.monotonic()
+    with started(command("serve", "--port", "0", *words, trusting=trusting), cwd, start) as (process, errors):
         first = process.stdout.readline()
         match = READY.match(first)
         assert match, (first, errors, process.poll())
-        lines += [first, process.stdout.readline()]
-        running = Running(process, match[1], lines, errors, time.monotonic() - start)
+        lines = [first, process.stdout.readline()]
+        running = Running(process, match[1], lines, errors, time.monotonic() - began)
         with running.client:
             yield running
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait(10)
-        reader.join(10)
-        process.stdout.close()
-        process.stderr.close()
 
 
-def refused(*words: str) -> str:
+def refused(*words: str, start: Start = plainly) -> str:
     """What the command says before it exits with 2, in one line, besides what its log tells of the start."""
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 2, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line and " INFO rekindle: " not in line]
+    with started(command(*words), None, start) as (process, errors):
+        process.stdout.read()
+        assert process.wait(50) == 2, errors
+    (line,) = [line for line in "".join(errors).splitlines() if line and " INFO rekindle: " not in line]
     assert line.startswith("rekindle: ")
     return line

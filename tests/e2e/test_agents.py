@@ -9,7 +9,8 @@ from uuid import UUID
 
 import pytest
 
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 
 PROSE = "The shapes have sides, and each side has a length that somebody measured once. "
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
@@ -28,7 +29,7 @@ def title(server: Running, number: int) -> None:
     turn(server, asked)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_titles_between_two_turns_leave_a_conversation_on_the_device() -> None:
     with serving("--slots", "2", "--host-cache-budget", "0") as server:
         messages = [{"role": "user", "content": PROSE * 20}]
@@ -89,7 +90,7 @@ def prompts(server: Running, turns: int, resumed: int = 99, **fields: Any) -> li
     return told
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
 def test_a_prompt_whose_head_changes_at_every_turn_is_read_once(model: str) -> None:
     with serving(model, "--max-ctx", "8192") as server:
@@ -101,7 +102,7 @@ def test_a_prompt_whose_head_changes_at_every_turn_is_read_once(model: str) -> N
         assert computed <= whole - before + 24 + 64 + 40  # with the answer, a block, and what went behind the message
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
 def test_a_session_that_is_resumed_with_another_status_is_read_on_and_not_again(model: str) -> None:
     with serving(model, "--max-ctx", "8192") as server:

@@ -13,7 +13,8 @@ import pytest
 
 from adapters import demo
 from engine.__main__ import main
-from tests.e2e.server import command, refused, serving
+from tests.e2e.prepared import refused, serving
+from tests.e2e.server import command
 
 
 def checkpoint(folder: Path, **files: Any) -> Path:

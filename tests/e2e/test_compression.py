@@ -17,7 +17,8 @@ import pytest
 from adapters import demo
 from engine.__main__ import main
 from engine.replay import replay_file
-from tests.e2e.server import Running, refused, serving
+from tests.e2e.prepared import refused, serving
+from tests.e2e.server import Running
 
 CONTEXT = 512
 LINES = "\n".join(f"Line {at} says {at * 37 % 101}." for at in range(110))

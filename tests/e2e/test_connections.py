@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 
 
 def descriptors(running: Running) -> int:

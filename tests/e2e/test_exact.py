@@ -51,7 +51,7 @@ def gridded(target: Target) -> Target:
     )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("shapes", ["buckets", "grid"])
 async def test_tokens_are_the_same_however_they_come_about(target: Target, shapes: str) -> None:
     if shapes == "grid":
@@ -66,7 +66,7 @@ async def test_tokens_are_the_same_however_they_come_about(target: Target, shape
     assert await each_batched(target, asked, None) == cold
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("shapes", ["buckets", "grid"])
 async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(target: Target, shapes: str) -> None:
     """And they change nothing for others: a prompt that was asked for them is continued by nobody."""

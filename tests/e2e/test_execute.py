@@ -113,7 +113,7 @@ async def session(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return session
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: Recording) -> None:
     at = {type(event): place for place, event in reversed(list(enumerate(session.order)))}
     assert session.loaded is not None
@@ -124,7 +124,7 @@ async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: R
     assert tokens == 4
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session: Recording, tmp_path: Path) -> None:
     raw = json.loads(session.file.read_text().partition("\n")[0])
     raw["settings"] |= {"chunk": 2 * raw["settings"]["chunk"], "store": False}
@@ -161,7 +161,7 @@ def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
     assert not made
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_a_bomb_is_refused_where_it_goes_off_and_not_read_whole(session: Recording, tmp_path: Path) -> None:
     """Two million decode steps of a request that never came: the first one is the last that is read."""
     file = tmp_path / "bomb.jsonl.zst"

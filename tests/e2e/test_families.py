@@ -11,7 +11,8 @@ import pytest
 from adapters import demo
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.rope import Rotary
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 from tests.e2e.test_restart import kill, written
 from tests.models.checkpoints import LLAMA3, rope, save_model
 from tests.models.drafts import FULL, random_tensors, save_draft
@@ -74,7 +75,7 @@ def answers(server: Running) -> tuple[list[object], Sequence[dict]]:
     return [one["choices"][0] for one in found], [one["rekindle"] for one in found]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_killed_server_of_any_family_starts_warm_and_says_the_same_with_a_draft_and_without(
     model: Path, draft: Path, tmp_path: Path
 ) -> None:

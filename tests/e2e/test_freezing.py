@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from engine.replay import replay_file
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 
 CONTEXT = 1024
 LINES = "\n".join(f"Line {at} says {at * 37 % 101}." for at in range(26))

@@ -9,7 +9,8 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from adapters import demo
-from tests.e2e.server import Running, refused, serving
+from tests.e2e.prepared import refused, serving
+from tests.e2e.server import Running
 from tests.e2e.test_families import PROMPT, answers
 from tests.e2e.test_restart import kill, written
 from tests.models.ggufs import write_gguf

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 
 from engine.__main__ import main
-from tests.e2e.server import serving
+from tests.e2e.prepared import serving
 from tests.schemas import schema_of
 
 TOOL: dict[str, Any] = {

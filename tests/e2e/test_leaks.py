@@ -88,7 +88,7 @@ async def ask(client: httpx.AsyncClient) -> None:
         await anyio.sleep(0.01)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(misses, "MOST", WARM)  # the last ones that are shown: as many as there are before it is counted
     logging.disable()  # what pytest keeps of each line is not ours

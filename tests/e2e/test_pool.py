@@ -6,7 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from effects.ids import PAGE
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 
 HEAD = [1000 + number % 700 for number in range(3 * PAGE - 80)]
 SESSIONS, ANSWER = 5, 40  # a session ends in a page of its own, which its answer needs

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from adapters.demo import FOLDER
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 from tests.http.test_turn_memory import ApiTalk, ChatTalk, MessagesTalk, ResponsesTalk
 
 BLOCK = 64

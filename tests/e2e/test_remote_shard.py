@@ -19,7 +19,7 @@ from engine.begin import load_target
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.secret import VARIABLE
-from tests.e2e.server import refused, serving
+from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import answers, words
 from tests.e2e.test_split import compare
@@ -44,7 +44,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_a_process_answers_as_none_does_and_each_restores_what_the_other_has_kept(tmp_path: Path) -> None:
     """With rows in 8 bits: whoever serves the layers keeps them as it is told to."""
     plans = {"one": ONE | {"kv_dtype": "int8"}, "apart": APART | {"kv_dtype": "int8"}}
@@ -63,7 +63,7 @@ async def test_processes_restore_what_others_have_kept_over_hundreds_of_prompts(
     assert {(one, other) for one in plans for other in plans if one != other} <= pairs
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_killed_process_is_started_again_and_none_outlives_the_server(tmp_path: Path) -> None:
     body: dict[str, Any] = {"prompt": CODE, "max_tokens": 12, "temperature": 0.8, "seed": 3, "logprobs": 2}
     words = ("--kv-cache-dir", str(tmp_path), "--kv-cache-min-tokens", "64", "--max-ctx", "1024", "--draft", "none")
@@ -99,7 +99,7 @@ def test_a_killed_process_is_started_again_and_none_outlives_the_server(tmp_path
     assert not [line for line in server.errors if "Traceback" in line]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_drafters_process_scores_what_one_here_does_and_comes_again() -> None:
     how = ("--prefill-compression", "always", "--prefill-keep-ratio", "0.3", "--max-ctx", "1024", "--draft", "none")
     with serving("demo", *how, "--prefill-drafter-device", "ipc+cpu:0", trusting=True) as server:
@@ -145,7 +145,7 @@ def listening(*words: str) -> Iterator[str]:
             process.kill()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_a_daemon_that_runs_already_serves_who_knows_the_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

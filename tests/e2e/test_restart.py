@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from tests.e2e.server import Running, refused, serving
+from tests.e2e.prepared import refused, serving
+from tests.e2e.server import Running, plainly
 
 PROMPT = [10 + 37 * n % 4000 for n in range(1500)]
 ASKED = {"max_tokens": 16, "temperature": 0.8, "seed": 5, "logprobs": 2}
@@ -50,7 +51,7 @@ def kill(server: Running) -> None:
     server.process.wait(10)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_conversation_goes_on_by_its_response_id_after_a_kill(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     words = ("--kv-cache-dir", str(folder))
@@ -73,11 +74,11 @@ def test_a_conversation_goes_on_by_its_response_id_after_a_kill(tmp_path: Path) 
         assert sent["output"][0]["content"] == second["output"][0]["content"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     words = ("--kv-cache-dir", str(folder), "--paranoid", "--threads", "2")  # whatever a worker has of the cores
-    with serving(*words) as server:
+    with serving(*words, start=plainly) as server:  # with a seed of hashes that the others do not have
         cold, how = ask(server)
         assert (how["restored_tokens"], how["tier"], how["miss"]) == (0, "none", "empty_store")
         written(server)
@@ -103,7 +104,7 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
         assert cache(server)["quarantined"] == 1
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_salt_and_an_api_key_keep_prompts_apart_over_a_restart(tmp_path: Path) -> None:
     words = ("--kv-cache-dir", str(tmp_path / "kv"), "--paranoid")
 
@@ -130,7 +131,7 @@ def test_a_salt_and_an_api_key_keep_prompts_apart_over_a_restart(tmp_path: Path)
         assert restored(server, "one") >= len(PROMPT) - 64
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_miss_explains_itself_in_a_slot_and_after_a_restart(tmp_path: Path) -> None:
     words = ("--kv-cache-dir", str(tmp_path / "kv"))
     rules = "".join(f"Rule {number}: a function has a name that says what it does. " for number in range(60))
@@ -158,7 +159,7 @@ def test_a_miss_explains_itself_in_a_slot_and_after_a_restart(tmp_path: Path) ->
         assert "day. Rule 0" in told["kept"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a home of its own. Of the proofs the draft's: another outcome of the target's has other files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -197,7 +198,7 @@ def damaged(server: Running) -> dict[str, int]:
     return {kind: int(count) for kind, count in found}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_host_memory_gives_back_what_a_slot_lost(tmp_path: Path) -> None:
     with serving("--slots", "1", "--paranoid", trusting=True) as server:
         assert cache(server)["disk_policy"] == "off"
@@ -213,7 +214,7 @@ def test_host_memory_gives_back_what_a_slot_lost(tmp_path: Path) -> None:
         assert cache(server)["hits"] == {"host": 1}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_folder_in_use_is_told_in_one_line(tmp_path: Path) -> None:
     with serving("--kv-cache-dir", str(tmp_path / "kv")):
         line = refused("serve", "--port", "0", "--kv-cache-dir", str(tmp_path / "kv"))
@@ -221,7 +222,7 @@ def test_a_folder_in_use_is_told_in_one_line(tmp_path: Path) -> None:
     assert "another process" in line
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_full_disk_costs_no_request(tmp_path: Path) -> None:
     """The limit on a file's size stands for the disk: the server may write, but less than the smallest file of this
     prompt takes, 0.89 MB if `auto` chooses zstd."""
@@ -231,7 +232,7 @@ def test_a_full_disk_costs_no_request(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))
     try:
-        context = serving("--kv-cache-dir", str(tmp_path / "kv"), "--host-cache-budget", "0")
+        context = serving("--kv-cache-dir", str(tmp_path / "kv"), "--host-cache-budget", "0", start=plainly)
         server = context.__enter__()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

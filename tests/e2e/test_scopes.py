@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 from tests.e2e.test_restart import cache, kill, written
 
 SYSTEM = "You help with a small project. " + " ".join(f"Rule {n}: keep file {n * 37 % 101} short." for n in range(40))
@@ -26,7 +27,7 @@ def told(server: Running) -> list[str]:
     return [line.partition(": auto:4 ")[2] for line in server.errors if ": auto:4 " in line]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
     words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-min-tokens", "64", "--paranoid", "--slots", "1")
     words = (*words, "--disk-prefix-cache", "auto:4")
@@ -64,7 +65,7 @@ def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
         assert how["prefix_cache"]["kept"] == decided["kept"], "the recent prompts outlive the process"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_number_keeps_so_many_tokens_whatever_they_are(tmp_path: Path) -> None:
     words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-min-tokens", "64", "--paranoid")
     with serving(*words, "--disk-prefix-cache", "200") as server:

@@ -18,14 +18,15 @@ import pytest
 
 from adapters import demo
 from engine.__main__ import main
-from tests.e2e.server import Running, refused, serving
+from tests.e2e.prepared import refused, serving
+from tests.e2e.server import Running, plainly
 
 CODE = "def fibonacci(n):\n"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving("--paranoid") as running:
+    with serving("--paranoid", start=plainly) as running:
         yield running
 
 
@@ -176,7 +177,7 @@ def test_mistakes_are_answered_and_the_server_goes_on(server: Running, body: dic
     assert server.complete(CODE, max_tokens=2).status_code == 200
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_session_is_recorded_drained_replayed_and_executed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,7 +226,7 @@ def test_a_second_signal_stops_at_once() -> None:
 def test_a_port_in_use_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused("serve", "--port", str(port))
+        said = refused("serve", "--port", str(port), start=plainly)
     assert str(port) in said
     assert "in use" in said
 

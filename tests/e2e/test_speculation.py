@@ -38,7 +38,7 @@ from engine.target import Target
 from engine.trace import VERSION, Header, Recorder
 from states.rates import Rates
 from states.residency import resolved
-from tests.e2e.server import refused, serving
+from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.models.drafts import FULL, random_tensors, save_draft
 
@@ -205,7 +205,7 @@ def words(found: Sequence[Heard]) -> list[tuple]:
 
 
 @only_demo
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
 async def test_tokens_and_logprobs_are_those_without_speculation(jobs, plain, guided, branches, at_once):
@@ -217,7 +217,7 @@ async def test_tokens_and_logprobs_are_those_without_speculation(jobs, plain, gu
     assert sum(accepted) < sum(one.closed.report.proposed for one in found)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("at_once", [1, 4])
 async def test_the_draft_of_the_model_changes_nothing_either(target, jobs, plain, at_once):
     found = await answers(target, jobs, at_once=at_once)
@@ -236,7 +236,7 @@ async def test_the_hybrid_is_served_as_a_demo_with_a_draft_of_its_own(target):
 
 
 @only_demo
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_an_answer_ends_at_every_limit_as_without_speculation(target, jobs, plain, guided):
     guided.right = 1.0
     for job, one in list(zip(jobs, plain, strict=True))[:4]:
@@ -249,7 +249,7 @@ async def test_an_answer_ends_at_every_limit_as_without_speculation(target, jobs
 
 
 @only_demo
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_an_answer_ends_with_any_of_its_tokens_as_without_speculation(target, jobs, plain, guided):
     guided.right = 1.0
     for job, one in list(zip(jobs, plain, strict=True))[:4]:
@@ -274,7 +274,7 @@ def moves(target: Target) -> dict[str, int]:
 
 
 @only_demo
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_is_done_without(
     target, jobs, plain, monkeypatch
 ):
@@ -320,7 +320,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
 
 
 @only_demo
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
 async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target, jobs, guided, branches, tmp_path):
     guided.branches = branches
@@ -350,7 +350,7 @@ async def keep(found: list[Heard], running: Engine, job: Job) -> None:
     found.append(await told(running, job))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(drafted, jobs, plain, tmp_path):
     """Cold, from host memory, and from disk after a restart: rows of target and draft, and recurrent states."""
     asked = [evolve(job, scope=Scope("full")) for job in jobs[:4]]
@@ -376,7 +376,7 @@ CODE = (
 )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_server_tells_of_its_draft_and_ends_answers_where_it_would_without():
     """With the demo's own draft; a stop string ends anywhere in a block."""
     with serving("--lazy-draft", "--ddtree", "--max-ctx", "1024", "--paranoid") as server:
@@ -409,7 +409,7 @@ def test_a_server_tells_of_its_draft_and_ends_answers_where_it_would_without():
         assert server.stop() == 0
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_killed_hybrid_starts_warm_and_answers_as_before(tmp_path: Path):
     command = ("demo-hybrid", "--kv-cache-dir", str(tmp_path), "--kv-cache-min-tokens", "64", "--max-ctx", "1024")
     body = {"max_tokens": 32, "logprobs": 1}
@@ -441,7 +441,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_draft_that_cannot_be_used_is_told_in_one_line(case):
     given, message = REFUSED[case]

@@ -22,7 +22,7 @@ from effects.scope import Scope
 from engine.begin import load_target
 from engine.options import Options
 from engine.target import Target, model_folder
-from tests.e2e.server import refused, serving
+from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, WatchedDraft, answers, words
 
@@ -150,7 +150,7 @@ async def compare(
     return pairs
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", MODELS)
 async def test_every_plan_answers_alike_and_restores_what_others_have_kept(model: str, tmp_path: Path) -> None:
     pairs = await compare(model, tmp_path, 2, 12, STARTS[:3])
@@ -175,7 +175,7 @@ async def test_two_gpus_answer_as_one_does_in_one_process_and_in_two(model: str,
     assert pairs == {("one", "two"), ("one", "processes"), ("two", "processes")}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_split_server_shows_its_plan_and_what_it_kept_is_restored_without_one(tmp_path: Path) -> None:
     words = ("demo-hybrid", "--kv-cache-dir", str(tmp_path), "--kv-cache-min-tokens", "64", "--max-ctx", "1024")
     code = "class Reader:\n    def __init__(self, path):\n        self.path = path\n" * 8
@@ -199,7 +199,7 @@ def test_a_split_server_shows_its_plan_and_what_it_kept_is_restored_without_one(
         assert server.stop() == 0
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_more_shards_than_layers_are_refused_at_start() -> None:
     said = refused("serve", "demo-hybrid", "--port", "0", "--target-devices", ",".join(["cpu"] * 9))
     assert "9 shards for 8 layers; accepted: at most one for each layer" in said

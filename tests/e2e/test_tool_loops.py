@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import pytest
 from attrs import define, field
 
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 from tests.e2e.test_restart import cache
 
 TURNS = 20
@@ -99,7 +100,7 @@ class Responses:
         return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["input_tokens"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_loop_of_twenty_turns_computes_what_is_new(tmp_path: Path) -> None:
     """Behind the restart all rows are on disk. Of the second and third prompt that is restored there some rows may be
     computed meanwhile, where that is quicker."""

@@ -147,7 +147,7 @@ async def engine(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runner.run)
             yield PlayedEngine(runner, door, device, clock, closed)
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 await door.drain(5)
             runner.close()
     finally:

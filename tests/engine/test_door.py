@@ -55,12 +55,12 @@ def opened(request: pytest.FixtureRequest) -> Open:
 
 
 async def heard(ticket: Ticket) -> list[Message]:
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         return [message async for message in ticket]
 
 
 async def until(door: Door, condition: Callable[[Status], object]) -> Status:
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         while not condition(status := door.status()):  # noqa: ASYNC110 - a door tells nobody of its changes
             await anyio.sleep(0.001)
     return status

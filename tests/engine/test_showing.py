@@ -41,7 +41,7 @@ class Halting:
 
 
 async def until_halted(device: Halting) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while device.steps < 4:  # noqa: ASYNC110 - a scripted device tells nobody
             await anyio.sleep(0.001)
 
@@ -82,7 +82,7 @@ async def test_a_request_is_told_of_while_it_runs_and_when_it_has_ended() -> Non
 
 
 async def until_empty(playing: PlayedEngine) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         await playing.door.empty()
 
 

@@ -96,7 +96,7 @@ async def served(
         app = build_app(fake, text, edge, metrics, archive, memory=memory, frozen=frozen)
 
         async def run() -> None:
-            await serve(app, "127.0.0.1", 0, on_listening=on_listening, grace_s=2, **server or {})
+            await serve(app, "127.0.0.1", 0, on_listening=on_listening, **{"grace_s": 2} | (server or {}))
 
         tasks.start_soon(run)
         tasks.start_soon(archive.run)

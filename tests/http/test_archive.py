@@ -78,7 +78,7 @@ async def test_the_folder_follows_while_the_server_runs(tmp_path: Path) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(archive.run)
         Shelf(archive).keep(name(1), one(1))
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             while not (tmp_path / name(1)).exists():  # noqa: ASYNC110
                 await anyio.sleep(0.01)
             archive.drop(name(1))

@@ -61,7 +61,7 @@ async def pushed(stream: anyio.abc.SocketStream, part: bytes, pause: float = 0) 
 async def test_a_body_that_nobody_wants_and_that_does_not_end_closes_its_connection(impatient: Site) -> None:
     async with await connect(impatient) as stream:
         await stream.send(head("Host: localhost", "Content-Length: 1000000", target="/health", method="GET") + b"x")
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             assert status(await answer(stream)) == 200
             assert await ended(stream)
 
@@ -69,7 +69,7 @@ async def test_a_body_that_nobody_wants_and_that_does_not_end_closes_its_connect
 async def test_a_body_that_nobody_wants_and_that_trickles_has_the_same_time(impatient: Site) -> None:
     async with await connect(impatient) as stream:
         await stream.send(head("Host: localhost", "Content-Length: 1000000", target="/health", method="GET"))
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             assert await pushed(stream, b"x", pause=0.02) > 1
 
 
@@ -78,14 +78,14 @@ async def test_only_so_much_of_a_body_is_thrown_away(impatient: Site, monkeypatc
     monkeypatch.setattr("adapters.http.connection.Protocol.drain_s", 60)
     async with await connect(impatient) as stream:
         await stream.send(head("Host: localhost", f"Content-Length: {1 << 40}", target="/health", method="GET"))
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             sent = await pushed(stream, b" " * (1 << 16))
     assert sent < 32 << 20, "the socket's own buffers take some, too"
 
 
 async def test_a_body_that_comes_late_leaves_the_connection_as_it_was(impatient: Site) -> None:
     async with await connect(impatient) as stream:
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             for _ in range(3):
                 await stream.send(head("Host: localhost", "Content-Length: 5", target="/health", method="GET") + b"1")
                 assert status(await answer(stream)) == 200
@@ -102,7 +102,7 @@ async def test_a_client_that_still_sends_too_large_a_body_hears_why(impatient: S
     part = b" " * (1 << 16) if declared else b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
     async with await connect(impatient) as stream:
         await stream.send(head("Host: localhost", JSON, how))
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             for _ in range(size >> 16):
                 await stream.send(part)
             received = await answer(stream)
@@ -112,7 +112,7 @@ async def test_a_client_that_still_sends_too_large_a_body_hears_why(impatient: S
 
 async def test_what_is_not_http_hears_why_even_while_it_sends(impatient: Site) -> None:
     async with await connect(impatient) as stream:
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             await stream.send(head("Host: localhost", target="/" + "x" * 2_000_000, method="GET"))
             assert status(await answer(stream)) in {400, 431}
 
@@ -128,7 +128,7 @@ async def test_a_client_that_is_gone_when_its_answer_ends_is_no_fault(
     monkeypatch.setattr(_SelectorSocketTransport, "write_eof", gone)
     async with await connect(impatient) as stream:
         await stream.send(head("Host: localhost", JSON, "Content-Length: 1000000") + b"x")
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             assert status(await answer(stream)) == 413
             assert await ended(stream)
     assert [line for line in caplog.records if line.exc_info] == []
@@ -141,7 +141,7 @@ async def test_connections_that_only_wait_make_room_for_others(impatient: Site) 
         for number in range(60):
             stream = await open_ones.enter_async_context(await connect(impatient))
             await stream.send(starts[number % 3])
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             assert (await impatient.client.get("/health")).status_code == 200
 
 
@@ -153,7 +153,7 @@ async def test_where_every_connection_is_being_answered_the_next_is_told(
             stream = await stack.enter_async_context(await connect(site))
             await stream.send(raw_post(chat(stream=True)))
         await until(lambda: len(site.door.tickets) == 4)
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             for _ in range(9):
                 async with await connect(site) as late:
                     assert status(await answer(late)) == 503
@@ -183,5 +183,5 @@ async def test_a_stop_does_not_wait_for_bodies_that_nobody_wants(folder: Path) -
         await stream.send(head("Host: localhost", "Content-Length: 1000000", target="/health", method="GET") + b"x")
         assert status(await answer(stream)) == 200
         site.serving.stop()
-        with anyio.fail_after(1):
+        with anyio.fail_after(30):  # and not what is left of the minute
             await site.serving.ended.wait()

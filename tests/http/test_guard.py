@@ -16,13 +16,14 @@ from tests.http.conftest import Site, chat, served
 PATH = "/v1/chat/completions"
 BODY = json.dumps(chat(max_tokens=1)).encode()
 JSON = "Content-Type: application/json"
+SLACK_S = 9  # what takes half a second may take, where everything else runs too; less than where nobody says how long
 
 
 def head(*lines: str, target: str = PATH, method: str = "POST") -> bytes:
     return "\r\n".join([f"{method} {target} HTTP/1.1", *lines, "", ""]).encode()
 
 
-async def exchange(site: Site, raw: bytes, seconds: float = 5) -> bytes:
+async def exchange(site: Site, raw: bytes, seconds: float = 30) -> bytes:
     """Send, then read until the server closes or nothing more comes."""
     received = b""
     async with await anyio.connect_tcp("127.0.0.1", site.serving.port) as stream:
@@ -197,7 +198,7 @@ async def test_other_kinds_of_body_are_refused(guarded: Site) -> None:
 async def test_expect_100_continue_is_honoured(guarded: Site) -> None:
     lines = ["Host: localhost", JSON, "Authorization: Bearer first-key", f"Content-Length: {len(BODY)}"]
     async with await anyio.connect_tcp("127.0.0.1", guarded.serving.port) as stream:
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             await stream.send(head(*lines, "Expect: 100-continue"))
             assert status(await stream.receive()) == 100
             await stream.send(BODY)
@@ -220,7 +221,7 @@ async def test_a_body_that_does_not_come_is_a_timeout(guarded: Site) -> None:
     lines = ["Host: localhost", JSON, "Authorization: Bearer first-key", "Content-Length: 100"]
     received = await exchange(guarded, head(*lines) + b"{")
     assert status(received) == 408
-    assert time.monotonic() - start < 3
+    assert 0.3 < time.monotonic() - start < SLACK_S
 
 
 @pytest.mark.parametrize(
@@ -231,9 +232,9 @@ async def test_a_head_that_does_not_come_closes_the_connection(guarded: Site, ra
     async with await anyio.connect_tcp("127.0.0.1", guarded.serving.port) as stream:
         if raw:
             await stream.send(raw)
-        with anyio.fail_after(5), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+        with anyio.fail_after(60), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
             await stream.receive()
-    assert 0.3 < time.monotonic() - start < 3
+    assert 0.3 < time.monotonic() - start < SLACK_S
 
 
 async def test_the_head_of_a_second_request_has_its_own_timeout(guarded: Site) -> None:
@@ -242,21 +243,21 @@ async def test_the_head_of_a_second_request_has_its_own_timeout(guarded: Site) -
         assert status(await stream.receive()) == 200
         await anyio.sleep(0.8)  # idle between requests is no partial head
         await stream.send(b"GET /hea")
-        with anyio.fail_after(5), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+        with anyio.fail_after(60), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
             await stream.receive()
 
 
-async def test_many_half_open_connections_do_not_keep_others_out(guarded: Site) -> None:
-    streams = [await anyio.connect_tcp("127.0.0.1", guarded.serving.port) for _ in range(200)]
-    try:
-        for stream in streams:
-            await stream.send(b"POST /v1/chat")
-        start = time.monotonic()
-        assert (await guarded.client.get("/health")).status_code == 200
-        assert time.monotonic() - start < 1
-    finally:
-        for stream in streams:
-            await stream.aclose()
+async def test_many_half_open_connections_do_not_keep_others_out(folder: Path) -> None:
+    async with served(folder, server={"header_timeout_s": 60}) as site:
+        streams = [await anyio.connect_tcp("127.0.0.1", site.serving.port) for _ in range(200)]
+        try:
+            for stream in streams:
+                await stream.send(b"POST /v1/chat")
+            assert (await site.client.get("/health")).status_code == 200
+            assert len(site.serving.connections) > 200, "none of them has been given up"
+        finally:
+            for stream in streams:
+                await stream.aclose()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,7 @@ async def test_both_length_and_chunks_are_a_400_and_the_connection_ends(guarded:
     assert status(received) == 400
     async with await anyio.connect_tcp("127.0.0.1", guarded.serving.port) as stream:
         await stream.send(head(*lines) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             async for _ in stream:
                 pass
 

@@ -23,7 +23,7 @@ from tests.http.sse import chunks, events, stream, text_of
 PATH = "/v1/chat/completions"
 
 
-async def until(condition: Callable[[], object], seconds: float = 3) -> float:
+async def until(condition: Callable[[], object], seconds: float = 30) -> float:
     """Wait for it; returns how long it took."""
     start = time.monotonic()
     with anyio.fail_after(seconds):
@@ -59,11 +59,11 @@ async def test_a_client_that_leaves_is_noticed_at_once_wherever_its_job_is(
     async with served(folder, door=SLOW[phase]) as site:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(site.post, PATH, chat(stream=streamed, max_tokens=500)))
-            await until(lambda: site.door.tickets, 20)  # the template's process has to start
+            await until(lambda: site.door.tickets)
             await anyio.sleep(0.1)
             tasks.cancel_scope.cancel()
         (ticket,) = site.door.tickets
-        await until(lambda: ticket.closed, 10)  # the answer would take 25 s
+        await until(lambda: ticket.closed, 20)  # the answer would take 25 s
         assert ticket.closed is not None
         assert (ticket.reason, ticket.closed.finish) == ("client_gone", "cancelled")
         assert site.door.busy == site.door.waiting == 0
@@ -82,9 +82,11 @@ async def test_a_client_that_half_closes_its_connection_has_left(folder: Path) -
 
 async def test_all_choices_of_a_request_are_cancelled_together(folder: Path) -> None:
     async with served(folder, door={"step_s": 0.05}) as site:
-        with anyio.move_on_after(0.3):
-            await site.chat(n=3)
-        await until(lambda: len(site.door.tickets) == 3 and all(ticket.closed for ticket in site.door.tickets))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(site.chat, n=3))
+            await until(lambda: len(site.door.tickets) == 3)
+            tasks.cancel_scope.cancel()
+        await until(lambda: all(ticket.closed for ticket in site.door.tickets))
         assert {ticket.reason for ticket in site.door.tickets} == {"client_gone"}
 
 
@@ -93,7 +95,7 @@ async def test_a_client_that_does_not_read_is_given_up_and_others_go_on(folder: 
         request = raw_post(chat(stream=True, logprobs=True, top_logprobs=20))
         async with await anyio.connect_tcp("127.0.0.1", site.serving.port) as connection:
             await connection.send(request)
-            await until(lambda: site.door.tickets and site.door.tickets[0].reason, seconds=20)
+            await until(lambda: site.door.tickets and site.door.tickets[0].reason)
             assert site.door.tickets[0].reason == "client_gone"
             assert (await site.chat(max_tokens=1)).status_code == 200
             with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
@@ -191,10 +193,16 @@ async def test_a_bug_in_the_edge_is_a_500_and_the_server_goes_on(
 
 @pytest.mark.parametrize("path", [PATH, "/v1/completions"])
 async def test_a_long_prefill_is_kept_alive_by_comments_and_by_events(folder: Path, path: str) -> None:
-    async with served(folder, door={"chunk_s": 0.5, "chunk": 1000}, keepalive_s=0.1) as site:
+    async with served(folder, door={"go": anyio.Event()}, keepalive_s=0.05) as site:
         site.say("ok")
-        _, found = await stream(site, path, {**chat(), "prompt": "x"})
-        beats = [place for place, event in enumerate(found) if event.startswith(":")]
+        found, beats = list[str](), list[int]()
+        async with site.client.stream("POST", path, json={**chat(), "prompt": "x", "stream": True}) as response:
+            async for event in events(response):
+                if event.startswith(":"):
+                    beats.append(len(found))
+                found.append(event)
+                if len(beats) == 3 and not event.startswith(":"):
+                    site.door.go.set()
         assert len(beats) >= 3
         for place in beats:
             (choice,) = json.loads(found[place + 1])["choices"]
@@ -254,11 +262,13 @@ async def test_a_very_long_prompt_does_not_hold_up_other_streams(folder: Path) -
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listen)
             tasks.start_soon(listen)
-            await anyio.sleep(0.2)
+            await until(lambda: len(gaps) > 20)
+            start = time.monotonic()
             response = await site.client.post(PATH, content=content, headers={"content-type": "application/json"})
+            took = time.monotonic() - start
         assert response.json()["error"]["code"] == "context_length_exceeded"
         assert len(gaps) > 100
-        assert sorted(gaps)[-3] < 0.3
+        assert sorted(gaps)[-3] < max(0.3, took / 3)
 
 
 async def test_a_stream_that_was_accepted_ends_with_an_error_when_the_engine_shuts_down(folder: Path) -> None:
@@ -290,12 +300,12 @@ async def test_a_stopped_server_lets_open_streams_finish_and_takes_no_more(folde
 
 
 async def test_a_server_told_to_stop_now_drops_its_streams(folder: Path) -> None:
-    async with served(folder, door={"step_s": 0.05}) as site:
+    async with served(folder, door={"step_s": 0.05}, server={"grace_s": 60}) as site:
         start = time.monotonic()
         site.door.tasks.start_soon(stop_once_started, site)
         with pytest.raises(httpx.HTTPError):
             await stream(site, PATH, chat())
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 30
         await until(lambda: site.door.tickets[0].reason == "client_gone")
 
 
@@ -335,12 +345,12 @@ async def test_health_tells_of_a_thread_in_trouble(folder: Path) -> None:
 
 
 async def test_small_answers_are_not_held_up_in_the_socket(shared: Site) -> None:
-    times = []
-    for _ in range(15):
+    for _ in range(500):
         start = time.monotonic()
         assert (await shared.client.get("/health")).status_code == 200
-        times.append(time.monotonic() - start)
-    assert min(times) < 0.03  # 40 ms, each of them, with Nagle's algorithm and delayed acknowledgements
+        if time.monotonic() - start < 0.03:  # 40 ms, each of them, with Nagle's algorithm and delayed acknowledgements
+            return
+    raise AssertionError("all of them are")
 
 
 async def test_nothing_is_left_open_after_many_requests(folder: Path) -> None:

@@ -306,7 +306,7 @@ async def test_who_leaves_is_cancelled(site: Site, client: anthropic.AsyncAnthro
         async for event in stream:
             if event.type == "content_block_delta":
                 break
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         while site.door.busy:  # noqa: ASYNC110
             await anyio.sleep(0.01)
     assert site.door.tickets[-1].reason == "client_gone"

@@ -364,7 +364,7 @@ async def test_who_leaves_is_cancelled(site: Site, client: openai.AsyncOpenAI) -
         if event.type == "response.output_text.delta":
             break
     await stream.close()
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         while site.door.busy:  # noqa: ASYNC110
             await anyio.sleep(0.01)
     assert site.door.tickets[-1].reason == "client_gone"

@@ -35,10 +35,13 @@ from tests.schedules.simulator import Simulator
 
 ONE, TWO = RequestId(1), RequestId(2)
 CHUNK = 100
-SCHEDULES = 4_000
+SCHEDULES, MORE = 2_000, 10_000
+LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
+@pytest.mark.parametrize(
+    "first", [*range(0, SCHEDULES, CHUNK), *(pytest.param(at, marks=LONG) for at in range(SCHEDULES, MORE, CHUNK))]
+)
 def test_no_schedule_breaks_a_promise_and_every_history_replays(first: int) -> None:
     for seed in range(first, first + CHUNK):
         assert not play(seed).world.requests

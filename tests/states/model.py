@@ -89,9 +89,9 @@ DEVICE_FAILURES = (DeviceFailed("out_of_memory", ""), DeviceFailed("broken", "")
 Arm: TypeAlias = tuple[type, ...]
 
 
-@frozen
+@frozen(cache_hash=True)
 class Node:
-    known: Known
+    known: Known = field(eq=id)  # one for each settings: a walk compares nodes by the hundred thousand
     state: Any
     flying: frozenset[Effect] = frozenset()
     lease: bool = False  # a hit in the store is held, and nothing in flight will let go of it
@@ -208,7 +208,7 @@ def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS, until: s
     walk = Walk()
     for settings in all_settings:
         start = Node(Known(settings, RATES if settings.block_size == 1 else Rates()), New())
-        todo, seen = deque([start]), {start}
+        todo, seen = deque([start]), {start: start}
         while todo and until not in walk.faults:
             node = todo.popleft()
             reached = walk.edges.setdefault(node, set())
@@ -216,10 +216,9 @@ def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS, until: s
                 target = follow(rows, walk, node, event, answered)
                 if target is None or (target == node and answered is None):
                     continue  # nothing to follow, or an ignored cancellation
-                reached.add(target)
-                if target not in seen:
-                    seen.add(target)
+                if (same := seen.setdefault(target, target)) is target:
                     todo.append(target)
+                reached.add(same)
     return walk
 
 

@@ -254,7 +254,7 @@ def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
     after: Any, place: Any, failures: tuple[DeviceFailed, ...]
 ) -> None:
     start = evolve(begin(evolve(HOUSE, residency=Resolved("auto", after))), models={"draft": Residence(place)})
-    todo, seen, ends = [Reached(start)], {repr(Reached(start))}, set[str]()
+    todo, seen, ends = [Reached(start)], set[str](), set[str]()
     while todo:
         node = todo.pop()
         if not node.world.requests and len(node.come) == len(JOBS):
@@ -262,8 +262,8 @@ def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
             ends.add(node.world.models["draft"].place)
         for request, event in node.possible(failures):
             reached = node.after(request, event)
-            if repr(reached) not in seen:
-                seen.add(repr(reached))
+            if (known := repr(reached)) not in seen:
+                seen.add(known)
                 todo.append(reached)
     assert len(seen) > 400
     moved = {"loaded"} if after == "keep" or failures else set()

@@ -233,8 +233,8 @@ def test_a_third_try_is_noticed() -> None:
         prompt = evolve(before.prompt, heard=None)
         return TABLE[Prefilling, SlotEmptied].arrow(evolve(before, prompt=prompt), seen, known)
 
-    found = explore(changed(Prefilling, SlotEmptied, patient), LOSING).faults
-    assert any("is looked up a third time" in fault for fault in found)
+    rows = changed(Prefilling, SlotEmptied, patient)
+    assert noticed(rows, "Waiting, Admitted: is looked up a third time", LOSING)
 
 
 def test_a_cancellation_that_cuts_a_snapshot_short_is_noticed() -> None:

@@ -138,10 +138,10 @@ def test_a_token_costs_the_same_however_long_the_text_is(tokenizer: Tokenizer, s
 
     def seconds(repeats: int) -> float:
         text = TextStream(tokenizer, stops)
-        start = time.perf_counter()
+        start = time.thread_time()
         for token in tokens * repeats:
             text.push(token)
-        return (time.perf_counter() - start) / repeats
+        return (time.thread_time() - start) / repeats
 
     seconds(1)
     assert min(seconds(8) for _ in range(3)) < 4 * min(seconds(1) for _ in range(3))

@@ -75,10 +75,12 @@ async def test_encoding_a_long_prompt_does_not_hold_up_the_event_loop(tokenizer:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
+        start = time.perf_counter()
         (tokens,) = await tokenizer.encode(["The quick brown fox " * 50_000])
+        took = time.perf_counter() - start
         tasks.cancel_scope.cancel()
     assert len(tokens) > 100_000
-    assert max(gaps) < 0.25  # a whole second with encode() on this text
+    assert max(gaps) < max(0.25, took / 3)  # all of it, which is a second, with encode() on this text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""A process that has imported what a server imports, done nothing else, and forks whenever it is asked to.
+
+`python -m tests.e2e.forking DESCRIPTOR`: of a socket of packets, each of which has what to run, and descriptors for its
+standard output, its standard error, and where to tell its process id and then its exit status. Ends where that does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from typing import Any
+
+MESSAGE = 1 << 17  # bytes of an environment and a command line
+
+
+def number(value: int) -> bytes:
+    return value.to_bytes(8, "little", signed=True)
+
+
+def fork(asking: socket.socket, asked: dict[str, Any], out: int, err: int, told: int) -> None:
+    """Twice: the one in between waits for the other and tells how it ended."""
+    if os.fork():
+        for descriptor in (out, err, told):
+            os.close(descriptor)
+        return
+    asking.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if child := os.fork():
+        os.close(out)
+        os.close(err)
+        os.write(told, number(child))
+        os.write(told, number(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        os._exit(0)
+    os.close(told)
+    for descriptor, standard in ((out, 1), (err, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(asked["cwd"])
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    sys.argv[1:] = asked["words"]
+    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def main(descriptor: int) -> None:
+    import engine.begin  # noqa: PLC0415 - this is what takes its time
+    import engine.serve  # noqa: F401, PLC0415
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of whoever runs the tests
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()
+    with socket.socket(fileno=descriptor) as asking:
+        while True:
+            raw, descriptors, *_ = socket.recv_fds(asking, MESSAGE, 3)
+            if not raw:
+                return
+            fork(asking, json.loads(raw), *descriptors)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
