@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from attrs import define
 from torch import Tensor
 
 from adapters.checkpoint.weights import WeightSource
@@ -20,22 +19,12 @@ from adapters.models.kernels.delta import CHUNK
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.row_form import RowForm
 from adapters.models.kv_cache import KvCache, PagedKvCache
+from adapters.models.layer_buffers import Buffers, together
 from adapters.models.parking import size_of
 from adapters.models.recurrent import DeltaLayer, load_delta_layer
 from adapters.models.recurrent_cache import RecurrentCache
 from adapters.models.shard import BUCKETS, Forward, Kept, NamedTensors, OutputHead, Step
 from adapters.models.tree_attention import TreeAttention, check_tree
-
-
-@define(eq=False)
-class Buffers:
-    """The static tensors of one bucket."""
-
-    batch: StateBatch
-    hidden: Tensor
-    logits: Tensor | None
-    forward: Forward
-    tree: TreeAttention | None = None
 
 
 class DenseShard:
@@ -73,9 +62,9 @@ class DenseShard:
         self._buckets, self._aux_layers = tuple(buckets), tuple(aux_layers)
         self._buffers: dict[int, Buffers] = {}
         self._rope = config.rotary.tables(self._capacity, self._device)
-        names, recurrent = (
-            [f"layers.{layer}" for layer in self._layers if config.recurrent(layer) is kind] for kind in (False, True)
-        )
+        kinds = [[layer for layer in self._layers if config.recurrent(layer) is kind] for kind in (False, True)]
+        self._places = {layer: place for kind in kinds for place, layer in enumerate(kind)}  # among those of its kind
+        names, recurrent = ([f"layers.{layer}" for layer in kind] for kind in kinds)
         form = RowForm(dtype if rows is None else rows)
         shape = (slots, config.num_kv_heads, self._capacity, form.width(config.head_dim))
         cache = PagedKvCache if kernels.paged and pages else KvCache
@@ -229,35 +218,47 @@ class DenseShard:
         return buffers.logits
 
     def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
-        kernels, batch = self._kernels, buffers.batch
         residual, aux_hidden_states = buffers.hidden, buffers.forward.aux_hidden_states
         if self._embedding is not None:
-            torch.index_select(self._embedding, 0, batch.tokens, out=residual)
+            torch.index_select(self._embedding, 0, buffers.batch.tokens, out=residual)
         delta: Tensor | None = None
-        caches, states = enumerate(self._cache.layers), iter(self._states.layers)
-        for number, layer in zip(self._layers, self._decoder, strict=True):
-            own = projected(kernels, layer.frame, residual, delta)
-            if number - 1 in aux_hidden_states and number > self._layers.start:
-                aux_hidden_states[number - 1].copy_(residual)
-            stops = early and number == self._layers.stop - 1
-            if isinstance(layer, DeltaLayer):
-                assert kernels.delta is not None
-                mixed = layer.mix(kernels.delta, own, next(states), batch)
-            elif tree is not None:
-                mixed = gated(kernels, layer, tree.attend(next(caches)[0], own[:, : layer.width], layer.prep), own)
+        number, at_once = self._layers.start, buffers.at_once if tree is None else {}
+        while number < self._layers.stop:
+            stop, whole = at_once.get(number, (number + 1, None))
+            stops = early and stop == self._layers.stop
+            if whole is not None:
+                delta = whole.run(residual, delta, buffers.batch, stops=stops)
             else:
-                k_cache, v_cache = next(caches)[1]
-                q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
-                if stops:
-                    return
-                mixed = gated(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
+                delta = self._run_layer(number, buffers, delta, tree, stops=stops)
             if stops:
                 return
-            delta = finished(kernels, layer.frame, residual, mixed, batch)
+            number = stop
         if delta is not None:
             residual.add_(delta)
         if self._layers.stop - 1 in aux_hidden_states:
             aux_hidden_states[self._layers.stop - 1].copy_(residual)
+
+    def _run_layer(
+        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeAttention | None, *, stops: bool
+    ) -> Tensor | None:
+        """One of them, operation by operation. stops: once its keys and values, or its state, are written."""
+        kernels, batch, residual = self._kernels, buffers.batch, buffers.hidden
+        layer, place = self._decoder[number - self._layers.start], self._places[number]
+        own = projected(kernels, layer.frame, residual, delta)
+        if (before := buffers.forward.aux_hidden_states.get(number - 1)) is not None:
+            before.copy_(residual)
+        if isinstance(layer, DeltaLayer):
+            assert kernels.delta is not None
+            mixed = layer.mix(kernels.delta, own, self._states.layers[place], batch)
+        elif tree is not None:
+            mixed = gated(kernels, layer, tree.attend(place, own[:, : layer.width], layer.prep), own)
+        else:
+            k_cache, v_cache = self._cache.layers[place]
+            q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
+            if stops:
+                return None
+            mixed = gated(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
+        return None if stops else finished(kernels, layer.frame, residual, mixed, batch)
 
     def _run_head(self, buffers: Buffers) -> None:
         assert buffers.logits is not None
@@ -270,8 +271,15 @@ class DenseShard:
             hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
             aux_hidden_states = {layer: torch.zeros_like(hidden) for layer in self._aux_layers if layer in self._layers}
             batch = StateBatch(bucket, self._device, pages=self._cache.table)
-            self._buffers[bucket] = Buffers(batch, hidden, None, Forward(hidden, aux_hidden_states))
+            forward = Forward(hidden, aux_hidden_states)
+            at_once = together(self._kernels, self._attending(), self._rope, forward)
+            self._buffers[bucket] = Buffers(batch, hidden, None, forward, at_once)
         return self._buffers[bucket]
+
+    def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:
+        caches, places = self._cache.layers, self._places
+        layers = zip(self._layers, self._decoder, strict=True)
+        return {number: (one, caches[places[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
         if step.bucket not in self._buckets:
@@ -326,10 +334,8 @@ class DenseShard:
             torch.cuda.current_stream(self._device).synchronize()
 
     def memory(self) -> Mapping[str, int]:
-        buffers = self._rope.cos.nbytes + self._rope.sin.nbytes
-        for held in tuple(self._buffers.values()):  # asked from other threads, too
-            own = (held.logits, held.tree, held.batch.table, held.hidden, *held.forward.aux_hidden_states.values())
-            buffers += sum(one.nbytes for one in own if one is not None)
+        buffers = sum(held.nbytes for held in tuple(self._buffers.values()))  # asked from other threads, too
+        buffers += self._rope.cos.nbytes + self._rope.sin.nbytes
         weights = self._weights_bytes + (0 if self._hosted is None else self._hosted.device_bytes)
         return {"weights": weights, "kv": self._cache.nbytes + self._states.nbytes, "buffers": buffers}
 

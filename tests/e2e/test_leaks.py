@@ -116,7 +116,7 @@ def test_what_the_cpu_kernels_prepare_for_shapes_is_bounded() -> None:
     capacity = 128
     script = f"""
 import engine, torch
-from adapters.models.kernels.torch_cpu import product
+from adapters.models.kernels.onednn import product
 weight = torch.zeros(64, 64)
 with torch.inference_mode():
     for rows in (*range(1, {capacity} + 2), {capacity} + 1, 1):

@@ -122,7 +122,7 @@ class CpuAttention:
         self._later = _hiding(torch.arange(QUERIES + TILE) > rows)  # keys counted from the first row's own
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        plan, how, capacity = batch.plan, self._how(q), k_cache.shape[2]
+        plan, how, capacity = batch.plan, self._how(*q.shape[2:]), k_cache.shape[2]
         if how.dtype == NATIVE:
             return self._attend_own(q, k_cache, v_cache, batch, how, (None, batch.lengths))
 
@@ -134,7 +134,7 @@ class CpuAttention:
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
     ) -> Tensor:
-        plan, how, capacity = batch.plan, self._how(q), k_cache.shape[2]
+        plan, how, capacity = batch.plan, self._how(*q.shape[2:]), k_cache.shape[2]
         if how.dtype == NATIVE:
             return self._attend_own(q, k_cache, v_cache, batch, how, plan.seen(mask, batch))
 
@@ -144,8 +144,12 @@ class CpuAttention:
 
         return self._attend(q, k_cache, v_cache, batch, plan.spans(mask, make))
 
-    def _how(self, q: Tensor) -> ServedHeads:
-        _, _, group, size = q.shape
+    def own_serves(self, group: int, size: int, rows: int) -> bool:
+        """Whether attention in steps of so many rows is our own."""
+        how = self._how(group, size)
+        return how.dtype == NATIVE and (self.plan is None or not self.plan.steps or rows in how.rows)
+
+    def _how(self, group: int, size: int) -> ServedHeads:
         found = self._attentions.get((group, size))
         if found is None:
             way = NATIVE if self.kernels.own_attention is not None else name_of(self.kernels.dtypes()[0])
@@ -230,7 +234,7 @@ class CpuAttention:
         The heads of a group go together, so that keys and values are read once.
         Scores are float32 in every dtype: rounded to bfloat16 they would be the coarsest step of the whole model.
         """
-        count, keys, how, form = span.segment.count, span.stop - span.first, self._how(q), form_of(k_cache)
+        count, keys, how, form = span.segment.count, span.stop - span.first, self._how(*q.shape[2:]), form_of(k_cache)
         k_slot = k_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
         v_slot = v_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
         rows, group = q.narrow(0, span.row, count), q.shape[2]

@@ -1,8 +1,10 @@
-"""Packed weights on a CPU: which stay so, by the plan, and how a weight of several parts is multiplied."""
+"""Weights on a CPU as products take them; which packed ones stay so, by the plan, and how those of several parts are
+multiplied.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +12,22 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed import PackedMatrix, Stack
-from adapters.models.kernels.native.products import NativePacked, NativeProducts
+from adapters.models.kernels.native.products import NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.products import ProductPlan, Unproven, Weight
+
+
+@frozen(eq=False)
+class CpuWeight:
+    """A weight as what multiplies with it likes it best (gated: two), and how that is done.
+
+    dtype: of rows. columns: K, zeros included that were put behind it. pieces: the row count of a product for every row
+    count of a step; None: whatever comes.
+    """
+
+    weights: tuple[Tensor | NativeWeight, ...]
+    dtype: torch.dtype
+    columns: int
+    pieces: Mapping[int, int] | None
 
 
 @frozen(eq=False)

@@ -6,7 +6,7 @@ row stands and whoever its neighbours are. What cannot be promised is caught by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from attrs import frozen
@@ -61,6 +61,39 @@ class AttentionMask:
     def lowest(self, first: int, position: int) -> int:
         """The first key that the row at `position` sees."""
         return max(first, position - self.window + 1) if self.window else first
+
+
+@frozen(eq=False)
+class WholeLayer:
+    """All of a layer of attention with a dense feed-forward: what `Kernels.at_once` may carry out in one call.
+
+    Norms, packed weights and caches are as the operations take them. width: columns of queries, keys and values in
+    what is projected. before: `[R, D]`, where the residual stream is left as it comes into the layer, if anybody wants
+    it.
+    """
+
+    input_norm: Tensor
+    projection: Any
+    width: int
+    prep: HeadPrep
+    out: Any
+    post_norm: Tensor
+    feed: GatedWeights
+    eps: float
+    k_cache: Tensor
+    v_cache: Tensor
+    before: Tensor | None
+
+
+class LayersAtOnce(Protocol):
+    """Some layers, one after the other, for steps of one bucket."""
+
+    def run(self, residual: Tensor, delta: Tensor | None, batch: Batch, *, stops: bool) -> Tensor:
+        """residual `[R, D]`, in place, += delta before the first layer. Returns what is still to be added to it, which
+        the next run overwrites. stops: the last layer stops once its keys and values are written; what is returned
+        means nothing.
+        """
+        ...
 
 
 class Kernels(Protocol):
@@ -192,6 +225,12 @@ class Kernels(Protocol):
         """x `[R, D]` -> what each row's experts make of it, weighted and added up, `[R, D]`; padded rows may be zeros.
 
         A row's bits depend on neither which experts others go through nor how many rows an expert has.
+        """
+        ...
+
+    def at_once(self, layers: Sequence[WholeLayer], rope: Rope, rows: int) -> LayersAtOnce | None:
+        """What carries these layers out in one call, in steps of so many rows; the bits are those of the operations
+        one by one. None: there is nothing that does.
         """
         ...
 

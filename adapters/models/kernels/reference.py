@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from adapters.checkpoint.packed import Stack
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.experts import Experts, experts_feed, one_by_one
-from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
+from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope, WholeLayer
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.reference_delta import ReferenceDelta
@@ -158,6 +158,9 @@ class ReferenceKernels:
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
         return experts_feed(self, x, experts, batch)
+
+    def at_once(self, layers: Sequence[WholeLayer], rope: Rope, rows: int) -> LayersAtOnce | None:  # noqa: ARG002
+        return None
 
     def prepare(self, batch: Batch) -> None:
         """Nothing is shared between layers."""

@@ -16,22 +16,23 @@ Without a plan nothing is cut, padded or promised: that is for tests and for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed import PackedMatrix, Stack
+from adapters.models.kernels import onednn
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.cpu_attention import CpuAttention, StepPlan
 from adapters.models.kernels.cpu_delta import CpuDelta
-from adapters.models.kernels.cpu_packed import CpuPacking, CpuStack, check_rows
+from adapters.models.kernels.cpu_layers import layers_at_once
+from adapters.models.kernels.cpu_packed import CpuPacking, CpuStack, CpuWeight, check_rows
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.experts import Experts, experts_feed, one_by_one
-from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
+from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope, WholeLayer
 from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.native.compiled import compiled
 from adapters.models.kernels.native.delta import NativeDelta
@@ -46,52 +47,6 @@ T = TypeVar("T")
 
 # oneDNN's AMX kernels read 16-bit inputs in blocks of so many; in what lies past the end of one a NaN would spread.
 _COLUMNS = 32
-_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-
-
-def _reorder(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight.default(weight) if _ONEDNN else weight  # noqa: SLF001
-
-
-def _native(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this dtype on this processor; otherwise it is computed in float32."""
-    if dtype is torch.float32:
-        return True
-    if not _ONEDNN:
-        return False
-    half, brain = torch.ops.mkldnn._is_mkldnn_fp16_supported, torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
-    return brain() if dtype is torch.bfloat16 else half()
-
-
-if _ONEDNN:
-    _linear = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
-    _linear_binary = torch.ops.mkldnn._linear_pointwise.binary  # noqa: SLF001
-
-
-def product(x: Tensor, packed: Tensor) -> Tensor:
-    if not _ONEDNN:
-        return torch.nn.functional.linear(x, packed)
-    return _linear(x, packed, None, "none", [], "")
-
-
-def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    if not _ONEDNN:
-        return torch.nn.functional.silu(product(x, gate)).mul_(product(x, up))
-    return _linear_binary(x, _linear(x, gate, None, "swish", [], ""), up, None, "mul")
-
-
-@frozen(eq=False)
-class CpuWeight:
-    """A weight as what multiplies with it likes it best (gated: two), and how that is done.
-
-    dtype: of rows. columns: K, zeros included that were put behind it. pieces: the row count of a product for every row
-    count of a step; None: whatever comes.
-    """
-
-    weights: tuple[Tensor | NativeWeight, ...]
-    dtype: torch.dtype
-    columns: int
-    pieces: Mapping[int, int] | None
 
 
 class CpuKernels:
@@ -121,7 +76,9 @@ class CpuKernels:
 
     @property
     def name(self) -> str:
-        return f"{'' if self._native is None else 'native-'}{'onednn' if _ONEDNN else 'aten'}-{name_of(self._dtype)}"
+        return (
+            f"{'' if self._native is None else 'native-'}{'onednn' if onednn.ONEDNN else 'aten'}-{name_of(self._dtype)}"
+        )
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -133,7 +90,7 @@ class CpuKernels:
     # --- products, in no particular pieces ---
 
     def dtypes(self) -> Sequence[torch.dtype]:
-        own = [self._dtype] if _native(self._dtype) else []
+        own = [self._dtype] if onednn.multiplies(self._dtype) else []
         return tuple(dict.fromkeys([*own, torch.float32]))
 
     def ways(self, *, wider: bool) -> Sequence[str]:
@@ -147,7 +104,7 @@ class CpuKernels:
 
     def reorder(self, weight: Tensor, way: str) -> Tensor | NativeWeight:
         if way != NATIVE:
-            return _reorder(weight)
+            return onednn.reorder(weight)
         if self._native is None:
             raise Unproven("a plan for products of our own, and this installation has none")
         return self._native.pack(weight)
@@ -158,12 +115,12 @@ class CpuKernels:
     def multiply(self, x: Tensor, weight: Any) -> Tensor:
         if isinstance(weight, NativePacked) and self._native is not None:
             return self._native.multiply_packed(x, weight)
-        return self._multiply_own(x, weight) if isinstance(weight, NativeWeight) else product(x, weight)
+        return self._multiply_own(x, weight) if isinstance(weight, NativeWeight) else onednn.product(x, weight)
 
     def multiply_gated(self, x: Tensor, gate: Any, up: Any) -> Tensor:
         if isinstance(gate, NativePacked) and self._native is not None:
             return self._native.multiply_packed(x, gate, up)
-        return self._multiply_own(x, gate, up) if isinstance(gate, NativeWeight) else gated_product(x, gate, up)
+        return self._multiply_own(x, gate, up) if isinstance(gate, NativeWeight) else onednn.gated_product(x, gate, up)
 
     def _multiply_own(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
         assert self._native is not None
@@ -255,6 +212,12 @@ class CpuKernels:
         if delta is not None:
             residual.add_(delta)
         return torch.rms_norm(residual.to(weight.dtype), weight.shape, weight, eps).to(residual.dtype)
+
+    def at_once(self, layers: Sequence[WholeLayer], rope: Rope, rows: int) -> LayersAtOnce | None:
+        if self._own_attention is None:
+            return None
+        found = layers_at_once(self._own_attention.compiled, layers, rope, rows, self._dtype, self._prepared)
+        return found if found is not None and self._attention.own_serves(*found.heads, rows) else None
 
     def prepare(self, batch: Batch) -> None:
         rows = accumulate((segment.count for segment in batch.segments), initial=0)

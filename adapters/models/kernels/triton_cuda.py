@@ -7,7 +7,7 @@ own, `triton_attention.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from adapters.models.kernels.experts import (
     StackedExperts,
     experts_feed,
 )
-from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
+from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope, WholeLayer
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.row_form import LIMITS, form_of
@@ -290,6 +290,9 @@ class TritonKernels:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
     ) -> Tensor:
         return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
+
+    def at_once(self, layers: Sequence[WholeLayer], rope: Rope, rows: int) -> LayersAtOnce | None:  # noqa: ARG002
+        return None
 
     def prepare(self, batch: Batch) -> None:
         if batch.plan is None:

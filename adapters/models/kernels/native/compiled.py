@@ -13,7 +13,7 @@ from attrs import frozen
 FOLDER = Path(__file__).parent
 SOURCES = (
     *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "keys.h"),
-    *("attention.h", "delta.h", "packed.h", "products.c"),
+    *("attention.h", "delta.h", "packed.h", "layers.h", "products.c"),
 )
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
@@ -67,7 +67,7 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
     code.rekindle_pack.restype = None
     code.rekindle_product.argtypes = [
         *(pointer, number, size, size, pointer, pointer, number, size, size),
-        *(pointer, number, number, number),
+        *(pointer, size, number, number, number),
     ]
     code.rekindle_pack_steps.argtypes = [*[pointer] * 6, size, size, pointer, number]
     code.rekindle_pack_steps.restype = None
@@ -106,4 +106,7 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
         *(pointer, pointer, size, size, size, size, pointer, pointer, number, real, number, number),
     ]
     code.rekindle_gated.restype = None
+    code.rekindle_layers.argtypes = [
+        *(pointer, pointer, size, size, pointer, pointer, number, pointer, pointer, pointer, number, number, number),
+    ]
     return NativeCode(code, code.rekindle_level()), ""

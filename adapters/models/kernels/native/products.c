@@ -363,6 +363,7 @@ typedef struct {
     int form, together;
     long outputs, terms;
     char *out;
+    long apart; // numbers between rows of what comes out
     int brain;
 } product_t;
 
@@ -384,7 +385,7 @@ static void multiply_group(void *of, long group) {
     const long start = first * 32, count = job->outputs - start < width ? job->outputs - start : width;
     for (long row = 0; row < job->rows; row++) {
         float *const found = sums[0] + row * width;
-        const long to = row * job->outputs + start;
+        const long to = row * job->apart + start;
         if (job->weights[1]) job->isa->gate(found, sums[1] + row * width, count);
         if (job->brain) job->isa->round(found, (uint16_t *)job->out + to, count);
         else memcpy((float *)job->out + to, found, (size_t)count * sizeof(float));
@@ -392,10 +393,10 @@ static void multiply_group(void *of, long group) {
 }
 
 // out[rows, outputs] = x[rows, terms] @ weight.T, or silu(x @ gate.T) * (x @ up.T); x and out are bfloat16 (brain) or
-// float32, rows of x `stride` numbers apart. Returns 0, or -1 where there is no memory.
+// float32, their rows `stride` and `between` numbers apart. Returns 0, or -1 where there is no memory.
 int rekindle_product(
     const void *x, int x_brain, long rows, long stride, const void *weight, const void *up, int form, long outputs,
-    long terms, void *out, int out_brain, int threads, int level
+    long terms, void *out, long between, int out_brain, int threads, int level
 ) {
     static _Thread_local float *wide;
     static _Thread_local long there;
@@ -417,8 +418,8 @@ int rekindle_product(
             if (x_brain) isa->widen((const uint16_t *)x + from, wide + i * apart, terms);
             else memcpy(wide + i * apart, (const float *)x + from, (size_t)terms * sizeof(float));
         }
-        product_t job = {isa, wide, count, apart, {weight, up}, form, together, outputs, terms, NULL, out_brain};
-        job.out = (char *)out + row * outputs * (out_brain ? 2 : 4);
+        product_t job = {isa, wide, count, apart, {weight, up}, form, together, outputs, terms, NULL, between, out_brain};
+        job.out = (char *)out + row * between * (out_brain ? 2 : 4);
         share(threads, (panels + together - 1) / together, multiply_group, &job);
     }
     return 0;
@@ -472,3 +473,4 @@ void rekindle_heads(
 #include "attention.h"
 #include "delta.h"
 #include "packed.h"
+#include "layers.h"

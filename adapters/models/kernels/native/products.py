@@ -186,6 +186,7 @@ class NativeProducts:
             weight.outputs,
             terms,
             out.data_ptr(),
+            weight.outputs,
             FORMS[out.dtype],
             torch.get_num_threads(),
             self.level,

@@ -1,0 +1,76 @@
+"""Layers of a decoder as the compiled library carries them out at once, where it serves every operation of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from adapters.models.kernels.cpu_packed import CpuStack, CpuWeight
+from adapters.models.kernels.interface import HeadPrep, Rope, WholeLayer
+from adapters.models.kernels.native.compiled import NativeCode
+from adapters.models.kernels.native.layers import NativeLayer, NativeLayers, NativePart
+from adapters.models.kernels.native.products import NativePacked, NativeWeight
+from adapters.models.kernels.native.rows import PreparedHeads
+from adapters.models.kernels.row_form import form_of
+
+
+def layers_at_once(
+    native: NativeCode,
+    layers: Sequence[WholeLayer],
+    rope: Rope,
+    rows: int,
+    dtype: torch.dtype,
+    prepared: Callable[[HeadPrep, tuple[int, int, int]], PreparedHeads],
+) -> NativeLayers | None:
+    """None where some weight is not the library's to multiply with, or what is projected is not heads alone.
+
+    prepared: of heads of queries, of keys, and their size.
+    """
+    found = []
+    for layer in layers:
+        projection, out, down = (_parts(one, rows) for one in (layer.projection, layer.out, layer.feed.down))
+        gate_up = _gated(layer.feed.gate_up, rows)
+        if projection is None or out is None or gate_up is None or down is None:
+            return None
+        kv, head = layer.k_cache.shape[1], form_of(layer.k_cache).head(layer.k_cache.shape[3])
+        if sum(part.weight.outputs for part in projection) != layer.width:
+            return None
+        prep = prepared(layer.prep, (layer.width // head - 2 * kv, kv, head))
+        norms = (layer.input_norm.contiguous(), layer.post_norm.contiguous())
+        caches = (layer.k_cache, layer.v_cache, layer.before)
+        found.append(NativeLayer(norms[0], projection, out, norms[1], gate_up, down, prep, layer.eps, *caches))
+    return NativeLayers(native, native.level, found, rope, rows, dtype)
+
+
+def _parts(weight: CpuWeight | CpuStack, rows: int) -> tuple[NativePart, ...] | None:
+    """One below the other."""
+    if isinstance(weight, CpuWeight):
+        return _whole(weight, rows)
+    parts = list[NativePart]()
+    for one in weight.parts:
+        if isinstance(one, NativePacked):
+            parts.append(NativePart(one, None, rows))
+        elif (plain := _whole(one[0], rows)) is not None:
+            parts += plain
+        else:
+            return None
+    return tuple(parts) if weight.steps is None or rows in weight.steps else None
+
+
+def _gated(weight: CpuWeight | CpuStack, rows: int) -> tuple[NativePart, ...] | None:
+    if isinstance(weight, CpuWeight):
+        return _whole(weight, rows)
+    gate, up = weight.parts
+    assert isinstance(gate, NativePacked)
+    assert isinstance(up, NativePacked)
+    return (NativePart(gate, up, rows),) if weight.steps is None or rows in weight.steps else None
+
+
+def _whole(weight: CpuWeight, rows: int) -> tuple[NativePart, ...] | None:
+    """Of one part, as many rows at once as the plan says. None where it is not the library's, or never proven."""
+    piece = rows if weight.pieces is None else weight.pieces.get(rows, 0)
+    own = [one for one in weight.weights if isinstance(one, NativeWeight)]
+    if not piece or len(own) < len(weight.weights):
+        return None
+    return (NativePart(own[0], own[1] if len(own) > 1 else None, piece),)

@@ -1,0 +1,69 @@
+"""What a shard's forwards of one bucket write to, and which of its layers run at once there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+from attrs import define, field
+from torch import Tensor
+
+from adapters.models.decoder import DecoderLayer
+from adapters.models.kernels.batch import StateBatch
+from adapters.models.kernels.experts import Experts, GatedWeights
+from adapters.models.kernels.interface import Kernels, LayersAtOnce, Rope, WholeLayer
+from adapters.models.shard import Forward
+from adapters.models.tree_attention import TreeAttention
+
+
+@define(eq=False)
+class Buffers:
+    """The static tensors of one bucket. at_once: by the first one's number, layers that run together up to another."""
+
+    batch: StateBatch
+    hidden: Tensor
+    logits: Tensor | None
+    forward: Forward
+    at_once: Mapping[int, tuple[int, LayersAtOnce]]
+    tree: TreeAttention | None = field(init=False, default=None)
+
+    @property
+    def nbytes(self) -> int:
+        own = (self.logits, self.tree, self.batch.table, self.hidden, *self.forward.aux_hidden_states.values())
+        return sum(one.nbytes for one in own if one is not None)
+
+
+def together(
+    kernels: Kernels, layers: Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]], rope: Rope, forward: Forward
+) -> Mapping[int, tuple[int, LayersAtOnce]]:
+    """Of layers of attention, by number, and their caches: the runs that the kernels carry out at once, the ends by the
+    beginnings.
+    """
+    found, whole = dict[int, tuple[int, LayersAtOnce]](), list[tuple[int, WholeLayer]]()
+    for number, (layer, caches) in layers.items():
+        if not isinstance(layer.frame.feed, Experts):
+            before = forward.aux_hidden_states.get(number - 1)
+            whole.append((number, _whole(layer, layer.frame.feed, caches, before)))
+    for _, pairs in groupby(enumerate(whole), lambda pair: pair[1][0] - pair[0]):
+        run = [one for _, one in pairs]
+        made = kernels.at_once([layer for _, layer in run], rope, len(forward.hidden))
+        if made is not None:
+            found[run[0][0]] = run[-1][0] + 1, made
+    return found
+
+
+def _whole(layer: DecoderLayer, feed: GatedWeights, caches: tuple[Tensor, Tensor], before: Tensor | None) -> WholeLayer:
+    frame = layer.frame
+    return WholeLayer(
+        input_norm=frame.input_norm,
+        projection=frame.projection,
+        width=layer.width,
+        prep=layer.prep,
+        k_cache=caches[0],
+        v_cache=caches[1],
+        out=frame.out,
+        post_norm=frame.post_norm,
+        feed=feed,
+        eps=frame.eps,
+        before=before,
+    )
