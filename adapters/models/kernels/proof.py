@@ -121,15 +121,15 @@ class Prover:
         best = max(times)
         for count, seconds in times.items():
             best = count if seconds < MARGIN * times[best] else best
-        return times[best] + DECODES * trial.seconds(rows[0], narrow), best
+        return times[best] + DECODES * trial.of_a_step(rows[0], narrow), best
 
     def quickest_first(self, trials: Sequence[TrialT], counts: Sequence[int]) -> list[tuple[float, float, TrialT]]:
         """(seconds if nothing were cut, factor, trial), one trial for each way in the order of preference."""
         narrow, wide = self.threads
         found = []
         for less, trial in enumerate(reversed(trials)):
-            seconds, factor = trial.seconds(counts[-1], wide) + DECODES * trial.seconds(counts[0], narrow), MARGIN**less
-            found.append((seconds * factor, factor, trial))
+            seconds = trial.seconds(counts[-1], wide) + DECODES * trial.of_a_step(counts[0], narrow)
+            found.append((seconds * MARGIN**less, MARGIN**less, trial))
         return sorted(found, key=lambda one: one[0])
 
     def weight(self, weight: Weight) -> Served | None:

@@ -21,6 +21,9 @@ from adapters.models.kernels.products import NATIVE, PACKED, SCORES, TILE, Heads
 
 _MOST = 1 << 22  # random elements of a weight; a larger one repeats them
 _RUNS = 4
+# Seconds that a product which is not the library's costs a step besides: it takes its layer out of the one call for all
+# of them (`Kernels.at_once`), and a layer's ten ways into C and back are shared by its four products.
+_APART = 30e-6
 _WHOLE = {2: torch.int16, 4: torch.int32}
 
 
@@ -98,6 +101,10 @@ class Trial:
             self.multiply(part)
             best = min(best, time.perf_counter() - start)
         return best
+
+    def of_a_step(self, count: int, threads: int) -> float:
+        """Seconds that a step of so many rows takes for it."""
+        return self.seconds(count, threads) + (0 if self.way in {NATIVE, PACKED} else _APART)
 
 
 @define(eq=False)
