@@ -214,22 +214,26 @@ class DenseShard:
         with torch.inference_mode():
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
-            self._kernels.launch("logits", buffers.batch, lambda: self._run_head(buffers))
+            given = (buffers.hidden, self._norm, self._config.rms_norm_eps, self._head, buffers.logits)
+            self._kernels.launch("logits", buffers.batch, lambda: self._kernels.logits(*given))
         return buffers.logits
 
     def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
         residual, aux_hidden_states = buffers.hidden, buffers.forward.aux_hidden_states
-        if self._embedding is not None:
-            torch.index_select(self._embedding, 0, buffers.batch.tokens, out=residual)
         delta: Tensor | None = None
         number, at_once = self._layers.start, buffers.at_once if tree is None else {}
+        if self._embedding is not None and number not in at_once:
+            torch.index_select(self._embedding, 0, buffers.batch.tokens, out=residual)
         while number < self._layers.stop:
             stop, whole = at_once.get(number, (number + 1, None))
             stops = early and stop == self._layers.stop
-            if whole is not None:
-                delta = whole.run(residual, delta, buffers.batch, stops=stops)
-            else:
+            if whole is None:
                 delta = self._run_layer(number, buffers, delta, tree, stops=stops)
+            else:
+                if delta is not None:
+                    residual.add_(delta)
+                delta = None
+                whole.run(residual, buffers.batch, stops=stops)
             if stops:
                 return
             number = stop
@@ -260,19 +264,13 @@ class DenseShard:
             mixed = gated(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
         return None if stops else finished(kernels, layer.frame, residual, mixed, batch)
 
-    def _run_head(self, buffers: Buffers) -> None:
-        assert buffers.logits is not None
-        assert self._norm is not None
-        normed = self._kernels.add_norm(buffers.hidden, None, self._norm, self._config.rms_norm_eps)
-        buffers.logits.copy_(self._kernels.linear(normed, self._head))
-
     def _at(self, bucket: int) -> Buffers:
         if bucket not in self._buffers:
             hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
             aux_hidden_states = {layer: torch.zeros_like(hidden) for layer in self._aux_layers if layer in self._layers}
             batch = StateBatch(bucket, self._device, pages=self._cache.table)
             forward = Forward(hidden, aux_hidden_states)
-            at_once = together(self._kernels, self._attending(), self._rope, forward)
+            at_once = together(self._kernels, self._attending(), self._rope, forward, self._embedding)
             self._buffers[bucket] = Buffers(batch, hidden, None, forward, at_once)
         return self._buffers[bucket]
 

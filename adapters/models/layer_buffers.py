@@ -34,10 +34,14 @@ class Buffers:
 
 
 def together(
-    kernels: Kernels, layers: Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]], rope: Rope, forward: Forward
+    kernels: Kernels,
+    layers: Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]],
+    rope: Rope,
+    forward: Forward,
+    embedding: Tensor | None,
 ) -> Mapping[int, tuple[int, LayersAtOnce]]:
     """Of layers of attention, by number, and their caches: the runs that the kernels carry out at once, the ends by the
-    beginnings.
+    beginnings. embedding: of the model's first layer.
     """
     found, whole = dict[int, tuple[int, LayersAtOnce]](), list[tuple[int, WholeLayer]]()
     for number, (layer, caches) in layers.items():
@@ -46,7 +50,9 @@ def together(
             whole.append((number, _whole(layer, layer.frame.feed, caches, before)))
     for _, pairs in groupby(enumerate(whole), lambda pair: pair[1][0] - pair[0]):
         run = [one for _, one in pairs]
-        made = kernels.at_once([layer for _, layer in run], rope, len(forward.hidden))
+        made = kernels.at_once(
+            [layer for _, layer in run], rope, len(forward.hidden), embedding if run[0][0] == 0 else None
+        )
         if made is not None:
             found[run[0][0]] = run[-1][0] + 1, made
     return found

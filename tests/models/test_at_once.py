@@ -39,8 +39,11 @@ STEPS = (
 class OneByOne(CpuKernels):
     """Operation by operation, as wherever the library does not serve all of a layer."""
 
-    def at_once(self, layers, rope, rows):
+    def at_once(self, layers, rope, rows, embedding):
         return None
+
+    def logits(self, hidden, norm, eps, packed, out):
+        out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
 
 
 class Noting(CpuKernels):
@@ -50,8 +53,8 @@ class Noting(CpuKernels):
         super().__init__(*how)
         self.noted = {}
 
-    def at_once(self, layers, rope, rows):
-        found = super().at_once(layers, rope, rows)
+    def at_once(self, layers, rope, rows, embedding):
+        found = super().at_once(layers, rope, rows, embedding)
         if found is not None:
             self.noted[rows] = len(layers)
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from adapters.models.kernels.cpu_packed import CpuStack, CpuWeight
 from adapters.models.kernels.interface import HeadPrep, Rope, WholeLayer
@@ -21,6 +22,7 @@ def layers_at_once(
     rope: Rope,
     rows: int,
     dtype: torch.dtype,
+    embedding: Tensor | None,
     prepared: Callable[[HeadPrep, tuple[int, int, int]], PreparedHeads],
 ) -> NativeLayers | None:
     """None where some weight is not the library's to multiply with, or what is projected is not heads alone.
@@ -29,7 +31,7 @@ def layers_at_once(
     """
     found = []
     for layer in layers:
-        projection, out, down = (_parts(one, rows) for one in (layer.projection, layer.out, layer.feed.down))
+        projection, out, down = (parts_of(one, rows) for one in (layer.projection, layer.out, layer.feed.down))
         gate_up = _gated(layer.feed.gate_up, rows)
         if projection is None or out is None or gate_up is None or down is None:
             return None
@@ -40,11 +42,11 @@ def layers_at_once(
         norms = (layer.input_norm.contiguous(), layer.post_norm.contiguous())
         caches = (layer.k_cache, layer.v_cache, layer.before)
         found.append(NativeLayer(norms[0], projection, out, norms[1], gate_up, down, prep, layer.eps, *caches))
-    return NativeLayers(native, native.level, found, rope, rows, dtype)
+    return NativeLayers(native, native.level, found, rope, rows, dtype, embedding)
 
 
-def _parts(weight: CpuWeight | CpuStack, rows: int) -> tuple[NativePart, ...] | None:
-    """One below the other."""
+def parts_of(weight: CpuWeight | CpuStack, rows: int) -> tuple[NativePart, ...] | None:
+    """One below the other, for steps of so many rows. None where some are not the library's to multiply with."""
     if isinstance(weight, CpuWeight):
         return _whole(weight, rows)
     parts = list[NativePart]()

@@ -88,10 +88,9 @@ class WholeLayer:
 class LayersAtOnce(Protocol):
     """Some layers, one after the other, for steps of one bucket."""
 
-    def run(self, residual: Tensor, delta: Tensor | None, batch: Batch, *, stops: bool) -> Tensor:
-        """residual `[R, D]`, in place, += delta before the first layer. Returns what is still to be added to it, which
-        the next run overwrites. stops: the last layer stops once its keys and values are written; what is returned
-        means nothing.
+    def run(self, residual: Tensor, batch: Batch, *, stops: bool) -> None:
+        """residual `[R, D]`, in place; where there is an embedding, what the batch's tokens are in it. stops: the last
+        layer stops once its keys and values are written, and the residual means nothing then.
         """
         ...
 
@@ -228,10 +227,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def at_once(self, layers: Sequence[WholeLayer], rope: Rope, rows: int) -> LayersAtOnce | None:
+    def at_once(
+        self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Tensor | None
+    ) -> LayersAtOnce | None:
         """What carries these layers out in one call, in steps of so many rows; the bits are those of the operations
-        one by one. None: there is nothing that does.
+        one by one. None: there is nothing that does. embedding: `[V, D]`, of the first layer of a model.
         """
+        ...
+
+    def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
+        """What `linear` makes of the `add_norm` of hidden `[R, D]`, in float32: out `[R, V]`."""
         ...
 
     def prepare(self, batch: Batch) -> None:

@@ -16,9 +16,8 @@ from adapters.models.kernels.delta import BLOCK, CHUNK, DeltaShape
 
 TILE = 256  # keys are read in whole tiles
 NARROW = 16  # rows of a step that mostly decodes
-# A narrow step over this many bytes of weights is over before waking other threads has paid: one thread decodes the
-# 12M demo as fast as two where nothing else runs, and several times faster where something does. Beside other
-# processes two threads took twice as long as one for 16 rows.
+# A narrow step over this many bytes of weights may be over before others' threads have left the cores to it: it runs on
+# one thread or on all, whichever was quicker lately (`pace.py`).
 SMALL = 96 << 20
 BATCHED = (4, 8, 16, 32, 64, 128)  # rows of the batched products of recurrent layers
 SCORES = 1 << 21  # attention scores at a time, float32, so that they stay in the processor's caches
@@ -62,9 +61,9 @@ class Products:
     """Everything that may be multiplied. rows: of the steps, ascending, the last is a prefill's chunk. deltas: of
     recurrent layers, whose heads are multiplied in batches.
 
-    threads: of narrow steps, and of wide ones. wider: 16-bit weights may be kept in float32, if that is faster.
-    packed: weights as they are packed, with all parts of such as are packed in several ways. unpacked: they may be kept
-    as what they stand for, if that is faster.
+    threads: of narrow steps to begin with, and of wide ones; narrow ones may run on either number. wider: 16-bit
+    weights may be kept in float32, if that is faster. packed: weights as they are packed, with all parts of such as are
+    packed in several ways. unpacked: they may be kept as what they stand for, if that is faster.
     """
 
     weights: tuple[Weight, ...]

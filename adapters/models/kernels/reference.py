@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from adapters.checkpoint.packed import Stack
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.experts import Experts, experts_feed, one_by_one
-from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope, WholeLayer
+from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.reference_delta import ReferenceDelta
@@ -159,8 +159,11 @@ class ReferenceKernels:
     def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
         return experts_feed(self, x, experts, batch)
 
-    def at_once(self, layers: Sequence[WholeLayer], rope: Rope, rows: int) -> LayersAtOnce | None:  # noqa: ARG002
+    def at_once(self, *_: object) -> LayersAtOnce | None:
         return None
+
+    def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
+        out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
 
     def prepare(self, batch: Batch) -> None:
         """Nothing is shared between layers."""

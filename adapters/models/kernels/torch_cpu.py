@@ -16,6 +16,7 @@ Without a plan nothing is cut, padded or promised: that is for tests and for the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from adapters.models.kernels import onednn
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.cpu_attention import CpuAttention, StepPlan
 from adapters.models.kernels.cpu_delta import CpuDelta
-from adapters.models.kernels.cpu_layers import layers_at_once
+from adapters.models.kernels.cpu_layers import layers_at_once, parts_of
 from adapters.models.kernels.cpu_packed import CpuPacking, CpuStack, CpuWeight, check_rows
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.experts import Experts, experts_feed, one_by_one
@@ -36,8 +37,10 @@ from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtO
 from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.native.compiled import compiled
 from adapters.models.kernels.native.delta import NativeDelta
+from adapters.models.kernels.native.layers import NativeHead
 from adapters.models.kernels.native.products import FORMS, NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
+from adapters.models.kernels.pace import Pace
 from adapters.models.kernels.products import NARROW, NATIVE, TILE, ProductPlan, Products, Unproven
 from adapters.models.kernels.proof import Proof, prove
 from adapters.models.kernels.row_form import form_of
@@ -67,6 +70,8 @@ class CpuKernels:
         self._packed = None if self._native is None else CpuPacking(self._native, plan)
         fits = found is not None and dtype in FORMS
         self._rows = NativeRows(found, found.level) if found is not None and fits else None
+        self._paces: dict[tuple[str, int], Pace] = {}
+        self._heads: dict[int, tuple[CpuWeight | CpuStack, NativeHead | None]] = {}  # by rows
         self._preps: dict[tuple[int, int], tuple[HeadPrep, PreparedHeads]] = {}
         self._own_attention = NativeAttention(found, found.level, dtype) if found is not None and fits else None
         self._attention = CpuAttention(self, dtype, plan)
@@ -213,11 +218,29 @@ class CpuKernels:
             residual.add_(delta)
         return torch.rms_norm(residual.to(weight.dtype), weight.shape, weight, eps).to(residual.dtype)
 
-    def at_once(self, layers: Sequence[WholeLayer], rope: Rope, rows: int) -> LayersAtOnce | None:
+    def at_once(
+        self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Tensor | None
+    ) -> LayersAtOnce | None:
         if self._own_attention is None:
             return None
-        found = layers_at_once(self._own_attention.compiled, layers, rope, rows, self._dtype, self._prepared)
+        native, prepared = self._own_attention.compiled, self._prepared
+        found = layers_at_once(native, layers, rope, rows, self._dtype, embedding, prepared)
         return found if found is not None and self._attention.own_serves(*found.heads, rows) else None
+
+    def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, out: Tensor) -> None:
+        known, own = self._heads.get(len(hidden), (None, None))
+        if known is not packed:
+            own = self._own_head(norm, eps, packed, len(hidden))
+            self._heads[len(hidden)] = packed, own
+        if own is None:
+            out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
+        else:
+            own.put(hidden, out)
+
+    def _own_head(self, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, rows: int) -> NativeHead | None:
+        if self._rows is None or (parts := parts_of(packed, rows)) is None:
+            return None
+        return NativeHead(self._rows.compiled, self._rows.level, norm, eps, parts)
 
     def prepare(self, batch: Batch) -> None:
         rows = accumulate((segment.count for segment in batch.segments), initial=0)
@@ -298,7 +321,7 @@ class CpuKernels:
     ) -> Tensor:
         return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
 
-    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:  # noqa: ARG002
+    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         if self._plan is None:
             return body()
         (narrow, wide), threads = self._plan.threads, torch.get_num_threads()
@@ -306,8 +329,11 @@ class CpuKernels:
             raise Unproven(f"products were proven for {wide} threads, and there are {threads} now")
         if batch.bucket > NARROW or narrow == wide:
             return body()
-        torch.set_num_threads(narrow)
+        pace = self._paces.setdefault((name, batch.bucket), Pace(narrow, wide))
+        start = time.perf_counter()
+        torch.set_num_threads(pace.threads)
         try:
             return body()
         finally:
             torch.set_num_threads(wide)
+            pace.took(time.perf_counter() - start)

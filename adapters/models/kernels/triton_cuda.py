@@ -7,7 +7,7 @@ own, `triton_attention.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from adapters.models.kernels.experts import (
     StackedExperts,
     experts_feed,
 )
-from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope, WholeLayer
+from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.row_form import LIMITS, form_of
@@ -291,8 +291,11 @@ class TritonKernels:
     ) -> Tensor:
         return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
 
-    def at_once(self, layers: Sequence[WholeLayer], rope: Rope, rows: int) -> LayersAtOnce | None:  # noqa: ARG002
+    def at_once(self, *_: object) -> LayersAtOnce | None:
         return None
+
+    def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
+        out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
 
     def prepare(self, batch: Batch) -> None:
         if batch.plan is None:

@@ -107,6 +107,7 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
     ]
     code.rekindle_gated.restype = None
     code.rekindle_layers.argtypes = [
-        *(pointer, pointer, size, size, pointer, pointer, number, pointer, pointer, pointer, number, number, number),
+        *(pointer, pointer, size, size, pointer, pointer, pointer, pointer, pointer, number, number, number),
     ]
+    code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
     return NativeCode(code, code.rekindle_level()), ""

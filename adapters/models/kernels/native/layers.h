@@ -34,7 +34,7 @@ typedef struct { // what the layers share
 } decoder_t;
 
 typedef struct { // what is found of rows on the way through a layer
-    char *normed, *projected, *attended, *inner;
+    char *normed, *projected, *attended, *delta, *inner;
     float *queries;
 } way_t;
 
@@ -47,9 +47,10 @@ static int way_of(way_t *way, const decoder_t *decoder, const layer_t *layers, l
         if (layers[i].projection.outputs > projected) projected = layers[i].projection.outputs;
         if (layers[i].gate_up.outputs > inner) inner = layers[i].gate_up.outputs;
     }
-    const long sizes[] = {decoder->width * size, projected * size, attended * size, inner * size, attended * 4};
-    char *to[5];
-    for (int i = 0; i < 5; i++) all += (rows * sizes[i] + 63) / 64 * 64;
+    const long width = decoder->width * size;
+    const long sizes[] = {width, projected * size, attended * size, width, inner * size, attended * 4};
+    char *to[6];
+    for (int i = 0; i < 6; i++) all += (rows * sizes[i] + 63) / 64 * 64;
     if (there < all) {
         free(room);
         room = aligned_alloc(64, (size_t)all);
@@ -57,8 +58,8 @@ static int way_of(way_t *way, const decoder_t *decoder, const layer_t *layers, l
         if (!room) return -1;
     }
     char *at = room;
-    for (int i = 0; i < 5; at += (rows * sizes[i++] + 63) / 64 * 64) to[i] = at;
-    *way = (way_t){to[0], to[1], to[2], to[3], (float *)to[4]};
+    for (int i = 0; i < 6; at += (rows * sizes[i++] + 63) / 64 * 64) to[i] = at;
+    *way = (way_t){to[0], to[1], to[2], to[3], to[4], (float *)to[5]};
     return 0;
 }
 
@@ -87,22 +88,41 @@ static int multiply_matrix(
     return 0;
 }
 
-// residual[rows, width]: what goes through the layers, in place. delta, of the same shape: what is to be added to it
-// before the first one (if `adds`), and after the last one. lengths: keys that each row sees. stops: the last layer stops
-// once its keys and values are kept, and delta means nothing. Returns 0, or -1 where there is no memory.
+// Rows of the embedding, [vocabulary, width].
+typedef struct {
+    const void *table;
+    const int64_t *tokens;
+    long vocabulary;
+} embedding_t;
+
+static int embed(const embedding_t *from, char *to, long rows, long bytes) {
+    for (long row = 0; row < rows; row++) {
+        const int64_t token = from->tokens[row];
+        if (token < 0 || token >= from->vocabulary) return -2;
+        memcpy(to + row * bytes, (const char *)from->table + token * bytes, (size_t)bytes);
+    }
+    return 0;
+}
+
+// residual[rows, width]: what goes through the layers, in place; or comes from the embedding first, if there is one.
+// lengths: keys that each row sees. stops: the last layer stops once its keys and values are kept, and the residual means
+// nothing then. Returns 0; -1 where there is no memory, -2 for a token that the embedding does not have.
 int rekindle_layers(
-    const decoder_t *decoder, const layer_t *layers, long count, long rows, void *residual, void *delta, int adds,
+    const decoder_t *decoder, const layer_t *layers, long count, long rows, const embedding_t *embedding, void *residual,
     const int64_t *slots, const int64_t *positions, const int64_t *lengths, int stops, int threads, int level
 ) {
     const long width = decoder->width, head = decoder->head, kv = decoder->kv;
     const int brain = decoder->brain;
+    const void *delta = NULL; // of the layer before
     way_t way;
     if (way_of(&way, decoder, layers, count, rows)) return -1;
+    if (embedding && embed(embedding, residual, rows, width * (brain ? 2 : 4))) return -2;
     for (const layer_t *layer = layers; layer < layers + count; layer++) {
         rekindle_norm(
-            residual, adds || layer > layers ? delta : NULL, layer->input_norm, way.normed, rows, width, brain,
-            layer->weight_brain, layer->eps, threads, level
+            residual, delta, layer->input_norm, way.normed, rows, width, brain, layer->weight_brain, layer->eps, threads,
+            level
         );
+        delta = way.delta;
         if (layer->before) memcpy(layer->before, residual, (size_t)(rows * width * (brain ? 2 : 4)));
         if (multiply_matrix(&layer->projection, way.normed, way.projected, rows, brain, threads, level)) return -1;
         rekindle_heads(
@@ -115,13 +135,29 @@ int rekindle_layers(
             way.queries, rows, kv, decoder->queries / kv, head, slots, NULL, lengths, layer->keys, layer->values,
             decoder->slot, decoder->group, decoder->form, way.attended, brain, threads, level
         );
-        if (failed || multiply_matrix(&layer->out, way.attended, delta, rows, brain, threads, level)) return -1;
+        if (failed || multiply_matrix(&layer->out, way.attended, way.delta, rows, brain, threads, level)) return -1;
         rekindle_norm(
             residual, delta, layer->post_norm, way.normed, rows, width, brain, layer->weight_brain, layer->eps, threads,
             level
         );
         if (multiply_matrix(&layer->gate_up, way.normed, way.inner, rows, brain, threads, level)) return -1;
-        if (multiply_matrix(&layer->down, way.inner, delta, rows, brain, threads, level)) return -1;
+        if (multiply_matrix(&layer->down, way.inner, way.delta, rows, brain, threads, level)) return -1;
     }
+    for (long i = 0; i < rows * width; i++) put(residual, i, number(residual, i, brain) + number(delta, i, brain), brain);
+    return 0;
+}
+
+// logits[rows, outputs]: what a head makes of the RMSNorm of rows, rounded as rows are, in float32.
+int rekindle_logits(
+    const layer_t *head, void *rows_in, long rows, long width, int brain, float *logits, int threads, int level
+) {
+    const decoder_t decoder = {.width = width, .brain = brain};
+    const long count = rows * head->projection.outputs;
+    way_t way;
+    if (way_of(&way, &decoder, head, 1, rows)) return -1;
+    rekindle_norm(rows_in, NULL, head->input_norm, way.normed, rows, width, brain, head->weight_brain, head->eps, threads, level);
+    if (multiply_matrix(&head->projection, way.normed, brain ? way.projected : (char *)logits, rows, brain, threads, level))
+        return -1;
+    if (brain) isa_of(level)->widen((const uint16_t *)way.projected, logits, count);
     return 0;
 }

@@ -19,6 +19,7 @@ from adapters.models.kernels.native.rows import PreparedHeads
 from adapters.models.kernels.row_form import form_of
 
 _NUMBER, _POINTER, _SIZE, _REAL = ctypes.c_int, ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_NO_TOKEN = -2
 
 
 class _Part(ctypes.Structure):  # these as layers.h has them
@@ -50,6 +51,10 @@ class _Decoder(ctypes.Structure):
         *((name, _SIZE) for name in ("turned", "slot", "group")),
         *((name, _NUMBER) for name in ("brain", "form")),
     ]
+
+
+class _Embedding(ctypes.Structure):
+    _fields_ = [*((name, _POINTER) for name in ("table", "tokens")), ("vocabulary", _SIZE)]
 
 
 @frozen(eq=False)
@@ -94,7 +99,7 @@ class NativeLayers:
     rope: Rope
     rows: int
     dtype: torch.dtype
-    delta: Tensor = field(init=False)  # of the last layer: to be added to the rows that went through
+    embedding: Tensor | None = None
     _decoder: _Decoder = field(init=False)
     _described: ctypes.Array[_Layer] = field(init=False)
 
@@ -108,7 +113,9 @@ class NativeLayers:
         turned = self.rope.cos.shape[1]
         if head > WIDEST or 2 * turned > head or heads % kv or min(capacity, len(self.rope.cos)) < 1 or not slots:
             raise ValueError(f"{heads} heads of {head} for {kv} of keys, {turned} pairs of which are rotated")
-        self.delta = torch.empty(self.rows, width, dtype=dtype)
+        table = self.embedding
+        if table is not None and (table.shape[1:] != (width,) or table.dtype is not dtype or not table.is_contiguous()):
+            raise ValueError(f"an embedding of {table.dtype} {list(table.shape)} for rows of {width}")
         self._decoder = _Decoder(
             *(width, heads, kv, head, self.rope.cos.data_ptr(), self.rope.sin.data_ptr(), turned),
             *(first.k_cache.stride(0), first.k_cache.stride(1), FORMS[dtype], ROW_FORMS[first.k_cache.dtype]),
@@ -120,24 +127,22 @@ class NativeLayers:
         """Query heads to a head of keys, and their size."""
         return self._decoder.queries // self._decoder.kv, self._decoder.head
 
-    def run(self, residual: Tensor, delta: Tensor | None, batch: Batch, *, stops: bool) -> Tensor:
-        """residual `[R, D]`, in place, += delta before the first layer. Returns what is still to be added to it, which
-        the next run overwrites. stops: the last layer stops once its keys and values are kept.
-        """
-        alike = residual.shape == self.delta.shape and residual.dtype is self.delta.dtype and residual.is_contiguous()
-        if not alike or batch.bucket != self.rows:
-            raise ValueError(f"{residual.dtype} {list(residual.shape)} for layers of {list(self.delta.shape)}")
+    def run(self, residual: Tensor, batch: Batch, *, stops: bool) -> None:
+        """As `LayersAtOnce` has it. Raises IndexError for a token that the embedding does not have."""
+        alike = residual.shape == (self.rows, self._decoder.width) and residual.dtype is self.dtype
+        if not alike or not residual.is_contiguous() or batch.bucket != self.rows:
+            raise ValueError(f"{residual.dtype} {list(residual.shape)} for layers of {self.rows} rows in {self.dtype}")
         batch.plan.check(len(self.layers[0].k_cache), min(self.layers[0].k_cache.shape[2], len(self.rope.cos)))
-        if delta is not None and delta is not self.delta:
-            self.delta.copy_(delta)
+        embedding = None
+        if self.embedding is not None:
+            embedding = _Embedding(self.embedding.data_ptr(), batch.tokens.data_ptr(), len(self.embedding))
         failed = self.compiled.code.rekindle_layers(
             ctypes.byref(self._decoder),
             self._described,
             len(self.layers),
             self.rows,
+            None if embedding is None else ctypes.byref(embedding),
             residual.data_ptr(),
-            self.delta.data_ptr(),
-            int(delta is not None),
             batch.slots.data_ptr(),
             batch.positions.data_ptr(),
             batch.lengths.data_ptr(),
@@ -145,9 +150,48 @@ class NativeLayers:
             torch.get_num_threads(),
             self.level,
         )
+        if failed == _NO_TOKEN:
+            raise IndexError(f"tokens {batch.tokens.tolist()}: the embedding has others")
         if failed:
             raise MemoryError(f"no memory for layers of {self.rows} rows")
-        return self.delta
+
+
+@define(eq=False)
+class NativeHead:
+    """A norm and a head behind it. Raises ValueError where they do not fit together."""
+
+    compiled: NativeCode
+    level: int
+    norm: Tensor
+    eps: float
+    parts: tuple[NativePart, ...]
+    _described: _Layer = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if any(part.weight.terms != len(self.norm) or part.piece < 1 or part.up is not None for part in self.parts):
+            raise ValueError(f"a norm of {list(self.norm.shape)} for {[part.weight.kind for part in self.parts]}")
+        how = {"weight_brain": int(self.norm.dtype is torch.bfloat16), "eps": self.eps}
+        self._described = _Layer(input_norm=self.norm.data_ptr(), projection=_matrix(self.parts), **how)
+
+    def put(self, hidden: Tensor, logits: Tensor) -> None:
+        """hidden `[R, D]` -> logits, float32 `[R, V]`: products as the hidden states' dtype rounds them."""
+        outputs = sum(part.weight.outputs for part in self.parts)
+        fits = hidden.shape == (len(logits), len(self.norm)) and hidden.dtype in FORMS and hidden.is_contiguous()
+        if not fits or self.norm.dtype not in {hidden.dtype, torch.float32} or not self.norm.is_contiguous():
+            raise ValueError(f"{hidden.dtype} {list(hidden.shape)} for a norm of {list(self.norm.shape)}")
+        if logits.shape[1] != outputs or logits.dtype is not torch.float32 or not logits.is_contiguous():
+            raise ValueError(f"{outputs} outputs into {logits.dtype} {list(logits.shape)}")
+        failed = self.compiled.code.rekindle_logits(
+            ctypes.byref(self._described),
+            hidden.data_ptr(),
+            *hidden.shape,
+            FORMS[hidden.dtype],
+            logits.data_ptr(),
+            torch.get_num_threads(),
+            self.level,
+        )
+        if failed:
+            raise MemoryError(f"no memory for logits of {len(logits)} rows")
 
 
 def _check(layer: NativeLayer, first: NativeLayer, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
