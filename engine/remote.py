@@ -19,6 +19,7 @@ from adapters.models.shard import Shard
 from adapters.remote.dial import AtAddress, Dial, Launched
 from adapters.remote.draft import DRAFT_DEADLINES, RemoteDraft
 from adapters.remote.drafter import DRAFTER_DEADLINES
+from adapters.remote.lending import Lender
 from adapters.remote.peer import ExpectedModel, Peer
 from adapters.remote.shard import RemoteShard
 from effects.ports import RowsLost
@@ -32,11 +33,14 @@ from engine.secret import VARIABLE, shared_secret
 
 @frozen(eq=False)
 class Apart:
-    """What is in other processes: of each shard that is, its daemon, and the draft's and the drafter's."""
+    """What is in other processes: of each shard that is, its daemon, and the draft's and the drafter's. lender: of what
+    those see that were launched here.
+    """
 
     shards: tuple[Peer | None, ...]
     draft: Peer | None = None
     drafter: Peer | None = None
+    lender: Lender | None = None
 
     @property
     def all(self) -> tuple[Peer, ...]:
@@ -55,11 +59,12 @@ class Apart:
 
 def connected(options: Options, folder: Path, checkpoint: Checkpoint) -> Apart:
     """All start before the first is waited for. Raises Refusal."""
-    shards = tuple(peer_of(one, options, folder, checkpoint) for one in options.devices)
     drafted = draft_name(options.draft, options.model) != "none"
     where = options.draft_where if drafted else None
-    draft = None if where is None else peer_of(where, options, folder, checkpoint)
-    apart = Apart(shards, draft, drafter_apart(options))
+    lender = Lender.opened() if any(one is not None and one.launched for one in (*options.devices, where)) else None
+    shards = tuple(peer_of(one, options, folder, checkpoint, lender) for one in options.devices)
+    draft = None if where is None else peer_of(where, options, folder, checkpoint, lender)
+    apart = Apart(shards, draft, drafter_apart(options), lender)
     if apart.draft is not None:
         apart.draft.deadlines = DRAFT_DEADLINES
     try:
@@ -102,13 +107,18 @@ def asking_for(options: Options) -> str:
     return ", ".join(name for name, asks in asking.items() if asks)
 
 
-def peer_of(where: Where, options: Options, folder: Path, checkpoint: Checkpoint) -> Peer | None:
+def peer_of(
+    where: Where, options: Options, folder: Path, checkpoint: Checkpoint, lender: Lender | None = None
+) -> Peer | None:
     if not where.remote:
         return None
     from engine.shard import described  # noqa: PLC0415 - only where there is one
 
     secret = secrets.token_hex(32) if where.launched else shared_secret(options.shard_secret_file)
-    dial: Dial = AtAddress(where.name, where.address) if where.address else launched(where, options, folder, secret)
+    if where.address:
+        dial: Dial = AtAddress(where.name, where.address)
+    else:
+        dial = launched(where, options, folder, secret, lender)
     return Peer(dial, secret.encode(), engine.__version__, ExpectedModel(*described(checkpoint)))
 
 
@@ -172,13 +182,13 @@ def hops(
     return {name: peer.figures() for name, peer in remote.items()}
 
 
-def launched(where: Where, options: Options, folder: Path, secret: str) -> Launched:
+def launched(where: Where, options: Options, folder: Path, secret: str, lender: Lender | None) -> Launched:
     """The secret is in its environment, which other users cannot read, and not in its command line."""
     python = options.target_shard_ipc_python
     words = [str(python or sys.executable), "-P", "-m", "engine", "shard", str(folder.resolve())]
     words += ["--device", where.device, "--threads", str(options.threads)]
     words += ["--draft", draft_name(options.draft, options.model)]
-    return Launched(where.name, words, {VARIABLE: secret, **({} if python else importable())})
+    return Launched(where.name, words, {VARIABLE: secret, **({} if python else importable())}, lender)
 
 
 def importable() -> Mapping[str, str]:

@@ -33,6 +33,7 @@ from adapters.remote.dial import kept_alive
 from adapters.remote.draft_messages import LoadDraft
 from adapters.remote.drafter_messages import LoadDrafter
 from adapters.remote.hello import refuse
+from adapters.remote.lending import Borrower
 from adapters.remote.messages import Facts, LoadLayers, Offer, Prove
 from adapters.remote.served_draft import ServedDraft
 from adapters.remote.served_drafter import ServedDrafter
@@ -179,15 +180,16 @@ def leave_with(connection: socket.socket) -> None:
 
 
 def joining(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared | None]:
-    """The memory that the server has made: from it, and to it."""
+    """The memory that the server has made: from it, and to it, and what it lends."""
 
     def join(sizes: tuple[int, int]) -> Shared | None:
         try:
-            into, out = (shared.joined(one, size) for one, size in zip(memory, sizes, strict=True))
+            into, out = (shared.joined(one, size) for one, size in zip(memory[:2], sizes, strict=True))
+            borrower = Borrower(memory[2]) if len(memory) > 2 else None
         except (OSError, ValueError) as error:
             log.warning("no memory is shared with the server: %s", error)
             return None
-        return Shared(out, into)
+        return Shared(out, into, borrower=borrower)
 
     return join
 

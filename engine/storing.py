@@ -15,6 +15,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.device.proposer import DraftModel
 from adapters.models.pipeline import Pipeline
+from adapters.remote.lending import Lender
 from adapters.store.disk import Disk
 from adapters.store.folder import FolderUnusable
 from adapters.store.format import Draft, Layout
@@ -46,11 +47,12 @@ def disk_folder(options: Options) -> Path | None:
     return options.kv_cache_dir or cache_folder()
 
 
-def transfer_memory(options: Options, devices: Iterable[torch.device]) -> Memory:
+def transfer_memory(options: Options, devices: Iterable[torch.device], lender: Lender | None) -> Memory:
     """What is copied to and from devices passes through it, weights that are loaded included; and it is where host
-    memory keeps what it keeps. Pinned for a GPU.
+    memory keeps what it keeps. Pinned for a GPU; else processes of ours see it, where there are any.
     """
-    return held_memory(options.host_cache_budget << 20, pin=any(device.type == "cuda" for device in devices))
+    pin = any(device.type == "cuda" for device in devices)
+    return held_memory(options.host_cache_budget << 20, pin=pin, source=None if lender is None else lender.take)
 
 
 def build_store(options: Options, layout: Layout, memory: Memory) -> Store[Disk] | None:

@@ -222,7 +222,7 @@ def load_over(
     found = apart.drafting(provable(opened, numerics))
     scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
     step(startup.WEIGHTS)
-    memory = transfer_memory(options, [one.device for one in plan])
+    memory = transfer_memory(options, [one.device for one in plan], apart.lender)
     hosted = host_experts(options, checkpoint, dtype, plan)
     heard = checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors)))
     room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "rows": rows}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from adapters.remote import frames
 from adapters.remote.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
+from adapters.remote.lending import Borrower, Lender
 from adapters.remote.tensors import flattened
 
 BULK = 1 << 16  # bytes of a payload from which on shared memory is quicker than sending it
@@ -43,10 +44,12 @@ class WireFrame:
 
 @define(eq=False)
 class Shared:
-    """Memory of both ends: what goes out, and what comes in."""
+    """Memory of both ends: what goes out, and what comes in; and what the server lends, or the daemon borrows."""
 
     out: memoryview
     into: memoryview
+    lender: Lender | None = None
+    borrower: Borrower | None = None
 
 
 @define(eq=False)

@@ -17,6 +17,7 @@ from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.draft_messages import LoadDraft
 from adapters.remote.drafter_messages import LoadDrafter
 from adapters.remote.frames import FAILED, REPLY
+from adapters.remote.lending import LentTensors
 from adapters.remote.messages import (
     Facts,
     Failure,
@@ -109,7 +110,7 @@ class Daemon:
             raise Unacceptable(f"there is no op {frame.head.op}")
         kind, work = OPS[op := Op(frame.head.op)]
         asked = decoded(frame.arguments, kind)
-        given = unpacked(getattr(asked, "tensors", ()), frame.payload)
+        given = self._given(asked, frame)
         if work is not None:
             return work(self, asked, given)
         if self._served is None:
@@ -118,6 +119,16 @@ class Daemon:
             raise Unacceptable(f"{op.name.lower()} is not for what is loaded here")
         with current(self._served.device):
             return self._served.ops[op][1](self._served, asked, given)
+
+    def _given(self, asked: Any, frame: WireFrame) -> TensorBytes | LentTensors:
+        """In the payload, or where the server has them."""
+        given = unpacked(getattr(asked, "tensors", ()), frame.payload)
+        if not (lent := getattr(asked, "lent", ())):
+            return given
+        shared = self.channel.shared
+        if given.tensors or shared is None or shared.borrower is None:
+            raise Unacceptable("nothing is lent here, or it is given twice")
+        return shared.borrower.tensors(lent)
 
     def prove(self, asked: Prove, _: TensorBytes) -> Answering:
         return Answering(self.model.prove(asked))

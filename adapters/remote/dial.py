@@ -15,6 +15,7 @@ from attrs import define, field
 
 from adapters.remote import shared
 from adapters.remote.channel import Channel, Shared
+from adapters.remote.lending import Lender
 
 LEAVE_S = 2  # for a child to leave by itself, once its connection is closed
 CONNECT_S = 10
@@ -50,12 +51,13 @@ class Launched:
     """A child at the other end of a socket pair: when this process ends, however, the child reads an end and leaves.
 
     name: as the user calls it. command: its argv, to which the descriptors are added. environment: what is set for it,
-    a secret among that.
+    a secret among that. lender: of what it may see.
     """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
+    lender: Lender | None = None
     _process: subprocess.Popen[bytes] | None = None
     _memory: tuple[int, ...] = ()
     _lock: threading.Lock = field(factory=threading.Lock)
@@ -74,7 +76,8 @@ class Launched:
         made = [shared.made(), shared.made()]
         with self._lock:
             self._memory = tuple(one for one in made if one is not None)
-            words = [*self.command, "--fd", ",".join(map(str, (theirs.fileno(), *self._memory)))]
+            seen = self._memory if self.lender is None else (*self._memory, self.lender.descriptor)
+            words = [*self.command, "--fd", ",".join(map(str, (theirs.fileno(), *seen)))]
             try:
                 with theirs:
                     self._process = subprocess.Popen(  # noqa: S603 - the interpreter that the user named, or this one
@@ -82,7 +85,7 @@ class Launched:
                         env={**os.environ, **self.environment},
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,  # what it has to say is on stderr, with ours
-                        pass_fds=(theirs.fileno(), *self._memory),
+                        pass_fds=(theirs.fileno(), *seen),
                         start_new_session=True,  # Ctrl-C is for the server to handle
                     )
             except OSError:
@@ -97,7 +100,7 @@ class Launched:
             out, into = (shared.grown(one, size) for one, size in zip(self._memory, sizes, strict=True))
         except OSError:
             return None
-        return Shared(out, into)
+        return Shared(out, into, lender=self.lender)
 
     def end(self) -> str:
         begun, self._begun = self._begun, None

@@ -56,8 +56,7 @@ from effects.ports import RowsLost
 
 log = logging.getLogger("rekindle.shard")
 
-# An answer waits for proposals, so a draft that hangs is given up long before layers would be: a round of a large draft
-# on few cores takes a second.
+# An answer waits for proposals, so a draft that hangs is given up long before layers: a round takes a second at most.
 DRAFT_DEADLINES = Deadlines(step=10)
 AHEAD_ROWS = 512  # that are followed with the next question, at most: of 8B parameters 4 MiB of features
 CLOSE_S = 5  # for whoever was about to have it again
@@ -208,7 +207,8 @@ class RemoteDraft:
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
         """Raises RowsLost."""
         self._flush()
-        self._ask(Op.IMPORT_ROWS, ImportRows(slot, start, described(rows)), Nothing, rows)
+        tensors, lent, sent = self.peer.given(rows)
+        self._ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, sent)
         self._hold(slot, start, start + next(iter(rows.values())).shape[1])
 
     def _has(self, slot: int, start: int, stop: int) -> bool:

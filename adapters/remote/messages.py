@@ -78,6 +78,29 @@ class Described(WireMessage, frozen=True, array_like=True):
 Tensors: TypeAlias = Annotated[tuple[Described, ...], Meta(max_length=8192)]  # keys and values of 4,096 layers
 
 
+class Lent(WireMessage, frozen=True, array_like=True):
+    """Tensors of one form in memory that the server lends. place: of the first one's first byte. apart: elements from
+    each to the next. strides: of each, in elements.
+    """
+
+    names: Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(min_length=1, max_length=8192)]
+    dtype: Element
+    shape: Shape
+    place: Number
+    apart: Count
+    strides: Shape
+
+    @property
+    def end(self) -> int:
+        """Of the last one's last byte, and one more."""
+        sizes, steps = (len(self.names), *self.shape), (self.apart, *self.strides)
+        last = sum(max(size - 1, 0) * step for size, step in zip(sizes, steps, strict=True))
+        return self.place + (last + 1) * SIZES[self.dtype]
+
+
+Lents: TypeAlias = Annotated[tuple[Lent, ...], Meta(max_length=8192)]
+
+
 class Hello(WireMessage, frozen=True):
     """The first word is the server's. rekindle: its version, which must be the daemon's own."""
 
@@ -223,12 +246,18 @@ class RowSpan(OneSlot, frozen=True):
 
 
 class ImportRows(OneSlot, frozen=True):
+    """The tensors are in the payload, or lent."""
+
     start: Count
-    tensors: Tensors
+    tensors: Tensors = ()
+    lent: Lents = ()
 
 
 class ImportState(OneSlot, frozen=True):
-    tensors: Tensors
+    """As `ImportRows`."""
+
+    tensors: Tensors = ()
+    lent: Lents = ()
 
 
 class SlotPlace(OneSlot, frozen=True):

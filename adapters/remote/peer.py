@@ -15,14 +15,17 @@ from msgspec import structs
 from torch import Tensor
 
 from adapters.models.numerics import Numerics
+from adapters.models.shard import NamedTensors
 from adapters.remote.channel import Channel, ConnectionBroken, WireFrame, failed
 from adapters.remote.dial import Dial
 from adapters.remote.draft_messages import DraftReady, LoadDraft
 from adapters.remote.drafter_messages import DrafterReady, LoadDrafter
 from adapters.remote.hello import greet
 from adapters.remote.messages import (
+    Described,
     Facts,
     Failure,
+    Lent,
     Loaded,
     LoadLayers,
     Offer,
@@ -33,6 +36,7 @@ from adapters.remote.messages import (
     decoded,
     encoded,
 )
+from adapters.remote.tensors import described
 from effects.ids import SlotId
 from effects.ports import RowsLost
 
@@ -160,6 +164,13 @@ class Peer:
                 return self._asked(channel, op, message, answer, tensors, seconds=seconds or self.deadlines.step)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
+
+    def given(self, tensors: NamedTensors) -> tuple[tuple[Described, ...], tuple[Lent, ...], NamedTensors]:
+        """What it is told of them, and what has to be sent: nothing where it sees them, and reads until it answers."""
+        shared = None if self._channel is None else self._channel.shared
+        if shared is not None and shared.lender is not None and (lent := shared.lender.lent(tensors)):
+            return (), lent, {}
+        return described(tensors), (), tensors
 
     def post(self, op: Op, message: WireMessage) -> None:
         """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss."""

@@ -28,6 +28,7 @@ from adapters.remote.draft_messages import (
     ProposedTree,
     SendAway,
 )
+from adapters.remote.lending import LentTensors
 from adapters.remote.messages import (
     Described,
     Exported,
@@ -117,7 +118,7 @@ class ServedDraft:
         found = self.draft.export_rows(asked.slot, asked.start, asked.stop)
         return Answering(Exported(described(found)), found)
 
-    def import_rows(self, asked: ImportRows, given: TensorBytes) -> Answering:
+    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
         self.draft.import_rows(asked.slot, asked.start, given.views())
         return Answering(Nothing())
 

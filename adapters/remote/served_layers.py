@@ -13,6 +13,7 @@ from torch import Tensor
 from adapters.layout import dtype_name
 from adapters.models.shard import NamedTensors, Shard, Step
 from adapters.remote.answering import Answering, Ops
+from adapters.remote.lending import LentTensors
 from adapters.remote.messages import (
     Commit,
     CopyRows,
@@ -185,7 +186,7 @@ class ServedLayers:
     def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
         return _moved(self.shard.export_rows(asked.slot, asked.start, asked.stop))
 
-    def import_rows(self, asked: ImportRows, given: TensorBytes) -> Answering:
+    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
         self._slot(asked.slot)
         self.shard.import_rows(asked.slot, asked.start, given.views())
         return Answering(Nothing())
@@ -194,7 +195,7 @@ class ServedLayers:
         self._slot(asked.slot)
         return _moved(self.shard.export_state(asked.slot))
 
-    def import_state(self, asked: ImportState, given: TensorBytes) -> Answering:
+    def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> Answering:
         self._slot(asked.slot)
         self.shard.import_state(asked.slot, given.views())
         return Answering(Nothing())

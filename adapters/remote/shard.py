@@ -284,13 +284,15 @@ class RemoteShard:
         return self._taken(Op.EXPORT_ROWS, RowSpan(slot, start, stop), specs)
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        self.peer.ask(Op.IMPORT_ROWS, ImportRows(slot, start, described(rows)), Nothing, list(rows.values()))
+        tensors, lent, sent = self.peer.given(rows)
+        self.peer.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, list(sent.values()))
 
     def export_state(self, slot: int) -> NamedTensors:
         return self._taken(Op.EXPORT_STATE, OneSlot(slot), self.state_specs)
 
     def import_state(self, slot: int, state: NamedTensors) -> None:
-        self.peer.ask(Op.IMPORT_STATE, ImportState(slot, described(state)), Nothing, list(state.values()))
+        tensors, lent, sent = self.peer.given(state)
+        self.peer.ask(Op.IMPORT_STATE, ImportState(slot, tensors, lent), Nothing, list(sent.values()))
 
     def keep_state(self, slot: int, place: int) -> None:
         self.peer.ask(Op.KEEP_STATE, SlotPlace(slot, place), Nothing)

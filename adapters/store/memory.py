@@ -62,11 +62,12 @@ class Slab:
 class Memory:
     """Slabs of at most `most` bytes in all; what finds no place there comes from the system, and goes back to it.
 
-    pin: page-locked, for a GPU.
+    pin: page-locked, for a GPU. source: of slabs that are not.
     """
 
     most: int = 0
     pin: bool = False
+    source: Callable[[int], Tensor] | None = None
     held: int = 0  # bytes of slabs
     _slabs: list[Slab] = field(factory=list[Slab])
     _returned: deque[tuple[Slab, tuple[int, int]]] = field(factory=deque)
@@ -119,7 +120,8 @@ class Memory:
 
     def _grow(self, size: int) -> Slab:
         size = max(size, min(SLAB, self.most - self.held))
-        slab = Slab(allocated(size, pin=self.pin), [(0, size)])
+        made = self.source(size) if self.source is not None and not self.pin else allocated(size, pin=self.pin)
+        slab = Slab(made, [(0, size)])
         self._slabs.append(slab)
         self.held += size
         return slab

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from adapters.store import reading
 from adapters.store.codec import DECODERS, Chooser, Codec
@@ -52,10 +55,13 @@ def open_store(
     return Store(layout, HostTier(index(layout, host_bytes), pool), disk, lock, run_bytes, ready=ready)
 
 
-def held_memory(host_bytes: int, *, pin: bool) -> Memory:
-    """For what host memory keeps, and what is on its way. pin: a GPU copies from it, so it is page-locked."""
+def held_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor] | None = None) -> Memory:
+    """For what host memory keeps, and what is on its way. pin: a GPU copies from it, so it is page-locked. source: as
+    `Memory` has it.
+    """
     moving = MOVING * run_size(pin=pin)
-    return Memory(host_bytes + (max(moving, min(MOST_PINNED, physical() // PINNED_SHARE)) if pin else moving), pin)
+    most = host_bytes + (max(moving, min(MOST_PINNED, physical() // PINNED_SHARE)) if pin else moving)
+    return Memory(most, pin, source)
 
 
 def run_size(*, pin: bool) -> int:

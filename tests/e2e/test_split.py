@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,17 +29,17 @@ from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, WatchedDraft, answers, words
 
-PLANS: dict[str, dict[str, str]] = {
+PLANS: dict[str, dict[str, Any]] = {
     "one": {"device": "cpu"},
     "two": {"target_devices": "cpu:0,cpu:0"},
     "three": {"target_devices": "cpu:0,cpu:0,cpu:0", "target_layer_split": "0.2,0.5,0.3"},
 }
-GPUS: dict[str, dict[str, str]] = {
+GPUS: dict[str, dict[str, Any]] = {
     "one": {"device": "cuda:0"},
     "two": {"target_devices": "cuda:0,cuda:1"},
     "processes": {"target_devices": "cuda:0,ipc+cuda:1"},
 }
-STARTS = ("one", "two", "three", "two", "one")  # so that everybody restores what everybody else has kept
+STARTS = ("one", "two", "three", "process", "three", "two", "one")  # everybody restores what everybody else has kept
 MODELS = ("demo", "demo-hybrid")
 
 
@@ -112,7 +115,7 @@ async def compare(
     length: int,
     starts: Sequence[str],
     *,
-    plans: Mapping[str, dict[str, str]] = PLANS,
+    plans: Mapping[str, dict[str, Any]] = PLANS,
     steady: bool = True,
 ) -> set[tuple[str, str]]:
     """Every plan answers `count` prompts of its own cold, and restores those of all before it. Which pairs did.
@@ -161,8 +164,18 @@ async def test_every_plan_answers_alike_and_restores_what_others_have_kept(model
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("model", MODELS)
 async def test_every_plan_restores_what_each_has_kept_over_hundreds_of_prompts(model: str, tmp_path: Path) -> None:
-    pairs = await compare(model, tmp_path, 67, 32, STARTS)
-    assert {(one, other) for one in PLANS for other in PLANS if one != other} <= pairs
+    remote = {"target_devices": "cpu:0,ipc+cpu:0", "target_shard_ipc_python": another_interpreter(tmp_path / "venv")}
+    plans = PLANS | {"process": remote}
+    pairs = await compare(model, tmp_path, 50, 32, STARTS, plans=plans)
+    assert {(one, other) for one in plans for other in plans if one != other} <= pairs
+
+
+def another_interpreter(folder: Path) -> Path:
+    """Of an environment of its own, which finds the libraries of this one and us by a path file."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (found,) = folder.glob("lib/python*/site-packages")
+    (found / "beside.pth").write_text(f"{sysconfig.get_path('purelib')}\n{Path(__file__).parents[2]}\n")
+    return folder / "bin/python"
 
 
 @pytest.mark.cuda

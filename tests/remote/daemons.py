@@ -22,6 +22,7 @@ from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.daemon import Daemon
 from adapters.remote.draft_messages import LoadDraft
 from adapters.remote.drafter_messages import LoadDrafter
+from adapters.remote.lending import Borrower, Lender
 from adapters.remote.messages import Facts, LoadLayers, Offer, Op, Prove
 from adapters.remote.peer import Deadlines, ExpectedModel, Peer
 from adapters.remote.served_draft import ServedDraft
@@ -91,6 +92,7 @@ class Threads:
     version: str = VERSION
     name: str = "thread:0"
     meddle: Callable[[Channel], Channel] = lambda channel: channel
+    lender: Lender | None = None
     opened: int = 0
     ends: list[Channel] = field(factory=list[Channel])
     threads: list[threading.Thread] = field(factory=list[threading.Thread])
@@ -111,7 +113,7 @@ class Threads:
             if len(memory) != 2:
                 return None
             into, out = (shared.joined(one, size) for one, size in zip(memory, sizes, strict=True))
-            return Shared(out, into)
+            return Shared(out, into, borrower=self.lender and Borrower(self.lender.descriptor))
 
         end = self.meddle(Channel(theirs))
         daemon = Daemon(end, self.served, self.secret, self.version, join)
@@ -124,7 +126,7 @@ class Threads:
         if len(self._memory) != 2 or not all(sizes):
             return None
         out, into = (shared.grown(one, size) for one, size in zip(self._memory, sizes, strict=True))
-        return Shared(out, into)
+        return Shared(out, into, self.lender)
 
     def kill(self) -> None:
         """As if its process had been: the connection ends at once, wherever it is."""

@@ -60,13 +60,13 @@ class Split:
 def on_threads(monkeypatch: pytest.MonkeyPatch, fates: Fates, dials: list[Threads]) -> None:
     """What the server would launch, it finds on threads."""
 
-    def launched(where, options, folder, secret) -> Threads:
+    def launched(where, options, folder, secret, lender) -> Threads:
         def meddle(channel: Channel) -> Channel:
             assert fates.gate.wait(100)
             return Mortal(channel.socket, doom=fates.doom)
 
         served = ServedModel.open(str(folder), where.device, draft_name(options.draft, options.model))
-        dials.append(Threads(served, True, secret.encode(), engine.__version__, where.name, meddle))
+        dials.append(Threads(served, True, secret.encode(), engine.__version__, where.name, meddle, lender))
         return dials[-1]
 
     monkeypatch.setattr(engine.remote, "launched", launched)

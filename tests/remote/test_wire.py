@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from adapters.remote import frames, messages
 from adapters.remote.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
 from adapters.remote.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
-from adapters.remote.messages import Described, Unacceptable, WireMessage, decoded, encoded
+from adapters.remote.messages import Described, Lent, Unacceptable, WireMessage, decoded, encoded
 from adapters.remote.tensors import described, flattened, unpacked
 
-KINDS = [one for one in WireMessage.__subclasses__() if one is not Described]
+KINDS = [one for one in WireMessage.__subclasses__() if one not in {Described, Lent}]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 
 

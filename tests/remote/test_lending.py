@@ -1,0 +1,145 @@
+"""Rows that lie in memory that a server lends are named to its daemons, and no others are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attrs import define, field
+from msgspec import structs
+
+from adapters.models.shard import NamedTensors
+from adapters.remote.channel import Channel
+from adapters.remote.lending import Borrower, Lender
+from adapters.remote.messages import ImportRows, Lent, Nothing, Op, Unacceptable
+from adapters.remote.shard import RemoteShard
+from adapters.remote.tensors import described
+from tests.models.checkpoints import same_bits
+from tests.models.splits import CONFIGS, chunk
+from tests.remote.daemons import RandomModel, Threads, remote
+
+HYBRID = CONFIGS["hybrid"]
+
+
+@define(eq=False)
+class Weighed(Channel):
+    """A daemon's end, and how many bytes of payloads came to it."""
+
+    came: list[int] = field(factory=list[int])
+
+    def receive(self, seconds: float, *, patient: bool = False):
+        frame = Channel.receive(self, seconds, patient=patient)
+        self.came.append(frame.head.payload)
+        return frame
+
+
+@define(eq=False)
+class Lending:
+    lender: Lender
+    far: RemoteShard
+    end: Weighed
+
+
+@pytest.fixture
+def lending() -> Iterator[Lending]:
+    lender, ends = Lender.opened(), list[Weighed]()
+    assert lender is not None
+
+    def weighed(channel: Channel) -> Channel:
+        ends.append(Weighed(channel.socket))
+        return ends[-1]
+
+    dial = Threads(RandomModel(HYBRID), meddle=weighed, lender=lender)
+    far = remote(dial, range(HYBRID.num_layers))
+    chunk(far, 0, 0, 64)
+    yield Lending(lender, far, ends[0])
+    far.close()
+    dial.end()
+
+
+def laid(rows: NamedTensors, memory: torch.Tensor, at: int, room: int) -> NamedTensors:
+    """In one piece of memory from `at` on, as a kept run of so many rows lies; those of ours are its first."""
+    first = next(iter(rows.values()))
+    heads, count, width = first.shape
+    whole = memory[at:].view(first.dtype)[: len(rows) * heads * room * width].view(len(rows), heads, room, width)
+    for place, tensor in zip(whole, rows.values(), strict=True):
+        place[:, :count] = tensor
+    return dict(zip(rows, whole[:, :, :count], strict=True))
+
+
+def test_rows_and_states_are_copied_from_where_they_lie(lending: Lending) -> None:
+    far, wanted, state = lending.far, lending.far.export_rows(0, 0, 64), lending.far.export_state(0)
+    for at, room in ((0, 64), (4096, 100)):  # the second is behind what the daemon has mapped by then
+        memory = lending.lender.take(1 << 20)
+        seen = len(lending.end.came)
+        far.import_rows(1, 0, laid(wanted, memory, at, room))
+        assert lending.end.came[seen:] == [0]
+        assert all(same_bits(one, wanted[name]) for name, one in far.export_rows(1, 0, 64).items())
+        far.import_rows(1, 0, {name: torch.zeros_like(one) for name, one in wanted.items()})
+        assert lending.end.came[-1] > sum(one.nbytes for one in wanted.values()) - 1, "what lies elsewhere is sent"
+    kept, at = dict[str, torch.Tensor](), 1 << 19
+    for name, one in state.items():
+        kept[name] = memory[at : at + one.nbytes].view(one.dtype).view(one.shape).copy_(one)
+        at += one.nbytes
+    far.import_state(2, kept)
+    assert lending.end.came[-1] == 0
+    assert all(same_bits(one, state[name]) for name, one in far.export_state(2).items())
+
+
+def test_what_is_partly_elsewhere_is_sent(lending: Lending) -> None:
+    rows = lending.far.export_rows(0, 0, 64)
+    there = laid(rows, lending.lender.take(1 << 20), 0, 64)
+    last = list(rows)[-1]
+    lending.far.import_rows(1, 0, there | {last: rows[last]})
+    assert lending.end.came[-1] > 0
+    assert all(same_bits(one, rows[name]) for name, one in lending.far.export_rows(1, 0, 64).items())
+
+
+FINE = Lent(("a", "b"), "F32", (2, 3), 4096, 12, (6, 1))
+ODD = [
+    ({"place": 1 << 50}, "which has 8192"),
+    ({"place": 8192 - 80}, "which has 8192"),  # ends behind it
+    ({"shape": (1 << 30, 1 << 30, 2, 3), "strides": (1 << 30, 1 << 30, 6, 1)}, "which has 8192"),
+    ({"apart": (1 << 31) - 1}, "which has 8192"),
+    ({"place": 4098}, "as no tensor can lie"),
+    ({"strides": (6,)}, "as no tensor can lie"),
+]
+
+
+@pytest.mark.parametrize(("changed", "said"), ODD)
+def test_what_is_not_lent_is_not_read(changed: dict, said: str) -> None:
+    lender = Lender.opened()
+    assert lender is not None
+    memory, borrower = lender.take(8192), Borrower(lender.descriptor)
+    memory.view(torch.float32).copy_(torch.arange(2048))
+    found = borrower.tensors((FINE,)).views()
+    assert torch.equal(found["b"], 1024 + 12 + torch.tensor([[0.0, 1, 2], [6, 7, 8]]))
+    with pytest.raises(Unacceptable, match=said):
+        borrower.tensors((FINE, structs.replace(FINE, **changed)))
+    found = borrower.tensors((structs.replace(FINE, shape=(0, 3)),)).views()
+    assert found["a"].shape == (0, 3)
+
+
+def test_nothing_is_borrowed_from_who_lends_nothing_nor_given_twice(lending: Lending) -> None:
+    far, rows = lending.far, lending.far.export_rows(0, 0, 64)
+    lent = lending.lender.lent(laid(rows, lending.lender.take(1 << 20), 0, 64))
+    sent = list(rows.values())
+    with pytest.raises(ValueError, match="given twice"):
+        far.peer.ask(Op.IMPORT_ROWS, ImportRows(1, 0, described(rows), lent), Nothing, sent)
+    dial = Threads(RandomModel(HYBRID))
+    alone = remote(dial, range(HYBRID.num_layers))
+    with pytest.raises(ValueError, match="nothing is lent here"):
+        alone.peer.ask(Op.IMPORT_ROWS, ImportRows(1, 0, lent=lent), Nothing)
+    assert alone.peer.restarts == 0
+    alone.close()
+    dial.end()
+
+
+def test_memory_that_could_be_taken_away_is_not_borrowed() -> None:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 8192)
+    with pytest.raises(Unacceptable, match="taken away"):
+        Borrower(descriptor).tensors((FINE,))
+    os.close(descriptor)
