@@ -5,6 +5,7 @@ python hatch_build.py     compiles into this source tree, as an editable install
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shlex
@@ -25,6 +26,25 @@ FILE = "librekindle.so"
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math")
 
 
+def digest(root: Path) -> str:
+    """Of the sources, as the library says it of itself."""
+    sources = b"\0".join((root / FOLDER / name).read_bytes() for name in SOURCES)
+    return hashlib.blake2b(sources, digest_size=8).hexdigest()
+
+
+def current(root: Path) -> bool:
+    """The library is there, of these sources and flags: who installs into this tree again need not wait for it."""
+    library = root / FOLDER / FILE
+    if "CC" in os.environ or not library.is_file() or library.stat().st_mtime < Path(__file__).stat().st_mtime:
+        return False
+    try:
+        code = ctypes.CDLL(str(library))
+        code.rekindle_sources.restype = ctypes.c_char_p
+        return bool(code.rekindle_sources().decode("ascii", "replace") == digest(root))
+    except (OSError, AttributeError):
+        return False
+
+
 def compiled(root: Path) -> Path | None:
     """The library, in the source tree; None, with a line that says why, where it cannot be made."""
     found = shlex.split(os.environ.get("CC", "")) or [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
@@ -32,10 +52,9 @@ def compiled(root: Path) -> Path | None:
         print("rekindle: no C compiler here, so without products of its own", file=sys.stderr)
         return None
     folder = root / FOLDER
-    digest = hashlib.blake2b(b"\0".join((folder / name).read_bytes() for name in SOURCES), digest_size=8).hexdigest()
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / FILE
-        command = [*found, *FLAGS, "-shared", "-fPIC", f'-DSOURCES="{digest}"', "-o", str(made)]
+        command = [*found, *FLAGS, "-shared", "-fPIC", f'-DSOURCES="{digest(root)}"', "-o", str(made)]
         command += [str(folder / "products.c"), "-lm", "-pthread"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
@@ -58,8 +77,9 @@ except ImportError:  # run by hand: only hatchling's own builds have it
 class NativeBuildHook(BuildHookInterface):
     """Of wheels, editable ones among them. The library is loaded by ctypes, so any Python 3 of the platform will do."""
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's signature
-        if self.target_name != "wheel" or compiled(Path(self.root)) is None:
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        root = Path(self.root)
+        if self.target_name != "wheel" or not ((version == "editable" and current(root)) or compiled(root)):
             return
         from packaging.tags import sys_tags  # noqa: PLC0415 - hatchling brings it
 

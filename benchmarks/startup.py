@@ -35,7 +35,7 @@ def once(home: Path) -> tuple[dict[str, Any], list[tuple[str, float]]]:
             stderr=errors,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "XDG_CACHE_HOME": str(home)},
+            env={**installed(), "XDG_CACHE_HOME": str(home)},
         )
     assert process.stdout is not None
     try:
@@ -53,6 +53,11 @@ def once(home: Path) -> tuple[dict[str, Any], list[tuple[str, float]]]:
         process.stdout.close()
     steps = [(step, float(seconds)) for step, seconds in STEP.findall(log.read_text())]
     return {"ready_s": ready, "first_token_s": first, "processor_s": processor() - spent}, steps
+
+
+def installed() -> dict[str, str]:
+    """The environment, of a person whose Python keeps what it has compiled: not every machine that measures lets it."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def processor() -> float:

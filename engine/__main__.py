@@ -62,10 +62,11 @@ def serve(
     """
     del config  # read before the command line was
     from engine import startup  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
-    from engine.preflight import prepared  # noqa: PLC0415
+    from engine.preflight import check_address, prepared  # noqa: PLC0415
 
     logs.configure(options.log_format, options.log_level)
     options = prepared(options)
+    check_address(options)
     with startup.Steps(options.log_format == "json") as steps:
         steps(startup.IMPORT)
         heap.share()

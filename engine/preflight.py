@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -17,6 +18,7 @@ from adapters.checkpoint.errors import CheckpointError, shown
 from adapters.checkpoint.gguf.header import is_gguf
 from adapters.checkpoint.gguf.metadata import read_metadata
 from adapters.checkpoint.quantised.settings import find_quantisation
+from adapters.http.address import bind
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.store.folder import LOCK, Folder, FolderUnusable, check_private
 from effects.scope import parse
@@ -50,6 +52,21 @@ def prepared(options: Options) -> Options:
     if options.api_key_file is None:
         return options
     return evolve(options, api_key=(*options.api_key, *read_keys(options.api_key_file)))
+
+
+def check_address(options: Options) -> None:
+    """Had for a moment: a server that is there already is a common fault, and else told of behind all imports."""
+    try:
+        bind(options.host, options.port).close()
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be looked up
+        raise unheard(options, error) from error
+
+
+def unheard(options: Options, error: OSError | UnicodeError) -> Refusal:
+    where = f"{options.host}:{options.port} (--host, --port)"
+    another = "; --port 0 takes one that is free" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
+    why = (getattr(error, "strerror", None) or str(error)).lower()
+    return Refusal(f"cannot listen on {where}: {why}{another}")
 
 
 def check_model(name: str) -> None:

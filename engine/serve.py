@@ -45,6 +45,7 @@ from engine.begin import Beginning
 from engine.experts import placed
 from engine.human import size
 from engine.options import Options
+from engine.preflight import unheard
 from engine.refusal import Refusal, innermost, told
 from engine.remote import hops, placement
 from engine.startup import TOKENIZER, Steps
@@ -130,8 +131,7 @@ async def listen(options: Options, gate: Gate, *, task_status: TaskStatus[Servin
     try:
         await serve(gate, options.host, options.port, on_listening=task_status.started)
     except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be looked up
-        where = f"{options.host}:{options.port} (--host, --port)"
-        raise Refusal(f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}") from error
+        raise unheard(options, error) from error
 
 
 async def watch(signals: AsyncIterable[signal.Signals], gate: Gate, stop: anyio.Event, grace: float) -> None:

@@ -29,7 +29,7 @@ SHUTTING_DOWN = "The server is shutting down."
 
 def no_such_path(path: str, known: Sequence[str]) -> ApiError:
     """Clients tell their users that there is no such model when they see a 404: the message must say what there is."""
-    message = f"There is no API at {path[:200]!r}; it is not about a model. This server has {', '.join(known)}."
+    message = f"There is no API at {path[:200]!r} on this server, whatever the model. It has {', '.join(known)}."
     return ApiError(404, message, code="unknown_path")
 
 

@@ -14,10 +14,9 @@ from attrs import define, field
 from starlette.types import ASGIApp
 
 from adapters.http.accept import Acceptor
+from adapters.http.address import BACKLOG, bind
 from adapters.http.connection import Protocol
 from adapters.http.guard import MAX_HEAD_BYTES
-
-BACKLOG = 2048  # connections that the kernel keeps for us; it may keep fewer
 
 
 @define(eq=False)
@@ -89,22 +88,6 @@ async def serve(
             await server.drop()
         listener.close()
         serving.ended.set()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Made with its protocol named: asyncio then sets TCP_NODELAY, and a token is not held up."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 class Server(uvicorn.Server):

@@ -181,7 +181,8 @@ class Grammars:
             raise GrammarRefused(one_line(compiled.get_error()))
         first = self._matching(compiled).mask(())
         if isinstance(first, str):
-            raise GrammarRefused(f"no text keeps to it: {first}")
+            why = "or none comes to an end" if first == "NoExtensionBias" else first
+            raise GrammarRefused(f"no text keeps to it, {why}")
         return Compiled(compiled)
 
     def _matching(self, compiled: LLMatcher) -> GrammarMatching:

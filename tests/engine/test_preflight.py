@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -96,11 +97,19 @@ def test_what_is_refused_costs_no_import_of_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules, 'torch'; sys.exit(status)"
     )
     root = Path(__file__).parents[2]
-    for words in (["serve", str(tmp_path)], ["replay", str(tmp_path / "x")], ["serve", "--help"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=root, check=False
-        )
-        assert done.returncode == (0 if "--help" in words else 2), done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words in (
+            ["serve", str(tmp_path)],
+            ["serve", "--port", port],
+            ["replay", str(tmp_path / "x")],
+            ["serve", "--help"],
+        ):
+            done = subprocess.run(
+                [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=root, check=False
+            )
+            assert done.returncode == (0 if "--help" in words else 2), done.stderr
+            assert port not in words or f"127.0.0.1:{port} (--host, --port): address already in use" in done.stderr
 
 
 def test_a_trace_that_cannot_be_written_is_told_and_one_that_is_there_stays(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -237,6 +238,28 @@ def test_a_library_of_other_sources_or_none_is_not_loaded(compiled_folder, tmp_p
     found, why = compiled.opened(tmp_path / "stale")
     assert found is None
     assert "install again" in why
+
+
+def test_what_is_there_of_these_sources_is_not_compiled_again(compiled_folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    folder = tmp_path / hatch_build.FOLDER
+    shutil.copytree(compiled_folder, folder)
+    library = folder / hatch_build.FILE
+    library.touch()
+    assert hatch_build.current(tmp_path)
+    monkeypatch.setenv("CC", "another")
+    assert not hatch_build.current(tmp_path)
+    monkeypatch.delenv("CC")
+    os.utime(library, (0, 0))  # older than what says how it is made
+    assert not hatch_build.current(tmp_path)
+    library.touch()
+    before = (folder / "tiles.h").read_bytes()
+    (folder / "tiles.h").write_text("// other\n")
+    assert not hatch_build.current(tmp_path)
+    (folder / "tiles.h").write_bytes(before)
+    assert hatch_build.current(tmp_path)
+    library.unlink()
+    assert not hatch_build.current(tmp_path)
 
 
 def test_where_nothing_can_be_compiled_there_is_no_library_and_no_error(tmp_path, monkeypatch, capfd):

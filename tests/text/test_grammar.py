@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
     "regex": (Grammar("regex", "(a"), "unclosed group"),
     "lark": (Grammar("lark", "start: a"), "unknown name"),
     "empty": (Grammar("regex", r"[^\s\S]"), "no text keeps to it"),
-    "never ends": (json_grammar({"$ref": "#"}), "no text keeps to it"),
+    "never ends": (json_grammar({"$ref": "#"}), "no text keeps to it, or none comes to an end"),
     "keyword": (json_grammar({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
     "type": (json_grammar({"type": "text"}), "Invalid type"),
     "impossible": (json_grammar({"type": "integer", "minimum": 3, "maximum": 2}), "minimum (3) is greater"),

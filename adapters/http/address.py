@@ -1,0 +1,23 @@
+"""Where a server listens. Imports nothing of what answers there."""
+
+from __future__ import annotations
+
+import socket
+
+BACKLOG = 2048  # connections that the kernel keeps for us; it may keep fewer
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Made with its protocol named: asyncio then sets TCP_NODELAY, and a token is not held up."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
