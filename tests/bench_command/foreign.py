@@ -63,6 +63,7 @@ class ForeignHandler(BaseHTTPRequestHandler):
                 time.sleep(part)
                 continue
             self._piece(f"data: {part if isinstance(part, str) else json.dumps(part)}\n\n".encode())
+            self.server.sent += 1
         return self._piece(b"")
 
     def _piece(self, data: bytes) -> None:
@@ -86,6 +87,7 @@ class Foreign(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), ForeignHandler)
         self.models = ["counts", "plain"]
         self.bodies: list[dict[str, Any]] = []
+        self.sent = 0  # events
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients leave in the middle on purpose."""

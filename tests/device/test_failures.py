@@ -251,7 +251,7 @@ async def test_after_an_exception_nobody_believes_in_the_slots_it_was_about(on_f
 async def test_a_member_that_is_abandoned_before_the_launch_starts_is_left_out(on_fake, fake):
     clients = await ready(on_fake)
     go_on, found = threading.Event(), []
-    on_fake.executor._lane.post(lambda: go_on.wait(10), pytest.fail)  # noqa: SLF001 - keeps the lane busy
+    on_fake.executor._lane.post(lambda: go_on.wait(60), pytest.fail)  # noqa: SLF001 - keeps the lane busy
 
     async def launch():
         found.extend(await on_fake.decode(*clients))
@@ -275,7 +275,7 @@ async def test_a_chunk_that_runs_already_finishes(on_fake, fake, monkeypatch):
 
     def slow(self, step, inputs):
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return original(self, step, inputs)
 
     monkeypatch.setattr(FakeShard, "forward", slow)

@@ -79,7 +79,7 @@ async def test_a_cancelled_caller_waits_for_the_work_that_has_begun(lane):
 
     def work():
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
         finished.append(True)
         return "result"
 
@@ -103,7 +103,7 @@ async def test_a_cancelled_caller_waits_for_the_work_that_has_begun(lane):
 async def test_the_event_loop_keeps_turning_while_the_lane_works(lane):
     go_on, turns = threading.Event(), 0
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(lane.run, lambda: go_on.wait(10))
+        tasks.start_soon(lane.run, lambda: go_on.wait(60))
         for _ in range(50):
             await anyio.lowlevel.checkpoint()
             turns += 1
@@ -127,7 +127,7 @@ async def test_a_closed_lane_finishes_what_is_in_and_takes_no_more():
 
 async def test_closing_a_busy_lane_gives_up_after_its_bound():
     lane, go_on = DeviceLane(), threading.Event()
-    lane.post(lambda: go_on.wait(30), pytest.fail)
+    lane.post(lambda: go_on.wait(60), pytest.fail)
     assert not lane.close(0.05)
     go_on.set()
     assert lane.close()
@@ -155,7 +155,7 @@ def test_work_that_outlives_its_event_loop_does_not_end_the_lane():
 
     async def leave():
         loop = anyio.lowlevel.current_token().native_token
-        task = loop.create_task(lane.run(lambda: (begun.set(), go_on.wait(10))))
+        task = loop.create_task(lane.run(lambda: (begun.set(), go_on.wait(60))))
         while not begun.is_set():  # noqa: ASYNC110
             await anyio.sleep(0.001)
         task.cancel()

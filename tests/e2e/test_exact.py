@@ -27,7 +27,16 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(params=["bfloat16", "float32"], scope="module")
+# Neither in a grid nor in buckets, which are about rows, is anything about dtypes: one of them is tried in both.
+every_way = pytest.mark.parametrize(
+    ("target", "shapes"),
+    [("bfloat16", "buckets"), ("bfloat16", "grid"), ("float32", "buckets")],
+    indirect=["target"],
+    scope="module",
+)
+
+
+@pytest.fixture(scope="module")
 async def target(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
     loaded = await load_target(
         Options(dtype=request.param, max_ctx=2048, device="cpu", disk_prefix_cache="off", host_cache_budget=0)
@@ -52,7 +61,7 @@ def gridded(target: Target) -> Target:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shapes", ["buckets", "grid"])
+@every_way
 async def test_tokens_are_the_same_however_they_come_about(target: Target, shapes: str) -> None:
     if shapes == "grid":
         target = gridded(target)
@@ -67,7 +76,7 @@ async def test_tokens_are_the_same_however_they_come_about(target: Target, shape
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shapes", ["buckets", "grid"])
+@every_way
 async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(target: Target, shapes: str) -> None:
     """And they change nothing for others: a prompt that was asked for them is continued by nobody."""
     if shapes == "grid":

@@ -39,7 +39,7 @@ def test_a_file_is_served_like_a_folder(kind: Kind, tmp_path: Path) -> None:
         said = chatted(server)
         written(server)
         kill(server)
-    with serving(*words) as server:
+    with serving(*words, trusting=True) as server:
         again, how = answers(server)
         assert again == cold
         assert (how[0]["tier"], how[0]["restored_tokens"] >= len(PROMPT) - 64) == ("disk", True)

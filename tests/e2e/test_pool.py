@@ -21,7 +21,7 @@ def answer(server: Running, session: int) -> object:
 
 def settled(server: Running) -> dict[str, int]:
     """Pages once nobody holds any."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while True:
         found: dict[str, int] = server.client.get("/props").json()["kv_pages"]
         if not found["busy"]:

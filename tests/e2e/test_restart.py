@@ -28,7 +28,7 @@ def cache(server: Running) -> dict:
 
 
 def written(server: Running, least: int = 1) -> dict:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (now := cache(server))["entries"] < least or now["queued_bytes"]:
         assert time.monotonic() < deadline, now
         time.sleep(0.02)
@@ -58,7 +58,7 @@ def test_a_conversation_goes_on_by_its_response_id_after_a_kill(tmp_path: Path) 
     asked = {"input": "What is Rekindle?", "max_output_tokens": 8, "temperature": 0}
     with serving(*words) as server:
         first = server.client.post("/v1/responses", json=asked).json()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (folder / "responses" / first["id"]).exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -116,7 +116,7 @@ def test_a_salt_and_an_api_key_keep_prompts_apart_over_a_restart(tmp_path: Path)
         assert restored(server, "", cache_salt="mine") == 0
         written(server)
         kill(server)
-    with serving(*words) as server:
+    with serving(*words, trusting=True) as server:
         assert restored(server, "") == 0
         assert restored(server, "", cache_salt="yours") == 0
         assert restored(server, "", cache_salt="mine") >= len(PROMPT) - 64
@@ -125,7 +125,7 @@ def test_a_salt_and_an_api_key_keep_prompts_apart_over_a_restart(tmp_path: Path)
     with serving(*words, *keys) as server:
         assert restored(server, "one") == 0, "what was kept before belongs to neither"
         server.stop()
-    with serving(*words, *keys) as server:
+    with serving(*words, *keys, trusting=True) as server:
         assert restored(server, "two") == 0
         assert restored(server, "one", cache_salt="mine") == 0
         assert restored(server, "one") >= len(PROMPT) - 64
@@ -182,7 +182,7 @@ def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monke
         for one in files:
             one.write_bytes(one.read_bytes()[:-9])
     with serving(*words) as server:
-        end = time.monotonic() + 20  # the writer's thread looks at what the journal does not know
+        end = time.monotonic() + 60  # the writer's thread looks at what the journal does not know
         while damaged(server)["run"] < 1 and time.monotonic() < end:
             time.sleep(0.1)
         assert damaged(server) == {kind: len(files) for kind, files in harmed.items()}
@@ -239,7 +239,7 @@ def test_a_full_disk_costs_no_request(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, before)
     try:
         cold, _ = ask(server)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not cache(server)["write_errors"]:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -8,8 +8,10 @@ and whatever of them is refused rolls its recurrent states back.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -17,11 +19,13 @@ import torch
 from attrs import define, evolve, field
 
 from adapters import demo
+from adapters.device import decoding, executor
 from adapters.device.proposer import DraftRequest, Proposer
 from adapters.device.tree import Tree, chain, ordered
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.rope import Rotary
 from adapters.text.text import Text
+from adapters.transfer import restore
 from benchmarks.exactness import prompts
 from effects.decode import Logprob
 from effects.ids import Tokens
@@ -48,7 +52,8 @@ SAMPLINGS = [
     Sampling(temperature=1.1, top_k=40, min_p=0.02, seed=2, presence_penalty=0.4),
     Sampling(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=3),
 ]
-FLAT = Rates(decode=((0, 1, 0, 1000), (0, 1, 32, 1001)))  # the widest decode steps are the best, on any machine
+# Of however many requests: the widest decode steps are the best, on any machine.
+FLAT = Rates(decode=tuple((0, members, rows, 1000 + (rows > 0)) for members in range(1, 9) for rows in (0, 128)))
 DRAFT = DFlashConfig(320, 832, 2, 5, 1, 64, Rotary(64, 1e6), (FULL,) * 2, (1, 4, 9), 8, 5)
 
 
@@ -165,6 +170,15 @@ async def told(running: Engine, job: Job) -> Heard:
     return heard
 
 
+@contextmanager
+def timeless() -> Iterator[None]:
+    """What anything takes decides nothing: the same is proposed and restored, whatever else the machine does."""
+    with pytest.MonkeyPatch.context() as patch:
+        for measuring in (decoding, executor, restore):
+            patch.setattr(measuring, "time", SimpleNamespace(perf_counter_ns=lambda: 0))
+        yield
+
+
 async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **settings) -> list[Heard]:
     found = [Heard()] * len(jobs)
 
@@ -173,11 +187,12 @@ async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **se
 
     how = {"facts": {}, "transfer": target.transfer, "drafter": target.drafter, "paranoid": True}
     changed = evolve(target.settings, **({"rates": FLAT} | settings))
-    async with engine(changed, target.executor, **how) as running:
-        for start in range(0, len(jobs), at_once):
-            async with anyio.create_task_group() as tasks:
-                for number in range(start, min(start + at_once, len(jobs))):
-                    tasks.start_soon(one, running, number)
+    with timeless():
+        async with engine(changed, target.executor, **how) as running:
+            for start in range(0, len(jobs), at_once):
+                async with anyio.create_task_group() as tasks:
+                    for number in range(start, min(start + at_once, len(jobs))):
+                        tasks.start_soon(one, running, number)
     return found
 
 
@@ -187,6 +202,12 @@ async def plain(target, jobs) -> list[Heard]:
     found = await answers(target, [evolve(job, speculate=False) for job in jobs])
     assert all(one.closed.report.proposed == 0 for one in found)
     return found
+
+
+@pytest.fixture(autouse=True)
+def whatever_the_time() -> Iterator[None]:
+    with timeless():
+        yield
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def test_a_split_server_shows_its_plan_and_what_it_kept_is_restored_without_one(
         assert first["bytes"]["kv"] + second["bytes"]["kv"] == whole["slots"]["target"]
         written(server)
         kill(server)
-    with serving(*words) as server:
+    with serving(*words, trusting=True) as server:
         assert "  layers=0-7@cpu  " in server.lines[0]
         warm = server.complete(**body).json()
         assert warm["choices"] == cold["choices"]

@@ -122,7 +122,7 @@ def kept(store: Store, tokens: Tokens) -> int:
     return 0 if isinstance(found, Miss) else fetch(store, tokens, found[0])
 
 
-def settled(store: Store, seconds: float = 10) -> None:
+def settled(store: Store, seconds: float = 60) -> None:
     """Until everything is written, and every file looked at."""
     assert store.disk is not None
     end = time.monotonic() + seconds
