@@ -30,7 +30,7 @@ from tests.campaign.case import UNCOUNTED, Case, quiet
 from tests.campaign.damage import harm
 from tests.campaign.faults import Unreliable, short_reads
 from tests.importing import importing
-from tests.store.kit import EVERYTHING, FULL, LAYOUT, OTHER, checkpoint, disk_store, kept, save, settled
+from tests.store.kit import EVERYTHING, FULL, LAYOUT, OTHER, at_work, checkpoint, disk_store, kept, save, settled
 
 LAYOUTS = (LAYOUT, FULL, EVERYTHING)
 ROOT = Path(__file__).parents[2]
@@ -139,6 +139,8 @@ def tried(store: Store, tokens: Tokens, random: Random) -> None:
 
 @contextmanager
 def faults(path: Path) -> Iterator[Case]:
+    at_work()
+
     def case(random: Random) -> None:
         layout, rate, budget = random.choice(LAYOUTS), random.choice((0, 0, 0.02, 0.2)), random.choice((1 << 30, 9000))
         some = prompts(random)
@@ -218,6 +220,7 @@ def blocks_of(path: Path) -> dict[str, frozenset[bytes]]:
 @contextmanager
 def kills(path: Path) -> Iterator[Case]:
     """Writers that are killed: at one of their calls to the system, or after some time."""
+    at_work()
     words = [sys.executable, "-m", "tests.campaign.writer"]
     environment = {**os.environ, **importing(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -262,6 +265,7 @@ def kills(path: Path) -> Iterator[Case]:
 @contextmanager
 def damage(path: Path) -> Iterator[Case]:
     """A folder of two models, some of its files damaged while nobody looks, or while a store has it open."""
+    at_work()
     random = Random(1)
     templates = list[tuple[Layout, Path, list[Tokens]]]()
     for number, layout in enumerate(LAYOUTS):

@@ -22,7 +22,7 @@ def named(kind: Kind) -> str:
     return kind.name
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind not in DECODERS], ids=named)
 def test_a_few(kind: Kind, tmp_path: Path) -> None:
     guard = Watchdog()

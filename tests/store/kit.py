@@ -40,6 +40,14 @@ BIG = 1 << 30
 WORKERS, LOOP = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
 
 
+def at_work() -> None:
+    """All threads of both pools: they would come whenever the others happen to be busy, and be counted as leaked."""
+    met = threading.Barrier(4)
+    for pool in (WORKERS, WORKERS, LOOP):
+        pool.submit(met.wait)
+    met.wait()
+
+
 def rows_of(tokens: Tokens, start: int = 0, layout: Layout = LAYOUT, kind: Kind = "rows") -> dict[str, torch.Tensor]:
     """Tensors that depend on the position and on all tokens up to there, as KV rows and states do."""
     sums = torch.tensor(tokens, dtype=torch.int64).cumsum(0)[start:] * 31 + torch.arange(start, len(tokens))
