@@ -18,9 +18,10 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.device.constraint import Matching, forbidden
+from adapters.device.exponent import steady_weights
 from adapters.device.host_draw import drawn
 from adapters.device.noise import gumbel
-from adapters.device.truncation import SCALE, allowed, column, leaders, weights_of
+from adapters.device.truncation import SCALE, SCALE_BITS, allowed, column, leaders
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Sampling
@@ -179,7 +180,7 @@ class Picking:
         """Waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        values, width, wanted = self._told.tolist(), 1 + 2 * self.most, set(self.wanted)
+        values, width, wanted = self._told.tolist(), 2 + 2 * self.most, set(self.wanted)
         more = iter(values[3 * len(self.rows) :])
         return [
             _read(
@@ -262,14 +263,14 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """Float64 `[R, 1 + 2 most]`: the token's, then the ids of the `most` likeliest, then theirs."""
-    if logits.device.type == "cpu" and len(logits) > 1:
-        return torch.cat([_logprobs(logits[at : at + 1], tokens[at : at + 1], most) for at in range(len(logits))])
+    """Float64 `[R, 2 + 2 most]`: how far the token's logit is below the highest, then the ids of the `most` likeliest,
+    then how far theirs are, then the sum of all weights, of which the highest has 1. The same bits on every device.
+    """
     scaled = logits.double()
-    scaled = scaled - scaled.amax(-1, keepdim=True)
-    every = scaled - (weights_of(scaled).sum(-1, keepdim=True).double() / SCALE).log()
+    scaled -= scaled.amax(-1, keepdim=True)
+    total = steady_weights(scaled, SCALE_BITS).sum(-1, keepdim=True).double() / SCALE
     ids = leaders(logits, most)
-    return torch.cat((every.gather(-1, tokens.unsqueeze(-1)), ids.double(), every.gather(-1, ids)), -1)
+    return torch.cat((scaled.gather(-1, tokens.unsqueeze(-1)), ids.double(), scaled.gather(-1, ids), total), -1)
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logprob]:
@@ -279,10 +280,13 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logpro
 
 
 def _logprob(told: list[float]) -> Logprob:
-    """What `_logprobs` found of a row."""
-    most = len(told) // 2
-    ids, theirs = told[1 : 1 + most], told[1 + most :]
-    return told[0], tuple((int(id_), value) for id_, value in zip(ids, theirs, strict=True) if value > -math.inf)
+    """What `_logprobs` found of a row. The logarithm is this processor's, whatever device found it."""
+    most = len(told) // 2 - 1
+    ids, theirs, total = told[1 : 1 + most], told[1 + most : -1], told[-1]
+    log = math.log(total) if total > 0 else math.nan  # of a row that is not finite
+    return told[0] - log, tuple(
+        (int(id_), value - log) for id_, value in zip(ids, theirs, strict=True) if value > -math.inf
+    )
 
 
 def _read(row: Draw, picked: list[float], told: list[float], end: str | None) -> Picked:

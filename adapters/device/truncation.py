@@ -13,7 +13,8 @@ from torch import Tensor
 
 from effects.job import Sampling
 
-SCALE = 2.0**42  # the likeliest token's weight as an integer; the sum of 2**20 tokens of it still fits
+SCALE_BITS = 42
+SCALE = 2.0**SCALE_BITS  # the likeliest token's weight as an integer; the sum of 2**20 tokens of it still fits
 _LOW = 0xFFFFFFFF
 
 

@@ -174,11 +174,11 @@ class Restorer:
             far = [mover for mover in move.left if not mover.anywhere]
             if move.failure is None:
                 async with anyio.create_task_group() as parts:  # side by side: each is on a device of its own
+                    if far:
+                        parts.start_soon(self.lane.run, partial(self._side_by_side, now, move, far, buffer))
                     for mover in [mover for mover in move.left if mover.anywhere]:
                         put = partial(move.put, mover, now.effect.slot, buffer, now.fence)
                         parts.start_soon(self._beside, put)
-            if far and move.failure is None:
-                await self.lane.run(partial(self._side_by_side, now, move, far, buffer))
         if move.kind != "rows" and move.failure is not None:
             log.warning("what goes with a target's rows is missing (%s): %s", move.kind, move.failure.detail)
 

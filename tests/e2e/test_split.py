@@ -85,18 +85,10 @@ class Rounds:
     proposals: list[Any]
     tiers: set[str]
 
-    def said(self, *, apart: bool) -> tuple[list[Any], list[tuple[int, str]]]:
-        """What has to be equal. apart: a processor may have drawn where a GPU did, whose logarithms may differ from its
-        own in the last bit of a float64.
-        """
-        words = [(tokens, tuple(map(after_point, told)) if apart else told, end) for tokens, told, end in self.words]
-        return words, self.rows
-
-
-def after_point(told: Logprob) -> Logprob:
-    """With twelve digits behind the point."""
-    own, others = told
-    return round(own, 12), tuple((token, round(one, 12)) for token, one in others)
+    @property
+    def said(self) -> tuple[list[Any], list[tuple[int, str]]]:
+        """What has to be equal."""
+        return self.words, self.rows
 
 
 async def told(target: Target, listening: Listening, jobs: Sequence[Job]) -> Rounds:
@@ -141,13 +133,13 @@ async def compare(
         for name in cold:
             found = await told(target, listening, own[name])
             assert "disk" in found.tiers, "what a busy machine would rather compute is as right"
-            assert found.said(apart=not steady) == plain[name].said(apart=not steady), (name, plan)
+            assert found.said == plain[name].said, (name, plan)
             assert found.proposals == cold[name].proposals if steady else found.proposals, "the draft has its rows"
             pairs.add((name, plan))
         if plan not in cold:
             cold[plan] = found = await told(target, listening, own[plan])
             assert found.tiers == {"none"}
-            assert found.said(apart=not steady) == plain[plan].said(apart=not steady), plan
+            assert found.said == plain[plan].said, plan
             assert len(found.proposals) > count // 2
         await target.close()
     return pairs

@@ -1,0 +1,63 @@
+"""exp by operations that have one right answer: what comes of it has the same bits on every device and processor.
+
+IEEE 754 says what a float64 product, sum and rounding are; of exp and log libraries differ in the last bit. So the sum
+of a row's weights, and with it every log-probability, is the same wherever the row lies. Each operation is one call, so
+no compiler makes one rounding of two.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal, localcontext
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+DOUBT = 2.0**-7  # of a weight up to 2**42, whose last bit is 2**-10
+PARTS = 8  # bits: of the factors 2**(1/256), 2**(2/256), ... as many are known as it takes to be that near
+LOWEST = -128.0  # whose weight is 0, as that of all below
+STEP = float.fromhex("0x1.62e42fefap-9")  # ln(2) / 256: 36 bits, so that so many times it is exact
+REST = float.fromhex("0x1.cf79abc9e3b3ap-48")  # what it lacks
+INVERSE = float.fromhex("0x1.71547652b82fep+8")
+SERIES = (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0)  # of exp(r) - 1, |r| <= ln(2) / 512: what follows is 1e-20
+
+
+def steady_weights(values: Tensor, bits: int) -> Tensor:
+    """round(exp(values) * 2**bits) of float64 values that are at most 0, as int64; bits: up to 42. Anything, where one
+    is NaN.
+
+    On a CPU the library's exp decides wherever its last bits could not round it otherwise, in a part of the time.
+    """
+    if values.device.type != "cpu":
+        return rounded_exp(values, bits)
+    found = values.exp().mul_(2.0**bits)
+    whole = found.round()
+    near = (found.sub_(whole).abs_() > 0.5 - DOUBT).nonzero(as_tuple=True)
+    whole = whole.long()
+    whole[near] = rounded_exp(values[near], bits)
+    return whole
+
+
+def rounded_exp(values: Tensor, bits: int) -> Tensor:
+    """The same, of every one of them by the operations below."""
+    values = values.clamp_min(LOWEST)
+    steps = (values * INVERSE).round_()
+    rest = values.sub_(steps * STEP).sub_(steps * REST)
+    series = rest * SERIES[0]
+    for factor in SERIES[1:]:
+        series.add_(factor).mul_(rest)
+    whole = steps.long()
+    factors = _factors(str(values.device))[whole & ((1 << PARTS) - 1)]
+    found = (factors * series).add_(factors)
+    powers = ((whole >> PARTS) + (bits + 1023)).bitwise_left_shift_(52).view(torch.float64)  # of 2, exactly
+    return found.mul_(powers).round_().long()
+
+
+@lru_cache(maxsize=8)
+def _factors(device: str) -> Tensor:
+    """2**(i / 256), rounded once: float64 `[256]`."""
+    with localcontext() as context:
+        context.prec = 40
+        step = Decimal(2) ** (Decimal(1) / (1 << PARTS))
+        every = [float(step**at) for at in range(1 << PARTS)]
+    return torch.tensor(every, dtype=torch.float64).to(device)
