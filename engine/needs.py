@@ -11,10 +11,13 @@ import torch
 from adapters.checkpoint.packed import StepLayout
 from adapters.checkpoint.weights import Shapes
 from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense_config import HEAD_ROWS
+from adapters.models.dense_config import HEAD_ROWS, packed_parts
 from adapters.models.family import ModelConfig
 from adapters.models.host_experts import HostExperts
+from adapters.models.kernels.native.compiled import missing
+from adapters.models.kernels.native.products import PANEL
 from adapters.models.kernels.packed_forms import served
+from adapters.models.kernels.products import ProductPlan, Products, Weight
 from adapters.models.kernels.row_form import row_dtype
 from adapters.remote.peer import Peer
 from engine.draft import FoundDraft, draft_placement
@@ -39,14 +42,15 @@ def chosen(
     *,
     peer: Peer | None = None,
     layouts: Mapping[str, StepLayout] = {},
+    proven: ProductPlan | None = None,
 ) -> Fit:
-    """The slots and the context that were asked for, or what there is room for. peer, layouts: as in `needs`.
+    """The slots and the context that were asked for, or what there is room for. peer, layouts, proven: as in `needs`.
 
     Raises Refusal.
     """
     if options.max_ctx > config.max_positions:
         raise Refusal(f"--max-ctx {options.max_ctx}: the model was made for at most {config.max_positions} tokens")
-    asked = needs(options, config, dtype, plan, draft, peer=peer, layouts=layouts)
+    asked = needs(options, config, dtype, plan, draft, peer=peer, layouts=layouts, proven=proven)
     found = fit_of(options, asked, config.max_positions, plan)
     if found.fits and not options.max_ctx and found.context < config.max_positions:
         of = f"{found.context} of the model's {config.max_positions} tokens"
@@ -94,9 +98,10 @@ def needs(
     *,
     peer: Peer | None = None,
     layouts: Mapping[str, StepLayout] = {},
+    proven: ProductPlan | None = None,
 ) -> list[DeviceNeed]:
     """Of each device once; of the host, too, where it keeps experts. peer: of a draft in another process. layouts: of
-    tensors that may be multiplied as they are packed.
+    tensors that may be multiplied as they are packed. proven: what a CPU multiplies so; None: what it is expected to.
     """
     hosted = experts_room(options, config, dtype, plan, layouts)
     drafted = draft_placement(options, plan[-1].device, peer)
@@ -106,7 +111,7 @@ def needs(
         first = (*places, drafted)[0]
         here, device = [one.layers for one in places], first.computes
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
-        fixed = sum(weights(config, dtype, device, layers, layouts) for layers in here)
+        fixed = sum(weights(config, dtype, device, layers, layouts, proven=proven) for layers in here)
         if hosted and places:
             fixed += hosted - expert_weights(config) * dtype.itemsize
         fixed += options.state_checkpoints * sum(place for _, place in states)
@@ -171,8 +176,11 @@ def multiplied_in(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     """Bytes of a weight: a CPU may keep float32, if that is faster there."""
     if device.type != "cpu":
         return dtype.itemsize
-    products = config.products((1,), capacity=1, dtype=dtype, threads=1, memory=host_memory() // 2)
-    return torch.float32.itemsize if products.wider else dtype.itemsize
+    return torch.float32.itemsize if on_host(config, dtype).wider else dtype.itemsize
+
+
+def on_host(config: ModelConfig, dtype: torch.dtype) -> Products:
+    return config.products((1,), capacity=1, dtype=dtype, threads=1, memory=host_memory() // 2)
 
 
 def weights(
@@ -181,19 +189,73 @@ def weights(
     device: torch.device,
     layers: range,
     layouts: Mapping[str, StepLayout] = {},
+    *,
+    proven: ProductPlan | None = None,
 ) -> int:
     """As they are kept: on a CPU a head is packed, so it is there beside the embedding that it is tied to; and so it is
-    on CUDA where the file packs it.
+    on CUDA where the file packs it. proven: as in `needs`.
     """
     shapes = dict(config.tensors(layers))
     table = math.prod(shapes.pop(EMBEDDING, (0,)))
-    kept = kept_packed(shapes, layouts, dtype) if device.type == "cuda" else {}
     tied = layers.stop == config.num_layers and "lm_head.weight" not in shapes
-    own = table * multiplied_in(config, dtype, device) if tied and device.type == "cpu" else 0
-    if tied and device.type == "cuda":
-        own = sum(kept_packed({EMBEDDING: config.tensors()[EMBEDDING]}, layouts, dtype).values())
+    if device.type == "cpu":
+        numbers = sum(map(math.prod, shapes.values())) + (table if tied else 0)
+        less, taken = multiplied_packed(config, dtype, layers, layouts, proven) if layouts else (0, 0)
+        return table * dtype.itemsize + (numbers - less) * multiplied_in(config, dtype, device) + taken
+    kept, head = kept_packed(shapes, layouts, dtype), {EMBEDDING: config.tensors()[EMBEDDING]} if tied else {}
+    own = sum(kept_packed(head, layouts, dtype).values())
     plain = sum(math.prod(shape) for name, shape in shapes.items() if name not in kept)
-    return table * dtype.itemsize + own + plain * multiplied_in(config, dtype, device) + sum(kept.values())
+    return (table + plain) * dtype.itemsize + own + sum(kept.values())
+
+
+def multiplied_packed(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layers: range,
+    layouts: Mapping[str, StepLayout],
+    proven: ProductPlan | None,
+) -> tuple[int, int]:
+    """Of what a CPU multiplies as it is packed: how many numbers, and bytes, 32 outputs at a time."""
+    expected = proven is None and packs(config, dtype)
+
+    def stays(part: Weight) -> bool:
+        if part.layout is None:
+            return True
+        if proven is None:
+            return expected and part.layout.fits(part.inputs)
+        return proven.as_packed(part.outputs, part.inputs, part.layout, gated=part.gated)
+
+    numbers = taken = 0
+    for weight, tensors in config.matrices(layers):
+        parts, each = packed_parts(weight, tensors, layouts), 2 if weight.gated else 1
+        if all(map(stays, parts)):
+            for part in parts:
+                if part.layout is not None:
+                    numbers += each * part.outputs * part.inputs
+                    taken += each * round(-(-part.outputs // PANEL) * PANEL * part.inputs * part.layout.bits / 8)
+    return numbers, taken
+
+
+def outgrown(
+    checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement], proven: ProductPlan | None
+) -> bool:
+    """Whether packed weights take more of the host than was expected before anything was proven."""
+    config, layouts, host = checkpoint.config, checkpoint.layouts, torch.device("cpu")
+    here = [one.layers for one in plan if one.local and one.computes.type == "cpu"]
+    if proven is None or not layouts:
+        return False
+    return any(
+        weights(config, dtype, host, layers, layouts, proven=proven) > weights(config, dtype, host, layers, layouts)
+        for layers in here
+    )
+
+
+def packs(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether a CPU is expected to multiply packed weights as they are. It is told by times in the end: with tiles of
+    its own a processor may well be faster with what they stand for, where there is room for that.
+    """
+    tiles = dtype != torch.float32 and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return not missing() and not (tiles and on_host(config, dtype).unpacked)
 
 
 def kept_packed(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype: torch.dtype) -> dict[str, int]:

@@ -41,7 +41,7 @@ from engine.identity import identity
 from engine.kept import Kept
 from engine.machine import Placement, chunk_of, planned, prove, shards, state_tokens
 from engine.measure import kept_or_measured, key
-from engine.needs import chosen, host_experts, shares_pages
+from engine.needs import chosen, host_experts, outgrown, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.remote import Apart, asking_for, connected, place_of, placement, shown, shown_draft, shown_drafter
@@ -212,10 +212,14 @@ def load_over(
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
     checkpoint = (checkpoint.quantised(options.bits) if options.bits else checkpoint).rounded(dtype)
     plan, opened = planned(options, checkpoint.config, apart.shards), find_draft(options, checkpoint)
-    fit = chosen(options, checkpoint.config, dtype, plan, opened, peer=apart.draft, layouts=checkpoint.layouts)
+    whose: dict[str, Any] = {"peer": apart.draft, "layouts": checkpoint.layouts}
+    fit = chosen(options, checkpoint.config, dtype, plan, opened, **whose)
     kept, rows = Kept(user_folder(), proving=lambda: step(startup.PROBE)), row_dtype(options.kv_dtype, dtype)
     digest = compiled_beside(checkpoint, plan, dtype, rows=rows, fit=fit, chunk=chunk_of(options, plan), step=step)
     numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
+    if outgrown(checkpoint, dtype, plan, numerics.plan):
+        fit = chosen(options, checkpoint.config, dtype, plan, opened, **whose, proven=numerics.plan)
+        numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
     named = identity(checkpoint, dtype, numerics, options.numerics, rows, digest=digest)
     if only not in {None, named}:
         raise Mismatched(named)

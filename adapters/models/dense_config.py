@@ -135,7 +135,7 @@ class DenseConfig:
         head = Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
         count = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in (*layers, head))
         idle = sum(idle_weights(self.shape_of(layer)) for layer in range(self.num_layers))
-        parts = self._packed(head, layouts) if layouts else []
+        parts = [part for one in self.matrices() for part in packed_parts(*one, layouts)] if layouts else []
         plain = [part for part in parts if part.layout is None]
         return Products(
             weights=tuple(dict.fromkeys((*layers, head, *plain))),
@@ -151,11 +151,13 @@ class DenseConfig:
     def layer_matrices(self, layer: int) -> Iterator[Matrix]:
         return layer_matrices(self.shape_of(layer), f"model.layers.{layer}.")
 
-    def _packed(self, head: Weight, layouts: Mapping[str, StepLayout]) -> list[Weight]:
-        """The parts of all weights that have a packed one."""
-        name = "model.embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
-        matrices = [one for layer in range(self.num_layers) for one in self.layer_matrices(layer)]
-        return [part for one in (*matrices, (head, ((name, self.vocab_size),))) for part in packed_parts(*one, layouts)]
+    def matrices(self, layers: range | None = None) -> Iterator[Matrix]:
+        own = range(self.num_layers) if layers is None else layers
+        for layer in own:
+            yield from self.layer_matrices(layer)
+        if own.stop == self.num_layers:
+            name = "model.embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
+            yield Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS), ((name, self.vocab_size),)
 
     def probed(self) -> Sequence[tuple[DenseConfig, range]]:
         """The embedding alone: the head is on the list of products, and nothing else happens to logits."""

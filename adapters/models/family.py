@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from adapters.checkpoint.packed import StepLayout
 from adapters.checkpoint.weights import Shapes, WeightSource
 from adapters.models import FAMILIES
 from adapters.models.decoder import LayerShape
+from adapters.models.feed_forward import Matrix
 from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.interface import Kernels
@@ -64,6 +65,12 @@ class ModelConfig(Protocol):
 
     def tensors(self, layers: range | None = None) -> Shapes:
         """Names and shapes that layers `[first, last)` need: with the embedding if first, norm and head if last."""
+        ...
+
+    def matrices(self, layers: range | None = None) -> Iterator[Matrix]:
+        """Every weight of these layers that may be packed, with the tensors that it is made of; with the last layer,
+        the head.
+        """
         ...
 
     def products(

@@ -16,9 +16,10 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.native import compiled
 from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.products import PACKED, Unproven
+from adapters.models.kernels.products import NATIVE, PACKED, ProductPlan, Served, ServedHeads, Unproven
 from adapters.models.kernels.torch_cpu import CpuKernels, CpuStack
 from adapters.models.parking import size_of
+from engine.needs import packs, weights
 from tests.models.checkpoints import run, run_in_pieces, save_model, tokens_of
 from tests.models.ggufs import Kind, mixed, random_blocks, write_gguf
 from tests.models.quantised import quantise
@@ -228,6 +229,38 @@ def test_a_shard_of_packed_weights_computes_what_they_stand_for_and_takes_their_
         assert ours.memory()["weights"] < 1.1 * bits / 8 + 8 * left + 65536
         ours.close()
         theirs.close()
+
+
+def test_what_packed_weights_take_is_reckoned_before_they_are_read(plain: Any, tmp_path: Any, installed: None) -> None:
+    """As they are packed; and where the plan has a part of a weight unpacked, that weight as what it stands for."""
+    dtype, host = torch.bfloat16, torch.device("cpu")
+    for checkpoint in checkpoints(plain, tmp_path):
+        config, layouts = checkpoint.config, checkpoint.layouts
+        listed = config.products((4,), capacity=256, dtype=dtype, threads=1, layouts=layouts)
+        without = min(listed.packed, key=lambda one: one.outputs)
+        plans = [
+            ProductPlan(
+                steps=(),
+                threads=(1, 1),
+                weights=tuple(Served(one, NATIVE, (4,), 4) for one in listed.weights),
+                heads=tuple(ServedHeads(one, NATIVE, (4,), 256) for one in listed.heads),
+                packed=tuple(Served(one, PACKED, (4,), 4) for one in listed.packed if one not in left_out),
+            )
+            for left_out in ((), (without,), listed.packed)
+        ]
+        held = list[int]()
+        for plan in plans:
+            kernels = CpuKernels(dtype).using(plan)
+            shard = DenseShard(config, checkpoint.rounded(dtype), kernels, dtype=dtype, slots=1, capacity=256)
+            held.append(shard.memory()["weights"])
+            shard.close()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("engine.needs.multiplied_in", lambda *_: dtype.itemsize)
+            reckoned = [weights(config, dtype, host, range(config.num_layers), layouts, proven=plan) for plan in plans]
+            expected = weights(config, dtype, host, range(config.num_layers), layouts)
+        assert reckoned == pytest.approx(held, rel=0.01)
+        assert held[0] < held[1] < held[2]
+        assert expected == (reckoned[0] if packs(config, dtype) else reckoned[2])
 
 
 def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(

@@ -173,7 +173,7 @@ class Prover:
         if [group.rows for group in groups] != [counts]:
             return None
         whole = Weight(weight.part_of or weight.outputs, weight.inputs, weight.gated)
-        unpacked = self.seconds.get(whole, float("inf")) * (weight.outputs / whole.outputs)
+        unpacked = self.seconds.get(whole, float("inf"))  # of all of it: a call takes its time, however small a part is
         if self.products.unpacked and unpacked < WORTH_UNPACKING * self.cost(trial, counts, counts[-1])[0]:
             return None
         self._keep(trial, groups[0], len(counts) * len(self.regimes))
