@@ -1,15 +1,17 @@
 """A model over HTTP beside llama.cpp's server on the same weights, and beside ourselves at another checkout, in turn.
 
     python -m benchmarks.peer [--llama LLAMA-SERVER] [--before CHECKOUT] [--rounds 2] [--levels 1,4,16]
+    python -m benchmarks.peer --file MODEL.gguf --llama LLAMA-SERVER --levels 1,4
     python -m benchmarks.peer --shape 8b --llama LLAMA-SERVER --levels 1,8,32 --lengths 2048,8192,32768 [--folder DIR]
 
 `rekindle bench serve` asks every server alike: prompts that were never sent before, at each level, then first tokens
 behind prompts of several lengths. llama.cpp's server comes from the sdist of `llama-cpp-python` (`cmake --build BUILD
 --target llama-server` of what is in its vendor/, with `-DGGML_CUDA=ON` for a GPU); the weights are written as a GGUF
-file of bf16 for it. 8b: random weights of an 8B model's shape, on CUDA; what is written in DIR is found there again.
-Levels and lengths are asked of two servers, one after the other, so that slots are as long as they must be: "ready
-again" is a second start, at which ours finds what the first one kept. Another checkout needs its products compiled
-(`python hatch_build.py`). Figures are medians of rounds. All want the machine alone.
+file of bf16 for it, or both serve that of --file. 8b: random weights of an 8B model's shape, on CUDA; what is written
+in DIR is found there again. Levels and lengths are asked of two servers, one after the other, so that slots are as long
+as they must be: "memory" is what the first one and its processes have in memory in the end, each its share of common
+pages; "ready again" is a second start, at which ours finds what the first one kept. Another checkout needs its products
+compiled (`python hatch_build.py`). Figures are medians of rounds. All want the machine alone.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -87,6 +90,21 @@ def asked(url: str, *words: str) -> list[Mapping[str, Any]]:
     return found
 
 
+def children(process: int) -> list[int]:
+    """All that it has started, and these have."""
+    found = list[int]()
+    for each in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in map(int, each.read_text().split()):
+            found += [child, *children(child)]
+    return found
+
+
+def memory() -> float:
+    """MB of all that this process has started."""
+    rolled = [Path(f"/proc/{child}/smaps_rollup").read_text() for child in children(os.getpid())]
+    return sum(int(re.findall(r"^Pss:\s+(\d+)", one, re.MULTILINE)[0]) for one in rolled) * 1024 / 1e6
+
+
 @frozen
 class Contender:
     """command: of slots and the rows of each."""
@@ -106,6 +124,7 @@ def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[st
             level = {"tok/s": one["tokens_s"], "next token p50, ms": usual, "p99, ms": late}
             found |= {f"{one['level']}: {name}": value for name, value in level.items()}
             found[f"{one['level']}: unanswered"] = one["requests"] - one["answered"]
+        found["memory, MB"] = memory()
     with listening(server.command(given.slots, max(lengths) + given.answers + MARGIN), server.tree, home) as started:
         url, found["ready again, s"] = started
         for length in lengths:
@@ -123,7 +142,7 @@ def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
 
 
 def servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
-    model = DEMO
+    model = given.file or DEMO
     if given.shape != "demo":
         model = folder / "model"
         if not model.exists():
@@ -140,10 +159,10 @@ def servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
     for name, tree in (("ours", ROOT), ("before", given.before)):
         if tree is not None:
             found[name] = Contender(ours("--draft", "none"), tree)
-            if given.shape == "demo":
+            if model == DEMO:
                 found[f"{name}, draft"] = Contender(ours(), tree)
     if given.llama is not None:
-        file, threads = folder / "model.gguf", str(torch.get_num_threads())
+        file, threads = given.file or folder / "model.gguf", str(torch.get_num_threads())
         if not file.exists():
             write_gguf(file, model, Kind.BF16, tokenizer="smollm", pack=bf16)
         device = ("-ngl", "99") if torch.cuda.is_available() else ("-t", threads)
@@ -157,6 +176,7 @@ def main() -> None:
     parser.add_argument("--llama", type=Path)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--shape", choices=["demo", *SHAPES], default="demo")
+    parser.add_argument("--file", type=Path, help="a GGUF file in the place of the demo, which both serve")
     parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
     parser.add_argument("--folder", type=Path, help="where random weights are written, and kept")
     parser.add_argument("--rounds", type=int, default=2)

@@ -236,9 +236,7 @@ def multiplied_packed(
     return numbers, taken
 
 
-def outgrown(
-    checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement], proven: ProductPlan | None
-) -> bool:
+def outgrown(checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement], proven: ProductPlan | None) -> bool:
     """Whether packed weights take more of the host than was expected before anything was proven."""
     config, layouts, host = checkpoint.config, checkpoint.layouts, torch.device("cpu")
     here = [one.layers for one in plan if one.local and one.computes.type == "cpu"]
