@@ -21,17 +21,19 @@ from adapters.device.proposer import DraftModel
 from adapters.layout import torch_dtype
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.host_experts import HostExperts
+from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.row_form import row_dtype
 from adapters.models.numerics import Numerics
 from adapters.models.pipeline import Pipeline
 from adapters.remote.draft import RemoteDraft
+from adapters.remote.peer import Peer
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine import startup
 from engine.catalog import served_name
-from engine.draft import BATCH_ROWS, find_draft, proposals, provable, short_of_memory, widths
+from engine.draft import BATCH_ROWS, FoundDraft, find_draft, proposals, provable, short_of_memory, widths
 from engine.drafter import Drafter, add_drafter, find_drafter, pflash
 from engine.drafting import add_draft, beside_last, sent_away
 from engine.experts import counted, first_places
@@ -199,6 +201,26 @@ def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: to
     return digest.result()
 
 
+def settled(
+    options: Options,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    draft: FoundDraft | None,
+    *,
+    fit: Fit,
+    peer: Peer | None,
+    kept: Kept,
+) -> tuple[Fit, Numerics, tuple[Kernels | None, ...]]:
+    """What is proven, and kernels that keep to it; if less stays packed than was expected, with less room for rows."""
+    numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
+    if outgrown(checkpoint, dtype, plan, numerics.plan):
+        how: dict[str, Any] = {"peer": peer, "layouts": checkpoint.layouts, "proven": numerics.plan}
+        fit = chosen(options, checkpoint.config, dtype, plan, draft, **how)
+        numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
+    return fit, numerics, kernels
+
+
 def load_over(
     apart: Apart,
     checkpoint: Checkpoint,
@@ -212,14 +234,10 @@ def load_over(
     dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
     checkpoint = (checkpoint.quantised(options.bits) if options.bits else checkpoint).rounded(dtype)
     plan, opened = planned(options, checkpoint.config, apart.shards), find_draft(options, checkpoint)
-    whose: dict[str, Any] = {"peer": apart.draft, "layouts": checkpoint.layouts}
-    fit = chosen(options, checkpoint.config, dtype, plan, opened, **whose)
+    fit = chosen(options, checkpoint.config, dtype, plan, opened, peer=apart.draft, layouts=checkpoint.layouts)
     kept, rows = Kept(user_folder(), proving=lambda: step(startup.PROBE)), row_dtype(options.kv_dtype, dtype)
     digest = compiled_beside(checkpoint, plan, dtype, rows=rows, fit=fit, chunk=chunk_of(options, plan), step=step)
-    numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
-    if outgrown(checkpoint, dtype, plan, numerics.plan):
-        fit = chosen(options, checkpoint.config, dtype, plan, opened, **whose, proven=numerics.plan)
-        numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
+    fit, numerics, kernels = settled(options, checkpoint, dtype, plan, opened, fit=fit, peer=apart.draft, kept=kept)
     named = identity(checkpoint, dtype, numerics, options.numerics, rows, digest=digest)
     if only not in {None, named}:
         raise Mismatched(named)

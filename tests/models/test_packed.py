@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import gguf
@@ -16,7 +17,8 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.native import compiled
 from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.products import NATIVE, PACKED, ProductPlan, Served, ServedHeads, Unproven
+from adapters.models.kernels.products import NATIVE, PACKED, ProductPlan, Served, ServedHeads, Unproven, Weight
+from adapters.models.kernels.proof import Prover
 from adapters.models.kernels.torch_cpu import CpuKernels, CpuStack
 from adapters.models.parking import size_of
 from engine.needs import packs, weights
@@ -305,6 +307,29 @@ def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
     assert (run(unpacked, 256, (0, 0, tokens)) - whole).abs().max() < 0.1 * whole.abs().max()
     shard.close()
     unpacked.close()
+
+
+def test_what_is_unpacked_is_twice_as_quick_every_time(
+    plain: Any, tmp_path: Any, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once, while something else kept the machine busy."""
+    checkpoint = Checkpoint.open(write_gguf(tmp_path / "mix.gguf", plain, Kind.Q4_0, pack=mixed))
+    listed = checkpoint.config.products(
+        (4, 16), capacity=256, dtype=torch.bfloat16, threads=1, layouts=checkpoint.layouts
+    )
+    for disturbed, served in ((1, set(listed.packed)), (1 << 20, set[Weight]())):
+        timed = Counter[int]()
+
+        def cost(
+            _: Prover, trial: Any, rows: Any, chunk: int, timed: Counter[int] = timed, disturbed: int = disturbed
+        ) -> tuple[float, int]:
+            timed[id(trial)] += 1
+            return 9.0 if trial.way == PACKED and timed[id(trial)] <= disturbed else 1.0, chunk
+
+        monkeypatch.setattr(Prover, "cost", cost)
+        plan = CpuKernels(torch.bfloat16).prove(listed).plan
+        assert plan is not None
+        assert {one.weight for one in plan.packed} == served
 
 
 def test_a_row_count_that_is_not_proven_is_refused(installed: None) -> None:

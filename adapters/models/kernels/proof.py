@@ -8,7 +8,7 @@ processor and the threads, so nothing is presumed: every shape that can be asked
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -55,6 +55,7 @@ DECODES = 32  # decode steps that weigh as much as the prefill of one chunk when
 # Of the time of packed weights is what unpacked ones must beat. They take the room of two to four, and are tried on a
 # weight that stays in the processor's caches, where those of a step do not.
 WORTH_UNPACKING = 0.5
+IN_TURN = 3  # times, one after the other: a machine that was busy once would decide for good
 MARGIN = 0.8  # of the time of a preferred way is what the next one must beat: the choice should not waver
 
 TrialT = TypeVar("TrialT", bound="Trial")
@@ -90,7 +91,7 @@ class Prover:
     shapes: int = 0
     single: bool = True
     failures: list[str] = field(factory=list)
-    seconds: dict[Weight, float] = field(factory=dict[Weight, float])
+    unpacked: dict[Weight, Callable[[], float]] = field(factory=dict[Weight, Callable[[], float]])
     digest: hashlib.blake2b = field(factory=lambda: hashlib.blake2b(digest_size=8))
 
     def run(self) -> ProductPlan | None:
@@ -155,8 +156,8 @@ class Prover:
             self.failures += failures
             return None
         _, served, trial, group = best
-        if self.products.packed:
-            self.seconds[weight] = self.cost(trial, group.rows, counts[-1])[0]
+        if self.products.packed and self.products.unpacked:
+            self.unpacked[weight] = lambda: self.cost(trial, group.rows, counts[-1])[0]
         self._keep(trial, group, len(group.rows) * len(self.regimes))
         return served
 
@@ -173,8 +174,9 @@ class Prover:
         if [group.rows for group in groups] != [counts]:
             return None
         whole = Weight(weight.part_of or weight.outputs, weight.inputs, weight.gated)
-        unpacked = self.seconds.get(whole, float("inf"))  # of all of it: a call takes its time, however small a part is
-        if self.products.unpacked and unpacked < WORTH_UNPACKING * self.cost(trial, counts, counts[-1])[0]:
+        # Of all of it: a call takes its time, however small a part is.
+        unpacked = self.unpacked.get(whole, lambda: float("inf"))
+        if all(unpacked() < WORTH_UNPACKING * self.cost(trial, counts, counts[-1])[0] for _ in range(IN_TURN)):
             return None
         self._keep(trial, groups[0], len(counts) * len(self.regimes))
         return Served(weight, PACKED, tuple(counts), counts[-1])
