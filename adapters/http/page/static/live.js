@@ -96,7 +96,7 @@ function requests() {
 
 function makeRow({ id }) {
   const cells = STAGES.map(([, name]) => el("td", { class: `stage s-${name}`, "data-name": name }));
-  return el("tr", {}, el("th", { scope: "row", text: number(id) }), cells, el("td", { class: "of-prompt" }), el("td", { class: "of-answer" }, el("small"), el("span")));
+  return el("tr", {}, el("th", { scope: "row", text: id }), cells, el("td", { class: "of-prompt" }), el("td", { class: "of-answer" }, el("small"), el("span")));
 }
 
 function updateRow(row, one) {
