@@ -86,7 +86,7 @@ class ServedLayers:
     def forward(self, asked: RunStep, given: TensorBytes) -> Answering:
         """Logits come with the hidden states they are of: they will be asked for."""
         shard, step, began = self.shard, self._step(step_of(asked.step)), time.perf_counter_ns()
-        left = shard.forward(step, self._input(step, given))
+        left = shard.forward(step, self._input(step, given) if shard.layers.start else self._tokens(step, given))
         found = {f"aux.{layer}": hidden[: step.rows] for layer, hidden in left.aux_hidden_states.items()}
         if not (step.rows_only and self._last):
             found["hidden"] = left.hidden[: step.rows]
@@ -128,14 +128,21 @@ class ServedLayers:
         if place >= self.shard.state_places:
             raise Unacceptable(f"place {place} is not one of {self.shard.state_places}")
 
+    def _tokens(self, step: Step, given: TensorBytes) -> Tensor:
+        """Of real rows. A GPU that looks up what is no token is of no use to anybody any more."""
+        if given.tensors != (accepted := Described("tokens", "I64", (step.rows,)),):
+            raise Unacceptable(f"the first layers of a model are given tokens; here {accepted}")
+        tokens = given.views()["tokens"].clone()
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.shard.vocab_size:
+            raise Unacceptable(f"a step of what are no tokens; accepted: 0..{self.shard.vocab_size - 1}")
+        return tokens
+
     def _input(self, step: Step, given: TensorBytes) -> Tensor:
-        """Tokens, or hidden states, of which only real rows came: those after them are finite, and nobody's."""
+        """Hidden states, of which only real rows came: those after them are finite, and nobody's."""
         shard, rows = self.shard, step.rows
-        if [one.name for one in given.tensors] == ["tokens"] and shard.layers.start == 0:
-            return given.views()["tokens"].clone()
         accepted = Described("hidden", dtype_name(shard.dtype), (rows, self.hidden_size))  # type: ignore[arg-type]
         if given.tensors != (accepted,):
-            raise Unacceptable(f"a step is given tokens, or hidden states in the model's dtype; here {accepted}")
+            raise Unacceptable(f"a step is given hidden states in the model's dtype; here {accepted}")
         if step.bucket not in self._inputs:
             shape = (step.bucket, self.hidden_size)
             self._inputs[step.bucket] = torch.zeros(shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
