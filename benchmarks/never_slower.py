@@ -4,7 +4,8 @@
 
 streams: so many clients at once, each with its own prompts, prompts' computation included; the draft as it is, and one
 that is never right. pairs: single answers of 512 tokens with a draft that is never right, and no pair may lose more
-than 2 %. Both compare a target that has no draft at all with one that has, side by side; each is a server's life long,
+than 2 %; each plain answer is compared with another plain one as well, which says what the machine's noise is. Both
+compare a target that has no draft at all with one that has, side by side; each is a server's life long,
 so what is learnt stays. Wall time and processor time: on a machine with other work the second says more.
 """
 
@@ -70,9 +71,9 @@ async def compared(ways: dict[str, Engine], batches: Sequence[Sequence[Job]]) ->
     return took
 
 
-def row(what: str, took: dict[str, list[Took]]) -> dict[str, Any]:
+def row(what: str, took: dict[str, list[Took]], way: str = "draft") -> dict[str, Any]:
     """x: plain time over time with the draft, of all and of single batches; below 1 the draft loses."""
-    plain, drafted = took["plain"], took["draft"]
+    plain, drafted = took["plain"], took[way]
     walls = [one.wall / other.wall for one, other in zip(plain, drafted, strict=True)]
     cpus = [one.cpu / other.cpu for one, other in zip(plain, drafted, strict=True)]
     return {
@@ -102,11 +103,14 @@ async def streams(ways: dict[str, Engine], kind: str, counts: Sequence[int], rep
     return rows
 
 
-async def pairs(ways: dict[str, Engine], count: int) -> dict[str, Any]:
+async def pairs(ways: dict[str, Engine], count: int) -> list[Any]:
+    """Three answers in turn, so that nothing lies between the two that are compared but half the time the third."""
     asked = prompts(["code"], count, LONGEST)["code"]
-    found = row("pairs, never right", await compared(ways, [[Job(one, ANSWER, scope=Scope("off"))] for one in asked]))
-    print(json.dumps(found), flush=True)
-    return found
+    batches = [[Job(one, ANSWER, scope=Scope("off"))] for one in asked]
+    took = await compared({**ways, "plain again": ways["plain"]}, batches)
+    rows = [row("pairs, never right", took), row("pairs, plain and plain again", took, "plain again")]
+    print(*map(json.dumps, rows), sep="\n", flush=True)
+    return rows
 
 
 async def measure(options: Options, given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -127,7 +131,7 @@ async def measure(options: Options, given: argparse.Namespace) -> list[dict[str,
                 for way, target in targets.items()
             }
             if "pairs" in parts and kind == "never right":
-                rows.append(await pairs(ways, given.pairs))
+                rows += await pairs(ways, given.pairs)
             if "streams" in parts:
                 rows += await streams(ways, kind, counts, given.repeats, given.tokens)
     for target in targets.values():
