@@ -3,9 +3,10 @@
     python -m benchmarks.beside_prefill [--streams 10] [--prompt 8192] [--model demo] [-- OPTIONS]
 
 Every stream generates until it is stopped; after some seconds a prompt that is new to the server is sent, and answered
-with one token. A gap lies between two messages of one stream that bring text, and belongs to the time it ends in.
+with one token. A gap lies between two messages of one stream that bring text, and belongs to the time it ends in. All
+the while somebody asks for /health, fifty times a second: what the HTTP loop takes to answer.
 
-Goal: p99 at most three times p50, of all gaps.
+Goals: p99 at most three times p50, of all gaps; p99 of /health at most 20 ms.
 """
 
 from __future__ import annotations
@@ -50,6 +51,26 @@ class Streaming(threading.Thread):
                     return
 
 
+class Looking(threading.Thread):
+    """Asks for /health again and again. times: (when it was answered, seconds that took)."""
+
+    def __init__(self, server: Running, stop: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.server, self.stop = server, stop
+        self.times = list[tuple[float, float]]()
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self.server.url, timeout=120) as client:
+            while not self.stop.wait(0.02):
+                asked = time.perf_counter()
+                client.get("/health").raise_for_status()
+                self.times.append((time.perf_counter(), time.perf_counter() - asked))
+
+    def between(self, since: float, until: float) -> list[float]:
+        """Milliseconds, ascending."""
+        return sorted(1e3 * took for at, took in self.times if since <= at < until)
+
+
 def gaps(streams: Sequence[Streaming], since: float, until: float) -> list[float]:
     """Milliseconds, ascending."""
     return sorted(
@@ -72,7 +93,8 @@ def row(name: str, found: Sequence[float]) -> dict[str, Any]:
 def measure(server: Running, streams: int, prompt: int) -> dict[str, Any]:
     stop = threading.Event()
     running = [Streaming(server, number, stop) for number in range(streams)]
-    for one in running:
+    looking = Looking(server, stop)
+    for one in (*running, looking):
         one.start()
     while any(len(one.times) < 8 for one in running):
         time.sleep(0.1)
@@ -86,12 +108,14 @@ def measure(server: Running, streams: int, prompt: int) -> dict[str, Any]:
     read = time.perf_counter()
     answer.raise_for_status()
     stop.set()
-    for one in running:
+    for one in (*running, looking):
         one.join(10)
     rows = [
         row("before", gaps(running, begin, sent)),
         row("while it is read", gaps(running, sent, read)),
         row("all", gaps(running, begin, read)),
+        row("/health before", looking.between(begin, sent)),
+        row("/health while it is read", looking.between(sent, read)),
     ]
     return {"streams": streams, "prompt": len(tokens), "read in, s": read - sent, "rows": rows, "machine": machine()}
 
