@@ -11,10 +11,6 @@ from effects.ids import DeviceFailed, PageId, Side, SlotId, Tokens
 # One token's natural-log probability and its alternatives, likeliest first: (logprob, ((token, logprob), ...))
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
-# Rows of a slot that a draft has not followed yet, at most: the longest rest of a request has as many decode steps. Of
-# the demo they hold 0.8 MB a slot, of an 8B model's five auxiliary layers 10.5 MB.
-BACKLOG = 256
-
 
 def all_but_one(done: Decoded) -> int:
     """What was accepted, unless a proposal ended the answer: then it is every one."""

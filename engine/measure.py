@@ -19,7 +19,7 @@ from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.kept import Kept, alike
-from states.prices import DecodeTimes, Shape
+from states import speculation_control as control
 from states.rates import FIRST, Rates
 
 BUDGET_NS = 1_600_000_000  # for all decode steps: a slow model is measured once
@@ -27,7 +27,7 @@ STEADY = 8  # they fall, if one is less by more than that part
 PASSES = 4
 STRIDE = 7919  # between the tokens that are tried
 CONTEXT = 64  # rows before a measured decode step
-VERSION = 2  # of what is kept
+VERSION = 1  # of what is kept
 MOST_NS = 10**11
 BUSY = 4  # times as long, and others use the machine: they would be in the way of measuring all of it again, too
 FAR = {"cpu": 2048, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
@@ -63,29 +63,25 @@ def agree(before: Rates, now: Rates) -> bool:
 
 
 def to_json(rates: Rates) -> str:
-    return json.dumps({"version": VERSION, "prefill": rates.prefill, "decode": rates.decode, "follow": rates.follow})
+    return json.dumps({"version": VERSION, "prefill": rates.prefill, "decode": rates.decode})
 
 
 def from_json(text: str) -> Rates:
     """What `to_json` wrote; ValueError for anything else."""
     value = json.loads(text)
     match value:
-        case {"version": number, "prefill": [*prefill], "decode": [*decode], "follow": follow, **more} if (
-            number == VERSION and not more
-        ):
-            lists = [prefill, [follow], *decode]
+        case {"version": number, "prefill": [*prefill], "decode": [*decode], **more} if number == VERSION and not more:
+            lists = [prefill, *decode]
         case _:
             raise ValueError("not what this version keeps of times")
     if not all(isinstance(each, list) and all(type(ns) is int and 0 <= ns <= MOST_NS for ns in each) for each in lists):
         raise ValueError("a time that cannot be")
-    steps = tuple((span, members, rows, ns) for span, members, rows, ns in decode)
-    return Rates(prefill=tuple(prefill), decode=steps, follow=follow)
+    return Rates(prefill=tuple(prefill), decode=tuple((span, members, rows, ns) for span, members, rows, ns in decode))
 
 
 def measured(executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
     """On the lane, before anybody is served. context: rows that a slot may come to. widths: proposals, ascending."""
-    steps = decode(executor, shard, context, widths)
-    return Rates(prefill=prefill(shard, chunk, context), decode=steps, follow=follow(executor, shard, context, widths))
+    return Rates(prefill=prefill(shard, chunk, context), decode=decode(executor, shard, context, widths))
 
 
 def prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
@@ -127,7 +123,7 @@ def quickest(work: Callable[[], None]) -> int:
 
 def decode(
     executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int], passes: int = PASSES
-) -> DecodeTimes:
+) -> control.DecodeTimes:
     """As `Rates.decode` wants it: of one request's launches, its draft included.
 
     Widths take turns, so that what holds the machine up for a while holds up one time of each and not all of one; the
@@ -154,33 +150,8 @@ def decode(
     if known < 2:
         return ()
     outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following)
-    shapes = {Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in least(outcomes).items()}
+    shapes = {control.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in least(outcomes).items()}
     return tuple((*key, ns) for key, ns in sorted(shapes.items()))
-
-
-def follow(executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int]) -> int:
-    """As `Rates.follow` wants it: what a first decode step with proposals, for which the draft follows a prompt, takes
-    beyond the second one, for each of its rows. The least of some counts: noise only ever adds.
-    """
-    slot, rows, width = SlotId(0), min(CONTEXT, context // 2) - 1, next((one for one in widths if one), 0)
-    tokens, found = some_tokens(shard, rows + 1), list[int]()
-
-    def following(outcomes: Sequence[Outcome]) -> Ask | None:
-        if not outcomes:
-            return Ask(RequestId(0), RunPrefill(slot, 0, rows))
-        known = [*tokens, *(token for one in outcomes if isinstance(one, Decoded) for token in one.tokens)]
-        if len(outcomes) == 3 or isinstance(outcomes[-1], DeviceFailed):
-            return None
-        return Ask(RequestId(0), RunDecode(slot, len(known) - 1, known[-1], width))
-
-    for _ in range(PASSES if rows > 0 and width else 0):
-        steps = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following)[1:]
-        match steps:
-            case [Decoded() as first, Decoded() as second]:
-                found.append(max(1, (first.ns - second.ns) // rows))
-            case _:
-                pass
-    return min(found, default=0)
 
 
 def least(outcomes: Sequence[Outcome]) -> dict[int, int]:

@@ -21,9 +21,8 @@ from states.settings import Known
 
 
 def unparked(state: Unparking, _: ModelLoaded, known: Known) -> Work:
-    seat, prompt = state.seat, state.prompt
-    fresh = control.fresh(known.settings, known.rates, prompt.job.max_tokens, prompt.target - seat.valid)
-    return work(known.settings, seat, prompt, Drafted(fresh))
+    fresh = control.fresh(known.settings, known.rates)
+    return work(known.settings, state.seat, state.prompt, Drafted(fresh))
 
 
 def plain(state: Unparking, event: DeviceFailed, known: Known) -> Work:

@@ -16,11 +16,10 @@ from effects.residency import LoadModel, UnloadModel
 from states import residency
 from states import speculation_control as control
 from states.life import Drafted, Speculating, State
-from states.prices import UNIT, Shape, terms
 from states.rates import Rates, span_of
 from states.residency import Models
 from states.settings import Settings
-from states.speculation_control import NOBODY, Plan
+from states.speculation_control import NOBODY, UNIT, Plan, Shape
 
 
 @frozen
@@ -70,19 +69,12 @@ def answered(lane: Lane, answer: Answer) -> Lane:
     """One member of the launch is back, for good or only for now. The lane is free once all are for good, so a batch
     stays together.
     """
-    if lane.proposing and leads(lane, answer.request):
-        proposing = OFTEN if dearer(lane.plan, answer.outcome) else lane.proposing + further(answer.outcome)
-        lane = evolve(lane, proposing=proposing)
+    on = further(answer.outcome) if leads(lane, answer.request) and lane.proposing else 0
+    lane = evolve(lane, proposing=lane.proposing + on) if on else lane
     if isinstance(answer.outcome, Decoded | PrefillAdvanced) and answer.outcome.more:
         return lane
     running = tuple(ask for ask in lane.running if ask.request != answer.request)
     return Lane(lane.waiting, running, lane.decode_last, lane.members, lane.proposing, lane.plan)  # it goes no further
-
-
-def dearer(plan: Plan, outcome: Outcome) -> bool:
-    """Did it take so much longer than its price that perhaps a plain one would, too, by now?"""
-    took = outcome.ns if isinstance(outcome, Decoded) else 0
-    return UNIT * took > (plan.price + plan.late + UNIT // 2) * plan.plain > 0
 
 
 def further(outcome: Outcome) -> int:
@@ -167,7 +159,7 @@ def planned(
         return Plan((0,) * len(controls), steps=OFTEN)  # nobody has a draft: no price matters
     company = shape(decode_steps)
     wanted = [(one.propose, member) for one, member in zip(effects_of(decode_steps), controls, strict=True)]
-    offer = terms(rates, company.span, company.members, limit)
+    offer = control.terms(rates.decode, company.span, company.members, limit)
     plan = control.share(wanted, offer, rates, 0 if proposing >= OFTEN or (proposing and offer.held_up) else limit)
     return evolve(plan, steps=min(plan.steps, OFTEN - proposing)) if any(plan.proposals) else plan
 
@@ -175,6 +167,11 @@ def planned(
 def leads(lane: Lane, request: RequestId) -> bool:
     """Once a step: is it who answers first, and for a whole company?"""
     return len(lane.running) == lane.members and lane.running[0].request == request
+
+
+def tells(lane: Lane, ns: int) -> bool:
+    """Is that what such launches usually take? Where the draft had to catch up they take less."""
+    return not lane.plan.late or UNIT * ns < lane.plan.price * lane.plan.plain
 
 
 def shape(decode_steps: Sequence[Ask]) -> Shape:

@@ -23,8 +23,7 @@ class Rates:
     prefill: to compute one prompt token, by where it stands: [0, 1024), [1024, 2048), [2048, 4096), doubling.
     host, disk: to load one token's rows. drafter: to score one token of a prompt. decode: (span of positions as in
     prefill, requests, rows that are fed, a whole launch of such decode steps), ascending; 0 rows: one in which nobody
-    proposes. follow: for a draft to follow one row of the target that it was spared. These two are as if the machine
-    were as quick as it ever was; pace: in thousandths of that, what decode steps take now (`prices.py`).
+    proposes.
 
     These are times of either side alone. prefill_beside, load_beside: in thousandths of them, what computing and
     loading take while both go on for one prompt. A mixture of the two conditions in one number would predict neither.
@@ -38,8 +37,6 @@ class Rates:
     host: int = 0
     disk: int = 0
     decode: tuple[tuple[int, int, int, int], ...] = ()
-    follow: int = 0
-    pace: int = ALONE
     prefill_beside: int = 0
     load_beside: int = 0
     drafter: int = 0
@@ -52,9 +49,8 @@ class Rates:
     def __attrs_post_init__(self) -> None:
         """Rates also come out of traces, which are hostile input."""
         besides = (self.prefill_beside, self.load_beside)
-        single = (self.host, self.disk, self.drafter, *besides, self.seen, self.rest, self.pause, self.follow)
-        negative = min(chain(single, self.prefill, self.gains, *self.decode)) < 0
-        if negative or self.pace < ALONE or len(self.prefill) > 64:
+        single = (self.host, self.disk, self.drafter, *besides, self.seen, self.rest, self.pause)
+        if min(chain(single, self.prefill, self.gains, *self.decode)) < 0 or len(self.prefill) > 64:
             raise ValueError(f"rates that cannot be: {self}")
 
 

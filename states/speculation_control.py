@@ -13,26 +13,60 @@ with every token. docs/SPECULATION.md derives this, with an example in numbers.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
+from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from effects.decode import BACKLOG, Decoded
-from states.prices import BUCKET, UNIT, Terms, cost, filled
+from effects.decode import Decoded
 from states.rates import Rates
 from states.settings import Settings
 
-SPARE = 5 * UNIT  # of the server's account at most, by what was gained: 1 % of 512 tokens
-BEGIN = 3 * UNIT // 2  # and by what is earned without; `Rates.spare` begins so
-REFILL = 5  # with a token: half a percent
-OWN = 2 * REFILL  # for each token of an answer: what it may lose before it has earned it
+UNIT = 1000
+SPARE = 5 * UNIT  # of the server's account at most, which begins with `Rates.spare`: 1 % of 512 tokens
+REFILL = 10  # with a token: one percent
 FIRST = 2  # decode steps that the estimate counts for that a request, or the server, starts from
 MEMORY, SHARED = 8, 32  # decode steps that an estimate rests on at most, about: of a request, and of all of them
 LONGEST = 256  # plain launches between tries
 HOPE = 600  # before anything is known: how likely a draft is right about the next token
+DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
+DEAREST = 2 * UNIT  # that a launch costs beyond a plain one at most, each time that it fills that one's forward
+BUCKET = 4  # rows of the smallest forward: as many tokens are fed at the price of one
+
+Key: TypeAlias = tuple[int, int, int]
+DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int], ...]  # as in Rates
+
+
+@frozen
+class Shape:
+    """Of a launch, as far as its time depends on it. rows: that it feeds in all; 0: nobody proposes anything."""
+
+    span: int  # of positions, as in `Rates.prefill`: where its requests are on average
+    members: int
+    rows: int = 0
+
+    @property
+    def key(self) -> Key:
+        return self.span, self.members, filled(self.rows) if self.rows else 0
+
+
+@frozen
+class Terms:
+    """What launches of the same requests cost."""
+
+    members: int = 1
+    plain: int = 0  # nanoseconds of one in which nobody proposes; 0: not measured
+    prices: tuple[int, ...] = ()  # of up to BUCKET, 2 BUCKET, 4 BUCKET ... rows
+    measuring: bool = False  # times are measured here, and this one is missing: a plain launch comes first
+    held_up: bool = False  # a plain launch seems to take as long as one with proposals
+
+    def price(self, rows: int) -> int:
+        """Beyond what a launch may have, in proportion: nobody will ask for that many."""
+        at, last = (filled(rows) // BUCKET).bit_length() - 1, len(self.prices) - 1
+        return self.prices[at] if at <= last else self.prices[last] << at - last
 
 
 @frozen
@@ -40,11 +74,10 @@ class Plan:
     """What the members of a launch propose, and what that costs it."""
 
     proposals: tuple[int, ...] = ()
-    price: int = UNIT  # without what is late
-    plain: int = 0  # nanoseconds of a plain launch, as the machine is now; 0: not measured
+    price: int = UNIT
+    plain: int = 0  # nanoseconds of a plain launch; 0: not measured
     trying: bool = False  # it is not expected to pay
-    behind: int = 0  # rows that the draft follows before it proposes
-    late: int = 0  # what that costs on top
+    late: bool = False  # the draft has rows to follow before it proposes, which no price tells of
     reason: str = ""  # machine-readable: why some propose nothing; empty: to measure a plain launch, or they want none
     steps: int = 1  # for so many it holds, whatever they bring
 
@@ -61,7 +94,6 @@ class SpeculationControl:
     branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
     seen: int = 0  # decode steps with proposals
     spare: int = 0  # thousandths of a plain launch that it may yet lose
-    behind: int = 0  # rows that the draft has not followed
     plan: Plan = NOBODY  # of the launch that it is in, or was in last
 
 
@@ -76,25 +108,78 @@ def buckets(most: int) -> tuple[int, ...]:
     return (*full, most) if most > 0 else ()
 
 
+def filled(rows: int) -> int:
+    """The smallest forward that holds so many rows."""
+    return BUCKET << max(0, (rows - 1) // BUCKET).bit_length()
+
+
+# --- what launches cost ---
+
+
+def terms(decode: DecodeTimes, span: int, members: int, most: int) -> Terms:
+    """Of so many requests around there, for launches of up to `most` rows."""
+    near = ((span, members), (span, 1), (0, 1))
+    known = {each[:3]: each[3] for each in decode if each[:2] in near}
+    plain = known.get((span, members, 0), 0)
+    wider = [ns for (at, company, rows), ns in known.items() if (at, company) == (span, members) and rows]
+    sizes = [BUCKET << step for step in range((filled(most) // BUCKET).bit_length())]
+    prices = accumulate((presumed(known, span, members, rows) for rows in sizes), max)
+    held_up = bool(wider) and plain >= min(wider)
+    return Terms(members, plain, tuple(prices), bool(decode) and not plain, held_up)
+
+
+def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
+    """What was measured; or what it costs a request that is alone, on top; or a guess. Never less than a plain one, and
+    never so much that nothing could be tried again: a start beside other work would else decide for good.
+
+    A wider launch costs no less, so what was measured of one is a limit: noise only ever adds.
+    """
+    return min(measured(known, span, members, rows), UNIT + DEAREST * rows // filled(members))
+
+
+def measured(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
+    plain = known.get((span, members, 0), 0)
+    own = [ns for key, ns in known.items() if key[:2] == (span, members) and key[2] >= rows]
+    if plain and own:
+        return max(UNIT, UNIT * min(own) // plain)
+    for at in (span, 0):
+        base, wide = (
+            known.get((at, 1, 0), 0),
+            {key[2]: ns for key, ns in known.items() if key[:2] == (at, 1) and key[2]},
+        )
+        if base and wide:
+            widest = max(wide)
+            more = min((ns for row, ns in wide.items() if row >= rows), default=wide[widest]) - base
+            return UNIT + UNIT * max(0, more) * max(rows, widest) // widest // (plain or base)
+    return UNIT + DRAFT + ROW * (rows - BUCKET)
+
+
+def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
+    """`Rates.decode` after one more launch.
+
+    Whatever else the machine does makes launches slower, never quicker: so a quick one counts for much, or all, and a
+    slow one for little, and shapes stay comparable. What stays slow is believed in time.
+    """
+    key = shape.key
+    at = bisect_left(decode, key)  # right before it, as the shorter of two tuples that begin alike
+    known = at < len(decode) and decode[at][:3] == key
+    mean = decode[at][3] if known else took_ns
+    if 2 * took_ns < mean:
+        ns = took_ns
+    else:
+        ns = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
+    return (*decode[:at], (*key, ns), *decode[at + known :])
+
+
 # --- how often a draft is right ---
 
 
-def fresh(settings: Settings, rates: Rates, most: int = 0, rows: int = 0) -> SpeculationControl:
-    """Of a request that has proposed nothing: as all others did. most: tokens of its answer; 0: any number. rows: of
-    its prompt, the last of which the draft has yet to follow.
-
-    A short answer may lose a first try and no more, but where the draft is known to be worth it.
-    """
+def fresh(settings: Settings, rates: Rates) -> SpeculationControl:
+    """Of a request that has proposed nothing: as all others did."""
     useful = widths(settings)
     known = len(rates.gains) == len(useful)
     gains = rates.gains if known else tuple(map(hoped, useful))
-    spare = rates.spare if trusted(rates) or not most else min(rates.spare, max(UNIT, OWN * most))
-    return SpeculationControl(useful, gains, settings.tree > 0, spare=spare, behind=min(rows, BACKLOG))
-
-
-def trusted(rates: Rates) -> bool:
-    """Have launches with proposals been paying lately?"""
-    return rates.seen >= MEMORY and rates.pause == 1
+    return SpeculationControl(useful, gains, branching=settings.tree > 0, spare=rates.spare)
 
 
 @cache
@@ -106,11 +191,11 @@ def after(control: SpeculationControl, done: Decoded, memory: int = MEMORY) -> S
     """One more decode step: what it gave, and what it cost."""
     spare = balance(control.spare, control.plan, done)
     if not done.proposed:
-        return evolve(control, spare=spare, behind=min(control.behind + len(done.tokens), BACKLOG))
+        return evolve(control, spare=spare)
     weight = min(control.seen + FIRST, memory)
     seen = sample(control, done.proposed, done.accepted)
     gains = tuple((gain * (weight - 1) + right) // weight for gain, right in zip(control.gains, seen, strict=True))
-    return evolve(control, gains=gains, seen=control.seen + 1, spare=spare, behind=0)
+    return evolve(control, gains=gains, seen=control.seen + 1, spare=spare)
 
 
 def covering(control: SpeculationControl, proposed: int) -> int:
@@ -151,7 +236,7 @@ def share(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms,
         return plain
     ways = list(possible(wanted, offer, limit))
     spare = min(rates.spare, *(control.spare for _, control in wanted if control))
-    within = [way for way in ways if way.loss <= spare]
+    within = [way for way in ways if way.price - UNIT <= spare]
     best = max(within, key=worth, default=None)
     pays = worth(best) > UNIT * len(wanted) if best else False
     if best is None or not (pays or rates.rest == 0):
@@ -160,13 +245,14 @@ def share(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms,
     proposals = [0] * len(wanted)
     for _, propose, member in best.members:
         proposals[member] = propose
-    steps = bearable(best.price, spare) if pays and not best.late else 1
-    return Plan(tuple(proposals), best.price, offer.plain, not pays, best.behind, best.late, "does_not_pay", steps)
+    late = any(control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose)
+    steps = bearable(best.price, spare) if pays and not late else 1
+    return Plan(tuple(proposals), best.price, offer.plain, not pays, late or not pays, "does_not_pay", steps)
 
 
 def quiet(ways: Sequence[Way], rest: int, spare: int) -> int:
     """Plain steps until something may be proposed: it is time for a try, or one more way can be borne."""
-    earned = [-(-(way.loss - spare) // REFILL) for way in ways if way.loss > spare]
+    earned = [-(-(way.price - UNIT - spare) // REFILL) for way in ways if way.price - UNIT > spare]
     return min([*earned, rest or LONGEST])
 
 
@@ -178,21 +264,11 @@ def bearable(price: int, spare: int) -> int:
 
 @frozen
 class Way:
-    """members: who proposes, as (gain, proposals, place in the launch). tokens: expected of all, in thousandths.
-
-    behind: rows that the draft follows first, once, at the price of `late`.
-    """
+    """members: who proposes, as (gain, proposals, place in the launch). tokens: expected of all, in thousandths."""
 
     tokens: int
     price: int
     members: Sequence[tuple[int, int, int]]
-    behind: int = 0
-    late: int = 0
-
-    @property
-    def loss(self) -> int:
-        """If nothing that is proposed is right."""
-        return self.price + self.late - UNIT
 
 
 def possible(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms, limit: int) -> Iterator[Way]:
@@ -206,14 +282,12 @@ def possible(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Ter
         tokens = list(accumulate((more for more, _, _ in order), initial=UNIT * company))
         for count in sorted({bisect_right(rows, forward) - 1 for forward in sizes}):
             if count > 0:
-                late = sum(control.behind for _, _, at in order[:count] if (control := wanted[at][1]))
-                yield Way(tokens[count], offer.price(rows[count]), order[:count], late, offer.late(late))
+                yield Way(tokens[count], offer.price(rows[count]), order[:count])
 
 
 def worth(way: Way) -> int:
-    """Tokens in the time of a plain launch, over those launches that may share what is followed first."""
-    launches = min(MEMORY, max(most for _, most, _ in way.members))
-    return UNIT * way.tokens * launches // (way.price * launches + way.late)
+    """Tokens in the time of a plain launch."""
+    return UNIT * way.tokens // way.price
 
 
 # --- what a launch teaches all of them ---
@@ -225,7 +299,7 @@ def begun(rates: Rates, plan: Plan) -> Rates:
         return evolve(rates, rest=rates.pause, pause=min(2 * rates.pause, LONGEST))
     if any(plan.proposals):
         return evolve(rates, pause=max(1, rates.pause // 2)) if rates.pause > 1 else rates
-    spare, rest = max(rates.spare, min(rates.spare + REFILL, BEGIN)), max(0, rates.rest - bool(plan.reason))
+    spare, rest = min(rates.spare + REFILL, SPARE), max(0, rates.rest - bool(plan.reason))
     return rates if (spare, rest) == (rates.spare, rates.rest) else evolve(rates, spare=spare, rest=rest)
 
 
@@ -242,5 +316,15 @@ def settled(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rate
 
 def balance(spare: int, plan: Plan, done: Decoded, members: int = 1) -> int:
     """Of an account: what the tokens would have cost without a draft, less what the launch did."""
-    price = cost(plan.plain, plan.price + plan.late, done.ns) if any(plan.proposals) else UNIT
-    return spare + ((UNIT + REFILL) * len(done.tokens) - done.steps * price) // members
+    earned = (UNIT + REFILL) * len(done.tokens) - done.steps * cost(plan, done.ns)
+    return spare + earned // members
+
+
+def cost(plan: Plan, took_ns: int) -> int:
+    """What such launches usually cost; where the draft had to catch up, what this one really took.
+
+    That takes no longer than a plain launch: what did was held up by something else.
+    """
+    if not plan.late or not took_ns or not plan.plain:
+        return plan.price
+    return min(max(plan.price, UNIT * took_ns // plan.plain), plan.price + UNIT)

@@ -44,7 +44,6 @@ from states.lane import Answer, Lane
 from states.life import Compressing, Done, New, Recovering, Restoring, State, Waiting, Yielding
 from states.machine import IllegalEvent, step
 from states.places import EMPTY
-from states.prices import launched
 from states.rates import Rates
 from states.residency import Models, Residence
 from states.settings import Known, Settings
@@ -144,9 +143,9 @@ class Fold:
                 self.rates = rates.scored(self.rates, policy.scored_tokens(state.prompt), ns)
             case RunDecode(propose=propose), Decoded() as done:
                 leads = lanes.leads(lane, answer.request)
-                if done.ns and done.proposed == propose and leads:
-                    shape, plan = lanes.shape(lane.running), lane.plan
-                    self.rates = launched(self.rates, shape, done.ns, plan.price, plan.behind)
+                if done.ns and done.proposed == propose and leads and lanes.tells(lane, done.ns):
+                    known = control.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
+                    self.rates = evolve(self.rates, decode=known)
                 for _ in range(lanes.further(done) if self.settings.block and leads else 0):
                     self.rates = control.begun(self.rates, lane.plan)
                 self.rates = control.settled(self.settings, self.rates, lane.plan, done)

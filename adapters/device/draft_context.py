@@ -20,10 +20,12 @@ from adapters.device.memory import ran_out_of_memory
 from adapters.device.proposer import DraftModel
 from adapters.device.slots import SlotState
 from adapters.models.shard import Kept, Segment, Step
-from effects.decode import BACKLOG
 
 log = logging.getLogger("rekindle.device")
 
+# Rows of a slot that the draft has not followed yet, at most: as many as the longest rest of a request has decode
+# steps. Of the demo they hold 0.8 MB a slot, of an 8B model's five auxiliary layers 10.5 MB.
+BACKLOG = 256
 FORGOTTEN = 4  # that part of a backlog is forgotten at a time
 
 

@@ -18,15 +18,14 @@ from engine.measure import agree, from_json, kept_or_measured, key, to_json
 from states.rates import Rates
 from tests.models.recurrent_shard import RecurrentShard
 
-TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000), (0, 1, 4, 8_000), (0, 1, 16, 9_000)), follow=20)
+TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000), (0, 1, 4, 8_000), (0, 1, 16, 9_000)))
 GOOD = json.loads(to_json(TIMES))
 HOSTILE = {
     "nothing": "",
     "a list": "[]",
-    "another version": json.dumps({**GOOD, "version": 1}),
+    "another version": json.dumps({**GOOD, "version": 2}),
     "a field too many": json.dumps({**GOOD, "host": 1}),
-    "a field too few": json.dumps({"version": 2, "prefill": [1]}),
-    "no number": json.dumps({**GOOD, "follow": "20"}),
+    "a field too few": json.dumps({"version": 1, "prefill": [1]}),
     "no lists": json.dumps({**GOOD, "decode": 7}),
     "words": json.dumps({**GOOD, "prefill": "123"}),
     "negative": json.dumps({**GOOD, "prefill": [-1]}),

@@ -18,7 +18,6 @@ from states import speculation_control as control
 from states.life import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
 from states.machine import Then
 from states.onward import report, undrafted
-from states.rates import Rates
 from states.scope import select
 from tests.states.builders import (
     DRAFT,
@@ -45,11 +44,9 @@ OUT_OF_MEMORY = DeviceFailed("out_of_memory", "no room for a chunk")
 
 def test_an_unparked_draft_is_leased_and_the_work_begins() -> None:
     then = generate.unparked(a(Unparking, some(DRAFT)), ModelLoaded(), knowing(DRAFT))
-    untried = {"control": control.fresh(DRAFT, Rates(), 6, 20)}
-    assert then == Then(a(Prefilling, some(DRAFT, **untried)), RunPrefill(HERE, 0, 8))
-    untried = {"control": control.fresh(DRAFT, Rates(), 6, 0)}
+    assert then == Then(a(Prefilling, some(DRAFT, **LEASED)), RunPrefill(HERE, 0, 8))
     then = generate.unparked(a(Unparking, prefilled(DRAFT)), ModelLoaded(), knowing(DRAFT))
-    assert then == Then(a(Speculating, prefilled(DRAFT, **untried)), RunDecode(HERE, 20, 120, propose=3, steps=6))
+    assert then == Then(a(Speculating, prefilled(DRAFT, **LEASED)), RunDecode(HERE, 20, 120, propose=3, steps=6))
 
 
 def test_a_failed_unpark_goes_on_without_a_draft() -> None:

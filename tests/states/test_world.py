@@ -24,7 +24,6 @@ from states.invariants import check
 from states.life import Draining, Prefilling, Recovering, Speculating
 from states.machine import IllegalEvent
 from states.onward import report
-from states.prices import DecodeTimes
 from states.rates import Rates
 from states.recover import TWICE
 from states.residency import Residence
@@ -197,7 +196,7 @@ def test_every_step_that_a_launch_takes_alone_counts_in_the_accounts() -> None:
     one_by_one, _ = after(poor, submitted(ONE, prompt=(1,), max_tokens=40))
     (asked,) = one_by_one.lanes[MAIN].running
     assert isinstance(asked.effect, RunDecode)
-    assert (asked.effect.propose, asked.effect.steps) == (0, 10), "10 at 5 each can bear 250"
+    assert (asked.effect.propose, asked.effect.steps) == (0, 5), "5 at 10 each can bear 250"
     at_once, _ = advance(one_by_one, ForRequest(ONE, Decoded((7, 7, 7), steps=3, accepted=0)))
     for _ in range(3):
         one_by_one, _ = advance(one_by_one, ForRequest(ONE, Decoded((7,))))
@@ -322,30 +321,31 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
 
 
 def test_a_launch_tells_once_what_such_launches_cost() -> None:
-    start: DecodeTimes = ((0, 1, 0, 800), (0, 1, 4, 1000))
+    start: control.DecodeTimes = ((0, 1, 0, 800), (0, 1, 4, 1000))
     measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(decode=start))
-    one, two = submitted(ONE, prompt=(1,) * 9, max_tokens=20), submitted(TWO, prompt=(2,), max_tokens=20)
-    there = (ONE, PrefillAdvanced(8))
-    first = (ONE, Decoded((7, 8), 3, ns=1080))
-    world, outs = after(measured, one, there, first)
-    assert (world.rates.decode, world.rates.follow) == (start, 10), "the draft caught up"
-    assert outs[-1] == alone(ONE, RunDecode(HERE, 10, 8, 3, steps=4))
-    after_it = advance(world, ForRequest(ONE, Decoded((7, 8), 3, ns=1160)))[0].rates
-    assert after_it.decode == ((0, 1, 0, 800), (0, 1, 4, 1010))
-    assert advance(world, ForRequest(ONE, Decoded((7, 8), 2, ns=1800)))[0].rates.decode == start, "it proposed less"
-    quick = after(measured, one, there, (ONE, Decoded((7, 8), 3, ns=968)))[0]
-    assert quick.rates.decode == ((0, 1, 0, 800), (0, 1, 4, 998)), "it caught up, and was quicker even so"
-    world, outs = after(measured, one, there, two, (ONE, Decoded((7, 8), 3, ns=1080)))
-    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 10, 8)), Ask(TWO, RunDecode(SlotId(1), 0, 2)))), (
-        "measured first"
+    one, two = submitted(ONE, prompt=(1,), max_tokens=20), submitted(TWO, prompt=(2,), max_tokens=20)
+    first = (ONE, Decoded((7, 8), 3, ns=2600))
+    world, outs = after(measured, one, first)
+    assert world.rates.decode == start, "the draft caught up"
+    assert outs[-1] == alone(ONE, RunDecode(HERE, 2, 8, 3, steps=4))
+    assert advance(world, ForRequest(ONE, Decoded((7, 8), 3, ns=1800)))[0].rates.decode == (
+        (0, 1, 0, 800),
+        (0, 1, 4, 1025),
     )
+    assert advance(world, ForRequest(ONE, Decoded((7, 8), 2, ns=1800)))[0].rates.decode == start, "it proposed less"
+    quick = after(measured, one, (ONE, Decoded((7, 8), 3, ns=960)))[0]
+    assert quick.rates.decode == ((0, 1, 0, 800), (0, 1, 4, 980)), "it caught up, and was quicker even so"
+    world, outs = after(measured, one, two, (ONE, Decoded((7, 8), 3, ns=1000)))
+    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 2, 8)), Ask(TWO, RunDecode(SlotId(1), 0, 2)))), "measured first"
     for request, ns in ((ONE, 1200), (TWO, 1210)):
         world, outs = advance(world, ForRequest(request, Decoded((7,), ns=ns)))
     assert world.rates.decode == (*start, (0, 2, 0, 1200))
-    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 11, 7, 3)), Ask(TWO, RunDecode(SlotId(1), 1, 7, 3))))
-    for request, ns in ((ONE, 1500), (TWO, 1510)):
-        world, outs = advance(world, ForRequest(request, Decoded((7, 8, 9), 3, ns=ns)))
-    assert world.rates.decode == (*start, (0, 2, 0, 1200), (0, 2, 8, 1500)), "once, by the first"
+    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 3, 7, 3)), Ask(TWO, RunDecode(SlotId(1), 1, 7, 3))))
+    caught_up, later = (3000, 3010), (1500, 1510)
+    for both, known in ((caught_up, ()), (later, ((0, 2, 8, 1500),))):
+        for request, ns in zip((ONE, TWO), both, strict=True):
+            world, outs = advance(world, ForRequest(request, Decoded((7, 8, 9), 3, ns=ns)))
+        assert world.rates.decode == (*start, (0, 2, 0, 1200), *known), "once, by the first"
 
 
 @pytest.mark.parametrize(
