@@ -18,8 +18,8 @@ from typing import Any
 
 FOLDER = Path("adapters/models/kernels/native")
 SOURCES = (
-    *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "keys.h"),
-    *("attention.h", "delta.h", "packed.h", "layers.h", "products.c"),
+    *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h"),
+    *("attention.h", "delta.h", "packed.h", "layers.h", "draw.h", "products.c"),
 )
 FILE = "librekindle.so"
 # Nothing but what is written: no sum in another order, no multiply-add where none is said, no number taken for finite.

@@ -1,4 +1,4 @@
-"""exp by operations that have one right answer: what comes of it has the same bits on every device and processor.
+"""exp and log by operations that have one right answer: what comes of them has the same bits on every processor.
 
 IEEE 754 says what a float64 product, sum and rounding are; of exp and log libraries differ in the last bit. So the sum
 of a row's weights, and with it every log-probability, is the same wherever the row lies. Each operation is one call, so
@@ -19,6 +19,7 @@ LOWEST = -128.0  # whose weight is 0, as that of all below
 STEP = float.fromhex("0x1.62e42fefap-9")  # ln(2) / 256: 36 bits, so that so many times it is exact
 REST = float.fromhex("0x1.cf79abc9e3b3ap-48")  # what it lacks
 INVERSE = float.fromhex("0x1.71547652b82fep+8")
+HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of the square root of a half
 SERIES = (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0)  # of exp(r) - 1, |r| <= ln(2) / 512: what follows is 1e-20
 
 
@@ -47,14 +48,29 @@ def rounded_exp(values: Tensor, bits: int) -> Tensor:
     for factor in SERIES[1:]:
         series.add_(factor).mul_(rest)
     whole = steps.long()
-    factors = _factors(str(values.device))[whole & ((1 << PARTS) - 1)]
-    found = (factors * series).add_(factors)
+    parts = factors(str(values.device))[whole & ((1 << PARTS) - 1)]
+    found = (parts * series).add_(parts)
     powers = ((whole >> PARTS) + (bits + 1023)).bitwise_left_shift_(52).view(torch.float64)  # of 2, exactly
     return found.mul_(powers).round_().long()
 
 
+def steady_log(values: Tensor) -> Tensor:
+    """The natural logarithm of positive float64 values that are normal, within two units in the last place; by
+    operations that have one right answer, too.
+    """
+    bits = values.view(torch.int64) - HALF_ROOT
+    power = (bits >> 52).double()
+    rest = (bits & ((1 << 52) - 1)).add_(HALF_ROOT).view(torch.float64) - 1
+    part = rest / (rest + 2)
+    square = part * part
+    series = square * (2 / 23)
+    for odd in range(21, 1, -2):
+        series.add_(2 / odd).mul_(square)
+    return series.mul_(part).add_(power * (256 * REST)).add_(part + part).add_(power * (256 * STEP))
+
+
 @lru_cache(maxsize=8)
-def _factors(device: str) -> Tensor:
+def factors(device: str) -> Tensor:
     """2**(i / 256), rounded once: float64 `[256]`."""
     with localcontext() as context:
         context.prec = 40

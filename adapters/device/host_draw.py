@@ -15,7 +15,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.noise import FRACTION, fractions, gumbel_at, keys_of
+from adapters.device.noise import FRACTION, fractions, keys_of, steady_gumbel_at
 from adapters.device.truncation import column, leaders, weights_of
 from effects.job import Sampling
 
@@ -50,7 +50,7 @@ class Drawing:
     def consider(self, rows: Tensor, ids: Tensor) -> None:
         """Is it one of these? int64 `[n]` both; of equal sums the lowest id wins."""
         scaled = (self.logits[rows, ids].double() - self.peaks[rows, 0]) / self.temperatures[rows, 0]
-        scores = scaled + gumbel_at(self.keys[rows], ids)
+        scores = scaled + steady_gumbel_at(self.keys[rows], ids)
         best = self.best.scatter_reduce(0, rows, scores, "amax")
         wins = scores == best[rows]
         tokens = self.tokens.masked_fill(best > self.best, self.logits.shape[-1])
@@ -113,7 +113,7 @@ def _whole(drawing: Drawing, rows: Sequence[int]) -> None:
     lacking = (drawing.best[rows] - drawing.scaled(least, rows)[:, 0] - ERROR).clamp_min_(LOWEST)
     enough = lacking.neg_().exp_().neg_().exp_().tolist()  # the fractions that have so much noise
     far = [
-        (fractions(drawing.keys[row], logits.shape[-1]) >= int(min(fraction, 1) * FRACTION) - 2).nonzero()[:, 0]
+        (fractions(drawing.keys[row], logits.shape[-1]) >= int(min(1, fraction) * FRACTION) - 2).nonzero()[:, 0]
         for row, fraction in zip(rows, enough, strict=True)
     ]
     drawing.consider(at.repeat_interleave(torch.tensor([len(ids) for ids in far])), torch.cat(far))

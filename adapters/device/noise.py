@@ -11,8 +11,9 @@ The generator is SplitMix64 (Steele, Lea & Flood 2014), read at random instead o
     u     = ((bits >>> 12) + 1/2) / 2**52           exact in float64, never 0 nor 1
     noise = -log(-log(u))                           from about -3.6 to 36.7
 
-The integers are the same on every device. The logarithms are too within one device, whatever the batch, as long as a
-row has the same shape: a vectorised loop may finish with scalar code that rounds differently.
+The integers are the same on every device, and on a host what is drawn with is found by logarithms that have one right
+answer (`steady_gumbel_at`). A library's are the same within one device, whatever the batch, as long as a row has the
+same shape: a vectorised loop may finish with scalar code that rounds differently.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor
+
+from adapters.device.exponent import steady_log
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 FIRST = 0xBF58476D1CE4E5B9 - 2**64
@@ -71,6 +74,12 @@ def gumbel_at(keys: Tensor, tokens: Tensor) -> Tensor:
     """Of a key and a token each, int64 both, of shapes that go together -> float64."""
     uniform = _shift(bits_of(keys, tokens), 12).double().add_(0.5).mul_(1 / FRACTION)
     return uniform.log_().neg_().log_().neg_()
+
+
+def steady_gumbel_at(keys: Tensor, tokens: Tensor) -> Tensor:
+    """The same by `exponent.steady_log`: to the bit what every processor finds."""
+    uniform = _shift(bits_of(keys, tokens), 12).double().add_(0.5).mul_(1 / FRACTION)
+    return steady_log(steady_log(uniform).neg_()).neg_()
 
 
 def fractions(key: Tensor, vocab: int) -> Tensor:

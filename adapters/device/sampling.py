@@ -20,8 +20,10 @@ from torch import Tensor
 from adapters.device.constraint import Matching, forbidden
 from adapters.device.exponent import steady_weights
 from adapters.device.host_draw import drawn
+from adapters.device.native_draw import found_at_once
 from adapters.device.noise import gumbel
 from adapters.device.truncation import SCALE, SCALE_BITS, allowed, column, leaders
+from adapters.models.kernels.native.compiled import compiled
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Sampling
@@ -194,8 +196,17 @@ class Picking:
 
 
 def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
-    """One token a row; waits for the device once, whatever is asked for."""
-    return picking(logits, rows).read()
+    """One token a row; waits for the device once, whatever is asked for. On a host the compiled library picks, where
+    there is one, to the bit what `picking` does.
+    """
+    native = None if logits.is_cuda else compiled()
+    if native is None:
+        return picking(logits, rows).read()
+    raw = logits[: len(rows)]
+    masks, ends = _masks(rows)
+    wanted = [(row.sampler.sampling, row.position, mask) for row, mask in zip(rows, masks, strict=True)]
+    found = found_at_once(native, native.level, raw, adjusted(raw, rows), wanted)
+    return [_read(row, *one, ends.get(index)) for index, (row, one) in enumerate(zip(rows, found, strict=True))]
 
 
 def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
@@ -207,11 +218,9 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
     raw = logits[: len(rows)]
     used = adjusted(raw, rows)
     lowest, highest = used.amin(-1), used.amax(-1)  # both propagate NaN; faster than aminmax
-    masks = [None if row.sampler.matching is None else row.sampler.matching.mask(row.drafted) for row in rows]
-    ends = {index: mask for index, mask in enumerate(masks) if isinstance(mask, str)}
-    masked = [None if isinstance(mask, str) else mask for mask in masks]
-    if any(mask is not None for mask in masked):
-        out = forbidden(masked, raw.shape[-1], raw.device)
+    masks, ends = _masks(rows)
+    if any(mask is not None for mask in masks):
+        out = forbidden(masks, raw.shape[-1], raw.device)
         used = used.masked_fill(out, -math.inf)
         if any(row.sampler.sampling.logprobs >= 0 for row in rows):
             raw = raw.masked_fill(out, -math.inf)
@@ -224,6 +233,13 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
     at = torch.tensor(wanted).to(raw.device, non_blocking=True)
     told = _logprobs(raw[at], tokens[at], most)
     return Picking(rows, tokens, ends, wanted, most, torch.cat((found.flatten(), told.flatten())))
+
+
+def _masks(rows: Sequence[Draw]) -> tuple[list[Tensor | None], dict[int, str]]:
+    """What each row's grammar lets follow, if it has one; and why nothing may, where that is so."""
+    asked = [None if row.sampler.matching is None else row.sampler.matching.mask(row.drafted) for row in rows]
+    ends = {index: mask for index, mask in enumerate(asked) if isinstance(mask, str)}
+    return [None if isinstance(mask, str) else mask for mask in asked], ends
 
 
 def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from adapters.device.exponent import steady_weights
 from effects.job import Sampling
 
 SCALE_BITS = 42
@@ -42,7 +43,11 @@ def _clear_leaders(logits: Tensor, count: int) -> Tensor | None:
 
 
 def weights_of(scaled: Tensor) -> Tensor:
-    """exp of float64 values that are at most 0, as integers that sum alike in any order."""
+    """exp of float64 values that are at most 0, as integers that sum alike in any order; on a host, to the bit those of
+    any other.
+    """
+    if scaled.device.type == "cpu":
+        return steady_weights(scaled, SCALE_BITS)
     return (scaled.exp() * SCALE).round_().long()
 
 

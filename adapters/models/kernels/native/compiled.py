@@ -12,8 +12,8 @@ from attrs import frozen
 
 FOLDER = Path(__file__).parent
 SOURCES = (
-    *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "keys.h"),
-    *("attention.h", "delta.h", "packed.h", "layers.h", "products.c"),
+    *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h"),
+    *("attention.h", "delta.h", "packed.h", "layers.h", "draw.h", "products.c"),
 )
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
@@ -110,4 +110,5 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
         *(pointer, pointer, size, size, pointer, pointer, pointer, pointer, pointer, number, number, number),
     ]
     code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
+    code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
     return NativeCode(code, code.rekindle_level()), ""

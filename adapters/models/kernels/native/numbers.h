@@ -7,6 +7,10 @@
 #define CHUNK 64    // rows from one multiple of which to the next a recurrent layer's state is kept
 #define RING 128    // rows behind a state that are kept
 #define WIDEST 1024 // numbers of a head
+#define ROUNDING 0x1.8p52 // what makes a float64 an integer that is added, and taken away again
+#define DEEPEST 47        // natural logarithms below the likeliest token: noise makes up for less
+#define HALF_ROOT 0x1.6a09e667f3bcdp-1 // of a half: its square root
+#define GOLDEN 0x9e3779b97f4a7c15u
 
 // How numbers are stored: float32, bfloat16; keys and values also as codes, int8 or float8 (e4m3), with a float32 behind
 // those of a head that they are multiplied with.
@@ -29,6 +33,13 @@ static inline uint32_t bits_of(float one) {
     return bits;
 }
 
+// The last part of SplitMix64; see adapters/device/noise.py.
+static inline __attribute__((always_inline)) uint64_t mixed(uint64_t z) {
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
 static inline __attribute__((always_inline)) float widened(uint16_t brain) { return float_of((uint32_t)brain << 16); }
 
 static inline __attribute__((always_inline)) float half_float(uint16_t half) { // of finite ones
@@ -41,6 +52,18 @@ static inline __attribute__((always_inline)) uint16_t rounded(float one) { // to
     const uint32_t bits = bits_of(one);
     const uint32_t found = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : found);
+}
+
+static inline __attribute__((always_inline)) double double_of(int64_t word) {
+    double one;
+    memcpy(&one, &word, sizeof one);
+    return one;
+}
+
+static inline __attribute__((always_inline)) int64_t word_of(double one) {
+    int64_t word;
+    memcpy(&word, &one, sizeof word);
+    return word;
 }
 
 // e^x is what is returned times 2^power, within two units in the last place. Only operations that every processor rounds
@@ -241,4 +264,7 @@ struct isa { // one instruction set's
     void (*multiply_fixed)(
         long, int, const packed_t *, const int16_t *, long, const char *, long, long, float *, long, int, const fixed_t *, long
     );
+    int (*extremes)(const float *, long, float *, float *);
+    void (*weights)(const float *, long, double, double, const double *, int64_t *);
+    uint64_t (*likely)(const float *, long, double, double, uint64_t, const int64_t *);
 };

@@ -180,6 +180,7 @@ static inline plain_t plain_whole(words_t words) {
 #include "fixed.h"
 #include "rows.h"
 #include "recurrent.h"
+#include "odds.h"
 #include "keys.h"
 
 #if defined(__x86_64__)
@@ -238,6 +239,7 @@ static inline plain_t plain_whole(words_t words) {
 #include "fixed.h"
 #include "rows.h"
 #include "recurrent.h"
+#include "odds.h"
 #include "keys.h"
 
 #define ON(name) name##_avx512
@@ -296,6 +298,7 @@ static inline plain_t plain_whole(words_t words) {
 #include "fixed.h"
 #include "rows.h"
 #include "recurrent.h"
+#include "odds.h"
 #include "keys.h"
 #endif
 
@@ -474,3 +477,4 @@ void rekindle_heads(
 #include "delta.h"
 #include "packed.h"
 #include "layers.h"
+#include "draw.h"

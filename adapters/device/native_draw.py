@@ -1,0 +1,66 @@
+"""Tokens picked from rows of logits in one call of the compiled library: to the bit what `sampling.picking` finds."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from adapters.device.exponent import factors
+from adapters.device.noise import key_of
+from adapters.models.kernels.native.compiled import NativeCode
+from effects.job import Sampling
+
+_DRAW = Struct("@3Pl3dq2lP2dl")  # as draw.h has it
+_FOUND = Struct("@2dl")  # its end
+
+
+def found_at_once(
+    native: NativeCode, level: int, raw: Tensor, used: Tensor, wanted: Sequence[tuple[Sampling, int, Tensor | None]]
+) -> list[tuple[list[float], list[float]]]:
+    """Of each row its token, its lowest and its highest logit; and what `sampling.logprobs` has of it, if it is asked.
+
+    raw, used: float32 `[R, V]` on a host, the model's logits and with bias and penalties. wanted: of each row how its
+    token is picked, the token's position, and a bit for each that may follow, where not all may. level: of
+    instructions, at most the library's own. Raises ValueError for anything else: the library checks nothing.
+    """
+    rows, vocab = raw.shape
+    plain = used is raw
+    raw = raw.contiguous()
+    used = raw if plain else used.contiguous()
+    if raw.dtype is not torch.float32 or raw.is_cuda or not vocab or rows != len(wanted):
+        raise ValueError(f"logits: {raw.dtype} {list(raw.shape)} for {len(wanted)} draws")
+    if used.dtype is not torch.float32 or used.is_cuda or used.shape != raw.shape:
+        raise ValueError(f"logits: {used.dtype} {list(used.shape)} beside {list(raw.shape)}")
+    draws, told, kept = bytearray(_DRAW.size * rows), dict[int, ctypes.Array[ctypes.c_double]](), list[Tensor]()
+    first, first_raw = used.data_ptr(), raw.data_ptr()
+    for row, (sampling, position, mask) in enumerate(wanted):
+        bits, known, most, into = 0, 0, sampling.logprobs, 0
+        if mask is not None:
+            kept.append(mask := mask.contiguous())
+            bits, known = mask.data_ptr(), mask.nbytes
+        if most >= 0:
+            most = min(most, vocab)
+            told[row] = (ctypes.c_double * (2 + 2 * most))()
+            into = ctypes.addressof(told[row])
+        key, least, limit = 0, -math.inf, sampling.top_k
+        if sampling.temperature:
+            key = key_of(sampling.seed, position)
+            least = math.log(sampling.min_p) if sampling.min_p else least
+        _DRAW.pack_into(
+            *(draws, row * _DRAW.size, first + 4 * vocab * row, first_raw + 4 * vocab * row, bits, known),
+            *(sampling.temperature, sampling.top_p, least, key, limit if 0 < limit < vocab else vocab, most, into),
+            *(0.0, 0.0, 0),
+        )
+    room = (ctypes.c_char * len(draws)).from_buffer(draws)
+    if native.code.rekindle_draw(room, rows, vocab, factors("cpu").data_ptr(), torch.get_num_threads(), level):
+        raise MemoryError(f"no memory to draw from {vocab} logits")
+    found = list[tuple[list[float], list[float]]]()
+    for row in range(rows):
+        lowest, highest, token = _FOUND.unpack_from(draws, (row + 1) * _DRAW.size - _FOUND.size)
+        found.append(([token, lowest, highest], list(told[row]) if row in told else []))
+    return found
