@@ -4,9 +4,10 @@
 
 streams: so many clients at once, each with its own prompts, prompts' computation included; the draft as it is, and one
 that is never right. pairs: single answers of 512 tokens with a draft that is never right, and no pair may lose more
-than 2 %; a second target without a draft says what of that is the machine's noise. All compare a target that has no
-draft at all with another one, side by side; each is a server's life long, so what is learnt stays. Wall time and
-processor time: on a machine with other work the second says more.
+than 2 %; each is given several times in turn, in every order, and medians are compared, since single ones differ by
+more than that; a second target without a draft says what of it is the machine's noise all the same. All compare a
+target that has no draft at all with another one, side by side; each is a server's life long, so what is learnt stays.
+Wall time and processor time: on a machine with other work the second says more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from itertools import cycle, permutations
 from typing import Any
 
 import anyio
@@ -104,11 +106,17 @@ async def streams(ways: dict[str, Engine], kind: str, counts: Sequence[int], rep
     return rows
 
 
-async def pairs(ways: dict[str, Engine], count: int) -> list[Any]:
-    """Three answers in turn, so that nothing lies between the two that are compared but half the time the third."""
-    asked = prompts(["code"], count, LONGEST)["code"]
-    batches = [[Job(one, ANSWER, scope=Scope("off"))] for one in asked]
-    took = await compared(ways, batches)
+async def pairs(ways: dict[str, Engine], count: int, turns: int) -> list[Any]:
+    took: dict[str, list[Took]] = {way: [] for way in ways}
+    for prompt in prompts(["code"], count, LONGEST)["code"]:
+        job = Job(prompt, ANSWER, scope=Scope("off"))
+        given: dict[str, list[Took]] = {way: [] for way in ways}
+        for _, order in zip(range(turns), cycle(permutations(ways)), strict=False):
+            for way in order:
+                given[way].append(await together(ways[way], [job]))
+        for way, answers in given.items():
+            walls, cpus = median(each.wall for each in answers), median(each.cpu for each in answers)
+            took[way].append(evolve(answers[0], wall=walls, cpu=cpus))
     rows = [row("pairs, never right", took), row("pairs, plain and plain again", took, AGAIN)]
     print(*map(json.dumps, rows), sep="\n", flush=True)
     return rows
@@ -134,7 +142,7 @@ async def measure(options: Options, given: argparse.Namespace) -> list[dict[str,
                 for way, target in targets.items()
             }
             if "pairs" in parts and kind == "never right":
-                rows += await pairs(ways, given.pairs)
+                rows += await pairs(ways, given.pairs, given.turns)
             if "streams" in parts:
                 two = {way: running for way, running in ways.items() if way != AGAIN}
                 rows += await streams(two, kind, counts, given.repeats, given.tokens)
@@ -150,6 +158,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="batches of streams")
     parser.add_argument("--tokens", type=int, default=128, help="of a stream's answer")
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=6, help="how often each answer of a pair is given")
     given = parser.parse_args()
     rows = anyio.run(measure, options_of(given), given)
     table("with the draft against without", rows)

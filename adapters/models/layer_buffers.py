@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters.models.decoder import DecoderLayer
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.experts import Experts, GatedWeights
-from adapters.models.kernels.interface import Kernels, LayersAtOnce, Rope, WholeLayer
+from adapters.models.kernels.interface import AttentionMask, Embedding, Kernels, LayersAtOnce, Rope, WholeLayer
 from adapters.models.shard import Forward
 from adapters.models.tree_attention import TreeAttention
 
@@ -47,18 +47,27 @@ def together(
     for number, (layer, caches) in layers.items():
         if not isinstance(layer.frame.feed, Experts):
             before = forward.aux_hidden_states.get(number - 1)
-            whole.append((number, _whole(layer, layer.frame.feed, caches, before)))
+            whole.append((number, whole_layer(layer, layer.frame.feed, caches, before)))
     for _, pairs in groupby(enumerate(whole), lambda pair: pair[1][0] - pair[0]):
         run = [one for _, one in pairs]
         made = kernels.at_once(
-            [layer for _, layer in run], rope, len(forward.hidden), embedding if run[0][0] == 0 else None
+            [layer for _, layer in run],
+            rope,
+            len(forward.hidden),
+            Embedding(embedding) if run[0][0] == 0 and embedding is not None else None,
         )
         if made is not None:
             found[run[0][0]] = run[-1][0] + 1, made
     return found
 
 
-def _whole(layer: DecoderLayer, feed: GatedWeights, caches: tuple[Tensor, Tensor], before: Tensor | None) -> WholeLayer:
+def whole_layer(
+    layer: DecoderLayer,
+    feed: GatedWeights,
+    caches: tuple[Tensor, Tensor],
+    before: Tensor | None = None,
+    mask: AttentionMask | None = None,
+) -> WholeLayer:
     frame = layer.frame
     return WholeLayer(
         input_norm=frame.input_norm,
@@ -72,4 +81,5 @@ def _whole(layer: DecoderLayer, feed: GatedWeights, caches: tuple[Tensor, Tensor
         feed=feed,
         eps=frame.eps,
         before=before,
+        mask=AttentionMask(causal=True) if mask is None else mask,
     )

@@ -8,6 +8,8 @@ from attrs import evolve
 
 from adapters.checkpoint.packed import StepLayout
 from adapters.models.dense import DenseShard
+from adapters.models.dflash.checkpoint import MASK_EMBEDDING
+from adapters.models.draft import BlockRequest
 from adapters.models.kernels.native.compiled import compiled
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.llama import LlamaConfig
@@ -17,6 +19,7 @@ from adapters.models.rope import Llama3
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of
+from tests.models.drafts import GEOMETRIES, aux_hidden_states_of, draft_of, extend, random_tensors
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="no products in C here")
 BUCKETS, CAPACITY = (4, 16, 64, 256), 512
@@ -39,7 +42,10 @@ STEPS = (
 class OneByOne(CpuKernels):
     """Operation by operation, as wherever the library does not serve all of a layer."""
 
-    def at_once(self, layers, rope, rows, embedding):
+    def at_once(self, *_):
+        return None
+
+    def context_at_once(self, *_):
         return None
 
     def logits(self, hidden, norm, eps, packed, out):
@@ -51,12 +57,18 @@ class Noting(CpuKernels):
 
     def __init__(self, *how):
         super().__init__(*how)
-        self.noted = {}
+        self.noted, self.contexts = {}, set()
 
     def at_once(self, layers, rope, rows, embedding):
         found = super().at_once(layers, rope, rows, embedding)
         if found is not None:
             self.noted[rows] = len(layers)
+        return found
+
+    def context_at_once(self, *given):
+        found = super().context_at_once(*given)
+        if found is not None:
+            self.contexts.add(given[-1])
         return found
 
 
@@ -116,6 +128,29 @@ def test_in_pieces_that_were_proven_and_on_any_threads(threads, two_threads):
     plan = CpuKernels(dtype).prove(config.products(BUCKETS, capacity=CAPACITY, dtype=dtype, threads=wide)).plan
     weights = tuple(evolve(one, wide=16) for one in plan.weights)
     assert same_at_once(config, dtype, plan=evolve(plan, threads=(threads, wide), weights=weights)) == (True, {3})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [*GEOMETRIES])
+def test_a_drafts_context_and_blocks_at_once_are_those_of_operations_one_by_one(name, dtype):
+    config = GEOMETRIES[name]
+    tensors = random_tensors(config)
+    tensors[MASK_EMBEDDING] = torch.randn(config.hidden_size)
+    states = aux_hidden_states_of(config, 90, dtype)
+    noting, found = Noting(dtype), list[list[torch.Tensor]]()
+    for kernels in (noting, OneByOne(dtype)):
+        draft, left = draft_of(config, tensors, dtype, kernels=kernels), list[torch.Tensor]()
+        extend(draft, 64, (0, 0, states[:, :50]), (2, 0, states[:, 50:60]))
+        extend(draft, 32, (0, 50, states[:, 60:85]), (2, 10, states[:, 85:]))
+        for count in (3, config.block - 1):
+            asks = [BlockRequest(0, 4, 75, 7, count), BlockRequest(2, 0, 15, 9, count)]
+            left += [draft.logits(asks[:1]).clone(), draft.logits(asks).clone()]
+        left += [rows.view(torch.uint8) for slot in (0, 2) for rows in draft.export_rows(slot, 0, 15).values()]
+        found.append(left)
+        draft.close()
+    assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
+    assert noting.noted == ({} if dtype is torch.float16 else dict.fromkeys(noting.noted, config.num_layers))
+    assert (4 in noting.noted) is (dtype is not torch.float16) is (64 in noting.contexts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

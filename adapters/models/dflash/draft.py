@@ -26,7 +26,16 @@ from adapters.models.dflash.weights import LoadedDraft, load_draft
 from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.draft_parts import DraftWeights
 from adapters.models.kernels.batch import Batch, BlockBatch
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.experts import Experts
+from adapters.models.kernels.interface import (
+    ContextAtOnce,
+    ContextLayer,
+    Embedding,
+    Kernels,
+    LayersAtOnce,
+    WholeLayer,
+)
+from adapters.models.layer_buffers import whole_layer
 from adapters.models.shard import Step, TargetHead
 from adapters.models.waves import current
 
@@ -39,6 +48,7 @@ class ContextBuffers:
 
     batch: Batch
     given: Tensor
+    at_once: ContextAtOnce | None
 
 
 @define(eq=False)
@@ -48,6 +58,7 @@ class BlockBuffers:
     batch: BlockBatch
     hidden: Tensor
     logits: Tensor
+    at_once: LayersAtOnce | None
 
 
 class DFlashDraft(CachedDraft[LoadedDraft]):
@@ -139,6 +150,9 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     def _run_context(self, loaded: LoadedDraft, buffers: ContextBuffers) -> None:
         kernels, eps = self._kernels, self._config.rms_norm_eps
+        if buffers.at_once is not None:
+            buffers.at_once.run(buffers.given, buffers.batch)
+            return
         context = kernels.add_norm(kernels.linear(buffers.given, loaded.fc), None, loaded.hidden_norm, eps)
         self._store(loaded, buffers, context)
 
@@ -149,7 +163,11 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             kernels.store(kv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
 
     def _run_block(self, loaded: LoadedDraft, buffers: BlockBuffers) -> None:
-        kernels, batch, residual = self._kernels, buffers.batch, buffers.hidden
+        kernels, batch, residual, eps = self._kernels, buffers.batch, buffers.hidden, self._config.rms_norm_eps
+        if buffers.at_once is not None:
+            buffers.at_once.run(residual, batch, stops=False)
+            kernels.logits(residual, loaded.norm, eps, self._head.packed, buffers.logits)
+            return
         torch.index_select(self._head.embedding, 0, batch.tokens, out=residual)
         if loaded.mask is not None:
             masked = (batch.tokens == self._config.mask_token_id).unsqueeze(1)
@@ -160,7 +178,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             q = kernels.rotate_store(qkv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
             attended = kernels.attend_block(q, k_cache, v_cache, batch, mask)
             delta = finished(kernels, layer.decoder.frame, residual, attended, batch)
-        x = kernels.add_norm(residual, delta, loaded.norm, self._config.rms_norm_eps)
+        x = kernels.add_norm(residual, delta, loaded.norm, eps)
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
 
     def rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
@@ -196,12 +214,32 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         if (bucket, states) not in self._contexts:
             width = states * self._config.hidden_size
             given = torch.zeros(bucket, width, dtype=self._dtype, device=self._device)
-            self._contexts[bucket, states] = ContextBuffers(Batch(bucket, self._device), given)
+            at_once = self._context_at_once(bucket) if states == len(self.aux_layers) else None
+            self._contexts[bucket, states] = ContextBuffers(Batch(bucket, self._device), given, at_once)
         return self._contexts[bucket, states]
 
     def _block(self, bucket: int) -> BlockBuffers:
         if bucket not in self._blocks:
             hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
             logits = torch.zeros(bucket, len(self._head.embedding), device=self._device)
-            self._blocks[bucket] = BlockBuffers(BlockBatch(bucket, self._device), hidden, logits)
+            at_once = self._layers_at_once(bucket)
+            self._blocks[bucket] = BlockBuffers(BlockBatch(bucket, self._device), hidden, logits, at_once)
         return self._blocks[bucket]
+
+    def _context_at_once(self, bucket: int) -> ContextAtOnce | None:
+        loaded = self._loaded()
+        layers = [
+            ContextLayer(layer.kv, layer.decoder.prep, *caches)
+            for layer, caches in zip(loaded.layers, self._cache.layers, strict=True)
+        ]
+        eps = self._config.rms_norm_eps
+        return self._kernels.context_at_once(loaded.fc, loaded.hidden_norm, eps, layers, self._rope, bucket)
+
+    def _layers_at_once(self, bucket: int) -> LayersAtOnce | None:
+        loaded, layers = self._loaded(), list[WholeLayer]()
+        for layer, caches, mask in zip(loaded.layers, self._cache.layers, self._config.masks, strict=True):
+            feed = layer.decoder.frame.feed
+            assert not isinstance(feed, Experts), "drafts are dense"
+            layers.append(whole_layer(layer.decoder, feed, caches, mask=mask))
+        embedding = Embedding(self._head.embedding, loaded.mask, self._config.mask_token_id)
+        return self._kernels.at_once(layers, self._rope, bucket, embedding)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from adapters.models.kernels.cpu_packed import CpuStack, CpuWeight
-from adapters.models.kernels.interface import HeadPrep, Rope, WholeLayer
+from adapters.models.kernels.interface import ContextLayer, Embedding, HeadPrep, Rope, WholeLayer
 from adapters.models.kernels.native.compiled import NativeCode
-from adapters.models.kernels.native.layers import NativeLayer, NativeLayers, NativePart
+from adapters.models.kernels.native.described import NativePart
+from adapters.models.kernels.native.ends import NativeContext, NativeContextLayer, NativeHead
+from adapters.models.kernels.native.layers import NativeLayer, NativeLayers
 from adapters.models.kernels.native.products import NativePacked, NativeWeight
 from adapters.models.kernels.native.rows import PreparedHeads
 from adapters.models.kernels.row_form import form_of
@@ -22,7 +24,7 @@ def layers_at_once(
     rope: Rope,
     rows: int,
     dtype: torch.dtype,
-    embedding: Tensor | None,
+    embedding: Embedding | None,
     prepared: Callable[[HeadPrep, tuple[int, int, int]], PreparedHeads],
 ) -> NativeLayers | None:
     """None where some weight is not the library's to multiply with, or what is projected is not heads alone.
@@ -40,9 +42,36 @@ def layers_at_once(
             return None
         prep = prepared(layer.prep, (layer.width // head - 2 * kv, kv, head))
         norms = (layer.input_norm.contiguous(), layer.post_norm.contiguous())
-        caches = (layer.k_cache, layer.v_cache, layer.before)
-        found.append(NativeLayer(norms[0], projection, out, norms[1], gate_up, down, prep, layer.eps, *caches))
+        rest = (layer.k_cache, layer.v_cache, layer.before, layer.mask)
+        found.append(NativeLayer(norms[0], projection, out, norms[1], gate_up, down, prep, layer.eps, *rest))
     return NativeLayers(native, native.level, found, rope, rows, dtype, embedding)
+
+
+def context_at_once(
+    native: NativeCode,
+    joining: tuple[CpuWeight | CpuStack, Tensor, float],
+    layers: Sequence[ContextLayer],
+    rope: Rope,
+    rows: int,
+    prepared: Callable[[HeadPrep, tuple[int, int, int]], PreparedHeads],
+) -> NativeContext | None:
+    """The same of a draft's context. joining: what all of it goes through first, the norm behind that and its eps."""
+    fc, found = parts_of(joining[0], rows), list[NativeContextLayer]()
+    for layer in layers:
+        if (kv := parts_of(layer.kv, rows)) is None:
+            return None
+        size = (0, layer.k_cache.shape[1], form_of(layer.k_cache).head(layer.k_cache.shape[3]))
+        found.append(NativeContextLayer(kv, prepared(layer.prep, size), layer.k_cache, layer.v_cache))
+    if fc is None:
+        return None
+    return NativeContext(native, native.level, fc, joining[1].contiguous(), joining[2], found, rope, rows)
+
+
+def head_at_once(
+    native: NativeCode, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, rows: int
+) -> NativeHead | None:
+    parts = parts_of(packed, rows)
+    return None if parts is None else NativeHead(native, native.level, norm, eps, parts)
 
 
 def parts_of(weight: CpuWeight | CpuStack, rows: int) -> tuple[NativePart, ...] | None:

@@ -69,7 +69,7 @@ class WholeLayer:
 
     Norms, packed weights and caches are as the operations take them. width: columns of queries, keys and values in
     what is projected. before: `[R, D]`, where the residual stream is left as it comes into the layer, if anybody wants
-    it.
+    it. mask: what rows of blocks see; all others see what is up to them.
     """
 
     input_norm: Tensor
@@ -83,6 +83,34 @@ class WholeLayer:
     k_cache: Tensor
     v_cache: Tensor
     before: Tensor | None
+    mask: AttentionMask
+
+
+@frozen(eq=False)
+class Embedding:
+    """table: `[V, D]`. masked: `[D]`, in the place of the row of token `mask`, if there is one."""
+
+    table: Tensor
+    masked: Tensor | None = None
+    mask: int = -1
+
+
+@frozen(eq=False)
+class ContextLayer:
+    """What a draft's layer keeps of context rows: the packed weight of keys and values, and where they go."""
+
+    kv: Any
+    prep: HeadPrep
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+class ContextAtOnce(Protocol):
+    """Context rows of a draft, in every layer, for steps of one bucket."""
+
+    def run(self, given: Tensor, batch: Batch) -> None:
+        """given `[R, K D]`: what the target's auxiliary layers left of the rows, side by side."""
+        ...
 
 
 class LayersAtOnce(Protocol):
@@ -228,11 +256,17 @@ class Kernels(Protocol):
         ...
 
     def at_once(
-        self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Tensor | None
+        self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Embedding | None
     ) -> LayersAtOnce | None:
         """What carries these layers out in one call, in steps of so many rows; the bits are those of the operations
-        one by one. None: there is nothing that does. embedding: `[V, D]`, of the first layer of a model.
+        one by one. None: there is nothing that does. embedding: of the first layer of a model.
         """
+        ...
+
+    def context_at_once(
+        self, fc: Any, norm: Tensor, eps: float, layers: Sequence[ContextLayer], rope: Rope, rows: int
+    ) -> ContextAtOnce | None:
+        """The same of a draft's context: `linear` with `fc`, `add_norm`, and for each layer `linear` and `store`."""
         ...
 
     def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:

@@ -12,7 +12,7 @@ from adapters.checkpoint.packed import Stack
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.experts import Experts, experts_feed, one_by_one
-from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope
+from adapters.models.kernels.interface import AttentionMask, ContextAtOnce, HeadPrep, LayersAtOnce, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.reference_delta import ReferenceDelta
@@ -160,6 +160,9 @@ class ReferenceKernels:
         return experts_feed(self, x, experts, batch)
 
     def at_once(self, *_: object) -> LayersAtOnce | None:
+        return None
+
+    def context_at_once(self, *_: object) -> ContextAtOnce | None:
         return None
 
     def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:

@@ -29,15 +29,24 @@ from adapters.models.kernels import onednn
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.cpu_attention import CpuAttention, StepPlan
 from adapters.models.kernels.cpu_delta import CpuDelta
-from adapters.models.kernels.cpu_layers import layers_at_once, parts_of
+from adapters.models.kernels.cpu_layers import context_at_once, head_at_once, layers_at_once
 from adapters.models.kernels.cpu_packed import CpuPacking, CpuStack, CpuWeight, check_rows
 from adapters.models.kernels.delta import DeltaKernels
 from adapters.models.kernels.experts import Experts, experts_feed, one_by_one
-from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope, WholeLayer
+from adapters.models.kernels.interface import (
+    AttentionMask,
+    ContextAtOnce,
+    ContextLayer,
+    Embedding,
+    HeadPrep,
+    LayersAtOnce,
+    Rope,
+    WholeLayer,
+)
 from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.native.compiled import compiled
 from adapters.models.kernels.native.delta import NativeDelta
-from adapters.models.kernels.native.layers import NativeHead
+from adapters.models.kernels.native.ends import NativeHead
 from adapters.models.kernels.native.products import FORMS, NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.pace import Pace
@@ -219,7 +228,7 @@ class CpuKernels:
         return torch.rms_norm(residual.to(weight.dtype), weight.shape, weight, eps).to(residual.dtype)
 
     def at_once(
-        self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Tensor | None
+        self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Embedding | None
     ) -> LayersAtOnce | None:
         if self._own_attention is None:
             return None
@@ -227,20 +236,22 @@ class CpuKernels:
         found = layers_at_once(native, layers, rope, rows, self._dtype, embedding, prepared)
         return found if found is not None and self._attention.own_serves(*found.heads, rows) else None
 
+    def context_at_once(
+        self, fc: Any, norm: Tensor, eps: float, layers: Sequence[ContextLayer], rope: Rope, rows: int
+    ) -> ContextAtOnce | None:
+        if self._rows is None:
+            return None
+        return context_at_once(self._rows.compiled, (fc, norm, eps), layers, rope, rows, self._prepared)
+
     def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, out: Tensor) -> None:
         known, own = self._heads.get(len(hidden), (None, None))
         if known is not packed:
-            own = self._own_head(norm, eps, packed, len(hidden))
+            own = None if self._rows is None else head_at_once(self._rows.compiled, norm, eps, packed, len(hidden))
             self._heads[len(hidden)] = packed, own
         if own is None:
             out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
         else:
             own.put(hidden, out)
-
-    def _own_head(self, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, rows: int) -> NativeHead | None:
-        if self._rows is None or (parts := parts_of(packed, rows)) is None:
-            return None
-        return NativeHead(self._rows.compiled, self._rows.level, norm, eps, parts)
 
     def prepare(self, batch: Batch) -> None:
         rows = accumulate((segment.count for segment in batch.segments), initial=0)

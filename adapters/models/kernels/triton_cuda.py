@@ -28,7 +28,7 @@ from adapters.models.kernels.experts import (
     StackedExperts,
     experts_feed,
 )
-from adapters.models.kernels.interface import AttentionMask, HeadPrep, LayersAtOnce, Rope
+from adapters.models.kernels.interface import AttentionMask, ContextAtOnce, HeadPrep, LayersAtOnce, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.row_form import LIMITS, form_of
@@ -292,6 +292,9 @@ class TritonKernels:
         return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
 
     def at_once(self, *_: object) -> LayersAtOnce | None:
+        return None
+
+    def context_at_once(self, *_: object) -> ContextAtOnce | None:
         return None
 
     def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:

@@ -107,8 +107,9 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
     ]
     code.rekindle_gated.restype = None
     code.rekindle_layers.argtypes = [
-        *(pointer, pointer, size, size, pointer, pointer, pointer, pointer, pointer, number, number, number),
+        *(pointer, pointer, size, size, pointer, pointer, pointer, pointer, pointer, pointer, number, number, number),
     ]
+    code.rekindle_context.argtypes = [*(pointer, pointer, size, size, pointer, pointer, pointer, number, number)]
     code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
     code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
     return NativeCode(code, code.rekindle_level()), ""

@@ -23,6 +23,8 @@ typedef struct {
     void *before; // where the rows are left as they come into the layer, or not there
     int normed, weight_brain;
     float eps, head_eps;
+    long window; // of blocks: of the keys up to its own a row sees the last so many; 0: all
+    int causal;  // and none behind it; else those of its block to the end
 } layer_t;
 
 typedef struct { // what the layers share
@@ -36,6 +38,7 @@ typedef struct { // what the layers share
 typedef struct { // what is found of rows on the way through a layer
     char *normed, *projected, *attended, *delta, *inner;
     float *queries;
+    int64_t *seen;
 } way_t;
 
 static int way_of(way_t *way, const decoder_t *decoder, const layer_t *layers, long count, long rows) {
@@ -48,9 +51,9 @@ static int way_of(way_t *way, const decoder_t *decoder, const layer_t *layers, l
         if (layers[i].gate_up.outputs > inner) inner = layers[i].gate_up.outputs;
     }
     const long width = decoder->width * size;
-    const long sizes[] = {width, projected * size, attended * size, width, inner * size, attended * 4};
-    char *to[6];
-    for (int i = 0; i < 6; i++) all += (rows * sizes[i] + 63) / 64 * 64;
+    const long sizes[] = {width, projected * size, attended * size, width, inner * size, attended * 4, 16};
+    char *to[7];
+    for (int i = 0; i < 7; i++) all += (rows * sizes[i] + 63) / 64 * 64;
     if (there < all) {
         free(room);
         room = aligned_alloc(64, (size_t)all);
@@ -58,8 +61,8 @@ static int way_of(way_t *way, const decoder_t *decoder, const layer_t *layers, l
         if (!room) return -1;
     }
     char *at = room;
-    for (int i = 0; i < 6; at += (rows * sizes[i++] + 63) / 64 * 64) to[i] = at;
-    *way = (way_t){to[0], to[1], to[2], to[3], to[4], (float *)to[5]};
+    for (int i = 0; i < 7; at += (rows * sizes[i++] + 63) / 64 * 64) to[i] = at;
+    *way = (way_t){to[0], to[1], to[2], to[3], to[4], (float *)to[5], (int64_t *)to[6]};
     return 0;
 }
 
@@ -93,23 +96,39 @@ typedef struct {
     const void *table;
     const int64_t *tokens;
     long vocabulary;
+    const void *instead; // of the row of token `mask`, or not there
+    int64_t mask;
 } embedding_t;
 
 static int embed(const embedding_t *from, char *to, long rows, long bytes) {
     for (long row = 0; row < rows; row++) {
         const int64_t token = from->tokens[row];
         if (token < 0 || token >= from->vocabulary) return -2;
-        memcpy(to + row * bytes, (const char *)from->table + token * bytes, (size_t)bytes);
+        const char *const own = (const char *)from->table + token * bytes;
+        memcpy(to + row * bytes, from->instead && token == from->mask ? from->instead : own, (size_t)bytes);
     }
     return 0;
 }
 
+// Of rows of blocks, seen[0] to seen[1]: the keys [first, length) of their block, less those that the layer's mask hides.
+static void see(
+    const layer_t *layer, long rows, const int64_t *positions, const int64_t *lengths, const int64_t *firsts,
+    int64_t *const seen[2]
+) {
+    for (long row = 0; row < rows; row++) {
+        const int64_t nearest = positions[row] - layer->window + 1;
+        seen[0][row] = layer->window && nearest > firsts[row] ? nearest : firsts[row];
+        seen[1][row] = layer->causal ? positions[row] + 1 : lengths[row];
+    }
+}
+
 // residual[rows, width]: what goes through the layers, in place; or comes from the embedding first, if there is one.
-// lengths: keys that each row sees. stops: the last layer stops once its keys and values are kept, and the residual means
+// lengths: keys that each row sees; of blocks those from `firsts` on, as the layers' masks tell, or not there. stops: the last layer stops once its keys and values are kept, and the residual means
 // nothing then. Returns 0; -1 where there is no memory, -2 for a token that the embedding does not have.
 int rekindle_layers(
     const decoder_t *decoder, const layer_t *layers, long count, long rows, const embedding_t *embedding, void *residual,
-    const int64_t *slots, const int64_t *positions, const int64_t *lengths, int stops, int threads, int level
+    const int64_t *slots, const int64_t *positions, const int64_t *lengths, const int64_t *firsts, int stops,
+    int threads, int level
 ) {
     const long width = decoder->width, head = decoder->head, kv = decoder->kv;
     const int brain = decoder->brain;
@@ -131,9 +150,11 @@ int rekindle_layers(
             decoder->group, way.queries, brain, decoder->form, layer->normed, layer->head_eps, threads, level
         );
         if (stops && layer == layers + count - 1) return 0;
+        int64_t *const seen[2] = {way.seen, way.seen + rows};
+        if (firsts) see(layer, rows, positions, lengths, firsts, seen);
         const int failed = rekindle_attend(
-            way.queries, rows, kv, decoder->queries / kv, head, slots, NULL, lengths, layer->keys, layer->values,
-            decoder->slot, decoder->group, decoder->form, way.attended, brain, threads, level
+            way.queries, rows, kv, decoder->queries / kv, head, slots, firsts ? seen[0] : NULL, firsts ? seen[1] : lengths,
+            layer->keys, layer->values, decoder->slot, decoder->group, decoder->form, way.attended, brain, threads, level
         );
         if (failed || multiply_matrix(&layer->out, way.attended, way.delta, rows, brain, threads, level)) return -1;
         rekindle_norm(
@@ -144,6 +165,31 @@ int rekindle_layers(
         if (multiply_matrix(&layer->down, way.inner, way.delta, rows, brain, threads, level)) return -1;
     }
     for (long i = 0; i < rows * width; i++) put(residual, i, number(residual, i, brain) + number(delta, i, brain), brain);
+    return 0;
+}
+
+// Keys and values of a draft's context rows. given[rows, terms]: what the target left of them, side by side, which the
+// first layer's projection and norm make rows of that those behind it keep. Returns 0, or -1 where there is no memory.
+int rekindle_context(
+    const decoder_t *decoder, const layer_t *layers, long count, long rows, const void *given, const int64_t *slots,
+    const int64_t *positions, int threads, int level
+) {
+    const int brain = decoder->brain;
+    way_t way;
+    if (way_of(&way, decoder, layers, count, rows)) return -1;
+    if (multiply_matrix(&layers->projection, given, way.delta, rows, brain, threads, level)) return -1;
+    rekindle_norm(
+        way.delta, NULL, layers->input_norm, way.normed, rows, decoder->width, brain, layers->weight_brain, layers->eps,
+        threads, level
+    );
+    for (const layer_t *layer = layers + 1; layer < layers + count; layer++) {
+        if (multiply_matrix(&layer->projection, way.normed, way.projected, rows, brain, threads, level)) return -1;
+        rekindle_heads(
+            way.projected, layer->projection.outputs, rows, 0, decoder->kv, decoder->head, layer->bias, layer->heads,
+            decoder->cos, decoder->sin, decoder->turned, slots, positions, layer->keys, layer->values, decoder->slot,
+            decoder->group, way.queries, brain, decoder->form, layer->normed, layer->head_eps, threads, level
+        );
+    }
     return 0;
 }
 
