@@ -15,18 +15,20 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.device.draft_context import D, DraftContext
 from adapters.device.memory import ran_out_of_memory
+from adapters.device.native_draw import found_at_once
 from adapters.device.noise import gumbel_of
 from adapters.device.proposer import DraftHere, DraftRequest
 from adapters.device.sampling import Draw, Sampler, adjusted
 from adapters.device.tree import Tree, best_first, chain, subtree
 from adapters.device.truncation import column
 from adapters.models.draft import BlockRequest
+from adapters.models.kernels.native.compiled import compiled
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
@@ -213,8 +215,18 @@ def guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> lis
     """One token a row, from float32 `[R, V]` with bias and penalties. noise: see `noise_of`."""
     if not any(row.sampler.sampling.temperature for row in rows):
         return list(logits.argmax(-1).tolist())
+    native = None if logits.is_cuda else compiled()
+    if native is not None:  # a share of the noise, as if it were all at that share of the temperature
+        wanted = [
+            (warmed(row.sampler.sampling, share), row.position, None) for row, share in zip(rows, noise, strict=True)
+        ]
+        return [int(token) for (token, _, _), _ in found_at_once(native, native.level, logits, logits, wanted)]
     ids, scores = candidates(logits, rows, noise)
     return list(ids.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist())
+
+
+def warmed(sampling: Sampling, share: float) -> Sampling:
+    return evolve(sampling, temperature=share * sampling.temperature, logprobs=-1)
 
 
 def candidates(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> tuple[Tensor, Tensor]:
