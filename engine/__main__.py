@@ -68,9 +68,9 @@ def serve(
     options = prepared(options)
     check_address(options)
     with startup.Steps(options.log_format == "json") as steps:
-        steps(startup.IMPORT)
         heap.share()
         with startup.importing():
+            steps(startup.IMPORT)
             from engine.begin import begin  # noqa: PLC0415 - torch takes seconds to import
 
             beginning = begin(options, steps)
