@@ -17,10 +17,11 @@ from adapters.device.proposer import DraftModel
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.shard import Shard
 from adapters.remote.dial import AtAddress, Dial, Launched
-from adapters.remote.draft import DRAFT_DEADLINES, RemoteDraft
+from adapters.remote.draft import RemoteDraft
 from adapters.remote.drafter import DRAFTER_DEADLINES
+from adapters.remote.expected import DRAFT_DEADLINES, ExpectedModel
 from adapters.remote.lending import Lender
-from adapters.remote.peer import ExpectedModel, Peer
+from adapters.remote.peer import Peer
 from adapters.remote.shard import RemoteShard
 from effects.ports import RowsLost
 from engine.draft import FoundDraft, draft_name

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.remote import frames
 from adapters.remote.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
 from adapters.remote.lending import Borrower, Lender
+from adapters.remote.messages import Failure, Unacceptable, decoded
 from adapters.remote.tensors import flattened
 
 BULK = 1 << 16  # bytes of a payload from which on shared memory is quicker than sending it
@@ -180,3 +182,14 @@ class Channel:
 
 def failed(frame: WireFrame) -> bool:
     return bool(frame.head.flags & FAILED)
+
+
+def failure(channel: Channel, frame: WireFrame) -> Exception:
+    """What the other end failed with, as it would be raised here."""
+    try:
+        said = decoded(frame.arguments, Failure)
+    except Unacceptable as error:
+        return channel.broken(str(error))
+    if said.kind == "refused":
+        return ValueError(said.why)
+    return torch.OutOfMemoryError(said.why) if said.kind == "out_of_memory" else RuntimeError(said.why)

@@ -49,15 +49,12 @@ from adapters.remote.messages import (
     WireMessage,
     told,
 )
-from adapters.remote.peer import Deadlines, Peer
+from adapters.remote.peer import Peer
 from adapters.remote.tensors import described, unpacked
 from effects.ids import Span
 from effects.ports import RowsLost
 
 log = logging.getLogger("rekindle.shard")
-
-# An answer waits for proposals, so a draft that hangs is given up long before layers: a round takes a second at most.
-DRAFT_DEADLINES = Deadlines(step=10)
 AHEAD_ROWS = 512  # that are followed with the next question, at most: of 8B parameters 4 MiB of features
 CLOSE_S = 5  # for whoever was about to have it again
 GONE: DraftBytes = (0, 0, 0, 0)
@@ -204,12 +201,15 @@ class RemoteDraft:
                 raise self.peer.lose(ConnectionBroken("it answered with other rows than were asked for"))
             return {name: tensor.clone() for name, tensor in found.views().items()}
 
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        """Raises RowsLost."""
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, NamedTensors]]) -> None:
         self._flush()
-        tensors, lent, sent = self.peer.given(rows)
-        self._ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, sent)
-        self._hold(slot, start, start + next(iter(rows.values())).shape[1])
+        for start, rows in runs:
+            tensors, lent, sent = self.peer.given(rows)
+            self._ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, sent)
+            self._hold(slot, start, start + next(iter(rows.values())).shape[1])
+
+    def imported(self) -> None:
+        """Every answer has been waited for."""
 
     def _has(self, slot: int, start: int, stop: int) -> bool:
         return any(first <= start and stop <= last for first, last in self._held.get(slot, ()))

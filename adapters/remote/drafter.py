@@ -17,10 +17,11 @@ from attrs import define, field
 from adapters.remote.channel import ConnectionBroken
 from adapters.remote.draft_messages import DraftBytes, DraftMoved, SendAway
 from adapters.remote.drafter_messages import DrafterReady, DropScoring, LoadDrafter, PromptAdvanced, ScorePrompt
+from adapters.remote.expected import Deadlines
 from adapters.remote.frames import MOST_PAYLOAD
 from adapters.remote.loading import SHARED
 from adapters.remote.messages import Described, Nothing, Op, T, WireMessage
-from adapters.remote.peer import Deadlines, Peer
+from adapters.remote.peer import Peer
 from adapters.remote.tensors import described, unpacked
 from effects.ports import RowsLost
 

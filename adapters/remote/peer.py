@@ -9,25 +9,26 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from msgspec import structs
 from torch import Tensor
 
 from adapters.models.numerics import Numerics
 from adapters.models.shard import NamedTensors
-from adapters.remote.channel import Channel, ConnectionBroken, WireFrame, failed
+from adapters.remote.channel import Channel, ConnectionBroken, WireFrame, failed, failure
 from adapters.remote.dial import Dial
 from adapters.remote.draft_messages import DraftReady, LoadDraft
 from adapters.remote.drafter_messages import DrafterReady, LoadDrafter
+from adapters.remote.expected import Deadlines, ExpectedModel
 from adapters.remote.hello import greet
 from adapters.remote.messages import (
     Described,
     Facts,
-    Failure,
+    ImportRows,
     Lent,
     Loaded,
     LoadLayers,
+    Nothing,
     Offer,
     Op,
     Prove,
@@ -47,28 +48,7 @@ LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, 
 A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0
-
-
-@frozen
-class Deadlines:
-    """Seconds that an answer may take. One that has died is noticed at once; these are for those that hang.
-
-    hello: an interpreter that imports torch on a busy machine. prove: the probe of a model that was never served here.
-    load: 100 GB from a slow disk. step: a chunk of a large model on few cores.
-    """
-
-    hello: float = 120
-    prove: float = 1800
-    load: float = 1800
-    step: float = 300
-
-
-@frozen
-class ExpectedModel:
-    """What a daemon has to have: the digest of the weights and of the configuration."""
-
-    weights: str
-    config: str
+MOST_POSTED = 16  # at once: so few answers find room on the way while nobody reads them
 
 
 @define(eq=False)
@@ -172,6 +152,26 @@ class Peer:
             return (), lent, {}
         return described(tensors), (), tensors
 
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, NamedTensors]]) -> None:
+        """Rows, each from its start on. Those that it sees itself are posted."""
+        for start, rows in runs:
+            tensors, lent, sent = self.given(rows)
+            message = ImportRows(slot, start, tensors, lent)
+            if lent and len(self._posted) < MOST_POSTED:
+                self.post(Op.IMPORT_ROWS, message)
+            else:
+                self.ask(Op.IMPORT_ROWS, message, Nothing, list(sent.values()))
+
+    def heard(self) -> None:
+        """All that was posted has been answered."""
+        with self._lock:
+            if self._channel is None:
+                raise RowsLost((), f"{self.dial.name}: {self.error}")
+            try:
+                self._answers(self._channel, self.deadlines.step)
+            except ConnectionBroken as error:
+                raise self.lose(error) from error
+
     def post(self, op: Op, message: WireMessage) -> None:
         """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss."""
         with self._lock:
@@ -235,18 +235,22 @@ class Peer:
         seconds: float,
     ) -> tuple[T, WireFrame]:
         request = self._sent(channel, op, message, tensors)
-        while self._posted:
-            before, number = self._posted.popleft()
-            frame = channel.answer(before, number, seconds)
-            if failed(frame):
-                raise channel.broken(f"{before.name.lower()}: {_failure(channel, frame)}")
+        self._answers(channel, seconds)
         frame = channel.answer(op, request, seconds)
         if failed(frame):
-            raise _failure(channel, frame)
+            raise failure(channel, frame)
         try:
             return decoded(frame.arguments, answer), frame
         except Unacceptable as error:
             raise channel.broken(str(error)) from error
+
+    def _answers(self, channel: Channel, seconds: float) -> None:
+        """To what was posted."""
+        while self._posted:
+            op, request = self._posted.popleft()
+            frame = channel.answer(op, request, seconds)
+            if failed(frame):
+                raise channel.broken(f"{op.name.lower()}: {failure(channel, frame)}")
 
     def _living(self) -> Channel:
         """The connection, or a new one to a daemon that has nothing of what the last one had. Raises RowsLost."""
@@ -331,17 +335,6 @@ class Peer:
         if not self._closed:
             log.warning("shard %s is lost: %s", self.dial.name, self.error)
         return f"shard {self.dial.name}: {self.error}"
-
-
-def _failure(channel: Channel, frame: WireFrame) -> Exception:
-    """What the other end failed with, as it would be raised here."""
-    try:
-        failure = decoded(frame.arguments, Failure)
-    except Unacceptable as error:
-        return channel.broken(str(error))
-    if failure.kind == "refused":
-        return ValueError(failure.why)
-    return torch.OutOfMemoryError(failure.why) if failure.kind == "out_of_memory" else RuntimeError(failure.why)
 
 
 def _bits(numerics: Numerics) -> tuple[object, ...]:

@@ -28,7 +28,6 @@ from adapters.remote.messages import (
     Exported,
     Forwarded,
     Having,
-    ImportRows,
     ImportState,
     Loaded,
     LoadLayers,
@@ -284,8 +283,14 @@ class RemoteShard:
         return self._taken(Op.EXPORT_ROWS, RowSpan(slot, start, stop), specs)
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        tensors, lent, sent = self.peer.given(rows)
-        self.peer.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, list(sent.values()))
+        self.import_runs(slot, [(start, rows)])
+        self.imported()
+
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, NamedTensors]]) -> None:
+        self.peer.import_runs(slot, runs)
+
+    def imported(self) -> None:
+        self.peer.heard()
 
     def export_state(self, slot: int) -> NamedTensors:
         return self._taken(Op.EXPORT_STATE, OneSlot(slot), self.state_specs)

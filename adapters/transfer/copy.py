@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from attrs import define
@@ -18,6 +18,8 @@ from adapters.models.shard import NamedTensors
 from effects.ids import PAGE, Span
 
 _streams = dict[torch.device, deque[torch.cuda.Stream]]()  # nobody copies on these now
+# Which rows, uint8 memory that holds a run, and the row that this begins at.
+Run: TypeAlias = tuple[Span, Tensor, int]
 # Of each device, where it will have done all that it had been told by then: what copies beside the lane come behind.
 Marks: TypeAlias = Mapping[torch.device, torch.cuda.Event]
 UNMARKED: Marks = {}
@@ -36,7 +38,17 @@ class RowHolder(Protocol):
 
     def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors: ...
 
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None: ...
+
+class AskedByName(RowHolder, Protocol):
+    """One that is not `addressed`."""
+
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, NamedTensors]]) -> None:
+        """Have what `export_rows` gave put back, each from its start on."""
+        ...
+
+    def imported(self) -> None:
+        """All of it is there, when this returns."""
+        ...
 
 
 class TargetPart(RowHolder, Protocol):
@@ -66,16 +78,27 @@ class Mover:
         """May `put` and `take` be called beside the lane?"""
         return self.part.addressed
 
+    def begin(self, slot: int, runs: Sequence[Run]) -> None:
+        """Have a part that is asked by name put these. `finish` waits for it; until then they stay where they are."""
+        cast("AskedByName", self.part).import_runs(slot, [self._named(*run) for run in runs])
+
+    def finish(self) -> None:
+        cast("AskedByName", self.part).imported()
+
+    def _named(self, span: Span, data: Tensor, begin: int) -> tuple[int, NamedTensors]:
+        own = self._own(data)[:, :, span[0] - begin : span[1] - begin]
+        return span[0], dict(zip(self.part.row_spec.names, own, strict=True))
+
     def put(self, slot: int, span: Span, data: Tensor, begin: int, after: Marks = UNMARKED) -> None:
         """Bring rows `span` into the slot; `data` (uint8) holds a run that begins at row `begin`.
 
         They are there when this returns. Raises ValueError or RuntimeError where they cannot be.
         """
-        (start, stop), own = span, self._own(data)
         if not self.part.addressed:
-            named = zip(self.part.row_spec.names, own[:, :, start - begin : stop - begin], strict=True)
-            self.part.import_rows(slot, start, dict(named))
+            self.begin(slot, [(span, data, begin)])
+            self.finish()
             return
+        (start, stop), own = span, self._own(data)
         places = [(first, last, self.part.rows(slot, first, last)) for first, last in paged(start, stop)]
         device = places[0][2].device
         if device.type == "cuda":

@@ -12,9 +12,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 import anyio
 from attrs import define, field
@@ -27,17 +27,17 @@ from adapters.store.lease import Lease, Part
 from adapters.store.memory import Buffer
 from adapters.store.seekable import Damaged
 from adapters.store.store import AHEAD, Store
-from adapters.transfer.copy import Mover, StateMover
+from adapters.transfer.copy import Mover, Run, StateMover
 from adapters.transfer.fence import Fence, Fences
-from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed
+from effects.ids import DeviceFailed, RequestId, Span, StoreFailed
 from effects.ports import RowsLost
 from effects.prefill import OpenSlot
 from effects.restore import BlocksRestored, RestoreBlocks
 
-T = TypeVar("T")
 log = logging.getLogger("rekindle.store")
 
 GIVEN_UP = StoreFailed("abandoned", "the request was abandoned")
+PIECE = 32 << 20  # bytes of rows that the lane waits for at once: a few milliseconds
 WORKERS = 2 * AHEAD  # threads that open, read and copy runs: two restores in full, more of them take turns
 
 
@@ -45,30 +45,28 @@ WORKERS = 2 * AHEAD  # threads that open, read and copy runs: two restores in fu
 class Move:
     """One entry's part on its way into the slot. left: who has not put it there yet, each in its part of the target.
 
-    buffer: of a checkpoint, which is put there at the very end.
+    buffer: while it is in memory; of a checkpoint, which is put there at the very end, until then.
     """
 
     part: Part
     span: Span
     left: list[Mover]
-    failure: StoreFailed | None = None
     buffer: Buffer | None = None
+    failure: StoreFailed | None = None
 
     @property
     def kind(self) -> Kind:
         return self.part.entry.kind
 
-    def put(self, mover: Mover, slot: SlotId, buffer: Buffer, fence: Fence) -> None:
-        try:
-            mover.put(slot, self.span, buffer.data, self.part.entry.start, fence.after)
-            self.left.remove(mover)
-        except (ValueError, RuntimeError, RowsLost) as error:  # a device that finds no memory is a RuntimeError
-            self.failure = StoreFailed("broken", str(error))
+    @property
+    def run(self) -> Run:
+        assert self.buffer is not None
+        return self.span, self.buffer.data, self.part.entry.start
 
 
 @define(eq=False)
 class Restore:
-    """One restore, how far it has come, and why it ended before its time."""
+    """One restore, how far it has come, and why it ended before its time. Threads change it."""
 
     effect: RestoreBlocks
     fence: Fence
@@ -76,11 +74,53 @@ class Restore:
     abandoned: bool = False
     failure: StoreFailed | None = None
 
+    @property
+    def over(self) -> bool:
+        """Is what is not there yet of no use any more?"""
+        return self.abandoned or self.failure is not None
+
+    def put(self, mover: Mover, move: Move) -> None:
+        """Into one part of the target, or of the draft."""
+        if self._went(partial(mover.put, self.effect.slot, *move.run, self.fence.after), [move]):
+            move.left.remove(mover)
+
+    def begin(self, mover: Mover, moves: Sequence[Move]) -> bool:
+        """The same, of one that is asked by name. False: it has failed."""
+        return self._went(partial(mover.begin, self.effect.slot, [move.run for move in moves]), moves)
+
+    def finish(self, mover: Mover, moves: Sequence[Move]) -> None:
+        if self._went(mover.finish, moves):
+            for move in moves:
+                move.left.remove(mover)
+
+    def _went(self, work: Callable[[], object], moves: Sequence[Move]) -> bool:
+        try:
+            work()
+        except (ValueError, RuntimeError, RowsLost) as error:  # a device that finds no memory is a RuntimeError
+            self.failed(moves, StoreFailed("broken", str(error)))
+            return False
+        return True
+
+    def put_each(self, mover: Mover, moves: deque[Move]) -> None:
+        """The next one, as long as there are some; others may do the same."""
+        while moves and not self.over:
+            with suppress(IndexError):
+                self.put(mover, moves.popleft())
+
+    def failed(self, moves: Sequence[Move], why: StoreFailed) -> None:
+        for move in moves:
+            move.failure = move.failure or why
+            if move.kind == "rows":
+                self.failure = self.failure or why
+            else:
+                log.warning("what goes with a target's rows is missing (%s): %s", move.kind, why.detail)
+
     def ready(self) -> list[Move]:
         """What is there, as far as it is of use: the target's rows from the front on, and the draft's."""
         rows = [move for move in self.moves if move.kind == "rows"]
         gap = next((at for at, move in enumerate(rows) if move.left), len(rows))
-        self.failure = self.failure or (rows[gap].failure if gap < len(rows) else None)
+        if gap < len(rows):
+            self.failure = self.failure or GIVEN_UP
         return rows[:gap] + [move for move in self.moves if move.kind == "draft" and not move.left]
 
 
@@ -125,10 +165,14 @@ class Restorer:
         self, request: RequestId, lease: Lease, now: Restore, started: int
     ) -> BlocksRestored | StoreFailed:
         effect = now.effect
-        queue = deque(now.moves)
-        async with anyio.create_task_group() as tasks:
-            for _ in range(min(AHEAD, len(queue))):
-                tasks.start_soon(self._work, now, queue)
+        held, queue = list[Move](), deque[Move]()
+        for move in now.moves:
+            (queue if self._is_read(move) else held).append(move)
+        with anyio.CancelScope(shield=True):  # what threads do is waited for
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._bring_held, now, held)
+                for _ in range(min(AHEAD, len(queue))):
+                    tasks.start_soon(self._bring_read, now, queue)
         taken, ready = time.perf_counter_ns() - started, now.ready()
         if now.failure is not None and lease.states:
             return now.failure  # rows alone do not continue a sequence that has a state beside them
@@ -146,69 +190,81 @@ class Restorer:
         )
         return BlocksRestored(effect.start, stop, loaded, taken)
 
-    async def _work(self, now: Restore, queue: deque[Move]) -> None:
-        """One of a few that take a restore's parts, in order, while they are of use. What threads do is waited for."""
-        with anyio.CancelScope(shield=True):
-            while queue and now.failure is None:
-                if now.abandoned:
-                    now.failure = GIVEN_UP
-                    return
-                move = queue.popleft()
-                await self._carry(now, move)
-                if move.failure is not None and move.kind == "rows":
-                    now.failure = now.failure or move.failure
+    def _is_read(self, move: Move) -> bool:
+        return move.part.place != "host" and self.store.disk is not None
 
-    async def _carry(self, now: Restore, move: Move) -> None:
-        """Into memory, and on into the slot; a checkpoint waits for the rows."""
-        try:
-            buffer = await self._read(move.part, partial(self._at_once, now, move))
-        except Damaged as error:
-            move.failure = StoreFailed("broken", str(error))
-        except OSError as error:
-            move.failure = StoreFailed("io", error.strerror or str(error))
-        except MemoryError:
-            move.failure = StoreFailed("out_of_memory", "no memory to read into")
-        else:
-            move.failure = move.failure or await now.fence.wait()
-            move.buffer = buffer if move.kind == "state" else None
-            far = [mover for mover in move.left if not mover.anywhere]
-            if move.failure is None:
-                async with anyio.create_task_group() as parts:  # side by side: each is on a device of its own
-                    if far:
-                        parts.start_soon(self.lane.run, partial(self._side_by_side, now, move, far, buffer))
-                    for mover in [mover for mover in move.left if mover.anywhere]:
-                        put = partial(move.put, mover, now.effect.slot, buffer, now.fence)
-                        parts.start_soon(self._beside, put)
-        if move.kind != "rows" and move.failure is not None:
-            log.warning("what goes with a target's rows is missing (%s): %s", move.kind, move.failure.detail)
+    async def _bring_held(self, now: Restore, moves: Sequence[Move]) -> None:
+        """What is in memory as it is."""
+        for move in moves:
+            move.buffer = self.store.host.rows[move.part.entry.handle]
+        await self._bring(now, moves)
 
-    async def _read(self, part: Part, then: Callable[[Buffer], object]) -> Buffer:
-        """The whole entry's tensors, end to end. `then` is called by the thread that reads them, if one has to."""
+    async def _bring_read(self, now: Restore, queue: deque[Move]) -> None:
+        """One of a few that take what has to be read, in order, while that is of use."""
         disk = self.store.disk
-        if part.place == "host" or disk is None:
-            return self.store.host.rows[part.entry.handle]
-        return await disk.read(part.entry, self.store.memory, self.workers, then)
-
-    def _side_by_side(self, now: Restore, move: Move, far: Sequence[Mover], buffer: Buffer) -> None:
-        """On the lane, for shards that are asked by name: all at once, each on a thread, while the lane waits for them.
-        So it takes as long as the slowest, and what one of them loses is known before the lane does anything else.
-        """
-        first, *others = far
-        asked = [self.workers.submit(move.put, mover, now.effect.slot, buffer, now.fence) for mover in others]
-        move.put(first, now.effect.slot, buffer, now.fence)
-        for one in asked:
-            one.result()
-
-    async def _beside(self, work: Callable[[], T]) -> T:
-        """On one of our threads. Nothing that a request waits for is done on those that the whole process shares."""
-        return await asyncio.get_running_loop().run_in_executor(self.workers, work)
+        assert disk is not None
+        while queue and not now.over:
+            move = queue.popleft()
+            at_once = partial(self._at_once, now, move)
+            try:
+                move.buffer = await disk.read(move.part.entry, self.store.memory, self.workers, at_once)
+            except Damaged as error:
+                now.failed([move], StoreFailed("broken", str(error)))
+            except OSError as error:
+                now.failed([move], StoreFailed("io", error.strerror or str(error)))
+            except MemoryError:
+                now.failed([move], StoreFailed("out_of_memory", "no memory to read into"))
+            else:
+                await self._bring(now, [move])
 
     def _at_once(self, now: Restore, move: Move, buffer: Buffer) -> None:
         """On the thread that has read it: another one would have to be woken for the same."""
         self.store.promote(move.part.entry, buffer)
+        move.buffer = buffer
         for mover in tuple(move.left):
             if mover.anywhere and now.fence.passed and move.failure is None:
-                move.put(mover, now.effect.slot, buffer, now.fence)
+                now.put(mover, move)
+
+    async def _bring(self, now: Restore, moves: Sequence[Move]) -> None:
+        """From memory into the slot. Each part of the target takes its share of all of it, beside the other parts; a
+        checkpoint waits for the rows.
+        """
+        if (failure := await now.fence.wait()) is not None:
+            now.failed(moves, failure)
+        coming = [move for move in moves if move.left and move.failure is None]
+        shares = {mover: deque[Move]() for move in coming for mover in move.left}
+        for move in coming:
+            for mover in move.left:
+                shares[mover].append(move)
+        far = [mover for mover in shares if not mover.anywhere]
+        near, beside = [mover for mover in shares if mover.anywhere], list[Future[None]]()
+
+        def meanwhile() -> None:
+            while near:
+                own = shares[mover := near.pop(0)]
+                beside.extend(self.workers.submit(now.put_each, mover, own) for _ in range(min(AHEAD, len(own))))
+
+        asked = deque(move for move in coming if not set(far).isdisjoint(move.left))
+        while asked and not now.over:
+            piece = [asked.popleft()]
+            while asked and sum(map(self._bytes, (*piece, asked[0]))) <= PIECE:
+                piece.append(asked.popleft())
+            await self.lane.run(partial(self._ask, now, far, piece, meanwhile))
+        meanwhile()
+        for one in beside:
+            await asyncio.wrap_future(one)
+        for move in coming:
+            move.buffer = None
+
+    def _ask(self, now: Restore, far: Sequence[Mover], moves: Sequence[Move], meanwhile: Callable[[], None]) -> None:
+        """On the lane, for shards that are asked by name: all of them first, then the lane waits for them. So it takes
+        as long as the slowest, and what one of them loses is known before the lane does anything else.
+        """
+        shares = [(mover, own) for mover in far if (own := [move for move in moves if mover in move.left])]
+        begun = [share for share in shares if now.begin(*share)]
+        meanwhile()
+        for share in begun:
+            now.finish(*share)
 
     def _landed(self, request: RequestId, now: Restore, ready: list[Move]) -> StoreFailed | None:
         """On the lane: from now on the slot holds what has come."""

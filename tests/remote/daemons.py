@@ -22,9 +22,10 @@ from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.daemon import Daemon
 from adapters.remote.draft_messages import LoadDraft
 from adapters.remote.drafter_messages import LoadDrafter
+from adapters.remote.expected import Deadlines, ExpectedModel
 from adapters.remote.lending import Borrower, Lender
 from adapters.remote.messages import Facts, LoadLayers, Offer, Op, Prove
-from adapters.remote.peer import Deadlines, ExpectedModel, Peer
+from adapters.remote.peer import Peer
 from adapters.remote.served_draft import ServedDraft
 from adapters.remote.served_drafter import ServedDrafter
 from adapters.remote.served_layers import ServedLayers

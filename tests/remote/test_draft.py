@@ -18,12 +18,14 @@ from adapters.layout import dtype_name
 from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.dflash.projection import FeatureProjection
 from adapters.models.shard import Segment, Step
-from adapters.remote.draft import DRAFT_DEADLINES, RemoteDraft
+from adapters.remote.draft import RemoteDraft
 from adapters.remote.draft_messages import LoadDraft
 from adapters.remote.drafting import RemoteDrafting
+from adapters.remote.expected import DRAFT_DEADLINES
 from adapters.remote.messages import Nothing, Op, SlotPlace
 from adapters.remote.peer import Peer
 from adapters.remote.served_draft import ServedDraft
+from adapters.transfer.copy import Mover
 from effects.ids import RequestId
 from effects.job import Sampling
 from effects.ports import RowsLost
@@ -128,7 +130,8 @@ def story(draft, drafting) -> list:
     draft.copy_rows(0, 2, 0, 40)
     found = [drafting.propose(REQUESTS), drafting.propose(REQUESTS[:1])]
     kept = draft.export_rows(0, 16, 80)
-    draft.import_rows(3, 16, kept)
+    data = torch.cat([one.contiguous().view(torch.uint8).flatten() for one in kept.values()])
+    Mover(draft, draft.row_spec).put(3, (16, 80), data, 16)
     found.append(drafting.propose([asking(3, 80, Sampling(), 5, first=16)]))
     draft.park()
     assert draft.state == "parked"

@@ -16,6 +16,7 @@ from adapters.remote.lending import Borrower, Lender
 from adapters.remote.messages import ImportRows, Lent, Nothing, Op, Unacceptable
 from adapters.remote.shard import RemoteShard
 from adapters.remote.tensors import described
+from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
 from tests.models.splits import CONFIGS, chunk
 from tests.remote.daemons import RandomModel, Threads, remote
@@ -95,6 +96,31 @@ def test_what_is_partly_elsewhere_is_sent(lending: Lending) -> None:
     lending.far.import_rows(1, 0, there | {last: rows[last]})
     assert lending.end.came[-1] > 0
     assert all(same_bits(one, rows[name]) for name, one in lending.far.export_rows(1, 0, 64).items())
+
+
+def test_runs_that_are_lent_are_told_of_at_once_and_waited_for_together(lending: Lending) -> None:
+    far, rows = lending.far, lending.far.export_rows(0, 0, 64)
+    memory, seen = lending.lender.take(1 << 20), len(lending.end.came)
+    runs = [(0, laid(rows, memory, 0, 64)), (64, laid(rows, memory, 1 << 19, 64))]
+    far.import_runs(1, runs)
+    far.import_runs(1, [(128, rows)])  # which has to be sent, so those before it have been answered
+    far.imported()
+    assert [came > 0 for came in lending.end.came[seen:]] == [False, False, True]
+    for start in (0, 64, 128):
+        assert all(same_bits(one, rows[name]) for name, one in far.export_rows(1, start, start + 64).items())
+
+
+def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
+    """Nobody can say how much of the others is there."""
+    far, rows = lending.far, lending.far.export_rows(0, 0, 64)
+    there, told = laid(rows, lending.lender.take(1 << 20), 0, 64), list[str]()
+    far.peer.lost_to(told.append)
+    far.import_runs(1, [(far.capacity, there), (0, there)])
+    with pytest.raises(RowsLost):
+        far.imported()
+    assert "import_rows: rows" in told[0]
+    with pytest.raises(RowsLost, match="import_rows: rows"):
+        far.imported()
 
 
 FINE = Lent(("a", "b"), "F32", (2, 3), 4096, 12, (6, 1))

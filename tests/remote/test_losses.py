@@ -17,10 +17,10 @@ from adapters.models.pipeline import Pipeline
 from adapters.models.shard import Segment, Step
 from adapters.remote import frames
 from adapters.remote.channel import Channel, ConnectionBroken, failed
+from adapters.remote.expected import Deadlines
 from adapters.remote.frames import REPLY, FrameHead
 from adapters.remote.hello import greet
 from adapters.remote.messages import Failure, Op, RowSpan, decoded, encoded
-from adapters.remote.peer import Deadlines
 from adapters.remote.shard import RemoteShard
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits

@@ -36,9 +36,13 @@ class Named:
     def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         return {name: one[:, start:stop].cpu() for name, one in self.tensors(slot).items()}
 
-    def import_rows(self, slot: int, start: int, rows: dict[str, torch.Tensor]) -> None:
-        for name, one in self.tensors(slot).items():
-            one[:, start : start + rows[name].shape[1]] = rows[name]
+    def import_runs(self, slot: int, runs: list[tuple[int, dict[str, torch.Tensor]]]) -> None:
+        for start, rows in runs:
+            for name, one in self.tensors(slot).items():
+                one[:, start : start + rows[name].shape[1]] = rows[name]
+
+    def imported(self) -> None:
+        """It is there already."""
 
 
 class Direct(Named):

@@ -61,9 +61,13 @@ class Caches:
     def export_rows(self, slot: int, start: int, stop: int) -> Mapping[str, torch.Tensor]:
         return {name: cache[slot, :, start:stop].clone() for name, cache in self.caches.items()}
 
-    def import_rows(self, slot: int, start: int, rows: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in rows.items():
-            self.caches[name][slot, :, start : start + tensor.shape[1]] = tensor
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, Mapping[str, torch.Tensor]]]) -> None:
+        for start, rows in runs:
+            for name, tensor in rows.items():
+                self.caches[name][slot, :, start : start + tensor.shape[1]] = tensor
+
+    def imported(self) -> None:
+        """It is there already."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
         """Of the answer that is known, from where the slot is."""

@@ -1,0 +1,31 @@
+"""What a server expects of a daemon: which model it has, and how soon it answers."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen
+class Deadlines:
+    """Seconds that an answer may take. One that has died is noticed at once; these are for those that hang.
+
+    hello: an interpreter that imports torch on a busy machine. prove: the probe of a model that was never served here.
+    load: 100 GB from a slow disk. step: a chunk of a large model on few cores.
+    """
+
+    hello: float = 120
+    prove: float = 1800
+    load: float = 1800
+    step: float = 300
+
+
+@frozen
+class ExpectedModel:
+    """What a daemon has to have: the digest of the weights and of the configuration."""
+
+    weights: str
+    config: str
+
+
+# An answer waits for proposals, so a draft that hangs is given up long before layers: a round takes a second at most.
+DRAFT_DEADLINES = Deadlines(step=10)
