@@ -62,8 +62,9 @@ class Ask:
 
 @frozen
 class Launch:
-    """Asks that a device's lane carries out together, in this order: a batch of decode steps, or one of anything
-    else."""
+    """Asks that a device's lane carries out together, in this order: a batch of decode steps, or one of anything else;
+    or decode steps of one token each and, as the last, the next rows of a prompt, in one forward.
+    """
 
     asks: tuple[Ask, ...]
     lane: LaneId = MAIN

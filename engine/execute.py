@@ -73,7 +73,8 @@ class Ahead:
     def picked(self, launch: Launch) -> dict[RequestId, Tokens]:
         """What each decode step of a launch that was just asked for has brought. Raises BadTrace if that is too far
         away."""
-        missing, found, seen, size = {ask.request for ask in launch.asks}, dict[RequestId, Tokens](), 0, 0
+        missing = {ask.request for ask in launch.asks if isinstance(ask.effect, RunDecode)}
+        found, seen, size = dict[RequestId, Tokens](), 0, 0
         while missing and (seen < len(self._next) or self._more()):
             line = self._next[seen]
             seen, size = seen + 1, size + line.size

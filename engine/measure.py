@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from hashlib import blake2b
 
 import torch
@@ -31,6 +31,15 @@ VERSION = 1  # of what is kept
 MOST_NS = 10**11
 BUSY = 4  # times as long, and others use the machine: they would be in the way of measuring all of it again, too
 FAR = {"cpu": 2048, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
+
+MIXED_ROWS = 64  # on a CPU, where a row takes about as long in any forward: streams wait for a quarter of a chunk
+
+
+def mixed_rows(devices: Set[str]) -> int:
+    """Of a forward that has decode steps and the next rows of a prompt. devices: kinds of those that have layers. 0 on
+    a GPU, where it was never measured: they take turns there.
+    """
+    return MIXED_ROWS if devices == {"cpu"} else 0
 
 
 def kept_or_measured(

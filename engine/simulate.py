@@ -90,9 +90,9 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
 def served(recorded: Settings | None) -> Settings:
     """As it was recorded, less what is not simulated, the draft, and what is asked for anew, compression."""
     if recorded is None:
-        return Settings(slots=4, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
+        return Settings(slots=4, mixed_rows=64, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
     plain = Settings()
-    kept = ("slots", "chunk", "block_size", "keep_decoded", "batch_rows", "min_tokens")
+    kept = ("slots", "chunk", "block_size", "keep_decoded", "batch_rows", "mixed_rows", "min_tokens")
     state = ("interval", "cold_max", "state_places")
     return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
 

@@ -42,7 +42,7 @@ from engine.folders import user_folder
 from engine.identity import identity
 from engine.kept import Kept
 from engine.machine import Placement, chunk_of, planned, prove, shards, state_tokens
-from engine.measure import kept_or_measured, key
+from engine.measure import kept_or_measured, key, mixed_rows
 from engine.needs import chosen, host_experts, outgrown, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
@@ -335,6 +335,7 @@ def decide(
         block_size=numerics.block_size,
         keep_decoded=numerics.mode == "buckets",
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
+        mixed_rows=mixed_rows({one.computes.type for one in plan}) if numerics.mode == "buckets" else 0,
         block=block,
         tree=tree,
         no_trees=no_trees,

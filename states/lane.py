@@ -15,7 +15,7 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, UnloadModel
 from states import residency
 from states import speculation_control as control
-from states.life import Drafted, Speculating, State
+from states.life import Drafted, Prefilling, Restoring, Speculating, State
 from states.rates import Rates, span_of
 from states.residency import Models
 from states.settings import Settings
@@ -39,11 +39,14 @@ class Lane:
     proposing: int = 0  # launches since one in which nobody proposed anything
     plan: Plan = NOBODY  # of the last launch
     alone: bool = False  # it may go on by itself, and was not told yet that others wait
+    passed: int = 0  # turns in which a shorter prompt went before the one that has waited longest
 
 
 Chosen: TypeAlias = Launch | Answer | None
 
 OFTEN = 64  # steps with proposals; then comes a plain one, so that what they are compared with stays true
+PROMPT = 8  # rows of a mixed forward for each decode step in it, at least
+PASSED = 2  # turns of shorter prompts; then comes the one that has waited longest, so that long ones get on, too
 
 
 def lane_of(settings: Settings, effect: Effect) -> LaneId:
@@ -74,7 +77,8 @@ def answered(lane: Lane, answer: Answer) -> Lane:
     if isinstance(answer.outcome, Decoded | PrefillAdvanced) and answer.outcome.more:
         return lane
     running = tuple(ask for ask in lane.running if ask.request != answer.request)
-    return Lane(lane.waiting, running, lane.decode_last, lane.members, lane.proposing, lane.plan)  # it goes no further
+    after = with_asks(lane, lane.waiting, running)
+    return after if not after.alone else evolve(after, alone=False)  # it goes no further
 
 
 def further(outcome: Outcome) -> int:
@@ -84,7 +88,7 @@ def further(outcome: Outcome) -> int:
 
 def with_asks(lane: Lane, waiting: tuple[Ask, ...], running: tuple[Ask, ...]) -> Lane:
     """As `evolve`, which takes three times as long: once or twice for every token of every answer."""
-    return Lane(waiting, running, lane.decode_last, lane.members, lane.proposing, lane.plan, lane.alone)
+    return Lane(waiting, running, lane.decode_last, lane.members, lane.proposing, lane.plan, lane.alone, lane.passed)
 
 
 def idle(lane: Lane) -> bool:
@@ -102,10 +106,12 @@ def choose(
 ) -> tuple[Lane, Models, Chosen]:
     """What to do next, decided when the lane is free and not before.
 
-    What needs no work is answered first. Decode steps and everything else take turns, so a long prefill delays a
-    decoding neighbour by one chunk at most, and the reverse. All decode steps that wait go as one batch, in order of
-    arrival, up to `batch_rows`, each with as many proposals as pay in that company. Where nobody else waits they may go
-    on alone for as many steps as nothing would be decided otherwise.
+    What needs no work is answered first. Decode steps go with the next rows of a prompt in one forward where that may
+    be (`beside`). Otherwise they and everything else take turns, so a long prefill delays a decoding neighbour by one
+    chunk at most, and the reverse. All decode steps that wait go as one batch, in order of arrival, up to `batch_rows`,
+    each with as many proposals as pay in that company. Where nobody else waits they may go on alone for as many steps
+    as nothing would be decided otherwise. Everything else goes in order of arrival, but of prompts the one that is done
+    soonest (`following`).
     """
     if not idle(lane):
         return lane, models, None
@@ -115,8 +121,12 @@ def choose(
             return drop(lane, ask), models, Answer(ask.request, outcome)
     decode_steps = [ask for ask in lane.waiting if isinstance(ask.effect, RunDecode)]
     others = [ask for ask in lane.waiting if not isinstance(ask.effect, RunDecode)]
-    if decode_steps and not (others and lane.decode_last):
-        company = decode_steps[: settings.batch_rows]
+    company = decode_steps[: settings.batch_rows]
+    passed, other = following(lane, others, requests) if others else (lane, None)
+    if company and other is not None and (piece := beside(company, other, settings)) is not None:
+        batch = (*(evolved(ask, one, 0, 1) for ask, one in zip(company, effects_of(company), strict=True)), piece)
+        return mixed(passed, batch), models, Launch(batch)
+    if company and (other is None or not lane.decode_last):
         if models["draft"].place == "lost":
             plan = Plan((0,) * len(company), reason="draft_lost", steps=OFTEN)
         else:
@@ -129,16 +139,53 @@ def choose(
             for ask, (one, propose) in zip(company, pairs, strict=True)
         )
         return start(lane, batch, plan, alone), models, Launch(batch)
-    one = shortened(others[0], settings) if decode_steps else others[0]
-    return start(lane, (one,)), models, Launch((one,))
+    assert other is not None
+    one = shortened(other, settings.chunk) if company else other
+    return start(passed, (one,)), models, Launch((one,))
 
 
-def shortened(ask: Ask, settings: Settings) -> Ask:
-    """Of several chunks the first: somebody waits who decodes."""
+def beside(company: Sequence[Ask], other: Ask, settings: Settings) -> Ask | None:
+    """What of a prompt goes with these decode steps in one forward: as many rows as fill it, and most of them, so that
+    it gets on. None: the two take turns. So they do where rows would depend on who else is in a forward, where a state
+    stands behind one row of a forward only, and where somebody wants to know what a prompt's rows say.
+    """
+    effect = other.effect
+    if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or settings.stateful or effect.logprobs >= 0:
+        return None
+    forward = max(settings.mixed_rows, control.filled(PROMPT * len(company)))
+    rows = min(forward, settings.chunk) - len(company)
+    return shortened(other, rows) if rows > 0 else None
+
+
+def mixed(lane: Lane, batch: tuple[Ask, ...]) -> Lane:
+    """The last of them is a prompt's. Nobody proposes, but it is no plain launch to compare others with."""
+    return evolve(start(lane, batch, Plan((0,) * (len(batch) - 1))), proposing=lane.proposing)
+
+
+def following(lane: Lane, others: Sequence[Ask], requests: Mapping[RequestId, State]) -> tuple[Lane, Ask]:
+    """Whose turn it is. Prompts that take turns all end late, and one that has been begun is soon a shorter one; but
+    every so often the one that has waited longest comes first, whatever else arrives.
+    """
+    first = others[0]
+    prompts = [ask for ask in others if isinstance(ask.effect, RunPrefill)]
+    if not isinstance(first.effect, RunPrefill):
+        return lane, first
+    soonest = first if lane.passed >= PASSED else min(prompts, key=lambda ask: missing(requests, ask))
+    return evolve(lane, passed=0 if soonest is first else lane.passed + 1), soonest
+
+
+def missing(requests: Mapping[RequestId, State], ask: Ask) -> int:
+    """Rows of its prompt that are not there."""
+    state = requests.get(ask.request)
+    return state.prompt.target - state.seat.valid if isinstance(state, Prefilling | Restoring) else 0
+
+
+def shortened(ask: Ask, rows: int) -> Ask:
+    """Of a prompt's next rows so many at most: somebody waits who decodes."""
     effect = ask.effect
-    if not isinstance(effect, RunPrefill) or effect.stop - effect.start <= settings.chunk:
+    if not isinstance(effect, RunPrefill) or effect.stop - effect.start <= rows:
         return ask
-    return Ask(ask.request, evolve(effect, stop=effect.start + settings.chunk, checkpoint=False))
+    return Ask(ask.request, evolve(effect, stop=effect.start + rows, checkpoint=False))
 
 
 def steps_within(one: RunDecode, propose: int) -> int:
@@ -200,7 +247,7 @@ def control_of(requests: Mapping[RequestId, State], ask: Ask) -> control.Specula
 def told(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, State]:
     """Those of its requests that have a draft: what the launch costs them, and why they propose nothing."""
     knowing = dict[RequestId, State]()
-    for ask, propose in zip(lane.running, lane.plan.proposals, strict=True):
+    for ask, propose in zip(lane.running, lane.plan.proposals, strict=False):  # a prompt's rows come last
         state = requests[ask.request]
         if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
             tells = lane.plan.reason and state.answer.room(state.prompt.job)
@@ -215,7 +262,7 @@ def start(lane: Lane, asks: tuple[Ask, ...], plan: Plan = NOBODY, steps: int = 1
     waiting, proposing = tuple(ask for ask in lane.waiting if ask.request not in leaving), lane.proposing
     if plan.proposals:
         proposing = proposing + 1 if any(plan.proposals) else 0
-    return Lane(waiting, asks, bool(plan.proposals), len(asks), proposing, plan, steps > 1)
+    return Lane(waiting, asks, bool(plan.proposals), len(asks), proposing, plan, steps > 1, lane.passed)
 
 
 def drop(lane: Lane, ask: Ask) -> Lane:

@@ -24,6 +24,7 @@ class Settings:
     block_size: int = 64  # G: cache positions are its multiples (equals `chunk` where the buckets is not proven)
     keep_decoded: bool = True  # decoded rows equal prefilled ones (the buckets is proven), so they stay cached
     batch_rows: int = 16  # rows of one batched decode step, proposals included
+    mixed_rows: int = 0  # of a forward that has decode steps and the next rows of a prompt; 0: they take turns
     store: bool = False  # host memory or disk keep blocks
     min_tokens: int = 0  # sequences shorter than this are not kept beyond the device
     stateful: bool = False  # the model has positional state that blocks do not hold: a hit needs a checkpoint too
@@ -47,7 +48,7 @@ class Settings:
         positive = (self.slots, self.max_context, self.chunk, self.span, self.block_size, self.batch_rows, self.page)
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
-            *(self.pages, self.drafter, self.drafter_lane, self.state_places, self.state_tokens),
+            *(self.mixed_rows, self.pages, self.drafter, self.drafter_lane, self.state_places, self.state_tokens),
             *(self.expert_places, self.experts - self.expert_places, MOST_EXPERTS - self.experts),
         )
         limit = MOST_SLOTS - max(self.slots, self.state_places)

@@ -20,6 +20,7 @@ from adapters.device.buckets import bucket_of
 from adapters.device.checkpoints import Checkpoints
 from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
+from adapters.device.prefilling import PromptPiece
 from adapters.device.proposer import Proposer, proposed
 from adapters.device.sampling import Draw, Picking, Sampler, picker, picking
 from adapters.device.slots import SlotState, abandoned, unfit
@@ -30,6 +31,7 @@ from effects.all import Ask, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
+from effects.prefill import PrefillAdvanced
 
 log = logging.getLogger("rekindle.device")
 
@@ -63,10 +65,13 @@ class Decoding:
     abandoned: Callable[[RequestId], bool]
     proposer: Proposer | None = None
 
-    def run(self, asks: tuple[Ask, ...], steps: StepsTaken) -> tuple[Outcome, ...]:
+    def run(self, asks: tuple[Ask, ...], steps: StepsTaken, piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """One step, and then as many more as may be taken alone while nobody else wants the lane. What the last one
-        brings is returned.
+        brings is returned. piece: goes behind a single step, and its outcome is one more; where nobody is left who
+        decodes, neither is there.
         """
+        if piece is not None:
+            return self._step(asks, piece)
         if members := self._independent(asks):
             return self._run_ahead(asks, members, steps)
         while True:
@@ -202,7 +207,7 @@ class Decoding:
 
     # --- one step ---
 
-    def _step(self, asks: Sequence[Ask]) -> tuple[Outcome, ...]:
+    def _step(self, asks: Sequence[Ask], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)
         taken: dict[int, tuple[int, SlotState, int]] = {}
         for index, ask in enumerate(asks):
@@ -221,19 +226,23 @@ class Decoding:
         settling = False
         try:
             members = proposed(self.proposer, taken, self.shard.capacity)
-            step, forward, agreements = self._verify(members)
+            step, forward, agreements = self._verify(members, piece)
             settling = True
-            self._settle(step, forward, members, agreements)
+            self._settle(step, forward, members, agreements, piece)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
+            if piece is not None:
+                if not settling:
+                    return (*self._step(asks), out_of_memory(error))
+                outcomes.append(self.half_settled(piece.slot, error))
             for slot, (index, _, _) in taken.items():
                 outcomes[index] = self.half_settled(slot, error) if settling else out_of_memory(error)
             return tuple(outcomes)
-        took = time.perf_counter_ns() - started
+        took = time.perf_counter_ns() - started if piece is None else 0  # how much of it was whose, nobody knows
         for member, agreed in zip(members, agreements, strict=True):
             outcomes[member.index] = decoded(member, agreed, took)
-        return tuple(outcomes)
+        return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
 
     def _ready(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:
         if self.abandoned(request):
@@ -248,29 +257,50 @@ class Decoding:
         self.slots[slot] = failed = DeviceFailed("broken", f"slot {slot} was being settled: {error}")
         return failed
 
-    def _verify(self, members: Sequence[Member]) -> tuple[Step, Forward, list[Agreed | DeviceFailed]]:
-        """One forward for all: how far the target picks what was proposed."""
-        segments = [piece for member in members for piece in member.tree.pieces(member.slot, member.state.valid)]
+    def _verify(
+        self, members: Sequence[Member], piece: PromptPiece | None
+    ) -> tuple[Step, Forward, list[Agreed | DeviceFailed]]:
+        """One forward for all: how far the target picks what was proposed. Of a prompt's rows nobody asks what follows,
+        so logits are those of a step without them.
+        """
+        segments = [chained for member in members for chained in member.tree.pieces(member.slot, member.state.valid)]
         rows = [row for member in members for row in member.rows]
-        step = Step(tuple(segments), bucket_of(self.buckets, len(rows)))
-        forward = self.shard.forward(step, torch.tensor([token for member in members for token in member.tree.tokens]))
-        picked = picker(self.shard.logits(step, forward.hidden), rows, every=len(rows) == len(members))
+        tokens = [token for member in members for token in member.tree.tokens]
+        step = whole = Step(tuple(segments), bucket_of(self.buckets, len(rows)))
+        if piece is not None:
+            whole, tokens = piece.behind(step, self.buckets), tokens + piece.tokens
+        forward = self.shard.forward(whole, torch.tensor(tokens))
+        hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
+        picked = picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
         firsts = accumulate((len(member.tree.tokens) for member in members), initial=0)
-        return step, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=False)]
+        return whole, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=False)]
 
     def _settle(
-        self, step: Step, forward: Forward, members: Sequence[Member], found: Sequence[Agreed | DeviceFailed]
+        self,
+        step: Step,
+        forward: Forward,
+        members: Sequence[Member],
+        found: Sequence[Agreed | DeviceFailed],
+        piece: PromptPiece | None,
     ) -> None:
         """What the target picked has happened, and the rest is rolled back."""
         kept: list[Kept] = [
             member.tree.kept(one.path if isinstance(one, Agreed) else ())
             for member, one in zip(members, found, strict=True)
         ]
+        states = [member.state for member in members]
+        if piece is not None:
+            kept.append(piece.rows)
+            states.append(piece.state)
         self.shard.commit(step, kept)
         for member, one in zip(members, found, strict=True):
             if isinstance(one, Agreed):
                 member.state.commit(one.tokens)
-        self.follow(step, forward, kept, [member.state for member in members])
+        if piece is None:
+            self.follow(step, forward, kept, states)
+        else:
+            self.follow(evolve(step, rows_only=True), forward, kept, states)  # all of them stay, as in a prefill
+            piece.state.advance(piece.stop)
 
     def follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:
         """What the target did has happened, and moved its state, whether or not a draft finds memory to follow."""

@@ -75,9 +75,10 @@ class DraftContext(Generic[D]):
         return min(BACKLOG, max(self.buckets))
 
     def _put_off(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
-        """A chunk of a prompt, or one row each and nothing was proposed."""
+        """Rows of a prompt, or one row each and nothing was proposed, or both."""
         copies = {layer: aux_hidden_states[layer][: step.rows].clone() for layer in self.draft.aux_layers}
-        resting, self._resting = len(states) > 1 or self._resting, len(states) > 1
+        several = sum(segment.count == 1 for segment in step.segments) > 1
+        resting, self._resting = several or self._resting, several
         first = 0
         for segment, state in zip(step.segments, states, strict=True):
             slot, count = segment.slot, segment.count

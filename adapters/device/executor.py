@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 import anyio
@@ -25,7 +26,7 @@ from adapters.device.constraint import Match, no_grammars
 from adapters.device.decoding import Decoding
 from adapters.device.lane import DeviceLane, waker
 from adapters.device.memory import out_of_memory, ran_out_of_memory
-from adapters.device.prefilling import misfit, prefilled
+from adapters.device.prefilling import PromptPiece, misfit, piece_of, prefilled
 from adapters.device.prompt_logprobs import told
 from adapters.device.proposer import Proposer
 from adapters.device.sampling import Sampler
@@ -142,7 +143,7 @@ class DeviceExecutor:
 
     def submit(self, launch: Launch, done: Settle) -> None:
         """`done` hears one outcome per ask, in order; or the exception that is a bug: an effect without a handler, a
-        batch of anything but decode steps. Before that, it hears of steps that were taken alone.
+        batch that there is not. Before that, it hears of steps that were taken alone.
         """
         requests, wake = {ask.request for ask in launch.asks}, waker()
 
@@ -283,12 +284,20 @@ class DeviceExecutor:
                 self._wake(self._used, uses)
 
     def _carried_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> tuple[Outcome, ...]:
-        if all(isinstance(ask.effect, RunDecode) for ask in asks):
-            self._grow(asks)
-            return self._decoding.run(asks, steps)
-        if len(asks) != 1:
-            raise ValueError("only decode steps are batched")
-        return (self._one(asks[0], steps),)
+        """A piece of a prompt comes with decode steps: in one forward, or behind them where that cannot be."""
+        decode_steps = tuple(takewhile(lambda ask: isinstance(ask.effect, RunDecode), asks))
+        rest, outcomes = asks[len(decode_steps) :], tuple[Outcome, ...]()
+        if len(rest) > 1 or (decode_steps and not all(isinstance(ask.effect, RunPrefill) for ask in rest)):
+            raise ValueError("only decode steps are batched, and a piece of a prompt with them")
+        if decode_steps:
+            self._grow(decode_steps)
+            outcomes = self._decoding.run(decode_steps, steps, next(map(self._piece, rest), None))
+        return (*outcomes, *(self._one(ask, steps) for ask in asks[len(outcomes) :]))
+
+    def _piece(self, ask: Ask) -> PromptPiece | None:
+        effect: RunPrefill = ask.effect  # type: ignore[assignment] # it is one
+        state = abandoned(ask.request) if self.abandoned(ask.request) else self.serving(effect.slot, ask.request)
+        return piece_of(self._shard, self._chunk, state, effect)
 
     def _grow(self, asks: tuple[Ask, ...]) -> None:
         """Rows that come have their pages before anything is launched."""

@@ -1,10 +1,13 @@
-"""A prefill on the device: chunk by chunk, or several of them over shards that compute side by side."""
+"""A prefill on the device: chunk by chunk, several of them over shards that compute side by side, or a piece of one
+beside decode steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from adapters.device.buckets import bucket_of
@@ -13,6 +16,43 @@ from adapters.models.pipeline import Pipeline
 from adapters.models.shard import Forward, Segment, Shard, Step
 from effects.ids import DeviceFailed
 from effects.prefill import RunPrefill
+
+
+@frozen(eq=False)
+class PromptPiece:
+    """Rows `[start, stop)` of a slot's prompt that go behind decode steps, in one forward with them."""
+
+    slot: int
+    start: int
+    stop: int
+    state: SlotState
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.state.tokens[self.start : self.stop]
+
+    def behind(self, step: Step, buckets: Sequence[int]) -> Step:
+        """The step with these rows, too: those that were in it stay where they are."""
+        return Step(
+            (*step.segments, Segment(self.slot, self.start, self.rows)), bucket_of(buckets, step.rows + self.rows)
+        )
+
+
+def piece_of(shard: Shard, chunk: int, state: SlotState | DeviceFailed, effect: RunPrefill) -> PromptPiece | None:
+    """What can go with decode steps: not where a forward settles at once or not at all, nor where anybody asks what
+    these rows say, nor what is no slot's next.
+    """
+    if isinstance(state, DeviceFailed) or shard.state_specs or effect.logprobs >= 0:
+        return None
+    return (
+        PromptPiece(effect.slot, effect.start, effect.stop, state)
+        if misfit(shard, chunk, state, effect) is None
+        else None
+    )
 
 
 def misfit(shard: Shard, chunk: int, state: SlotState, effect: RunPrefill) -> DeviceFailed | None:

@@ -64,6 +64,10 @@ class Costs:
         alone = self.decode + self.decode_slope * max(positions)
         return self.launch + round(alone + self.decode_more * (len(positions) - 1))
 
+    def mixed_ns(self, positions: list[int], start: int, stop: int) -> int:
+        """Both in one forward: as long as one after the other, less a launch."""
+        return self.decode_ns(positions) + self.chunk_ns(start, stop) - self.launch
+
     def rates(self) -> Rates:
         """What the engine would have measured at its start."""
         edges = [0, *(1024 << span for span in range(SPANS))]

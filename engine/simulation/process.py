@@ -112,7 +112,9 @@ class Process:
 
     def launch(self, asks: tuple[Ask, ...], *, quiet: bool) -> None:
         """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
-        match asks[0].effect:
+        match asks[-1].effect:
+            case RunPrefill() as piece if len(asks) > 1:
+                self.mixed(asks[:-1], asks[-1].request, piece)
             case RunPrefill(_, start, stop) as chunk:
                 took = self.costs.chunk_ns(start, stop)
                 self.after(took, partial(self.computed, asks[0].request, chunk, took))
@@ -131,6 +133,16 @@ class Process:
                 self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
             case other:
                 raise AssertionError(f"nobody launches this in a simulation: {other}")
+
+    def mixed(self, decode_steps: tuple[Ask, ...], request: RequestId, piece: RunPrefill) -> None:
+        positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]
+        took = self.costs.mixed_ns(positions, piece.start, piece.stop)
+
+        def done() -> None:
+            self.decoded([ask.request for ask in decode_steps], 1, 0)
+            self.computed(request, piece, 0)
+
+        self.after(took, done)
 
     def undisturbed(self, asks: tuple[Ask, ...]) -> int:
         """How many steps these can decode before one has its whole answer, if nothing else wants the lane."""

@@ -104,6 +104,30 @@ def a_disconnect_while_a_neighbour_decodes() -> str:
     return story.end()
 
 
+def a_prompt_in_pieces_beside_its_neighbours() -> str:
+    """A decodes while the rows of B's prompt come with its steps; C's, which is shorter, go first."""
+    story = Teller(evolve(PLAIN, slots=3, mixed_rows=16))
+    story.tell(A, Submitted(Job((1, 2), 6)), PrefillAdvanced(1))
+    story.tell(B, Submitted(Job(tuple(range(90)), 2)))
+    outs = story.tell(A, Decoded((50,)))
+    assert launched(outs)[1] == Ask(B, RunPrefill(SlotId(1), 0, 15))
+    story.tell(C, Submitted(Job(tuple(range(100, 120)), 1)))
+    story.tell(A, Decoded((51,)))
+    outs = story.tell(B, PrefillAdvanced(15))
+    assert launched(outs)[1] == Ask(C, RunPrefill(SlotId(2), 0, 15))
+    story.tell(A, Decoded((52,)))
+    story.tell(C, PrefillAdvanced(15))
+    story.tell(A, Decoded((53,)))
+    outs = story.tell(C, PrefillAdvanced(19))
+    assert launched(outs)[2] == Ask(B, RunPrefill(SlotId(1), 15, 29))
+    story.tell(A, Decoded((54,)))
+    story.tell(C, Decoded((70,)))
+    story.tell(B, PrefillAdvanced(29))
+    story.tell(A, Decoded((55,)))
+    story.tell(B, PrefillAdvanced(44), PrefillAdvanced(76), PrefillAdvanced(89), Decoded((60,)), Decoded((61,)))
+    return story.end()
+
+
 def a_full_house() -> str:
     """Two slots, a queue of one: the fourth is refused, the third is admitted when the first leaves."""
     story = Teller(PLAIN)
@@ -238,6 +262,7 @@ STORIES: dict[str, Callable[[], str]] = {
     for story in (
         a_turn_and_its_continuation,
         a_disconnect_while_a_neighbour_decodes,
+        a_prompt_in_pieces_beside_its_neighbours,
         a_full_house,
         everything_goes_wrong_and_the_answer_comes,
         a_conversation_that_is_frozen,

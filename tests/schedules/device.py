@@ -153,7 +153,7 @@ class Device:
         match self.lane.popleft():
             case Launch(asks):
                 decode_steps = [ask for ask in asks if isinstance(ask.effect, RunDecode)]
-                assert len(asks) == 1 or len(decode_steps) == len(asks), "only decode steps are batched"
+                assert len(asks) == 1 or len(decode_steps) == len(asks) or self.mixes(asks), "that is no batch"
                 assert len({ask.request for ask in asks}) == len(asks)
                 outcomes = [self.perform(ask) for ask in asks]
                 onward = tuple(map(self.onward, asks, outcomes))
@@ -174,6 +174,13 @@ class Device:
                 return [(transfer.ask.request, self.write(transfer))]
             case other:
                 raise AssertionError(other)
+
+    def mixes(self, asks: tuple[Ask, ...]) -> bool:
+        """Decode steps of one token, and then rows of a prompt, in a forward that there is."""
+        *decode_steps, last = (ask.effect for ask in asks)
+        plain = all(isinstance(one, RunDecode) and (one.propose, one.steps) == (0, 1) for one in decode_steps)
+        prompt = isinstance(last, RunPrefill) and last.logprobs < 0 and self.settings.mixed_rows > 0
+        return plain and prompt and len(decode_steps) + last.stop - last.start <= self.settings.chunk
 
     def onward(self, ask: Ask, outcome: Any) -> Ask | None:
         """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""

@@ -202,6 +202,7 @@ class Simulator:
             block_size=block_size,
             keep_decoded=rng.random() < 0.7,
             batch_rows=rng.choice((1, 4, 16)),
+            mixed_rows=rng.choice((0, 0, 2, 8)),
             store=rng.random() < 0.6,
             block=rng.choice((0, 0, 1, 4, 7)),
             residency=rng.choice(RESIDENCIES),

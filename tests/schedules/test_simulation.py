@@ -384,10 +384,23 @@ def test_scoring_delays_a_decoding_neighbour_by_one_chunk() -> None:
     assert kinds == [RunDecode, LoadModel, RunDecode, *(CompressPrompt, RunDecode) * 9]
 
 
-def test_two_long_prefills_share_the_turns_that_decoding_leaves() -> None:
+def test_of_two_long_prefills_the_one_that_was_begun_first_gets_most_of_the_turns_that_decoding_leaves() -> None:
     launches = in_turn([1, 200, 200], Settings(slots=3, chunk=4, block_size=4))
     turns = launches[launches.index((RequestId(0),)) + 1 :]
-    assert turns[:8] == [(RequestId(n),) for n in (1, 0, 2, 0, 1, 0, 2, 0)]
+    assert turns[:18:2] == [(RequestId(n),) for n in (1, 1, 1, 2, 1, 1, 1, 2, 1)]
+    assert turns[1:18:2] == [(RequestId(0),)] * 9
+
+
+def test_a_short_prompt_is_read_before_the_rest_of_a_long_one_that_came_first() -> None:
+    launches = in_turn([200, 9], Settings(chunk=4, block_size=4))
+    assert launches[:4] == [(RequestId(0),), (RequestId(1),), (RequestId(1),), (RequestId(1),)]
+
+
+@pytest.mark.parametrize("mixed_rows", [8, 16])
+def test_in_mixed_forwards_nobody_who_decodes_waits_for_a_prompt(mixed_rows: int) -> None:
+    launches = in_turn([1, 400, 60], Settings(slots=3, chunk=32, block_size=4, mixed_rows=mixed_rows))
+    first = launches.index((RequestId(0), RequestId(2)))
+    assert all(RequestId(0) in launch and len(launch) > 1 for launch in launches[first : first + 29])
 
 
 def test_requests_that_decode_go_together() -> None:

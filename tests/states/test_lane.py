@@ -15,7 +15,7 @@ from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import lane
 from states import speculation_control as control
 from states.lane import Answer, Lane
-from states.life import Generated, Speculating, State
+from states.life import Generated, Prefilling, Seat, Speculating, State, Undrafted
 from states.rates import Rates
 from states.residency import Models, Residence
 from tests.states.builders import DRAFT, ONE, SCOPED, TWO, a, prefilled
@@ -75,6 +75,85 @@ def test_of_a_prefill_of_several_chunks_one_runs_where_somebody_decodes() -> Non
 
 def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> None:
     assert launched(chunk(2), chunk(1), unpark(3), models={"draft": Residence("parked")}) == (chunk(2),)
+
+
+MIXED = evolve(DRAFT, chunk=64, mixed_rows=16)
+
+
+def a_prompt(request: int, start: int, stop: int, **changes: Any) -> Ask:
+    return Ask(RequestId(request), RunPrefill(SlotId(request), start, stop, **changes))
+
+
+def test_decode_steps_take_the_next_rows_of_a_prompt_with_them_and_propose_nothing() -> None:
+    waiting = Lane((a_prompt(1, 4, 68), a_decode(2, 3), a_decode(3)), (), decode_last=True, proposing=5)
+    after, _, chosen = lane.choose(waiting, NOBODY, MIXED, {}, Rates())
+    assert chosen == Launch((a_decode(2), a_decode(3), a_prompt(1, 4, 18))), "as many as fill the forward"
+    assert after == Lane((), chosen.asks, True, 3, 5, control.Plan((0, 0)))
+
+
+def test_a_mixed_launch_costs_its_members_what_a_plain_one_does() -> None:
+    requests = decoding(2, 3, **SURE)
+    after, _, _ = lane.choose(Lane((a_prompt(1, 0, 64), a_decode(2, 3), a_decode(3))), NOBODY, MIXED, requests, Rates())
+    plain = control.Plan((0, 0))
+    known = lane.told(after, requests | reading(r1=64))
+    controls = [lane.control_of(known, ask) for ask in after.running]
+    assert [each and each.plan for each in controls] == [plain, plain, None]
+
+
+@pytest.mark.parametrize(("decoding", "rows"), [(1, 16), (2, 16), (3, 32), (4, 32), (7, 64), (8, 64), (9, 64)], ids=str)
+def test_most_of_a_mixed_forward_is_the_prompts(decoding: int, rows: int) -> None:
+    company = [a_decode(number) for number in range(2, 2 + decoding)][: MIXED.batch_rows]
+    chosen = choose(a_prompt(1, 0, 64), *company, settings=MIXED)[2]
+    assert chosen == Launch((*company, a_prompt(1, 0, rows - len(company))))
+
+
+def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> None:
+    assert choose(a_prompt(1, 60, 63), a_decode(2), settings=MIXED)[2] == Launch((a_decode(2), a_prompt(1, 60, 63)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings"),
+    [
+        (a_prompt(1, 0, 8), evolve(MIXED, mixed_rows=0)),
+        (a_prompt(1, 0, 8), evolve(MIXED, stateful=True)),
+        (a_prompt(1, 0, 8), evolve(MIXED, chunk=4, batch_rows=4)),  # a forward is full of decode steps
+        (a_prompt(1, 0, 8, logprobs=0), MIXED),
+        (unpark(1), MIXED),
+    ],
+    ids=["turned off", "stateful", "narrow", "logprobs", "no prompt"],
+)
+def test_what_cannot_go_with_decode_steps_takes_turns_with_them(asked: Ask, settings: Any) -> None:
+    company, away = tuple(a_decode(number) for number in range(2, 6)), {"draft": Residence("parked")}
+    for decode_last in (False, True):
+        chosen = choose(asked, *company, decode_last=decode_last, models=away, settings=settings)[2]
+        assert isinstance(chosen, Launch)
+        assert {type(ask.effect) for ask in chosen.asks} == {type(asked.effect) if decode_last else RunDecode}
+
+
+def reading(**missing: int) -> dict[RequestId, State]:
+    """Requests whose prompts lack so many rows."""
+    states = dict[RequestId, State]()
+    for name, rows in missing.items():
+        prompt = evolve(a(Prefilling, prefilled(DRAFT)).prompt, tokens=(7,) * (rows + 1))
+        states[RequestId(int(name[1:]))] = Prefilling(Seat(SlotId(0)), prompt, Undrafted(""))
+    return states
+
+
+def test_of_prompts_the_one_that_is_done_soonest_goes_first_and_now_and_then_the_one_that_waited_longest() -> None:
+    requests, waiting, found = reading(r1=900, r2=30, r3=40), Lane((chunk(1), chunk(2), chunk(3))), list[int]()
+    for _ in range(9):
+        waiting, _, chosen = lane.choose(waiting, NOBODY, DRAFT, requests, Rates())
+        assert isinstance(chosen, Launch)
+        found.append(chosen.asks[0].request)
+        waiting = evolve(waiting, waiting=(*waiting.waiting, *chosen.asks), running=())
+    assert found == [2, 2, 1, 2, 2, 3, 2, 2, 1]
+
+
+def test_what_is_no_prompt_keeps_its_place_before_shorter_prompts() -> None:
+    requests = reading(r2=900, r3=30)
+    away = {"draft": Residence("parked")}
+    assert lane.choose(Lane((unpark(1), chunk(2), chunk(3))), away, DRAFT, requests, Rates())[2] == Launch((unpark(1),))
+    assert lane.choose(Lane((chunk(2), unpark(1), chunk(3))), away, DRAFT, requests, Rates())[2] == Launch((chunk(3),))
 
 
 def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
