@@ -39,12 +39,13 @@ from benchmarks.report import machine, median, raw, table
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("LookingUp", "Restoring", "Prefilling")
-TOKENS = {"demo": "2048,8160", **dict.fromkeys(("small", "0.6b", "8b"), "2048,8192,32768")}
+TOKENS = {"demo": "2048,8160", **dict.fromkeys(("small", "0.6b", "8b", "70b"), "2048,8192,32768")}
 # hidden, inner, layers, heads, heads of keys and values, width of a head, vocabulary
 SHAPES = {
     "small": (256, 512, 2, 4, 2, 64, 4096),
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
     "8b": (4096, 12288, 36, 32, 8, 128, 151936),
+    "70b": (8192, 28672, 80, 64, 8, 128, 151936),
 }
 POSITIONS = 40960
 FREE = ("planner", "kept")  # modes in which the planner decides

@@ -1,13 +1,16 @@
 """A model over HTTP whose layers, or whose draft, are on several devices or in other processes, beside a single device.
 
 `python -m benchmarks.split_serve [--shape 8b --folder /dev/shm] [--plans cuda:0 cuda:0,cuda:1] [--tokens 32000]
-[--times 3] [--tiers host] [--at-once]`
+[--times 3] [--tiers host] [--at-once]`; a model that no card of 141 GB has room for, 169 GB of weights:
+`--shape 70b --layers 96 --folder /dev/shm --plans cuda:0,cuda:1 --near 2048 --tokens 8192 --tiers host restart`
 
-Of each plan, one server of one slot: tokens a second behind a short prompt; a prompt of so many tokens cold, and tokens
-a second behind it; and the same prompt again, `--times` times from host memory, another one in between, and, when
-others have driven it out of there, from disk. `--at-once` has all plans served side by side, so that tokens count only.
+Of each plan, one server of one slot: tokens a second behind a short prompt of `--near` tokens; a prompt of so many
+tokens cold, and tokens a second behind it; and the same prompt again, `--times` times from host memory, another one in
+between, and, when others have driven it out of there, from disk; or from there by another server, after a restart.
+`--at-once` has all plans served side by side, so that tokens count only.
 What prefill, answers and restores took is the server's own word. A plan may end in `+draft@DEVICE`; else nothing is
-proposed. All must answer with the same tokens: the exit status is 1 where one does not.
+proposed. All must answer with the same tokens and log-probabilities, restored ones too: the exit status is 1 where one
+does not.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ from benchmarks.peer import ROOT, listening
 from benchmarks.report import machine, raw, table
 from benchmarks.restart import prefill_ms
 
-SHORT = 512  # tokens of the short prompt
 WAITED = 60.0  # seconds at most for what is kept to be written
 
 
@@ -39,6 +41,18 @@ def ask(client: httpx.Client, prompt: Sequence[int], answer: int) -> dict[str, A
     body = {"prompt": list(prompt), "max_tokens": answer, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     said: dict[str, Any] = client.post("/v1/completions", json=body).raise_for_status().json()
     return said
+
+
+def words(answer: Mapping[str, Any]) -> list[Any]:
+    """Tokens and their log-probabilities."""
+    told = answer["choices"][0]["logprobs"]
+    return [*zip(told["tokens"], told["token_logprobs"], strict=True)]
+
+
+def as_before(said: Sequence[list[Any]]) -> bool:
+    """Of the short prompt, of the long one, and of that one again."""
+    _, cold, *again = said
+    return all(one == cold[: len(one)] for one in again)
 
 
 def restores(client: httpx.Client) -> Mapping[str, Mapping[str, float]]:
@@ -56,17 +70,18 @@ def settled(client: httpx.Client) -> None:
 
 def figures(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(1)
-    sizes = (SHORT, *[given.tokens] * 3)
+    sizes = (given.near, *[given.tokens] * 3)
     short, long, *others = ([draw.randrange(300, 3000) for _ in range(size)] for size in sizes)
     ask(client, short[::-1], 8)  # nobody measures the first one
     near, cold = ask(client, short, given.answers), ask(client, long, given.answers)
     found: dict[str, Any] = {
         "decode, tok/s": near["timings"]["predicted_per_second"],
         "decode behind all, tok/s": cold["timings"]["predicted_per_second"],
+        "prefill of the short one, ms": prefill_ms(near),
         "prefill, ms": prefill_ms(cold),
     }
-    texts = [near["choices"][0]["text"], cold["choices"][0]["text"]]
-    for tier in given.tiers:
+    said = [words(near), words(cold)]
+    for tier in [tier for tier in given.tiers if tier != "restart"]:
         settled(client)
         if tier == "disk":
             for prompt in others:  # what is in host memory are these
@@ -84,9 +99,22 @@ def figures(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
                 f"prefill then ({which}), ms": prefill_ms(again),
                 f"tier ({which})": f"{tiers} {again['rekindle'].get('restored_tokens', '')}",
             }
-            texts.append(again["choices"][0]["text"])
+            said.append(words(again))
+    settled(client)
     shown = client.get("/props").json()["memory"]
-    return {**found, "texts": texts, "shards": shown["shards"], "draft": shown["draft"], "rekindle": near["rekindle"]}
+    return {**found, "said": said, "shards": shown["shards"], "draft": shown["draft"], "rekindle": near["rekindle"]}
+
+
+def begun_anew(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
+    """What the long prompt's first words are after a restart, and what they took."""
+    draw = random.Random(1)
+    _, long = ([draw.randrange(300, 3000) for _ in range(size)] for size in (given.near, given.tokens))
+    again = ask(client, long, 8)
+    return {
+        "prefill then (restart), ms": prefill_ms(again),
+        "tier (restart)": f"{again['rekindle']['tier']} {again['rekindle'].get('restored_tokens', '')}",
+        "said": words(again),
+    }
 
 
 def host_mib(model: str, tokens: int) -> int:
@@ -112,7 +140,15 @@ def served(plan: str, model: str, given: argparse.Namespace, home: Path) -> dict
     command = [sys.executable, "-m", "engine", "serve", model, *words]
     with listening(command, ROOT, home) as (url, seconds), httpx.Client(base_url=url, timeout=300) as client:
         print(f"{plan}: ready after {seconds:.1f} s", flush=True)
-        return {"ready, s": seconds, **figures(client, given)}
+        found = {"ready, s": seconds, **figures(client, given)}
+    for shard in found["shards"]:
+        print(f"  {shard}")
+    if "restart" in given.tiers:
+        with listening(command, ROOT, home) as (url, seconds), httpx.Client(base_url=url, timeout=300) as client:
+            anew = {"ready again, s": seconds, **begun_anew(client, given)}
+        found["said"].append(anew.pop("said"))
+        found |= anew
+    return found
 
 
 def tried(plan: str, home: Path, model: str, given: argparse.Namespace) -> dict[str, Any] | None:
@@ -134,10 +170,11 @@ def main() -> int:
         "--folder", type=Path, help="where random weights are written, and kept, and what is kept of prompts"
     )
     parser.add_argument("--plans", nargs="+", default=["cpu:0", "cpu:0,cpu:0", "cpu:0,ipc+cpu:0"])
+    parser.add_argument("--near", type=int, default=512, help="tokens of the short prompt")
     parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--answers", type=int, default=128)
     parser.add_argument("--times", type=int, default=1, help="restores from host memory")
-    parser.add_argument("--tiers", nargs="+", choices=("host", "disk"), default=["host", "disk"])
+    parser.add_argument("--tiers", nargs="+", choices=("host", "disk", "restart"), default=["host", "disk"])
     parser.add_argument("--at-once", action="store_true")
     given = parser.parse_args()
     model = given.model
@@ -158,8 +195,8 @@ def main() -> int:
     rows = [{"": name, **{plan: one[name] for plan, one in found.items()}} for name in names]
     table(f"{model}, {given.tokens} tokens", rows)
     raw("split_serve", {"machine": machine(), "found": found})
-    odd = [plan for plan, one in found.items() if one["texts"] != first["texts"]]
-    print(f"other tokens: {', '.join(odd)}" if odd else "all answer with the same tokens")
+    odd = [plan for plan, one in found.items() if one["said"] != first["said"] or not as_before(one["said"])]
+    print(f"other tokens: {', '.join(odd)}" if odd else "all answer with the same tokens, cold and restored")
     return 1 if odd or len(found) < len(given.plans) else 0
 
 
