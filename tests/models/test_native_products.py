@@ -22,7 +22,7 @@ from engine.machine import build_kernels
 from engine.refusal import Refusal
 
 FLOAT, BRAIN = torch.float32, torch.bfloat16
-LEVELS = (0, 1, 2)
+LEVELS = (0, 1, 2, 3)
 ROOT = Path(hatch_build.__file__).parent
 
 
@@ -49,8 +49,11 @@ def nearest(exact: Fraction) -> np.float32:
 
 
 def chain(row, weights) -> np.float32:
-    found = np.float32(0)
-    for one, weight in zip(row.tolist(), weights.tolist(), strict=True):
+    """Of bfloat16 the second of each pair first."""
+    found, terms = np.float32(0), list(zip(row.tolist(), weights.tolist(), strict=True))
+    if weights.dtype is BRAIN:
+        terms = [term for at in range(0, len(terms), 2) for term in reversed(terms[at : at + 2])]
+    for one, weight in terms:
         found = nearest(Fraction(one) * Fraction(weight) + Fraction(float(found)))
     return found
 

@@ -114,19 +114,12 @@ static inline __attribute__((always_inline)) FOR_FIXED void ON(fixed_tile)(
 #define ON_KIND(R, P, KIND)                                                                                            \
     ON(fixed_tile)(R, P, KIND, form, x, stride, w, apart, spans, sums, width, unit, on, of, groups)
 
-#define ON_ROWS(R, P)                                                                                                  \
-    for (; panels >= (P); panels -= (P), w += (P) * apart, sums += 32 * (P))                                           \
-        for (int unit = 0; unit < 16 / LANES; unit++)                                                                  \
-            if (form->kind == FIXED_FOUR) ON_KIND(R, P, FIXED_FOUR);                                                   \
-            else if (form->kind == FIXED_EIGHT) ON_KIND(R, P, FIXED_EIGHT);                                            \
-            else ON_KIND(R, P, FIXED_PLACES);
+#define ON_FORM(R, P)                                                                                                  \
+    if (form->kind == FIXED_FOUR) ON_KIND(R, P, FIXED_FOUR);                                                           \
+    else if (form->kind == FIXED_EIGHT) ON_KIND(R, P, FIXED_EIGHT);                                                    \
+    else ON_KIND(R, P, FIXED_PLACES);
 
-#define ON_TILE(R, P)                                                                                                  \
-    if (rows >= (R)) {                                                                                                 \
-        if ((P) > 1 && form->kind != FIXED_PLACES) { ON_ROWS(R, P) }                                                   \
-        ON_ROWS(R, 1)                                                                                                  \
-        return (R);                                                                                                    \
-    }
+#define ON_TILE(R, P) OF_ROWS(R, P, form->kind != FIXED_PLACES, ON_FORM)
 
 // As many of the rows as go together; returns how many.
 static __attribute__((noinline)) FOR_FIXED long ON(some_fixed)(
@@ -149,5 +142,5 @@ static FOR_FIXED void ON(multiply_fixed)(
 }
 
 #undef ON_KIND
-#undef ON_ROWS
+#undef ON_FORM
 #undef ON_TILE

@@ -168,7 +168,7 @@ static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(n
 #undef STORE
 #undef SPREAD
 #undef FMA
-#undef HALVES
+#undef HALF
 #undef WORDS
 #undef WORDS_LOW
 #undef WORDS_HIGH

@@ -217,6 +217,18 @@ static inline const void *input_of(const convolve_t *job, long row, long back) {
 
 typedef struct isa isa_t;
 
+// R rows, if there are so many, with all of some panels, P panels at a time where SEVERAL go together. TILE: a statement for
+// R rows and P panels. How products of all kinds are cut.
+#define OF_PANELS(R, P, TILE)                                                                                          \
+    for (; panels >= (P); panels -= (P), w += (P) * apart, sums += 32 * (P))                                           \
+        for (int unit = 0; unit < 16 / LANES; unit++) { TILE(R, P) }
+#define OF_ROWS(R, P, SEVERAL, TILE)                                                                                   \
+    if (rows >= (R)) {                                                                                                 \
+        if ((P) > 1 && (SEVERAL)) { OF_PANELS(R, P, TILE) }                                                            \
+        OF_PANELS(R, 1, TILE)                                                                                          \
+        return (R);                                                                                                    \
+    }
+
 typedef struct { // of a recurrent layer: rows that read its state, and what of earlier ones is kept for that
     const isa_t *isa;
     const float *rows; // queries, keys and values of each
@@ -239,8 +251,10 @@ typedef struct { // rows of `heads` heads, and what they are gated with
     float eps;
 } gated_t;
 
+typedef void multiply_t(long, int, int, const float *, long, const char *, long, long, float *, long, int);
+
 struct isa { // one instruction set's
-    void (*multiply)(long, int, int, const float *, long, const char *, long, long, float *, long, int);
+    multiply_t *multiply;
     void (*widen)(const uint16_t *, float *, long);
     void (*gate)(float *, const float *, long);
     void (*round)(const float *, uint16_t *, long);

@@ -73,13 +73,8 @@ static void multiply_packed_group(void *of, long group) {
             for (int panel = 0; panel < panels; panel++)
                 multiply_expanded(job, job->weights[i] + (first + panel) * apart, sums[i] + 32 * panel, width);
     const long start = first * 32, count = job->outputs - start < width ? job->outputs - start : width;
-    for (long row = 0; row < job->rows; row++) {
-        float *const found = sums[0] + row * width;
-        const long to = row * job->apart + start;
-        if (job->weights[1]) job->isa->gate(found, sums[1] + row * width, count);
-        if (job->brain) job->isa->round(found, (uint16_t *)job->out + to, count);
-        else memcpy((float *)job->out + to, found, (size_t)count * sizeof(float));
-    }
+    char *const out = job->out + start * (job->brain ? 2 : 4);
+    leave(job->isa, sums[0], job->weights[1] ? sums[1] : NULL, job->rows, width, count, out, job->apart, job->brain);
 }
 
 typedef struct {

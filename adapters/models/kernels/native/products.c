@@ -32,9 +32,9 @@ static inline plain_t plain_fma(plain_t a, plain_t b, plain_t c) {
     return c;
 }
 
-static inline plain_t plain_half(const char *from, int odd) {
+static inline plain_t plain_half(const char *from, int second) {
     plain_t found;
-    for (int i = 0; i < 16; i++) found.of[i] = widened(((const uint16_t *)from)[2 * i + odd]);
+    for (int i = 0; i < 16; i++) found.of[i] = widened(((const uint16_t *)from)[2 * i + second]);
     return found;
 }
 
@@ -146,9 +146,7 @@ static inline plain_t plain_whole(words_t words) {
 #define STORE(to, from) memcpy(to, &(from), sizeof(plain_t))
 #define SPREAD plain_spread
 #define FMA plain_fma
-#define HALVES(at, low, high)                                                                                          \
-    low = plain_half(at, 0);                                                                                           \
-    high = plain_half(at, 1)
+#define HALF plain_half
 #define WORDS(at, apart) plain_words(at, apart)
 #define WORDS_LOW(words) plain_halves(words, 0)
 #define WORDS_HIGH(words) plain_halves(words, 1)
@@ -195,15 +193,15 @@ static inline plain_t plain_whole(words_t words) {
 #define STORE _mm256_storeu_ps
 #define SPREAD _mm256_set1_ps
 #define FMA _mm256_fmadd_ps
-#define HALVES(at, low, high)                                                                                          \
-    const __m256i both = _mm256_loadu_si256((const __m256i *)(at));                                                    \
-    low = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));                                                            \
-    high = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)))
+#define HALF(at, second)                                                                                               \
+    _mm256_castsi256_ps(                                                                                               \
+        second ? _mm256_and_si256(WORDS_AT(at), _mm256_set1_epi32((int)0xffff0000)) : _mm256_slli_epi32(WORDS_AT(at), 16) \
+    )
 #define WORDS(at, apart) _mm256_i32gather_ps(at, _mm256_mullo_epi32(_mm256_set1_epi32(apart), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)), 4)
 #define WORDS_LOW(words) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16))
 #define WORDS_HIGH(words)                                                                                              \
     _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(words), _mm256_set1_epi32((int)0xffff0000)))
-#define TILES ON_TILE(6, 1) ON_TILE(4, 1) ON_TILE(2, 2) ON_TILE(1, 4)
+#define TILES ON_TILE(5, 1) ON_TILE(3, 1) ON_TILE(2, 2) ON_TILE(1, 4)
 #define W __m256i
 #define MUL _mm256_mul_ps
 #define BYTES(at) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at))))
@@ -251,10 +249,10 @@ static inline plain_t plain_whole(words_t words) {
 #define STORE _mm512_storeu_ps
 #define SPREAD _mm512_set1_ps
 #define FMA _mm512_fmadd_ps
-#define HALVES(at, low, high)                                                                                          \
-    const __m512i both = _mm512_loadu_si512(at);                                                                       \
-    low = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));                                                            \
-    high = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)))
+#define HALF(at, second)                                                                                               \
+    _mm512_castsi512_ps(                                                                                               \
+        second ? _mm512_and_si512(WORDS_AT(at), _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(WORDS_AT(at), 16) \
+    )
 #define WORDS(at, apart)                                                                                               \
     _mm512_i32gather_ps(                                                                                               \
         _mm512_mullo_epi32(                                                                                            \
@@ -300,11 +298,28 @@ static inline plain_t plain_whole(words_t words) {
 #include "recurrent.h"
 #include "odds.h"
 #include "keys.h"
+#if defined(__clang__) || __GNUC__ >= 10
+#define PAIRED // this compiler knows the instruction for pairs of bfloat16
+#endif
+#endif
+
+#ifdef PAIRED // tiles.h with pairs, rows' and weights', where it has floats
+#define ON(name) name##_pairs
+#define FOR __attribute__((target("avx512f,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")))
+#define V __m512
+#define LANES 16
+#define ZERO _mm512_setzero_ps
+#define LOAD _mm512_loadu_ps
+#define STORE _mm512_storeu_ps
+#define SPREAD _mm512_set1_ps
+#define FMA(a, b, c) _mm512_dpbf16_ps(c, (__m512bh)(b), (__m512bh)(a))
+#define TILES ON_TILE(12, 1) ON_TILE(8, 1) ON_TILE(4, 2) ON_TILE(2, 4) ON_TILE(1, 4)
+#include "tiles.h"
 #endif
 
 static const isa_t *isa_of(int level) {
 #if defined(__x86_64__)
-    if (level == 2) return &isa_avx512;
+    if (level >= 2) return &isa_avx512;
     if (level == 1) return &isa_avx2;
 #endif
     return &isa_plain;
@@ -313,17 +328,67 @@ static const isa_t *isa_of(int level) {
 // Whose products of rows in fixed point: all give the same bits, and not every AVX-512 has these instructions.
 static const isa_t *fixed_isa_of(int level) {
 #if defined(__x86_64__)
-    if (level == 2 && !(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"))) return &isa_avx2;
+    if (level >= 2 && !(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"))) return &isa_avx2;
 #endif
     return isa_of(level);
 }
 
-// The highest level that this processor has: 2 AVX-512, 1 AVX2 with FMA, 0 whatever the compiler made of it.
+// Products with weights in bfloat16 take numbers too small to be normal for zeros, and leave zeros for such, as the
+// instruction for pairs does. Returns how it was before.
+static unsigned without_subnormals(void) {
+#if defined(__x86_64__)
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    return before;
+#else
+    return 0;
+#endif
+}
+
+static void as_before(unsigned before) {
+#if defined(__x86_64__)
+    _mm_setcsr(before);
+#else
+    (void)before;
+#endif
+}
+
+#ifdef PAIRED
+#define TRIED 64 // terms
+
+// Whether this processor's instruction for pairs adds up as tiles.h has it, which not every maker says of his.
+static int pairs_agree(void) {
+    uint16_t x[12 * TRIED], w[32 * TRIED];
+    float wide[12 * TRIED], chains[12 * 32], found[12 * 32];
+    uint32_t state = 1;
+    for (int round = 0; round < 64; round++) {
+        for (int i = 0; i < 44 * TRIED; i++) { // of many magnitudes; in some rounds sums come near to what is no normal number
+            state = state * 1664525 + 1013904223;
+            const uint16_t one = (state >> 16 & 0x807f) | ((round % 4 ? 110 : 50) + (state >> 8 & 31)) << 7;
+            if (i < 12 * TRIED) wide[i] = widened(x[i] = one);
+            else w[i - 12 * TRIED] = one;
+        }
+        const unsigned before = without_subnormals();
+        multiply_avx512(12, 1, BRAINS, wide, TRIED, (const char *)w, 0, TRIED, chains, 32, 0);
+        as_before(before);
+        multiply_pairs(12, 1, FLOATS, (const float *)x, TRIED / 2, (const char *)w, 0, TRIED / 2, found, 32, 0);
+        if (memcmp(found, chains, sizeof found)) return 0;
+    }
+    return 1;
+}
+#endif
+
+// The highest level that this processor has: 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2 with FMA, 0 whatever the
+// compiler made of it.
 int rekindle_level(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        return __builtin_cpu_supports("avx512f") ? 2 : 1;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 0;
+    if (!__builtin_cpu_supports("avx512f")) return 1;
+#ifdef PAIRED
+    if (__builtin_cpu_supports("avx512bf16") && pairs_agree()) return 3;
+#endif
+    return 2;
 #endif
     return 0;
 }
@@ -339,20 +404,23 @@ typedef struct {
 
 static void pack_panel(void *of, long panel) {
     const packing_t *const job = of;
-    for (long start = 0; start < job->terms; start += 64) // a few cache lines of each output, then of the next
-        for (long at = 0; at < 32; at++) { // outputs i and i + 16 side by side in bfloat16: one load gives both
-            const long output = panel * 32 + (job->form == BRAINS ? at / 2 + at % 2 * 16 : at);
-            const int there = output < job->outputs;
-            const long from = output * job->terms, to = panel * 32 * job->terms + at;
-            for (long k = start; k < job->terms && k < start + 64; k++)
+    const long terms = job->form == BRAINS ? (job->terms + 1) / 2 * 2 : job->terms;
+    for (long start = 0; start < terms; start += 64) // a few cache lines of each output, then of the next
+        for (long at = 0; at < 32; at++) {
+            const long output = panel * 32 + at;
+            const long there = output < job->outputs ? job->terms : 0, from = output * job->terms;
+            for (long k = start; k < terms && k < start + 64; k++)
                 if (job->form == BRAINS)
-                    ((uint16_t *)job->packed)[to + k * 32] = there ? ((const uint16_t *)job->weight)[from + k] : 0;
+                    ((uint16_t *)job->packed)[panel * 32 * terms + k / 2 * 64 + at * 2 + k % 2] =
+                        k < there ? ((const uint16_t *)job->weight)[from + k] : 0;
                 else
-                    ((float *)job->packed)[to + k * 32] = there ? ((const float *)job->weight)[from + k] : 0.0f;
+                    ((float *)job->packed)[(panel * terms + k) * 32 + at] =
+                        k < there ? ((const float *)job->weight)[from + k] : 0.0f;
         }
 }
 
-// weight: [outputs, terms] -> panels of 32 outputs, [panels, terms, 32], zeros for outputs that are not there.
+// weight: [outputs, terms] -> panels of 32 outputs, [panels, terms, 32], in bfloat16 [panels, pairs of terms, 32, 2]; zeros
+// for outputs that are not there, and for what an odd last term has none beside it.
 void rekindle_pack(const void *weight, void *packed, long outputs, long terms, int form, int threads) {
     packing_t job = {weight, packed, outputs, terms, form};
     share(threads, (outputs + 31) / 32, pack_panel, &job);
@@ -360,39 +428,50 @@ void rekindle_pack(const void *weight, void *packed, long outputs, long terms, i
 
 typedef struct {
     const isa_t *isa;
+    multiply_t *multiply;
     const float *x;
     long rows, stride;
     const char *weights[2]; // the second one gates with the first, or is not there
-    int form, together;
+    int form, together;     // pairs of bfloat16 are words as floats are
     long outputs, terms;
     char *out;
     long apart; // numbers between rows of what comes out
     int brain;
 } product_t;
 
+// Rows of sums, `width` floats apart, to where they go: gated, if there is something to gate them with, and rounded.
+static void leave(
+    const isa_t *isa, float *sums, const float *gates, long rows, long width, long count, char *out, long apart, int brain
+) {
+    for (long row = 0; row < rows; row++, sums += width, out += apart * (brain ? 2 : 4)) {
+        if (gates) isa->gate(sums, gates + row * width, count);
+        if (brain) isa->round(sums, (uint16_t *)out, count);
+        else memcpy(out, sums, (size_t)count * sizeof(float));
+    }
+}
+
 static void multiply_group(void *of, long group) {
     static _Thread_local float sums[2][ROWS * PANELS * 32];
     const product_t *const job = of;
-    const long apart = job->terms * 32 * (job->form == BRAINS ? 2 : 4), first = group * job->together;
+    const long each = job->form == BRAINS ? 64 : 128; // bytes of a panel for a term
+    const long apart = job->terms * each, first = group * job->together;
     const long all = (job->outputs + 31) / 32, left = all - first, width = job->together * 32;
     const int panels = (int)(left < job->together ? left : job->together);
-    const long parts = job->rows <= NARROW ? 1 : (job->terms + TERMS - 1) / TERMS, step = (job->terms + parts - 1) / parts;
+    const long parts = job->rows <= NARROW ? 1 : (job->terms + TERMS - 1) / TERMS;
+    const long step = ((job->terms + parts - 1) / parts + 1) / 2 * 2;
+    const unsigned before = job->form == BRAINS ? without_subnormals() : 0;
     for (int i = 0; i < 2 && job->weights[i]; i++)
         for (long k = 0; k < job->terms; k += step) {
-            const char *const w = job->weights[i] + first * apart + k * (apart / job->terms);
+            const char *const w = job->weights[i] + first * apart + k * each;
             const long terms = job->terms - k < step ? job->terms - k : step;
-            job->isa->multiply(
+            job->multiply(
                 job->rows, panels, job->form, job->x + k, job->stride, w, apart, terms, sums[i], width, k > 0
             );
         }
+    if (job->form == BRAINS) as_before(before);
     const long start = first * 32, count = job->outputs - start < width ? job->outputs - start : width;
-    for (long row = 0; row < job->rows; row++) {
-        float *const found = sums[0] + row * width;
-        const long to = row * job->apart + start;
-        if (job->weights[1]) job->isa->gate(found, sums[1] + row * width, count);
-        if (job->brain) job->isa->round(found, (uint16_t *)job->out + to, count);
-        else memcpy((float *)job->out + to, found, (size_t)count * sizeof(float));
-    }
+    char *const out = job->out + start * (job->brain ? 2 : 4);
+    leave(job->isa, sums[0], job->weights[1] ? sums[1] : NULL, job->rows, width, count, out, job->apart, job->brain);
 }
 
 // out[rows, outputs] = x[rows, terms] @ weight.T, or silu(x @ gate.T) * (x @ up.T); x and out are bfloat16 (brain) or
@@ -404,7 +483,13 @@ int rekindle_product(
     static _Thread_local float *wide;
     static _Thread_local long there;
     const isa_t *const isa = isa_of(level);
-    const long apart = (terms + 15) / 16 * 16 + 16; // rows never a multiple of a page apart: they would share cache sets
+    multiply_t *multiply = isa->multiply;
+    int words = form;
+    long count = form == BRAINS ? (terms + 1) / 2 * 2 : terms;
+#ifdef PAIRED
+    if (level >= 3 && form == BRAINS && x_brain) multiply = multiply_pairs, words = FLOATS, count /= 2;
+#endif
+    const long apart = (count + 15) / 16 * 16 + 16; // rows never a multiple of a page apart: they would share cache sets
     const long once = rows < ROWS ? rows : ROWS, panels = (outputs + 31) / 32;
     if (there < once * apart) {
         free(wide);
@@ -415,13 +500,17 @@ int rekindle_product(
     int together = PANELS;
     while (together > 1 && threads > 1 && panels < 4L * threads * together) together /= 2;
     for (long row = 0; row < rows; row += ROWS) {
-        const long count = rows - row < ROWS ? rows - row : ROWS;
-        for (long i = 0; i < count; i++) {
+        const long some = rows - row < ROWS ? rows - row : ROWS;
+        for (long i = 0; i < some; i++) {
             const long from = (row + i) * stride;
-            if (x_brain) isa->widen((const uint16_t *)x + from, wide + i * apart, terms);
-            else memcpy(wide + i * apart, (const float *)x + from, (size_t)terms * sizeof(float));
+            float *const to = wide + i * apart;
+            to[count - 1] = 0.0f; // beside an odd last term, or with it
+            if (words != form) memcpy(to, (const uint16_t *)x + from, (size_t)terms * 2);
+            else if (x_brain) isa->widen((const uint16_t *)x + from, to, terms);
+            else memcpy(to, (const float *)x + from, (size_t)terms * sizeof(float));
         }
-        product_t job = {isa, wide, count, apart, {weight, up}, form, together, outputs, terms, NULL, between, out_brain};
+        product_t job = {isa, multiply, wide, some, apart, {weight, up}, words, together, outputs, count, NULL, between,
+                         out_brain};
         job.out = (char *)out + row * between * (out_brain ? 2 : 4);
         share(threads, (panels + together - 1) / together, multiply_group, &job);
     }

@@ -1,8 +1,9 @@
 """Products by the compiled library, on tensors: packs weights, checks what it is given, multiplies.
 
-An output is one chain of float32 fused multiply-adds over ascending terms, however many rows there are, whatever they
-are, and on however many threads: its bits follow from its row and its weight alone. Packed weights have products of
-their own (steps.h, fixed.h), of which the same is true.
+An output is one chain of float32 fused multiply-adds over ascending terms (of weights in bfloat16 over pairs of terms,
+the second of each first), however many rows there are, whatever they are, and on however many threads: its bits follow
+from its row and its weight alone. Packed weights have products of their own (steps.h, fixed.h), of which the same is
+true.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ ROW_FORMS = {**FORMS, torch.int8: 2, torch.float8_e4m3fn: 3}  # what keys and va
 
 @frozen(eq=False)
 class NativeWeight:
-    """panels: `[ceil(outputs / 32), terms, 32]`, in the order in which the library reads them."""
+    """panels: `[ceil(outputs / 32), terms, 32]`, in the order in which the library reads them; in bfloat16 pairs of
+    terms lie together, and an odd last one has a zero beside it.
+    """
 
     panels: Tensor
     outputs: int
@@ -99,7 +102,8 @@ class NativeProducts:
         outputs, terms = weight.shape
         if not outputs or not terms:
             raise ValueError(f"a weight of {outputs} x {terms}; accepted: at least 1 x 1")
-        panels, weight = torch.empty(-(-outputs // PANEL), terms, PANEL, dtype=weight.dtype), weight.contiguous()
+        there = terms + terms % 2 if weight.dtype == torch.bfloat16 else terms
+        panels, weight = torch.empty(-(-outputs // PANEL), there, PANEL, dtype=weight.dtype), weight.contiguous()
         form, threads = FORMS[weight.dtype], torch.get_num_threads()
         self.compiled.code.rekindle_pack(weight.data_ptr(), panels.data_ptr(), outputs, terms, form, threads)
         return NativeWeight(panels, outputs, terms)

@@ -2,6 +2,18 @@
 // projected heads go through. The compiler makes vectors of these loops as it likes: every operation in them is rounded
 // by itself, and sums are sixteen chains, one for each place modulo 16, added up in pairs.
 
+static FOR void ON(widen)(const uint16_t *x, float *to, long count) {
+    for (long i = 0; i < count; i++) to[i] = widened(x[i]);
+}
+
+static FOR void ON(gate)(float *gate, const float *up, long count) {
+    for (long i = 0; i < count; i++) gate[i] = swish(gate[i]) * up[i];
+}
+
+static FOR void ON(round)(const float *from, uint16_t *to, long count) {
+    for (long i = 0; i < count; i++) to[i] = rounded(from[i]);
+}
+
 static inline __attribute__((always_inline)) FOR float ON(summed)(float *sums) {
     for (int half = 8; half; half /= 2)
         for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];

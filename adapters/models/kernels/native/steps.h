@@ -155,28 +155,16 @@ static inline __attribute__((always_inline)) FOR void ON(packed_tile)(
     }
 }
 
-#define ON_ROWS(R, P)                                                                                                  \
-    for (; panels >= (P); panels -= (P), w += (P) * apart, sums += 32 * (P))                                           \
-        for (int unit = 0; unit < 16 / LANES; unit++)                                                                  \
-            if ((R) <= 4 && form->kind == FOUR)                                                                        \
-                ON(packed_tile)(R, P, FOUR, form, x, stride, w, apart, spans, sums, width, unit, on, added, groups);   \
-            else if ((R) <= 4 && form->kind == EIGHT)                                                                  \
-                ON(packed_tile)(R, P, EIGHT, form, x, stride, w, apart, spans, sums, width, unit, on, added, groups);  \
-            else if ((P) == 1 && (R) <= 4 && form->kind == EIGHT_FLOATING)                                             \
-                ON(packed_tile)(                                                                                       \
-                    R, 1, EIGHT_FLOATING, form, x, stride, w, apart, spans, sums, width, unit, on, added, groups       \
-                );                                                                                                     \
-            else if ((P) == 1)                                                                                         \
-                ON(packed_tile)(                                                                                       \
-                    R, 1, EXPANDED, form, x, stride, w, apart, spans, sums, width, unit, on, added, groups             \
-                );
+#define ON_KIND(R, P, KIND)                                                                                            \
+    ON(packed_tile)(R, P, KIND, form, x, stride, w, apart, spans, sums, width, unit, on, added, groups)
 
-#define ON_TILE(R, P)                                                                                                  \
-    if (rows >= (R)) {                                                                                                 \
-        if ((P) > 1 && form->kind != EIGHT_FLOATING) { ON_ROWS(R, P) }                                                 \
-        ON_ROWS(R, 1)                                                                                                  \
-        return (R);                                                                                                    \
-    }
+#define ON_FORM(R, P)                                                                                                  \
+    if ((R) <= 4 && form->kind == FOUR) ON_KIND(R, P, FOUR);                                                           \
+    else if ((R) <= 4 && form->kind == EIGHT) ON_KIND(R, P, EIGHT);                                                    \
+    else if ((P) == 1 && (R) <= 4 && form->kind == EIGHT_FLOATING) ON_KIND(R, 1, EIGHT_FLOATING);                      \
+    else if ((P) == 1) ON_KIND(R, 1, EXPANDED);
+
+#define ON_TILE(R, P) OF_ROWS(R, P, form->kind != EIGHT_FLOATING, ON_FORM)
 
 // As many of the rows as go together; returns how many.
 static __attribute__((noinline)) FOR long ON(some_packed)(
@@ -198,5 +186,6 @@ static FOR void ON(multiply_packed)(
         );
 }
 
-#undef ON_ROWS
+#undef ON_KIND
+#undef ON_FORM
 #undef ON_TILE
