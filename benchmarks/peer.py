@@ -114,12 +114,12 @@ class Contender:
 
 
 def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
-    found, answer = dict[str, float](), str(given.answers)
+    found, answer, warmth = dict[str, float](), str(given.answers), ("--temperature", given.temperature)
     levels, lengths = (tuple(map(int, words.split(","))) for words in (given.levels, given.lengths))
     with listening(server.command(max(levels), given.prompts + given.answers + MARGIN), server.tree, home) as started:
         url, found["ready, s"] = started
         words = ("--concurrency", given.levels, "--prompt-tokens", str(given.prompts), "--answer-tokens", answer)
-        for one in asked(url, *words):
+        for one in asked(url, *words, *warmth):
             usual, _, late = one["inter_token_ms"]
             level = {"tok/s": one["tokens_s"], "next token p50, ms": usual, "p99, ms": late}
             found |= {f"{one['level']}: {name}": value for name, value in level.items()}
@@ -128,7 +128,7 @@ def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[st
     with listening(server.command(given.slots, max(lengths) + given.answers + MARGIN), server.tree, home) as started:
         url, found["ready again, s"] = started
         for length in lengths:
-            [one] = asked(url, "--requests", "3", "--prompt-tokens", str(length), "--answer-tokens", answer)
+            [one] = asked(url, "--requests", "3", "--prompt-tokens", str(length), "--answer-tokens", answer, *warmth)
             found[f"first behind {length}, ms"] = one["first_token_ms"][0]
             found[f"then, tok/s ({length})"] = one["stream_tokens_s"][0]
     return found
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="512,2048,7800")
     parser.add_argument("--prompts", type=int, default=256, help="tokens of the levels' prompts")
     parser.add_argument("--answers", type=int, default=64)
+    parser.add_argument("--temperature", default="0")
     parser.add_argument("--slots", type=int, default=2, help="of the server that is asked the lengths")
     parser.add_argument("--only-write", action="store_true", help="the weights, and nothing is asked")
     given = parser.parse_args()

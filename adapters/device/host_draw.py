@@ -9,31 +9,35 @@ operation no longer than ten.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.noise import FRACTION, fractions, keys_of, steady_gumbel_at
+from adapters.device.noise import FRACTION, fractions, gumbel_at, keys_of, steady_gumbel_at
 from adapters.device.truncation import column, leaders, weights_of
 from effects.job import Sampling
 
 SHORT, WIDER = 64, 8  # what may be drawn is looked for among so few first: ranking all takes longer than a layer does
 NEAR = 8.0  # natural logarithms below the likeliest token: of what is further off, about one in e**10 is looked at
 LOWEST = -6.0  # no noise is lower
+CLOSE = 1e-9  # farther apart, no library's logarithms make another token the one than those that are right to the bit
 ERROR = 1e-6  # far more than noise is off by rounding
 
 
 @define(eq=False)
 class Drawing:
     """Rows of logits, float32 `[R, V]`, and the best tokens so far. temperatures: float64 `[R, 1]`; keys: int64 `[R]`,
-    of their noise.
+    of their noise. noise: of a key and a token each. close: has it been near enough for a library's logarithm to be
+    wrong?
     """
 
     logits: Tensor
     temperatures: Tensor
     keys: Tensor
+    noise: Callable[[Tensor, Tensor], Tensor]
+    close: bool = field(init=False, default=False)
     peaks: Tensor = field(init=False)  # float64 [R, 1]
     best: Tensor = field(init=False)  # float64 [R]: their sums with noise
     tokens: Tensor = field(init=False)  # int64 [R]; V: none
@@ -50,23 +54,30 @@ class Drawing:
     def consider(self, rows: Tensor, ids: Tensor) -> None:
         """Is it one of these? int64 `[n]` both; of equal sums the lowest id wins."""
         scaled = (self.logits[rows, ids].double() - self.peaks[rows, 0]) / self.temperatures[rows, 0]
-        scores = scaled + steady_gumbel_at(self.keys[rows], ids)
+        scores = scaled + self.noise(self.keys[rows], ids)
         best = self.best.scatter_reduce(0, rows, scores, "amax")
         wins = scores == best[rows]
         tokens = self.tokens.masked_fill(best > self.best, self.logits.shape[-1])
-        self.best, self.tokens = best, tokens.scatter_reduce(0, rows[wins], ids[wins], "amin")
+        tokens = tokens.scatter_reduce(0, rows[wins], ids[wins], "amin")
+        near = (scores > best[rows] - CLOSE) & (ids != tokens[rows])
+        moved = (best - self.best < CLOSE) & (tokens != self.tokens)
+        self.close |= bool(near.any() or moved.any())
+        self.best, self.tokens = best, tokens
 
 
 def drawn(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """From adjusted logits, float32 `[R, V]` -> int64 `[R]`. Any token, where a row is not finite: nobody uses it."""
     keys = keys_of((sampling.seed, position) for sampling, position in zip(samplings, positions, strict=True))
     temperatures = torch.tensor([[sampling.temperature] for sampling in samplings], dtype=torch.float64)
-    drawing = Drawing(logits, temperatures, keys)
     cut = [row for row, sampling in enumerate(samplings) if sampling.top_k or sampling.top_p < 1 or sampling.min_p]
-    if cut:
-        _truncated(drawing, cut, samplings)
-    if len(cut) < len(samplings):
-        _whole(drawing, sorted({*range(len(samplings))}.difference(cut)))
+    for noise in (gumbel_at, steady_gumbel_at):
+        drawing = Drawing(logits, temperatures, keys, noise)
+        if cut:
+            _truncated(drawing, cut, samplings)
+        if len(cut) < len(samplings):
+            _whole(drawing, sorted({*range(len(samplings))}.difference(cut)))
+        if not drawing.close:
+            break
     return drawing.tokens.clamp_max_(logits.shape[-1] - 1)
 
 

@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.device import exponent
+from adapters.device import exponent, host_draw
 from adapters.device.exponent import steady_log
 from adapters.device.native_draw import found_at_once
 from adapters.device.noise import gumbel_at, key_of, steady_gumbel_at
@@ -114,6 +114,18 @@ def test_what_is_picked_is_what_torch_picks_to_the_bit(seed: int, monkeypatch: p
         assert torch.equal(logits.nan_to_num(7), before.nan_to_num(7))
     monkeypatch.setenv(SWITCH, "off")
     assert pick(logits, rows) == expected
+
+
+@in_c
+def test_what_a_librarys_logarithms_leave_open_is_decided_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_draw, "CLOSE", math.inf)
+    asked = list[int]()
+    steady = host_draw.steady_gumbel_at
+    monkeypatch.setattr(host_draw, "steady_gumbel_at", lambda *given: asked.append(1) or steady(*given))
+    for seed in range(40):
+        logits, rows = odd_rows(seed)
+        assert pick(logits, rows) == picking(logits, rows).read()
+    assert asked
 
 
 @in_c
