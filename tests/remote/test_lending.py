@@ -19,7 +19,7 @@ from adapters.remote.tensors import described
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
 from tests.models.splits import CONFIGS, chunk
-from tests.remote.daemons import RandomModel, Threads, remote
+from tests.remote.daemons import Fates, Mortal, RandomModel, Threads, remote
 
 HYBRID = CONFIGS["hybrid"]
 
@@ -121,6 +121,33 @@ def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
     assert "import_rows: rows" in told[0]
     with pytest.raises(RowsLost, match="import_rows: rows"):
         far.imported()
+
+
+@pytest.mark.parametrize(("when", "behind"), [("asked", 0), ("answering", 0), ("asked", 2), ("answering", 2)])
+def test_a_death_among_runs_is_told_and_they_can_be_put_anew(when: str, behind: int) -> None:
+    lender, fates, told = Lender.opened(), Fates(), list[str]()
+    assert lender is not None
+    dial = Threads(RandomModel(HYBRID), meddle=lambda one: Mortal(one.socket, doom=fates.doom), lender=lender)
+    far = remote(dial, range(HYBRID.num_layers))
+    far.peer.lost_to(told.append)
+    chunk(far, 0, 0, 64)
+    rows = far.export_rows(0, 0, 64)
+    runs = [(64 * n, laid(rows, lender.take(1 << 20), 0, 64)) for n in range(4)]
+    fates.coming[:] = [(Op.IMPORT_ROWS, when, behind)]
+    with pytest.raises(RowsLost):
+        put_all(far, runs)
+    assert not fates.coming
+    assert len(told) == 1
+    put_all(far, runs)
+    for start, _ in runs:
+        assert all(same_bits(one, rows[name]) for name, one in far.export_rows(1, start, start + 64).items())
+    far.close()
+    dial.end()
+
+
+def put_all(far: RemoteShard, runs: list[tuple[int, NamedTensors]]) -> None:
+    far.import_runs(1, runs)
+    far.imported()
 
 
 FINE = Lent(("a", "b"), "F32", (2, 3), 4096, 12, (6, 1))
