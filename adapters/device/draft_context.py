@@ -19,6 +19,7 @@ from torch import Tensor
 from adapters.device.memory import ran_out_of_memory
 from adapters.device.proposer import DraftModel
 from adapters.device.slots import SlotState
+from adapters.models.host_copy import move
 from adapters.models.shard import Kept, Segment, Step
 
 log = logging.getLogger("rekindle.device")
@@ -27,6 +28,7 @@ log = logging.getLogger("rekindle.device")
 # steps. Of the demo they hold 0.8 MB a slot, of an 8B model's five auxiliary layers 10.5 MB.
 BACKLOG = 256
 FORGOTTEN = 4  # that part of a backlog is forgotten at a time
+TOGETHER = 64  # rows whose copies share memory
 
 
 @frozen(eq=False)
@@ -37,6 +39,42 @@ class Late:
     segment: Segment
     aux_hidden_states: Mapping[int, Tensor]
     first: int
+
+
+@define(eq=False)
+class LateRows:
+    """For what the target leaves of rows, so many together: a copy of one row costs no more than its bytes, and what
+    nobody refers to any more is given back.
+    """
+
+    layers: Sequence[int]
+    _copies: dict[int, Tensor] = field(init=False, factory=dict)  # by layer, each `[at least TOGETHER, D]`
+    _places: Sequence[int] = field(init=False, default=())  # their addresses, where all are in host memory
+    _rows: int = field(init=False, default=0)  # that they have
+    _used: int = field(init=False, default=0)
+
+    def keep(self, hidden: Mapping[int, Tensor], rows: int) -> tuple[Mapping[int, Tensor], int]:
+        """Copies that have the first rows of each layer, `[at least rows, D]`, and from which of theirs on."""
+        first = self._used
+        if first + rows > self._rows:
+            first, self._rows = 0, max(rows, TOGETHER)
+            self._copies = {
+                layer: torch.empty(
+                    self._rows, *hidden[layer].shape[1:], dtype=hidden[layer].dtype, device=hidden[layer].device
+                )
+                for layer in self.layers
+            }
+            host = all(copy.device.type == "cpu" for copy in self._copies.values())
+            self._places = [copy.data_ptr() for copy in self._copies.values()] if host else ()
+        self._used = first + rows
+        if self._places and all(hidden[layer].is_contiguous() for layer in self.layers):
+            for layer, place in zip(self.layers, self._places, strict=True):
+                width = self._copies[layer].nbytes // self._rows
+                move(place + first * width, hidden[layer].data_ptr(), rows * width)
+        else:
+            for layer, copies in self._copies.items():
+                copies[first : first + rows].copy_(hidden[layer][:rows])
+        return self._copies, first
 
 
 D = TypeVar("D", bound=DraftModel)
@@ -54,7 +92,13 @@ class DraftContext(Generic[D]):
     buckets: Sequence[int]
     _late: dict[int, deque[Late]] = field(init=False, factory=dict)  # by slot
     _behind: Counter[int] = field(init=False, factory=Counter)  # rows of these
+    backlog: int = field(init=False)  # rows that one forward can follow: catching up is never more than two of them
+    _room: LateRows = field(init=False)
     _resting: bool = field(init=False, default=False)  # several have decoded and nobody proposed, since a prompt's rows
+
+    def __attrs_post_init__(self) -> None:
+        self._room = LateRows(self.draft.aux_layers)
+        self.backlog = min(BACKLOG, max(self.buckets))
 
     def follow(
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
@@ -69,17 +113,11 @@ class DraftContext(Generic[D]):
             stay = {layer: taken(aux_hidden_states[layer], staying, shorter.bucket) for layer in self.draft.aux_layers}
             self._extend(shorter, stay, [state for state, keep in zip(states, kept, strict=True) if keep])
 
-    @property
-    def backlog(self) -> int:
-        """Rows that one forward can follow, so that catching up is never more than two of them."""
-        return min(BACKLOG, max(self.buckets))
-
     def _put_off(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
         """Rows of a prompt, or one row each and nothing was proposed, or both."""
-        copies = {layer: aux_hidden_states[layer][: step.rows].clone() for layer in self.draft.aux_layers}
+        copies, first = self._room.keep(aux_hidden_states, step.rows)
         several = sum(segment.count == 1 for segment in step.segments) > 1
         resting, self._resting = several or self._resting, several
-        first = 0
         for segment, state in zip(step.segments, states, strict=True):
             slot, count = segment.slot, segment.count
             if self._behind[slot] + count > self.backlog:
