@@ -57,13 +57,9 @@ class LateRows:
         """Copies that have the first rows of each layer, `[at least rows, D]`, and from which of theirs on."""
         first = self._used
         if first + rows > self._rows:
-            first, self._rows = 0, max(rows, TOGETHER)
-            self._copies = {
-                layer: torch.empty(
-                    self._rows, *hidden[layer].shape[1:], dtype=hidden[layer].dtype, device=hidden[layer].device
-                )
-                for layer in self.layers
-            }
+            first, room = 0, max(rows, TOGETHER)
+            self._copies = {layer: hidden[layer].new_empty(room, *hidden[layer].shape[1:]) for layer in self.layers}
+            self._rows = room  # only now: there may have been no memory
             host = all(copy.device.type == "cpu" for copy in self._copies.values())
             self._places = [copy.data_ptr() for copy in self._copies.values()] if host else ()
         self._used = first + rows

@@ -6,8 +6,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 from attrs import define
 
+from adapters.device.draft_context import LateRows
 from adapters.device.drafting import Drafting
 from adapters.device.proposer import DraftRequest
 from adapters.device.tree import Tree, chain, ordered
@@ -394,3 +396,26 @@ async def test_a_tree_has_as_many_nodes_as_were_asked_for_and_a_narrow_decode_st
     await penalised.prefill()
     assert (await driver.decode(penalised, propose=22))[0].proposed == 7, "penalties need the path before a token"
     assert driver.executor.close()
+
+
+def test_what_is_kept_of_late_rows_is_what_the_target_left_of_them_even_behind_one_that_found_no_memory(monkeypatch):
+    room, kept = LateRows((1, 3)), []
+    for rows in (1, 2, 60, 5, 200, 1, 64, 1):
+        hidden = {
+            layer: torch.randn(8, max(rows, 4)).t() if rows == 2 else torch.randn(max(rows, 4), 8) for layer in (1, 3)
+        }
+        if rows == 200:
+            with monkeypatch.context() as full:
+                full.setattr(torch.Tensor, "new_empty", none_left)
+                with pytest.raises(torch.OutOfMemoryError):
+                    room.keep(hidden, rows)
+            continue
+        copies, first = room.keep(hidden, rows)
+        kept.append((rows, copies, first, {layer: states.clone() for layer, states in hidden.items()}))
+        hidden[1].zero_()
+    for rows, copies, first, left in kept:
+        assert all(torch.equal(copies[layer][first : first + rows], left[layer][:rows]) for layer in (1, 3))
+
+
+def none_left(*_):
+    raise torch.OutOfMemoryError
