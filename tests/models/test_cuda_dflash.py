@@ -217,7 +217,7 @@ def test_a_forward_never_waits_for_the_device():
         extend(draft, 16, (0, 0, rows))
         draft.logits([BlockRequest(0, 0, 16, 9, 15)])
     kernels = draft._kernels  # noqa: SLF001 - the steps without their one host copy
-    [context], [block] = draft._contexts.values(), draft._blocks.values()  # noqa: SLF001
+    context, block = draft._contexts[16, len(draft.aux_layers)], draft._blocks[16]  # noqa: SLF001
     torch.cuda.set_sync_debug_mode("error")
     try:
         for name, buffers in (("extend", context), ("propose", block)):

@@ -160,7 +160,8 @@ def test_decoding_is_padded_where_its_row_counts_agree_with_nothing():
     if served.rows == (4, 8):  # as good, where multiplying so many rows in fours is quick
         assert served.piece(64) in {4, 8}
     else:
-        assert (served.rows, served.piece(4), served.piece(64)) == ((16, 32, 64), 16, served.wide)
+        assert served.rows[0] == served.piece(4) == 16, "16, and what of 32 and 64 agrees with it on this processor"
+        assert served.piece(64) == served.wide
 
 
 @pytest.mark.parametrize(
