@@ -8,12 +8,12 @@ nobody proposes: then the draft would cost every member a share of what it canno
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
 
 from adapters.device.memory import ran_out_of_memory
@@ -31,14 +31,31 @@ FORGOTTEN = 4  # that part of a backlog is forgotten at a time
 TOGETHER = 64  # rows whose copies share memory
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Late:
-    """What the target left of some rows of a slot: those of copies of its auxiliary hidden states from `first` on."""
+    """What the target left of rows of a slot that follow each other, from position `start` on: those of copies of its
+    auxiliary hidden states from `first` on.
+    """
 
     state: SlotState
-    segment: Segment
+    slot: int
+    start: int
+    count: int
     aux_hidden_states: Mapping[int, Tensor]
     first: int
+
+    def longer(self, state: SlotState, segment: Segment, copies: Mapping[int, Tensor], first: int) -> bool:
+        """Do these rows follow in both, the sequence and the copies? Then they are its own now."""
+        follows = self.start + self.count == segment.start and self.first + self.count == first
+        if not (follows and self.aux_hidden_states is copies and self.state is state):
+            return False
+        self.count += segment.count
+        return True
+
+    def shorter(self, rows: int) -> bool:
+        """Without its first rows. Is nothing left?"""
+        self.start, self.count, self.first = self.start + rows, self.count - rows, self.first + rows
+        return not self.count
 
 
 @define(eq=False)
@@ -49,7 +66,7 @@ class LateRows:
 
     layers: Sequence[int]
     _copies: dict[int, Tensor] = field(init=False, factory=dict)  # by layer, each `[at least TOGETHER, D]`
-    _places: Sequence[int] = field(init=False, default=())  # their addresses, where all are in host memory
+    _places: Sequence[tuple[int, int, int]] = field(init=False, default=())  # layers, addresses, bytes of a row: a host
     _rows: int = field(init=False, default=0)  # that they have
     _used: int = field(init=False, default=0)
 
@@ -57,20 +74,27 @@ class LateRows:
         """Copies that have the first rows of each layer, `[at least rows, D]`, and from which of theirs on."""
         first = self._used
         if first + rows > self._rows:
-            first, room = 0, max(rows, TOGETHER)
-            self._copies = {layer: hidden[layer].new_empty(room, *hidden[layer].shape[1:]) for layer in self.layers}
-            self._rows = room  # only now: there may have been no memory
-            host = all(copy.device.type == "cpu" for copy in self._copies.values())
-            self._places = [copy.data_ptr() for copy in self._copies.values()] if host else ()
+            self._grow(hidden, max(rows, TOGETHER))
+            first = 0
         self._used = first + rows
-        if self._places and all(hidden[layer].is_contiguous() for layer in self.layers):
-            for layer, place in zip(self.layers, self._places, strict=True):
-                width = self._copies[layer].nbytes // self._rows
-                move(place + first * width, hidden[layer].data_ptr(), rows * width)
+        for layer, place, width in self._places:
+            states = hidden[layer]
+            if not states.is_contiguous():
+                break
+            move(place + first * width, states.data_ptr(), rows * width)
         else:
-            for layer, copies in self._copies.items():
-                copies[first : first + rows].copy_(hidden[layer][:rows])
+            if self._places:
+                return self._copies, first
+        for layer, copies in self._copies.items():
+            copies[first : first + rows].copy_(hidden[layer][:rows])
         return self._copies, first
+
+    def _grow(self, hidden: Mapping[int, Tensor], room: int) -> None:
+        self._copies = {layer: hidden[layer].new_empty(room, *hidden[layer].shape[1:]) for layer in self.layers}
+        self._rows = room  # only now: there may have been no memory
+        host = all(copy.device.type == "cpu" for copy in self._copies.values())
+        places = [(layer, copy.data_ptr(), copy.nbytes // room) for layer, copy in self._copies.items()]
+        self._places = places if host else ()
 
 
 D = TypeVar("D", bound=DraftModel)
@@ -86,7 +110,7 @@ class DraftContext(Generic[D]):
 
     draft: D
     buckets: Sequence[int]
-    _late: dict[int, deque[Late]] = field(init=False, factory=dict)  # by slot
+    _late: dict[int, list[Late]] = field(init=False, factory=dict)  # by slot
     _behind: Counter[int] = field(init=False, factory=Counter)  # rows of these
     backlog: int = field(init=False)  # rows that one forward can follow: catching up is never more than two of them
     _room: LateRows = field(init=False)
@@ -101,27 +125,37 @@ class DraftContext(Generic[D]):
     ) -> None:
         if self.draft.state != "loaded" or not any(kept):
             return
-        rows = step.rows if step.rows_only else len(kept)
-        if rows == step.rows and max(segment.count for segment in step.segments) <= self.backlog:
-            self._put_off(step, aux_hidden_states, states)
+        counts = [segment.count for segment in step.segments]
+        if (step.rows_only or sum(counts) == len(kept)) and max(counts) <= self.backlog:
+            self._put_off(step.segments, counts, aux_hidden_states, states)
         else:
             shorter, staying = settled(step, kept, self.buckets)
             stay = {layer: taken(aux_hidden_states[layer], staying, shorter.bucket) for layer in self.draft.aux_layers}
             self._extend(shorter, stay, [state for state, keep in zip(states, kept, strict=True) if keep])
 
-    def _put_off(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
-        """Rows of a prompt, or one row each and nothing was proposed, or both."""
-        copies, first = self._room.keep(aux_hidden_states, step.rows)
-        several = sum(segment.count == 1 for segment in step.segments) > 1
-        resting, self._resting = several or self._resting, several
-        for segment, state in zip(step.segments, states, strict=True):
-            slot, count = segment.slot, segment.count
-            if self._behind[slot] + count > self.backlog:
+    def _put_off(
+        self,
+        segments: Sequence[Segment],
+        counts: Sequence[int],
+        aux_hidden_states: Mapping[int, Tensor],
+        states: Sequence[SlotState],
+    ) -> None:
+        """Rows of a prompt, or one row each and nothing was proposed, or both. Every plain step comes through here."""
+        copies, first = self._room.keep(aux_hidden_states, sum(counts))
+        resting, self._resting = self._resting or counts.count(1) > 1, counts.count(1) > 1
+        for segment, count, state in zip(segments, counts, states, strict=True):
+            slot = segment.slot
+            late = self._late.get(slot)
+            if late is None:
+                late = self._late[slot] = []
+            elif self._behind[slot] + count > self.backlog:
                 if resting:
                     self._forget(slot, max(count, self.backlog // FORGOTTEN))
                 else:
                     self.catch_up(slot)
-            self._late.setdefault(slot, deque()).append(Late(state, segment, copies, first))
+                    late = self._late[slot] = []
+            if not (late and late[-1].longer(state, segment, copies, first)):
+                late.append(Late(state, slot, segment.start, count, copies, first))
             self._behind[slot] += count
             first += count
 
@@ -129,13 +163,11 @@ class DraftContext(Generic[D]):
         """So many rows are not followed, those of longest ago: there is a gap in the draft's context."""
         late = self._late[slot]
         while count and late:
-            one = late.popleft()
-            gone = min(count, one.segment.count)
+            gone = min(count, late[0].count)
             self._behind[slot] -= gone
             count -= gone
-            if gone < one.segment.count:
-                rest = Segment(slot, one.segment.start + gone, one.segment.count - gone)
-                late.appendleft(Late(one.state, rest, one.aux_hidden_states, one.first + gone))
+            if late[0].shorter(gone):
+                late.pop(0)
 
     def catch_up(self, *slots: int) -> None:
         """Follow what was put off of these slots, in as few forwards as hold it."""
@@ -156,12 +188,12 @@ class DraftContext(Generic[D]):
         parts = [late for run in runs for late in run]
         joined = {
             layer: torch.nn.functional.pad(
-                torch.cat([late.aux_hidden_states[layer].narrow(0, late.first, late.segment.count) for late in parts]),
+                torch.cat([late.aux_hidden_states[layer].narrow(0, late.first, late.count) for late in parts]),
                 (0, 0, 0, bucket - rows),
             )
             for layer in self.draft.aux_layers
         }
-        segments = tuple(Segment(run[0].segment.slot, run[0].segment.start, length(run)) for run in runs)
+        segments = tuple(Segment(run[0].slot, run[0].start, length(run)) for run in runs)
         self._extend(Step(segments, bucket), joined, [run[0].state for run in runs])
 
     def _extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
@@ -191,7 +223,7 @@ def consecutive(late: Sequence[Late]) -> list[list[Late]]:
     """Cut where a row is missing in between."""
     runs = list[list[Late]]()
     for one in late:
-        if runs and runs[-1][-1].segment.start + runs[-1][-1].segment.count == one.segment.start:
+        if runs and runs[-1][-1].start + runs[-1][-1].count == one.start:
             runs[-1].append(one)
         else:
             runs.append([one])
@@ -199,12 +231,12 @@ def consecutive(late: Sequence[Late]) -> list[list[Late]]:
 
 
 def length(run: Sequence[Late]) -> int:
-    return sum(late.segment.count for late in run)
+    return sum(late.count for late in run)
 
 
 def fits(run: Sequence[Late], others: Sequence[Sequence[Late]]) -> bool:
     """A slot comes once in a forward."""
-    return all(run[0].segment.slot != other[0].segment.slot for other in others)
+    return all(run[0].slot != other[0].slot for other in others)
 
 
 def settled(step: Step, kept: Sequence[Kept], buckets: Sequence[int]) -> tuple[Step, list[int]]:

@@ -118,6 +118,9 @@ class Pipeline:
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         """A shard that fails takes back what those before it have settled."""
+        if len(self._parts) == 1:
+            with current(self.device):
+                return self._parts[0].forward(step, inputs)
         found: dict[int, Tensor] = {}
         with ExitStack() as settled:
             for part in self._parts[:-1]:
