@@ -42,7 +42,7 @@ class Rates:
     drafter: int = 0
     gains: tuple[int, ...] = ()
     seen: int = 0
-    spare: int = 1500
+    spare: int = 2500
     rest: int = 0
     pause: int = 1
 

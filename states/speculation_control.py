@@ -28,9 +28,9 @@ from states.settings import Settings
 UNIT = 1000
 SPARE = 5 * UNIT  # of the server's account at most, which begins with `Rates.spare`: 1 % of 512 tokens
 REFILL = 10  # with a token: one percent
-FIRST = 2  # decode steps that the estimate counts for that a request, or the server, starts from
-MEMORY, SHARED = 8, 32  # decode steps that an estimate rests on at most, about: of a request, and of all of them
-LONGEST = 256  # plain launches between tries
+FIRST = 4  # decode steps that the estimate counts for that a request, or the server, starts from
+MEMORY, SHARED = 16, 64  # decode steps that an estimate rests on at most, about: of a request, and of all of them
+LONGEST = 512  # plain launches between tries
 HOPE = 600  # before anything is known: how likely a draft is right about the next token
 DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
 DEAREST = 2 * UNIT  # that a launch costs beyond a plain one at most, each time that it fills that one's forward

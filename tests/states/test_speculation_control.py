@@ -298,8 +298,8 @@ def test_a_request_learns_quickly_and_the_server_from_all_of_them() -> None:
         control.after(member, done(3, 0)),
     )
     assert rates.seen == member.seen == 41
-    assert 0.96 * known[0] <= rates.gains[0] < known[0]
-    assert member.gains[0] < 0.9 * known[0]
+    assert 0.97 * known[0] <= rates.gains[0] < known[0]
+    assert member.gains[0] < 0.97 * known[0]
     assert control.fresh(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, spare=rates.spare)
 
 
@@ -524,7 +524,7 @@ def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int,
             if left > len(step.tokens):
                 after.append((control.after(evolve(each, plan=plan), step), left - len(step.tokens)))
         busy = after
-    assert time / (UNIT * tokens / members) <= (1.015 if dear < 3 else 1.03), (
+    assert time / (UNIT * tokens / members) <= (1.015 if dear < 3 else 1.04), (
         "what is tried for the first time may be three times as dear as presumed"
     )
     assert chance < 0.8 or dear > 1 or members > 2 or time / (UNIT * tokens / members) < 0.8
@@ -537,7 +537,7 @@ MEASURED = Rates(decode=alone(10_000, 15_000, 17_000, 22_000))
 
 @pytest.mark.parametrize(
     ("right", "proposed", "accounts"),
-    [((2, 0, 3, 1), [3, 3, 3, 7], [2730, 2240, 4780, 5000]), ((0, 0, 0), [3, 3, 0], [710, 220, 230])],
+    [((2, 0, 3, 1), [3, 3, 3, 7], [3730, 3240, 5000, 5000]), ((0, 0, 0, 0, 0), [3, 3, 3, 3, 0], [1710, 1220, 730, 240, 250])],
 )
 def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int], accounts: list[int]) -> None:
     rates, member, found = MEASURED, control.fresh(CHAIN, MEASURED), list[tuple[int, int]]()
@@ -551,7 +551,7 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
         rates = control.settled(CHAIN, rates, plan, step)
         found.append((plan.proposals[0], rates.spare))
     assert found == list(zip(proposed, accounts, strict=True))
-    assert member.spare == {(2, 0, 3, 1): 5100, (0, 0, 0): 230}[right]
+    assert member.spare == {(2, 0, 3, 1): 6100, (0, 0, 0, 0, 0): 250}[right]
 
 
 @pytest.mark.parametrize(

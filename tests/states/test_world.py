@@ -387,7 +387,7 @@ def test_why_nothing_is_proposed_is_told() -> None:
 
 
 def test_a_request_decides_by_the_rates_as_they_are() -> None:
-    slow = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800), (0, 1, 4, 3200))))
+    slow = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800), (0, 1, 4, 3200)), rest=9))
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=6)), "four tokens in the time of four decode steps"
     assert world.requests[ONE].speculation.reason == "does_not_pay"  # type: ignore[union-attr]
