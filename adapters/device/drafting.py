@@ -145,13 +145,17 @@ class Choosing:
 
     def __call__(self, parts: Sequence[Tensor]) -> list[list[int]]:
         """Chains that need no look at what was proposed before are picked together; all where the target's are."""
-        parts = [part.to(one.sampler.device) for part, one in zip(parts, self.requests, strict=True)]
+        parts = [
+            part if part.device == one.sampler.device else part.to(one.sampler.device)
+            for part, one in zip(parts, self.requests, strict=True)
+        ]
         found: list[list[int]] = [[] for _ in parts]
         together = [index for index, part in enumerate(parts) if len(part) and self._plain(index)]
         if together:
             rows = [row for index in together for row in self._rows(index, len(parts[index]))]
             noise = [share for index in together for share in noise_of(len(parts[index]))]
-            tokens = iter(guesses(torch.cat([parts[index] for index in together]), rows, noise))
+            said = parts[together[0]] if len(together) == 1 else torch.cat([parts[index] for index in together])
+            tokens = iter(guesses(said, rows, noise))
             for index in together:
                 found[index] = [next(tokens) for _ in range(len(parts[index]))]
         for index, part in enumerate(parts):
@@ -217,8 +221,11 @@ def guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> lis
         return list(logits.argmax(-1).tolist())
     native = None if logits.is_cuda else compiled()
     if native is not None:  # a share of the noise, as if it were all at that share of the temperature
+        asked = [(row.sampler.sampling, share) for row, share in zip(rows, noise, strict=True)]
+        once = {(id(sampling), share): (sampling, share) for sampling, share in asked}
+        warm = {key: warmed(*one) for key, one in once.items()}
         wanted = [
-            (warmed(row.sampler.sampling, share), row.position, None) for row, share in zip(rows, noise, strict=True)
+            (warm[id(sampling), share], row.position, None) for row, (sampling, share) in zip(rows, asked, strict=True)
         ]
         return [int(token) for (token, _, _), _ in found_at_once(native, native.level, logits, logits, wanted)]
     ids, scores = candidates(logits, rows, noise)

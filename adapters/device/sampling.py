@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TypeAlias
 
 import torch
@@ -145,14 +145,28 @@ class DeadEnd:
 
 Picked: TypeAlias = Pick | NotFinite | DeadEnd
 
+TOGETHER = 4  # rows that a host picks from at once where their tokens may be asked for, one after the other
 
 def picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[int], Picked]:
-    """What is picked at a row. every: all of them will be asked for. Otherwise a host picks where somebody asks, a GPU
-    for all at once.
+    """What is picked at a row. every: all of them will be asked for. Otherwise a host picks where somebody asks, and for
+    those right behind it, where that is cheap; a GPU for all at once.
     """
     if every or logits.is_cuda:
         return pick(logits, rows).__getitem__
-    return lambda row: pick(logits[row : row + 1], rows[row : row + 1])[0]
+    found = dict[int, Picked]()
+
+    def picked(row: int) -> Picked:
+        if row not in found:
+            near = list(takewhile(cheap, rows[row : row + TOGETHER])) or rows[row : row + 1]
+            found.update(enumerate(pick(logits[row : row + len(near)], near), row))
+        return found[row]
+
+    return picked
+
+
+def cheap(row: Draw) -> bool:
+    """Is one more of these hardly noticed beside another?"""
+    return row.sampler.plain and row.sampler.matching is None and row.sampler.sampling.logprobs < 0
 
 
 @define(eq=False)

@@ -136,11 +136,9 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         total = sum(segment.count for segment in segments)
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= total))
         buffers = self._block(step.bucket)
-        tokens = torch.full((total,), self._config.mask_token_id)
-        row = 0
+        tokens = list[int]()
         for request, segment in zip(requests, segments, strict=True):
-            tokens[row] = request.token
-            row += segment.count
+            tokens += [request.token, *[self._config.mask_token_id] * (segment.count - 1)]
         with torch.inference_mode(), current(self._device):
             buffers.batch.before = tuple(request.first for request in requests)
             buffers.batch.load(step, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -62,7 +63,7 @@ class Batch:
         self.table = self._staging if self.device.type == "cpu" else self._staging.to(self.device)
         self.tokens, self.slots, self.positions, self.lengths = self.table[:4].unbind(0)
 
-    def load(self, step: Step, tokens: Tensor | None) -> None:
+    def load(self, step: Step, tokens: Tensor | Sequence[int] | None) -> None:
         """Fill the buffers from `step`; tokens: int64 `[rows]` on any device, or None on a later shard."""
         host, row = self._host, 0
         if self._copied is not None:
@@ -75,15 +76,15 @@ class Batch:
             host[2, row:end] = np.arange(segment.start, segment.start + segment.count)
             row = end
         self._measure(step, host)
-        on_host = tokens is not None and tokens.device.type == "cpu"
-        if tokens is not None and on_host:
-            host[0, :row] = tokens.numpy()
+        there = tokens if isinstance(tokens, Tensor) and tokens.device.type != "cpu" else None
+        if tokens is not None and there is None:
+            host[0, :row] = tokens.numpy() if isinstance(tokens, Tensor) else tokens
         if self.table is not self._staging:
             self.table.copy_(self._staging, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        if tokens is not None and not on_host:
-            self.tokens[:row].copy_(tokens)
+        if there is not None:
+            self.tokens[:row].copy_(there)
         self.segments = step.segments
 
     def _measure(self, step: Step, host: HostTable) -> None:  # noqa: ARG002 - a batch of blocks needs the step

@@ -136,6 +136,26 @@ static long all_chances(const float *logits, long vocabulary, chance_t *chances)
     return vocabulary;
 }
 
+// Those of a logit that is no less, and of any weight at all: how many that is, and what they weigh together. So none that
+// comes before one of them, in order, is missing.
+static long likeliest_of(
+    const float *logits, long vocabulary, double bound, const int64_t *weights, chance_t *chances, int64_t *together
+) {
+    long count = 0;
+    *together = 0;
+    for (long first = 0; first < vocabulary; first += 16) {
+        const long last = first + 16 < vocabulary ? first + 16 : vocabulary;
+        int some = 0;
+        for (long i = first; i < last; i++) some |= (double)logits[i] >= bound;
+        for (long i = first; some && i < last; i++) {
+            if ((double)logits[i] < bound || !weights[i]) continue;
+            *together += weights[i];
+            chances[count++] = (chance_t){place_of(logits[i]), (int32_t)i, weights[i]};
+        }
+    }
+    return count;
+}
+
 // Top-k, and top-p of what it leaves: the tokens that stay, in ascending order, as `chances`.
 static long truncated(const drawing_t *job, const draw_t *draw, const float *logits, double peak, const desk_t *desk) {
     const long vocabulary = job->vocabulary;
@@ -151,12 +171,11 @@ static long truncated(const drawing_t *job, const draw_t *draw, const float *log
         for (long i = 0; i < count; i++) total += chances[i].amount = desk->weights[i];
     } else {
         job->isa->weights(logits, vocabulary, peak, draw->temperature, job->factors, desk->weights);
-        for (long i = 0; i < vocabulary; i++) {
-            const int64_t weight = desk->weights[i];
-            if (!weight) continue; // it is behind all that have any
-            total += weight;
-            chances[count++] = (chance_t){place_of(logits[i]), (int32_t)i, weight};
-        }
+        for (long i = 0; i < vocabulary; i++) total += desk->weights[i];
+        static const double depths[] = {6.0, 12.0, INFINITY}; // few tokens are most of it
+        int64_t found = 0;
+        for (int i = 0; i < 3 && (i == 0 || (double)found < (double)total * draw->mass); i++)
+            count = likeliest_of(logits, vocabulary, peak - depths[i] * draw->temperature, desk->weights, chances, &found);
     }
     return until(chances, count, last_of(chances, count, (double)total * draw->mass, desk->fewer));
 }
