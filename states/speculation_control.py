@@ -78,6 +78,7 @@ class Plan:
     plain: int = 0  # nanoseconds of a plain launch; 0: not measured
     trying: bool = False  # it is not expected to pay
     late: bool = False  # the draft has rows to follow before it proposes, which no price tells of
+    own: bool = False  # its members can pay for it with what they have gained themselves, so the server does not
     reason: str = ""  # machine-readable: why some propose nothing; empty: to measure a plain launch, or they want none
     steps: int = 1  # for so many it holds, whatever they bring
 
@@ -235,7 +236,9 @@ def share(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms,
     if offer.measuring or not limit or not any(most for most, _ in wanted):
         return plain
     ways = list(possible(wanted, offer, limit))
-    spare = min(rates.spare, *(control.spare for _, control in wanted if control))
+    own = min(control.spare for _, control in wanted if control)
+    gained = own - SPARE  # more than any answer begins with: whoever loses that again is no later than without a draft
+    spare = min(own, max(rates.spare, gained))
     within = [way for way in ways if way.price - UNIT <= spare]
     best = max(within, key=worth, default=None)
     pays = worth(best) > UNIT * len(wanted) if best else False
@@ -247,7 +250,8 @@ def share(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms,
         proposals[member] = propose
     late = any(control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose)
     steps = bearable(best.price, spare) if pays and not late else 1
-    return Plan(tuple(proposals), best.price, offer.plain, not pays, late or not pays, "does_not_pay", steps)
+    mine = gained > rates.spare
+    return Plan(tuple(proposals), best.price, offer.plain, not pays, late or not pays, mine, "does_not_pay", steps)
 
 
 def quiet(ways: Sequence[Way], rest: int, spare: int) -> int:
@@ -308,6 +312,7 @@ def settled(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rate
     if not any(plan.proposals):
         return rates
     spare = min(balance(rates.spare, plan, done, len(plan.proposals)), SPARE)
+    spare = max(spare, rates.spare) if plan.own else spare
     if not done.proposed:
         return evolve(rates, spare=spare)
     learnt = after(evolve(fresh(settings, rates), seen=rates.seen), done, SHARED)

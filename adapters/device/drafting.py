@@ -36,7 +36,8 @@ from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 log = logging.getLogger("rekindle.device")
 
 CANDIDATES = 64  # tokens that a position's proposal is drawn from, the draft's likeliest
-NOISE = 0.6  # of the target's, for what is proposed blindly after another proposal: the odds then count for more
+FIRST, NOISE = 0.8, 0.6  # of the target's noise, for the first proposal, and for what is proposed blindly after another
+MASS = 0.95  # of what top-p leaves: the tail of a draft is less to be believed than the target's
 CHILDREN = 8  # of a node: more are never reached by trees of the sizes that pay
 
 
@@ -209,10 +210,10 @@ class Choosing:
 def noise_of(count: int) -> list[float]:
     """How much of the target's noise each of `count` proposals is picked with that a draft says at once.
 
-    All of it for the first one: a draft that was right would pick the target's own token. The others are said without
-    knowing what was picked before them, which the target knows.
+    All of it would pick the target's own token if the draft were right; the less it knows, the more its odds count. The
+    others are said without knowing what was picked before them, which the target knows.
     """
-    return [1.0, *[NOISE] * (count - 1)][:count]
+    return [FIRST, *[NOISE] * (count - 1)][:count]
 
 
 def guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> list[int]:
@@ -233,7 +234,7 @@ def guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> lis
 
 
 def warmed(sampling: Sampling, share: float) -> Sampling:
-    return evolve(sampling, temperature=share * sampling.temperature, logprobs=-1)
+    return evolve(sampling, temperature=share * sampling.temperature, top_p=MASS * sampling.top_p, logprobs=-1)
 
 
 def candidates(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -254,7 +255,7 @@ def candidates(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> 
     before = shares.cumsum(-1) - shares
     most = column([sampling.top_k or CANDIDATES for sampling in samplings], ids)
     out = torch.arange(ids.shape[1], device=ids.device) >= most
-    out |= before >= column([sampling.top_p for sampling in samplings], before)
+    out |= before >= column([MASS * sampling.top_p for sampling in samplings], before)
     out |= shares < shares[:, :1] * column([sampling.min_p for sampling in samplings], shares)
     return ids, scores.masked_fill_(out, -math.inf).float()
 

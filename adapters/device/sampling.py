@@ -147,9 +147,10 @@ Picked: TypeAlias = Pick | NotFinite | DeadEnd
 
 TOGETHER = 4  # rows that a host picks from at once where their tokens may be asked for, one after the other
 
+
 def picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[int], Picked]:
-    """What is picked at a row. every: all of them will be asked for. Otherwise a host picks where somebody asks, and for
-    those right behind it, where that is cheap; a GPU for all at once.
+    """What is picked at a row. every: all of them will be asked for. Otherwise a host picks where somebody asks, and at
+    a few rows behind it where that is cheap; a GPU picks at all of them at once.
     """
     if every or logits.is_cuda:
         return pick(logits, rows).__getitem__

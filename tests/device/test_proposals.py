@@ -9,6 +9,7 @@ import pytest
 import torch
 from attrs import define
 
+from adapters.device import drafting
 from adapters.device.draft_context import LateRows
 from adapters.device.drafting import Drafting
 from adapters.device.proposer import DraftRequest
@@ -211,8 +212,12 @@ async def test_the_request_decides_how_wide_a_decode_step_is():
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
-async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_request(sampling):
-    """The fake draft knows no noise beyond the first row, where its logits are the target's: there it must be right."""
+async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_request(sampling, monkeypatch):
+    """The fake draft knows no noise beyond the first row, where its logits are the target's: with all of the noise and
+    all of what may be drawn it must be right there.
+    """
+    monkeypatch.setattr(drafting, "FIRST", 1.0)
+    monkeypatch.setattr(drafting, "MASS", 1.0)
     driver, draft, _ = drafted()
     decode = await agreed(driver, prompt_of(45, 20), sampling=sampling)
     assert min(decode) >= 2

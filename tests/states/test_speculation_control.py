@@ -155,7 +155,7 @@ def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
 
 @pytest.mark.parametrize(
     ("server", "own", "proposed"),
-    [(5000, 5000, 15), (1199, 5000, 7), (5000, 1199, 7), (200, 5000, 3), (5000, 199, 0), (-1, 5000, 0)],
+    [(5000, 5000, 15), (1199, 5000, 7), (5000, 1199, 7), (200, 5000, 3), (5000, 199, 0), (-1, 4999, 0)],
 )
 def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own: int, proposed: int) -> None:
     rates, member = evolve(STEEP, spare=server), sure(3000, 7000, 15000, spare=own)
@@ -163,6 +163,19 @@ def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own
     assert plan.proposals == (proposed,)
     earning = -(-(200 - min(server, own)) // control.REFILL)
     assert proposed or plan == Plan((0,), plain=1000, reason="loss_limit", steps=earning), "then the first can be borne"
+
+
+def test_an_answer_may_lose_again_what_it_has_gained_itself() -> None:
+    """And no more: where it ends, it is no later than without a draft, so the server has not lost anything by it."""
+    empty, good = evolve(STEEP, spare=0), sure(2500, 4000, 5000, spare=SPARE + 600)
+    plan = control.share([(15, good)], ALONE, empty, 64)
+    assert (plan.proposals, plan.price, plan.own) == ((7,), 1500, True)
+    assert control.share([(15, good), (15, evolve(good, spare=SPARE))], ALONE, empty, 64).proposals == (0, 0)
+    assert not control.share([(15, good)], ALONE, evolve(STEEP, spare=SPARE), 64).own, "the server can bear it"
+    lost, won = done(7, 0), done(7, 7)
+    assert control.settled(CHAIN, empty, plan, lost).spare == 0
+    assert control.after(evolve(good, plan=plan), lost).spare == SPARE + 600 + UNIT + REFILL - 1500
+    assert control.settled(CHAIN, empty, plan, won).spare == SPARE
 
 
 def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
@@ -537,7 +550,10 @@ MEASURED = Rates(decode=alone(10_000, 15_000, 17_000, 22_000))
 
 @pytest.mark.parametrize(
     ("right", "proposed", "accounts"),
-    [((2, 0, 3, 1), [3, 3, 3, 7], [3730, 3240, 5000, 5000]), ((0, 0, 0, 0, 0), [3, 3, 3, 3, 0], [1710, 1220, 730, 240, 250])],
+    [
+        ((2, 0, 3, 1), [3, 3, 3, 7], [3730, 3240, 5000, 5000]),
+        ((0, 0, 0, 0, 0), [3, 3, 3, 3, 0], [1710, 1220, 730, 240, 250]),
+    ],
 )
 def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int], accounts: list[int]) -> None:
     rates, member, found = MEASURED, control.fresh(CHAIN, MEASURED), list[tuple[int, int]]()
