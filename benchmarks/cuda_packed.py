@@ -38,7 +38,7 @@ from benchmarks.cuda_model import (
     seconds,
     wide_steps,
 )
-from benchmarks.report import table
+from benchmarks.report import raw, table
 
 HEAD = "lm_head.weight"
 LAYERS: Mapping[str, StepLayout] = {
@@ -112,6 +112,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         found[name] = measured(name, args, max(speeds.values()))
+        raw("cuda_packed", {"weights": name} | found[name])
     plain = found["bf16"]["prefill"]
     title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {max(speeds.values()) / 1e12:.2f} TB/s"
     table(title, [shown(name, one, plain) for name, one in found.items()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ LAYOUTS = (
     StepLayout("e4m3", 128, scale="float32"),
     StepLayout("e4m3", 64, scale="bfloat16"),
 )
-ROWS = (1, 2, 7, 16, 33, 128, 129, 256, 2048)
+ROWS = (1, 4, 7, 8, 16, 32, 50, 64, 128, 129, 256, 2048)
 
 
 @pytest.fixture
@@ -85,6 +86,20 @@ def test_a_packed_product_has_the_bits_of_the_unpacked_one_at_every_row_count(ke
             assert same_bits(kernels.linear(x[rows].contiguous(), one), expected[rows])
             assert same_bits(kernels.gated(x[rows].contiguous(), both), gated[rows])
     assert size_of(one) < 1.1 * layout.bits / 8 * 72 * columns + 72 * 64
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_program_with_more_rows_of_a_weight_has_the_same_bits(kernels, layout):
+    matrix, x = random_matrix((200, 1280), layout, "q"), inputs(256, 1280)
+    (part,) = kernels.pack(stack_of(matrix)).parts
+    expected = kernels.linear(x, kernels.pack(matrix.unpacked(torch.bfloat16).to(DEVICE)))
+    rooms = (99 << 10, kernels._shared)  # noqa: SLF001 - the smallest GPUs', and this one's
+    for count, shared in itertools.product((1, 16, 32, 50, 128), rooms):
+        tile = triton_packed.choose_packed_tile(count, part.outputs, processors=1, shared=shared)
+        assert tile.columns == 64
+        out = torch.full_like(expected[:count], float("nan"))
+        triton_packed.multiply_narrow(x[:count], part, out, tile, gated=False, pdl=kernels.pdl)
+        assert same_bits(out, expected[:count])
 
 
 def test_parts_that_are_packed_otherwise_or_not_at_all_stand_one_below_the_other(kernels):

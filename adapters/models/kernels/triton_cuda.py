@@ -130,7 +130,7 @@ class TritonKernels:
         self.delta = CudaDelta(self.device, self.pdl)
         self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl)
         self.grouped = CudaExperts(self._shared, self.pdl)
-        self._packing = CudaPacking(self.device, self.pdl)
+        self._packing = CudaPacking(self.device, self._processors, self._shared, self.pdl)
 
     @property
     def numbers(self) -> tuple[object, ...]:

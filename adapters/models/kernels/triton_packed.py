@@ -19,13 +19,16 @@ from triton.experimental.gluon import language as gl
 from adapters.checkpoint.packed import PackedMatrix, Stack, StepLayout
 from adapters.models.kernels.packed_forms import block_of, served
 from adapters.models.kernels.triton import packed
+from adapters.models.kernels.triton.packed_numbers import BlockForm
 from adapters.models.kernels.triton_attention import NARROW, launching
 
 SCRATCH_BYTES = 128 << 20  # of unpacked weights: all of one, or pieces that are enough work for every processor
 _WIDEST = 256  # columns of a tile of the products
 _PIECE = 1 << 24  # steps rearranged at once
 _SIDE = 8  # rows that lie side by side
-_LARGEST = 2.0**7  # of E4M3's scales, which are kept 2 ** 120 times as great
+_ROOMY = 160 << 10  # bytes of shared memory
+_CONVERTS = (8, 9)  # compute capability from which E4M3 has instructions
+_LARGEST = 2.0**7  # of E4M3's scales, which are kept 2 ** 120 times as great without them
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _HELD = {16: torch.int16, 32: torch.int32, 64: torch.int64}
@@ -43,6 +46,7 @@ class CudaSteps:
     inner: Tensor | None
     least: Tensor | None
     own: Tensor | None
+    converts: bool
 
     @property
     def blocks(self) -> int:
@@ -55,9 +59,10 @@ class CudaSteps:
         return [self.words, *(self.words if one is None else one for one in levels)]
 
     @property
-    def form(self) -> packed.BlockForm:
+    def form(self) -> BlockForm:
         own, scale = self.layout, _NUMBERS[self.layout.scale]
-        return packed.BlockForm(own.steps, block_of(own), own.group, own.span, scale, own.inner, own.least)
+        levels = (own.group, own.span, scale, own.inner, own.least)
+        return BlockForm(own.steps, block_of(own), *levels, self.converts)
 
 
 @frozen(eq=False)
@@ -79,9 +84,13 @@ class Multiply(Protocol):
 
 @define(eq=False)
 class CudaPacking:
-    """pdl: as everywhere. What is kept of its own is kept for good, since recorded graphs hold its address."""
+    """processors, shared, pdl: as everywhere. What is kept of its own is kept for good, since recorded graphs hold its
+    address.
+    """
 
     device: torch.device
+    processors: int
+    shared: int
     pdl: bool | None
     _scratch: Tensor | None = field(init=False, default=None)
 
@@ -120,7 +129,8 @@ class CudaPacking:
             if not isinstance(part, CudaSteps):
                 plain(x, part.weight, columns, gated=False)
             elif len(x) <= NARROW:
-                multiply_narrow(x, part, columns, gated=weight.gated, pdl=self.pdl)
+                tile = choose_packed_tile(len(x), part.outputs, self.processors, self.shared)
+                multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
             at += width // share
@@ -142,10 +152,11 @@ class CudaPacking:
 def steps_of(matrix: PackedMatrix, device: torch.device) -> CudaSteps | None:
     """Of one that is served; None for scales that are too great."""
     layout, (rows, columns), scale = matrix.layout, matrix.shape, matrix.scale
+    converts = layout.steps == "e4m3" and torch.cuda.get_device_capability(device) >= _CONVERTS
     if layout.steps == "e4m3":
         if float(scale.abs().max()) > _LARGEST:
             return None
-        layout, scale = evolve(layout, scale="float32"), scale.float() * 2.0**120
+        layout, scale = evolve(layout, scale="float32"), scale.float() * (1.0 if converts else 2.0**120)
     block, step = block_of(layout), max(1, _PIECE // columns // _SIDE)
     words = torch.empty(-(-rows // _SIDE), -(-columns // block), 128, dtype=torch.int32, device=device)
     for first in range(0, len(words), step):
@@ -158,7 +169,7 @@ def steps_of(matrix: PackedMatrix, device: torch.device) -> CudaSteps | None:
     scales = levels(scale, layout.span)
     assert scales is not None
     inner, least = levels(matrix.inner, layout.group), levels(matrix.least, layout.group)
-    return CudaSteps(layout, rows, columns, words, scales, inner, least, levels(matrix.own, layout.span))
+    return CudaSteps(layout, rows, columns, words, scales, inner, least, levels(matrix.own, layout.span), converts)
 
 
 def words_of(steps: Tensor, layout: StepLayout) -> Tensor:
@@ -179,45 +190,57 @@ def words_of(steps: Tensor, layout: StepLayout) -> Tensor:
 
 
 def _levels(one: Tensor, group: int, block: int, blocks: int) -> Tensor:
-    """Those of a block's groups in one number, so that one load has them. Groups of 16 of 128 columns are in two: the
-    first halves of all words, and the second ones.
+    """`[rows / 8, numbers, 8]`: those of a block's groups in one number, so that one load has them, and whole numbers
+    then 128 greater. Groups of 16 of 128 columns are in two: the first halves of all words, and the second ones.
     """
     held = block // group
-    if held <= 1:
-        return one.contiguous()
-    one = pad(one.view(_WHOLE[one.itemsize]), (0, blocks * held - one.shape[1]))
-    if held == 8:
-        one, held = one.view(len(one), -1, 4, 2).transpose(2, 3).flatten(1), 4
-    return one.contiguous().view(_HELD[held * one.itemsize * 8])
+    if held > 1:
+        one = pad(one.view(_WHOLE[one.itemsize]), (0, blocks * held - one.shape[1]))
+        one = one ^ -128 if one.dtype == torch.int8 else one
+        if held == 8:
+            one, held = one.view(len(one), -1, 4, 2).transpose(2, 3).flatten(1), 4
+        one = one.contiguous().view(_HELD[held * one.itemsize * 8])
+    one = pad(one, (0, 0, 0, -len(one) % _SIDE))
+    return one.view(len(one) // _SIDE, _SIDE, -1).transpose(1, 2).contiguous()
 
 
 @frozen
 class PackedTile:
-    """Rows of x and of the weight that a program has, its warps, and columns of both that are loaded at once."""
+    """Rows of x and of the weight that a program has, columns of both that are loaded at once, its warps, and how many
+    such chunks it has room for: an even number.
+    """
 
     rows: int
     columns: int
-    warps: int
     chunk: int
+    warps: int = 4
+    stages: int = 4
 
 
-def choose_packed_tile(count: int) -> PackedTile:
-    """None takes more than 64 KiB of shared memory: there are GPUs that have little more."""
-    if count <= 16:
-        return PackedTile(16, 32, 4, 512)
-    return PackedTile(32, 64, 8, 512) if count <= 32 else PackedTile(64, 64, 8, 256)
+def choose_packed_tile(count: int, outputs: int, processors: int, shared: int) -> PackedTile:
+    """shared: bytes of shared memory that a program may have.
+
+    A product takes no less than its chain over the columns, so programs are small: 4,096 outputs of 32 a program are
+    about one for each processor, and there is room for those of some more rows beside them. Where there are many
+    outputs anyway, 64 read less of x, and more rows unpack less often. All but one tile need no more than 99 KiB, what
+    the smallest GPUs have.
+    """
+    many = outputs >= 96 * processors
+    if count <= 16 or (count <= 64 and not many):
+        return PackedTile(16, 64, 128) if many else PackedTile(16, 32, 256)
+    return PackedTile(32, 64, 256, warps=8) if count <= 32 and shared >= _ROOMY else PackedTile(64, 64, 128)
 
 
 def multiply_narrow(
-    x: Tensor, weight: CudaSteps, out: Tensor, *, gated: bool, pdl: bool | None, tile: PackedTile | None = None
+    x: Tensor, weight: CudaSteps, out: Tensor, tile: PackedTile, *, gated: bool, pdl: bool | None
 ) -> None:
-    tile = tile or choose_packed_tile(len(x))
     grid = (triton.cdiv(weight.outputs, tile.columns), triton.cdiv(len(x), tile.rows))
     sizes = (len(x), weight.outputs, weight.columns, weight.blocks, out.stride(0))
     constants = {
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "CHUNK": tile.chunk,
+        "STAGES": tile.stages,
         "FORM": weight.form,
         "GATED": gated,
     }

@@ -2,116 +2,31 @@
 
 A weight becomes step * scale - least in float32, rounded to what is computed in, before it is multiplied: the very
 number that unpacking at load gives. The sums are those of `linear`: one chain over ascending k in steps of 16. So the
-bits are those of products with unpacked weights, at every row count.
-
-Words lie as the registers of the tensor cores want their numbers, so nothing moves between lanes: lane t of four has,
-of every 16 columns of its row, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and takes four words at once. What lanes are at is
-`[rows, 4 lanes, 4 words]`; a block is the columns of a row's words.
+bits are those of products with unpacked weights, at every row count. How words lie: `packed_numbers`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from attrs import frozen
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.linear import silu_times
+from adapters.models.kernels.triton.packed_numbers import weights_of
+from adapters.models.kernels.triton.packed_ring import fetch_weights, rings_of, taken_chunk
 
 _silu_times = gluon.jit(silu_times.fn)
-
-
-@frozen
-class BlockForm:
-    """How a packed matrix lies, as `StepLayout` has it. scale: Triton's dtype. block: columns of one."""
-
-    steps: str
-    block: int
-    group: int
-    span: int
-    scale: Any
-    inner: bool
-    least: str
-
-    @property
-    def width(self) -> int:
-        """Bits of a step, once it has been looked up."""
-        return 4 if self.steps in {"uint4", "int4"} else 8
-
-
-@gluon.jit
-def _number(word, AT: gl.constexpr, FORM: gl.constexpr):
-    """What step AT of a word stands for, float32, exactly; of E4M3 2 ** -120 of that.
-
-    Whole numbers are put into the mantissa of a power of two, which is subtracted again.
-    """
-    if FORM.steps == "e4m3":
-        # Sign, exponent and mantissa go where float32 has them; subnormal numbers come out right, too.
-        return (((word << (24 - 8 * AT)) >> 4) & -0x78100000).to(gl.float32, bitcast=True)
-    WIDTH: gl.constexpr = FORM.width
-    SHIFT: gl.constexpr = 0 if (AT + 1) * WIDTH <= 23 else 12 if WIDTH == 4 else 16
-    PLACE: gl.constexpr = AT * WIDTH - SHIFT
-    MASK: gl.constexpr = ((1 << WIDTH) - 1) << PLACE
-    OFFSET: gl.constexpr = 128 if WIDTH == 8 else 8 if FORM.steps == "int4" else 0
-    if SHIFT > 0:
-        word = word >> SHIFT
-    bits = _masked(word, MASK, (127 + 23 - PLACE) << 23)
-    return bits.to(gl.float32, bitcast=True) - (2.0 ** (23 - PLACE) + OFFSET)
-
-
-@gluon.jit
-def _masked(word, MASK: gl.constexpr, BITS: gl.constexpr):
-    """word & MASK | BITS in one instruction, where the compiler takes two."""
-    return gl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,n,r", [word, MASK, BITS], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _looked_up(word):
-    """A byte for each of a word's lower four steps: what IQ4's table has there, and 128."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 place, low, high, from;
-        and.b32 place, $1, 0x7777;
-        prmt.b32 low, 0x3f2d1801, 0x766a5d4f, place;
-        prmt.b32 high, 0xa6998d81, 0xf1d9c5b5, place;
-        and.b32 from, $1, 0x8888;
-        shr.u32 from, from, 1;
-        or.b32 from, from, 0x3210;
-        prmt.b32 $0, low, high, from;
-        }""",
-        "=r,r",
-        [word],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
 
 
 @gluon.jit
 def _held(ptr, n, block, S: gl.constexpr, blocks, BLOCK: gl.constexpr, GROUP: gl.constexpr):
     """Of each row the number in which those of a block's groups are; S: of each 32 columns the first or second 16."""
     if GROUP >= BLOCK:
-        return gl.load(ptr + n * (blocks // (GROUP // BLOCK)) + block // (GROUP // BLOCK))
+        return gl.load(ptr + ((n // 8) * (blocks // (GROUP // BLOCK)) + block // (GROUP // BLOCK)) * 8 + n % 8)
     if GROUP * 4 >= BLOCK:
-        return gl.load(ptr + n * blocks + block)
-    return gl.load(ptr + n * (blocks * 2) + block * 2 + S)
-
-
-@gluon.jit
-def _of_word(held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
-    """That of each word's group, float32."""
-    if GROUP < BLOCK:
-        COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
-        held = held >> (c * COUNT // 4 * KIND.primitive_bitwidth).to(held.dtype)
-        held = held.to(gl.int16 if KIND.is_floating() else KIND)
-        if KIND.is_floating():
-            held = held.to(KIND, bitcast=True)
-    return held.to(gl.float32)
+        return gl.load(ptr + ((n // 8) * blocks + block) * 8 + n % 8)
+    return gl.load(ptr + ((n // 8) * (blocks * 2) + block * 2 + S) * 8 + n % 8)
 
 
 @gluon.jit
@@ -140,63 +55,6 @@ def _load(matrix, places, block, blocks, FORM: gl.constexpr):
     if FORM.group * 4 < FORM.block:
         second = _levels(matrix, n, block, 1, blocks, FORM)
     return words, first, second
-
-
-@gluon.jit
-def _chunk(matrix, places, block, blocks, COUNT: gl.constexpr, FORM: gl.constexpr):
-    """So many blocks from this one on, none of them behind the last."""
-    found = (_load(matrix, places, gl.minimum(block, blocks - 1), blocks, FORM),)
-    for more in gl.static_range(1, COUNT):
-        found = found + (_load(matrix, places, gl.minimum(block + more, blocks - 1), blocks, FORM),)  # noqa: RUF005
-    return found
-
-
-@gluon.jit
-def _scales(levels, c, FORM: gl.constexpr):
-    """What steps are multiplied with, and what is subtracted then."""
-    scale, inner, least, own = levels
-    outer = _of_word(scale, c, FORM.block, FORM.span, FORM.scale)
-    factor, below = outer, outer
-    if FORM.inner:
-        factor = outer * _of_word(inner, c, FORM.block, FORM.group, gl.int8)
-    if FORM.least == "own":
-        below = _of_word(own, c, FORM.block, FORM.span, FORM.scale)
-    if FORM.least != "":
-        below = below * _of_word(least, c, FORM.block, FORM.group, gl.int8)
-    return factor, below
-
-
-@gluon.jit
-def _value(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
-    factor, below = scales
-    found = _number(word, AT, FORM) * factor
-    if FORM.least != "":
-        found = found - below
-    return found
-
-
-@gluon.jit
-def _four(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
-    """A word's numbers of 16 columns: ..., one of a pair, half of the 16."""
-    FIRST: gl.constexpr = 0 if FORM.steps == "iq4" else AT
-    if FORM.steps == "iq4":
-        word = _looked_up(word >> (4 * AT))
-    low = gl.join(_value(word, FIRST, scales, FORM), _value(word, FIRST + 1, scales, FORM))
-    return gl.join(low, gl.join(_value(word, FIRST + 2, scales, FORM), _value(word, FIRST + 3, scales, FORM)))
-
-
-@gluon.jit
-def _weights(packed, c, LAYOUT: gl.constexpr, dtype: gl.constexpr, FORM: gl.constexpr):
-    """A loaded block as `[block, rows]` of what is computed in, laid out as the right side of a product."""
-    words, first, second = packed
-    found = _four(words, 0, _scales(first, c, FORM), FORM)
-    if FORM.block == 128:
-        found = gl.join(found, _four(words, 4, _scales(second, c, FORM), FORM))
-        found = found.permute((0, 2, 5, 4, 1, 3))
-    else:
-        found = found.permute((0, 2, 4, 1, 3))
-    found = found.reshape((words.shape[0], FORM.block)).permute((1, 0))
-    return gl.convert_layout(found, LAYOUT, assert_trivial=True).to(dtype)
 
 
 @gluon.jit
@@ -229,7 +87,7 @@ def _store(acc, out_ptr, m0, n0, rows, columns, stride, GATED: gl.constexpr):
     gl.store(out_ptr + m.to(gl.int64) * stride + n, out, mask=(m < rows) & (n < columns))
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "blocks"])
 def packed_narrow(
     words_ptr,
     scale_ptr,
@@ -246,6 +104,7 @@ def packed_narrow(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
@@ -253,45 +112,77 @@ def packed_narrow(
 ):
     """out[rows, columns] = x @ w.T for few rows. blocks: of a row of w. stride: from one row of out to the next.
 
-    A program owns BLOCK_N rows of w over the whole depth. CHUNK columns of them and of x are on their way while those
-    before them are multiplied.
+    A program owns BLOCK_N rows of w over the whole depth. STAGES chunks of CHUNK columns, of them and of x, are in
+    shared memory or on their way there; of the next chunk a warp already has its words while it multiplies this one.
+    Even chunks and odd ones have rooms of their own: else the compiler puts a barrier between what is fetched into one
+    and what is read from the other.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     COUNT: gl.constexpr = CHUNK // FORM.block
+    GROUPS: gl.constexpr = BLOCK_N // 8
+    HALF: gl.constexpr = STAGES // 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, num_warps], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [num_warps, 1, 1], [2, 1, 0])
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
+    group0, groups = n0 // 8, gl.cdiv(columns, 8)
     matrix = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-    places = _places(n0, columns, BLOCK_N, num_warps)
-    c = places[2]
+    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
     m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))[:, None]
     k = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ROWS))[None, :]
-    buffers = gl.allocate_shared_memory(dtype, [2, BLOCK_M, CHUNK], SHARED)
-    w = _chunk(matrix, places, 0, blocks, COUNT, FORM)
+    even_x = gl.allocate_shared_memory(dtype, [HALF, BLOCK_M, CHUNK], SHARED)
+    odd_x = gl.allocate_shared_memory(dtype, [HALF, BLOCK_M, CHUNK], SHARED)
+    even_w = rings_of(matrix, CHUNK, GROUPS, HALF, FORM)
+    odd_w = rings_of(matrix, CHUNK, GROUPS, HALF, FORM)
+    for at in gl.static_range(STAGES):
+        rings = odd_w if at % 2 else even_w
+        fetch_weights(matrix, rings, at // 2, group0, groups, at * COUNT, blocks, FORM, num_warps)
     if PDL:
         gdc_wait()
-    _fetch(x_ptr, buffers.index(0), m, k, rows, depth)
+    for at in gl.static_range(STAGES - 1):
+        buffers = odd_x if at % 2 else even_x
+        _fetch(x_ptr, buffers.index(at // 2), m, k + at * CHUNK, rows, depth)
+    async_copy.wait_group(STAGES - 2)
+    gl.thread_barrier()
+    w = taken_chunk(even_w, 0, COUNT, LANES, FORM)
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)
-    for block in range(0, blocks, COUNT):
-        x = buffers.index(block // COUNT % 2)
-        k += CHUNK
-        # Loads stay in front of the barrier, long before anything waits for them; else the compiler puts them last.
-        coming = _chunk(matrix, places, block + COUNT, blocks, COUNT, FORM)
-        async_copy.wait_group(0)
+    k += (STAGES - 1) * CHUNK
+    here, last = 0, HALF - 1
+    for block in range(0, blocks, 2 * COUNT):
+        behind = block + STAGES * COUNT
+        after = (here + 1) % HALF
+        async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()
-        _fetch(x_ptr, buffers.index(1 - block // COUNT % 2), m, k, rows, depth)
-        for at in gl.static_range(COUNT):  # behind the last block x is zeros, whatever w is multiplied with them
-            part = x.slice(at * FORM.block, FORM.block, 1)
-            acc = mma_v2(part.load(LEFT), _weights(w[at], c, RIGHT, dtype, FORM), acc)
-        w = coming
+        fetch_weights(matrix, even_w, here, group0, groups, behind, blocks, FORM, num_warps)
+        _fetch(x_ptr, odd_x.index(last), m, k, rows, depth)
+        coming = taken_chunk(odd_w, here, COUNT, LANES, FORM)
+        acc = _multiplied(acc, even_x.index(here), w, c, FORM)
+        async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()
+        fetch_weights(matrix, odd_w, here, group0, groups, behind + COUNT, blocks, FORM, num_warps)
+        _fetch(x_ptr, even_x.index(here), m, k + CHUNK, rows, depth)
+        w = taken_chunk(even_w, after, COUNT, LANES, FORM)
+        acc = _multiplied(acc, odd_x.index(here), coming, c, FORM)
+        k += 2 * CHUNK
+        here, last = after, here
     async_copy.wait_group(0)
-    if PDL:
+    if PDL:  # not before: programs of products to come would crowd some processors and leave others
         gdc_launch_dependents()
     _store(acc, out_ptr, m0, n0, rows, columns, stride, GATED)
+
+
+@gluon.jit
+def _multiplied(acc, x, w, c, FORM: gl.constexpr):
+    """acc and a chunk's products. Behind the last block x is zeros, whatever w is multiplied with them."""
+    MMA: gl.constexpr = acc.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    for at in gl.static_range(x.shape[1] // FORM.block):
+        part = x.slice(at * FORM.block, FORM.block, 1)
+        acc = mma_v2(part.load(LEFT), weights_of(w[at], c, RIGHT, x.dtype, FORM), acc)
+    return acc
 
 
 @gluon.jit
@@ -320,7 +211,7 @@ def unpack(
     block = gl.program_id(1)
     places = _places(first + n0, stop, BLOCK_N, num_warps)
     packed = _load((words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr), places, block, blocks, FORM)
-    found = _weights(packed, places[2], gl.DotOperandLayout(1, MMA, 2), dtype, FORM)
+    found = weights_of(packed, places[2], gl.DotOperandLayout(1, MMA, 2), dtype, FORM)
     found = gl.convert_layout(found.permute((1, 0)), ROWS)
     if PDL:
         gdc_wait()

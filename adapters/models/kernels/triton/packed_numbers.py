@@ -1,0 +1,206 @@
+"""What packed words stand for, in registers, as the tensor cores want it.
+
+Words lie as the registers of the tensor cores want their numbers, so nothing moves between lanes: lane t of four has,
+of every 16 columns of its row, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and takes four words at once. What lanes are at is
+`[rows, 4 lanes, 4 words]`; a block is the columns of a row's words. Eight rows lie side by side, block after block,
+and so do their levels, so that one copy brings what several threads read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import frozen
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@frozen
+class BlockForm:
+    """How a packed matrix lies, as `StepLayout` has it. scale: Triton's dtype. block: columns of one."""
+
+    steps: str
+    block: int
+    group: int
+    span: int
+    scale: Any
+    inner: bool
+    least: str
+    converts: bool  # E4M3 is, by the device
+
+    @property
+    def at_once(self) -> bool:
+        """Can one multiply-add have a byte's number times its scale? What it subtracts has to be exact."""
+        return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
+
+    @property
+    def width(self) -> int:
+        """Bits of a step, once it has been looked up."""
+        return 4 if self.steps in {"uint4", "int4"} else 8
+
+
+@gluon.jit
+def _number(word, AT: gl.constexpr, FORM: gl.constexpr):
+    """What step AT of a word stands for, float32, exactly; of E4M3 2 ** -120 of that.
+
+    Whole numbers are put into the mantissa of a power of two, which is subtracted again.
+    """
+    if FORM.steps == "e4m3":
+        # Sign, exponent and mantissa go where float32 has them; subnormal numbers come out right, too.
+        return (((word << (24 - 8 * AT)) >> 4) & -0x78100000).to(gl.float32, bitcast=True)
+    WIDTH: gl.constexpr = FORM.width
+    SHIFT: gl.constexpr = 0 if (AT + 1) * WIDTH <= 23 else 12 if WIDTH == 4 else 16
+    PLACE: gl.constexpr = AT * WIDTH - SHIFT
+    MASK: gl.constexpr = ((1 << WIDTH) - 1) << PLACE
+    OFFSET: gl.constexpr = 128 if WIDTH == 8 else 8 if FORM.steps == "int4" else 0
+    if SHIFT > 0:
+        word = word >> SHIFT
+    bits = _masked(word, MASK, (127 + 23 - PLACE) << 23)
+    return bits.to(gl.float32, bitcast=True) - (2.0 ** (23 - PLACE) + OFFSET)
+
+
+@gluon.jit
+def _masked(word, MASK: gl.constexpr, BITS: gl.constexpr):
+    """word & MASK | BITS in one instruction, where the compiler takes two."""
+    return gl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,n,r", [word, MASK, BITS], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _looked_up(word):
+    """A byte for each of a word's lower four steps: what IQ4's table has there, and 128."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 place, low, high, from;
+        and.b32 place, $1, 0x7777;
+        prmt.b32 low, 0x3f2d1801, 0x766a5d4f, place;
+        prmt.b32 high, 0xa6998d81, 0xf1d9c5b5, place;
+        and.b32 from, $1, 0x8888;
+        shr.u32 from, from, 1;
+        or.b32 from, from, 0x3210;
+        prmt.b32 $0, low, high, from;
+        }""",
+        "=r,r",
+        [word],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _of_word(held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
+    """That of each word's group, float32."""
+    if GROUP < BLOCK:
+        COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
+        held = held >> (c * COUNT // 4 * KIND.primitive_bitwidth).to(held.dtype)
+        held = held.to(gl.int16).to(KIND, bitcast=True)
+    return held.to(gl.float32)
+
+
+@gluon.jit
+def _times_whole(outer, held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr):
+    """outer times each word's group's whole number. Several of them are held 128 greater, and put into the mantissa of
+    2 ** 15: with a scale of 16 bits what is subtracted again is exact.
+    """
+    if GROUP >= BLOCK:
+        product = outer * held.to(gl.float32)
+    else:
+        COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
+        number = _in_mantissa(held.to(gl.int32), c * COUNT // 4)
+        if SCALE.primitive_bitwidth == 16:
+            product = gl.fma(number, outer, outer * (-32896.0))
+        else:
+            product = outer * (number - 32896.0)
+    return product
+
+
+@gluon.jit
+def _in_mantissa(word, at):
+    """2 ** 15 and byte `at` of a word."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0x47000000, $2;", "=r,r,r", [word, 0x7404 | at << 4], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _scales(levels, c, FORM: gl.constexpr):
+    """What steps are multiplied with, and what is subtracted then."""
+    scale, inner, least, own = levels
+    outer = _of_word(scale, c, FORM.block, FORM.span, FORM.scale)
+    factor, below = outer, outer
+    if FORM.inner:
+        factor = _times_whole(outer, inner, c, FORM.block, FORM.group, FORM.scale)
+    if FORM.least == "own":
+        below = _of_word(own, c, FORM.block, FORM.span, FORM.scale)
+    if FORM.least != "":
+        below = _times_whole(below, least, c, FORM.block, FORM.group, FORM.scale)
+    return factor, below
+
+
+@gluon.jit
+def _value(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
+    factor, below = scales
+    if FORM.at_once:
+        found = gl.fma(_in_mantissa(word, AT), factor, factor * (-32896.0))
+    else:
+        found = _number(word, AT, FORM) * factor
+    if FORM.least != "":
+        found = found - below
+    return found
+
+
+@gluon.jit
+def _four(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
+    """A word's numbers of 16 columns: ..., one of a pair, half of the 16."""
+    FIRST: gl.constexpr = 0 if FORM.steps == "iq4" else AT
+    if FORM.steps == "iq4":
+        word = _looked_up(word >> (4 * AT))
+    if FORM.steps == "e4m3" and FORM.converts:
+        a, b, d, e = _converted(word)
+        factor = scales[0]
+        low, high = gl.join(a * factor, b * factor), gl.join(d * factor, e * factor)
+    else:
+        low = gl.join(_value(word, FIRST, scales, FORM), _value(word, FIRST + 1, scales, FORM))
+        high = gl.join(_value(word, FIRST + 2, scales, FORM), _value(word, FIRST + 3, scales, FORM))
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _converted(word):
+    """What the four bytes of a word stand for in E4M3, float32."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high, a, b;
+        .reg .b32 pair;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 pair, low;
+        mov.b32 {a, b}, pair;
+        cvt.f32.f16 $0, a;
+        cvt.f32.f16 $1, b;
+        cvt.rn.f16x2.e4m3x2 pair, high;
+        mov.b32 {a, b}, pair;
+        cvt.f32.f16 $2, a;
+        cvt.f32.f16 $3, b;
+        }""",
+        "=r,=r,=r,=r,r",
+        [word],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def weights_of(packed, c, LAYOUT: gl.constexpr, dtype: gl.constexpr, FORM: gl.constexpr):
+    """A loaded block as `[block, rows]` of what is computed in, laid out as the right side of a product."""
+    words, first, second = packed
+    found = _four(words, 0, _scales(first, c, FORM), FORM)
+    if FORM.block == 128:
+        found = gl.join(found, _four(words, 4, _scales(second, c, FORM), FORM))
+        found = found.permute((0, 2, 5, 4, 1, 3))
+    else:
+        found = found.permute((0, 2, 4, 1, 3))
+    found = found.reshape((words.shape[0], FORM.block)).to(dtype).permute((1, 0))
+    return gl.convert_layout(found, LAYOUT, assert_trivial=True)

@@ -1,0 +1,154 @@
+"""Single products of a few rows with packed weights on CUDA, tile by tile, beside the limit of their bytes.
+
+    python -m benchmarks.packed_kernels [--formats q4_k fp8 ...] [--rows 1 ...] [--tiles served 16x64x128 ...] [--check]
+
+Microseconds a product of one recorded graph of many, over weights in turn that are more than caches hold; the shapes
+are those of an 8B layer. A tile: rows of x, rows of the weight and columns at once, as `PackedTile` has them, and
+`+6` for six stages; `served` is what serves. --check instead compares the bits of each tile with those of wide
+products of unpacked weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from adapters.checkpoint.packed import Stack, StepLayout
+from adapters.models.kernels.triton_cuda import TritonKernels
+from adapters.models.kernels.triton_packed import CudaStack, CudaSteps, PackedTile, choose_packed_tile, multiply_narrow
+from adapters.models.synthetic import random_matrix
+from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
+from benchmarks.report import raw, table
+
+FORMATS: Mapping[str, StepLayout] = {
+    "q4_k": StepLayout("uint4", 32, per=8, inner=True, least="own"),
+    "q6_k": StepLayout("int8", 16, per=16, inner=True),
+    "q8_0": StepLayout("int8", 32),
+    "iq4_xs": StepLayout("iq4", 32, per=8, inner=True),
+    "awq": StepLayout("uint4", 128, least="scale"),
+    "fp8": StepLayout("e4m3", 128, scale="float32"),
+}
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+GATED = "gate_up"
+CACHES = 160_000_000  # bytes, more than they hold twice
+PRODUCTS = 200  # of a graph, about
+
+
+def tile_of(name: str, count: int, weight: CudaSteps) -> PackedTile:
+    if name == "served":
+        processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        shared = triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
+        return choose_packed_tile(count, weight.outputs, processors, shared)
+    sizes, _, stages = name.partition("+")
+    rows, columns, chunk = map(int, sizes.split("x"))
+    return PackedTile(rows, columns, chunk, stages=int(stages or 4))
+
+
+def kernels_of() -> TritonKernels:
+    kernels = TritonKernels(DEVICE)
+    kernels.graphs.enabled = False
+    return kernels
+
+
+def matrices(name: str, outputs: int, columns: int, *, gated: bool) -> Stack:
+    share = 1 + gated
+    shape = (outputs // share, columns)
+    return Stack(tuple(random_matrix(shape, FORMATS[name], part, DEVICE) for part in "ab"[:share]), DTYPE, DEVICE)
+
+
+def packed(kernels: TritonKernels, stack: Stack, *, gated: bool) -> CudaSteps:
+    weight = kernels.pack_gated(stack) if gated else kernels.pack(stack)
+    assert isinstance(weight, CudaStack)
+    (part,) = weight.parts
+    assert isinstance(part, CudaSteps)
+    return part
+
+
+def differing(name: str, tiles: list[str]) -> list[dict[str, Any]]:
+    """Of each tile how many numbers have other bits, of how many."""
+    kernels, wrong, total = kernels_of(), Counter[str](), 0
+    for columns, gated in itertools.product((1280, 4096), (False, True)):
+        stack = matrices(name, 832, columns, gated=gated)
+        weight, plain = packed(kernels, stack, gated=gated), stack.unpacked()
+        x = torch.randn(256, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(DTYPE)
+        wide = kernels.gated(x, kernels.pack_gated(plain)) if gated else kernels.linear(x, kernels.pack(plain))
+        for count in (1, 4, 16, 32, 50):
+            expected = wide[7 : 7 + count]
+            total += expected.numel()
+            for tile in tiles:
+                out = torch.full_like(expected, float("nan"))
+                multiply_narrow(x[7:][:count], weight, out, tile_of(tile, count, weight), gated=gated, pdl=kernels.pdl)
+                wrong[tile] += int((out.view(torch.int16) != expected.view(torch.int16)).sum())
+    return [{"format": name, "tile": tile, "differing": wrong[tile], "of": total} for tile in tiles]
+
+
+def copies(weight: CudaSteps) -> list[CudaSteps]:
+    made = [weight]
+    while len(made) < max(2, CACHES / size_of(weight)):
+        made.append(copy.deepcopy(weight))
+    return made
+
+
+def size_of(weight: CudaSteps) -> int:
+    return sum({one.data_ptr(): one.nbytes for one in weight.tensors}.values())
+
+
+def seconds_each(bodies: list[Callable[[], Any]], repeats: int = 5) -> float:
+    """Of each: the best of some replays of one graph of them all, many times over."""
+    times = max(1, PRODUCTS // len(bodies))
+    bodies[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for body in bodies * times:
+            body()
+    return min(seconds(graph.replay) for _ in range(repeats)) / times / len(bodies)
+
+
+def measured(name: str, counts: list[int], tiles: list[str], speed: float) -> list[dict[str, Any]]:
+    kernels = kernels_of()
+    found: dict[tuple[int, str], dict[str, Any]] = {
+        (count, tile): {"format": name, "rows": count, "tile": tile}
+        for count in counts
+        for tile in ("bytes' limit", *tiles)
+    }
+    for shape, (outputs, columns) in SHAPES.items():
+        gated = shape == GATED
+        weights = copies(packed(kernels, matrices(name, outputs, columns, gated=gated), gated=gated))
+        for (count, label), row in found.items():
+            if label == "bytes' limit":
+                row[shape] = size_of(weights[0]) / speed * 1e6
+                continue
+            x = torch.randn(count, columns, device=DEVICE).to(DTYPE)
+            out, tile = x.new_empty(count, outputs // (1 + gated)), tile_of(label, count, weights[0])
+            how: dict[str, Any] = {"gated": gated, "pdl": kernels.pdl}
+            row[shape] = seconds_each([partial(multiply_narrow, x, one, out, tile, **how) for one in weights]) * 1e6
+    return [row | {"layer": sum(row[shape] for shape in SHAPES)} for row in found.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["q4_k", "fp8", "awq", "q8_0"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--tiles", nargs="+", default=["served"])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    if args.check:
+        table("bits", [row for name in args.formats for row in differing(name, args.tiles)])
+        return
+    speed = max(bandwidth().values())
+    rows = [row for name in args.formats for row in measured(name, args.rows, args.tiles, speed)]
+    table(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s, microseconds a product", rows)
+    raw("packed_kernels", {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
