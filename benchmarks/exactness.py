@@ -2,28 +2,35 @@
 a draft that stays or one that comes and goes, as chains and as trees, and executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
-[--only cold,trees,...] [--logprobs 8]`
+[--only cold,trees,...] [--logprobs 8] [--digests]`
 
 Prompts are code, tool calls, chat and retrieval in turn, half of them greedy and half sampled by a seed. Everything is
-compared with answers that are computed cold, alone and without a draft: their tokens, and with `--logprobs` the
-log-probabilities of so many alternatives beside each of them, bit for bit.
+compared with answers that are computed cold, alone and without a draft: their tokens, with `--logprobs` the
+log-probabilities of so many alternatives beside each of them, bit for bit, and with `--digests` all logits: `rows` of
+them were picked from, of which so many are `missing` elsewhere. What comes from disk was written by a process that was
+killed (`kill -9`).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import signal
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-from attrs import define, evolve
+from attrs import define, evolve, field
 
 from adapters.text.text import Text
+from benchmarks.listening import Listening
 from benchmarks.report import machine, raw, table
 from benchmarks.subjects import NAMES
 from benchmarks.subjects import prompts as held_out_prompts
@@ -38,7 +45,7 @@ from engine.assemble import Engine, engine
 from engine.begin import load_target
 from engine.execute import execute
 from engine.options import Options
-from engine.target import Target
+from engine.target import Target, model_folder
 from engine.trace import VERSION, Header, Recorder
 from states.rates import Rates
 from states.residency import resolved
@@ -160,6 +167,9 @@ class Comparison:
     folder: Path
     plain: list[Answered]
     rows: list[dict[str, Any]]
+    listening: Listening | None = None
+    said: Counter[tuple[int, str]] = field(factory=Counter)
+    """Where each of the plain answers' rows of logits is, and its digest."""
 
     async def run(self, name: str, work: Callable[[], Awaitable[list[Answered]]]) -> None:
         start = time.monotonic()
@@ -181,6 +191,10 @@ class Comparison:
             "tier": ",".join(sorted(tiers)) or "none",
             "seconds": round(time.monotonic() - start, 1),
         }
+        if (
+            self.listening is not None
+        ):  # some rows are computed again, those of prompts, or of what is refused at an end
+            row |= {"rows": self.said.total(), "missing": (self.said - Counter(self.listening.taken())).total()}
         self.rows.append(row)
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
 
@@ -223,8 +237,14 @@ class Comparison:
             await target.lane.run(target.draft.unpark)
 
     async def restored(self) -> list[Answered]:
-        """Beyond the device: the slots are empty, and everything was kept before."""
-        return await together(self.target, [evolve(job, scope=FULL) for job in self.jobs])
+        """Beyond the device: the slots are empty, and everything was kept before. It is brought back, whatever that is
+        worth: what it took is forgotten.
+        """
+        jobs, found = [evolve(job, scope=FULL) for job in self.jobs], list[Answered]()
+        trusted = evolve(self.target.settings.rates, host=0, disk=0)
+        for start in range(0, len(jobs), 4):
+            found += await together(self.target, jobs[start : start + 4], rates=trusted)
+        return found
 
 
 MODES = ("cold", "batched", "continued", "trees", "scoped", "host", "disk", "executed")
@@ -242,31 +262,53 @@ def made(count: int, ends: Tokens, skip: int = 0, logprobs: int = -1) -> list[Jo
     ]
 
 
-async def measure(options: Options, count: int, skip: int, modes: Sequence[str], logprobs: int) -> int:
+async def leave(options: Options, jobs: Sequence[Job]) -> None:
+    """Answers them and is killed, once the last answer is on disk."""
+    target = await load_target(options)
+    await together(target, [evolve(job, scope=FULL) for job in jobs])
+    assert target.transfer is not None
+    disk = target.transfer.store.disk
+    assert disk is not None
+    while disk.queued:  # noqa: ASYNC110 - nobody else is told
+        await anyio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def measure(options: Options, given: argparse.Namespace) -> int:
+    modes = given.only.split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        kept = evolve(options, kv_cache_dir=folder / "kv", kv_cache_min_tokens=0, host_cache_budget=4096)
-        target = await load_target(kept)
-        text = Text.load(target.folder)
-        jobs = made(count, tuple(text.tokenizer.end_tokens), skip, logprobs)
+        shape = {"kv_cache_min_tokens": 0, "host_cache_budget": 4096}
+        killed = evolve(options, **shape | {"kv_cache_dir": given.leave or folder / "killed", "host_cache_budget": 0})
+        text = Text.load(model_folder(options))
+        jobs = made(given.prompts, tuple(text.tokenizer.end_tokens), given.skip, given.logprobs)
         await text.aclose()
-        compared = Comparison(target, jobs, folder, [], [])
+        if given.leave:
+            await leave(killed, jobs)
+        target = await load_target(evolve(options, **shape, kv_cache_dir=folder / "kv"))
+        compared = Comparison(target, jobs, folder, [], [], Listening(target) if given.digests else None)
         silent = [evolve(job, speculate=False) for job in jobs]
         compared.plain = await together(target, silent, at_once=1)
+        if compared.listening is not None:
+            compared.said = Counter(compared.listening.taken())
         await compare(compared, modes)
         executed = await again(compared, options) if "executed" in modes else {}
         await target.close()
         if "disk" in modes:
-            compared.target = await load_target(evolve(kept, host_cache_budget=0))
-            await compared.run("from disk, after a restart", compared.restored)
+            words = [sys.executable, "-m", "benchmarks.exactness", *sys.argv[1:], "--leave", str(killed.kv_cache_dir)]
+            ended = await anyio.run_process(words, check=False, stderr=None)
+            assert ended.returncode == -signal.SIGKILL, ended.returncode
+            compared.target = await load_target(killed)
+            compared.listening = Listening(compared.target) if given.digests else None
+            await compared.run("from disk, of a process that was killed", compared.restored)
             await compared.target.close()
     table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
     where = {"numerics": dict(target.numerics_shown), "machine": machine(), "draft": target.draft is not None}
-    where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": logprobs}
+    where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs}
     raw(
         "exactness", {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     )
-    return sum(row["differing"] for row in compared.rows) + executed.get("differing", 0)
+    return sum(row["differing"] + row.get("missing", 0) for row in compared.rows) + executed.get("differing", 0)
 
 
 async def compare(compared: Comparison, modes: Sequence[str]) -> None:
@@ -282,9 +324,8 @@ async def compare(compared: Comparison, modes: Sequence[str]) -> None:
     for mode, (name, work) in ways.items():
         if mode in modes:
             await compared.run(name, work)
-    if {"host", "disk"} & set(modes):
-        await compared.run("cold, and kept", compared.restored)
     if "host" in modes:
+        await compared.run("cold, and kept", compared.restored)
         await compared.run("from host memory", compared.restored)
 
 
@@ -312,11 +353,13 @@ def main() -> int:
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--only", default=",".join(MODES), help="of " + ", ".join(MODES))
     parser.add_argument("--logprobs", type=int, default=-1, help="compared as well, of so many alternatives a token")
+    parser.add_argument("--digests", action="store_true", help="all logits are compared as well")
+    parser.add_argument("--leave", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     where = {"device": given.device, "threads": given.threads}
     kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype}
     options = Options(model=given.model, draft=given.draft, **where, **kinds, slots=4)
-    return 1 if anyio.run(measure, options, given.prompts, given.skip, given.only.split(","), given.logprobs) else 0
+    return 1 if anyio.run(measure, options, given) else 0
 
 
 if __name__ == "__main__":

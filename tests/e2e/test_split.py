@@ -3,7 +3,6 @@ restart, and whoever kept what is restored."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 import subprocess
 import sys
@@ -14,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve
 
-from adapters.models.shard import Kept, Step
 from adapters.text.text import Text
 from benchmarks.exactness import prompts
+from benchmarks.listening import Listening
 from effects.decode import Logprob
 from effects.job import Job
 from effects.scope import Scope
@@ -43,39 +42,6 @@ GPUS: dict[str, dict[str, Any]] = {
 STARTS = ("one", "two", "three", "process", "process", "three", "two", "one")
 MODELS = ("demo", "demo-hybrid")
 HUNDREDS, PIECES = 200, 10  # prompts of each plan's own, and tests that share them
-
-
-@define(eq=False)
-class Listening:
-    """Digests of the logits of all rows that stayed, by position, in the order in which they came about."""
-
-    target: Target
-    rows: list[tuple[int, str]] = field(factory=list)
-    last: torch.Tensor | None = None
-
-    def __attrs_post_init__(self) -> None:
-        shard = self.target.shard
-        logits, commit = shard.logits, shard.commit
-
-        def heard(step: Step, hidden: torch.Tensor) -> torch.Tensor:
-            self.last = logits(step, hidden)
-            return self.last
-
-        def kept(step: Step, staying: Sequence[Kept]) -> None:
-            assert self.last is not None
-            first = 0
-            for part, keep in zip(step.parts, staying, strict=True):
-                for at, row in enumerate(range(keep) if isinstance(keep, int) else keep):
-                    digest = hashlib.blake2b(self.last[first + row].cpu().numpy().tobytes(), digest_size=8).hexdigest()
-                    self.rows.append((part[0].start + at, digest))
-                first += sum(segment.count for segment in part)
-            commit(step, staying)
-
-        shard.logits, shard.commit = heard, kept  # type: ignore[method-assign]
-
-    def taken(self) -> list[tuple[int, str]]:
-        found, self.rows = self.rows, []
-        return found
 
 
 @define
