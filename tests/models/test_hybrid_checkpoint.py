@@ -104,6 +104,10 @@ def test_what_is_told_at_either_level_holds(flat):
     assert parse(nested | {"dtype": "bfloat16"}).dtype is torch.bfloat16
     assert not parse(nested).tie_word_embeddings
     assert parse({**nested, "text_config": {**text, "tie_word_embeddings": True}}).tie_word_embeddings
+    told_nothing = {**nested, "text_config": {**text, "tie_word_embeddings": None, "dtype": None}}
+    assert parse(told_nothing | {"tie_word_embeddings": True, "dtype": "bfloat16"}).tie_word_embeddings
+    assert parse(told_nothing | {"tie_word_embeddings": True, "dtype": "bfloat16"}).dtype is torch.bfloat16
+    assert not parse(told_nothing).tie_word_embeddings
     assert find_end_tokens({}, {"text_config": {"eos_token_id": 5, "vocab_size": 9}}) == (5,)
     assert find_end_tokens({}, {"eos_token_id": [3, 4], "text_config": {"eos_token_id": 5}}) == (3, 4)
     with pytest.raises(CheckpointError, match=r"eos_token_id 9 is not a token id in 0\.\.8"):

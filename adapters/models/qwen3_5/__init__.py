@@ -132,8 +132,8 @@ def text_of(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     if inner.get("model_type", model_type) != model_type:
         kind = shown(inner["model_type"])
         raise CheckpointError(f"config.json: text_config.model_type {kind} is not supported; accepted: {model_type!r}")
-    both = {name: raw[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if raw.get(name) is not None}
-    return {**both, **inner}
+    either = ("tie_word_embeddings", "dtype", "torch_dtype")
+    return {**inner, **{name: raw[name] for name in either if name in raw and inner.get(name) is None}}
 
 
 def accept(text: Mapping[str, Any], name: str, values: Sequence[object]) -> None:
