@@ -122,6 +122,19 @@ def test_a_part_of_each_head_is_rotated(flat):
     assert (parse(old).rotated, parse(old).rope_theta) == (8, 1e7)
 
 
+@pytest.mark.parametrize("norm", ["input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "model.norm"])
+def test_a_norm_multiplies_with_one_more_than_its_weight_in_float32_whatever_the_model_is_in(flat, norm):
+    """Beside 1, bfloat16 has no room for a fifth of a percent."""
+    said = list[torch.Tensor]()
+    for weight in (0.0, 2.0**-9):
+        tensors = load_file(flat / "model.safetensors")
+        for name in [name for name in tensors if name.endswith(f"{norm}.weight")]:
+            tensors[name] = torch.full_like(tensors[name], weight)
+        save_file(tensors, flat / "model.safetensors")
+        said.append(advance(shard_of(flat, torch.bfloat16), tokens_of(40), [40]))
+    assert not same_bits(*said)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
