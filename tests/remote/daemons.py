@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -139,6 +141,34 @@ class Threads:
             self.threads[-1].join(100)
             assert not self.threads[-1].is_alive()
         return ""
+
+
+def slowly(channel: Channel) -> Channel:
+    """A daemon's end behind a link that brings a few bytes at a time, either way, and pauses now and then."""
+    near, far = socket.socketpair()
+
+    def bring(source: socket.socket, target: socket.socket) -> None:
+        sizes, brought = itertools.cycle((1, 27, 3, 1000, 5, 4096)), 0
+        with suppress(OSError):
+            while piece := source.recv(next(sizes)):
+                target.sendall(piece)
+                brought += len(piece)
+                if brought > 1 << 13:
+                    time.sleep(2e-3)
+                    brought = 0
+        for end in (source, target):  # both ways end, where one has
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def link(outer: socket.socket) -> None:
+        with outer, near:
+            back = threading.Thread(target=bring, args=(near, outer), daemon=True)
+            back.start()
+            bring(outer, near)
+            back.join()
+
+    threading.Thread(target=link, args=(channel.socket,), daemon=True).start()
+    return Channel(far)
 
 
 @define(eq=False)

@@ -36,6 +36,7 @@ from tests.remote.daemons import (
     part,
     peer_of,
     remote,
+    slowly,
     with_facts,
 )
 
@@ -107,6 +108,21 @@ def test_a_death_is_told_once_and_the_next_life_is_right(pair: HybridPair, expec
     assert not pair.fates.coming
     assert len(pair.told) == 1  # one that was never there again had lost nothing more
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_slow_link_takes_longer_and_loses_nothing(expected) -> None:
+    """Everything goes over it, in pieces that are no frames: nothing is given up that is still coming."""
+    dial, told = Threads(RandomModel(HYBRID), sharing=False, meddle=slowly), list[str]()
+    far = remote(dial, range(3))
+    far.peer.lost_to(told.append)
+    how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_places": 2}
+    whole = Pipeline((far, part(HYBRID, range(3, 5), torch.bfloat16, **how)))
+    try:
+        found = life(whole)
+        assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+        assert (dial.opened, told) == (1, [])
+    finally:
+        whole.close()
 
 
 def test_all_slots_are_lost_where_nobody_listens() -> None:
