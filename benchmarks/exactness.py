@@ -212,7 +212,7 @@ class Comparison:
     async def trees(self) -> list[Answered]:
         """As if the largest ones cost no more than a plain decode step, so that there is nothing else."""
         return await together(
-            self.target, self.jobs, tree=TREE, rates=Rates(decode=((0, 1, 0, 1000), (0, 1, 32, 1001)))
+            self.target, self.jobs, tree=TREE, rates=Rates(decode=((0, 1, 0, 1000, 0), (0, 1, 32, 1001, 1000)))
         )
 
     async def continued(self) -> list[Answered]:

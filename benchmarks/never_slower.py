@@ -33,6 +33,7 @@ from effects.scope import Scope
 from engine.assemble import Engine, engine
 from engine.begin import load_target
 from engine.options import Options
+from engine.serve import settle
 from engine.target import Target
 
 LONGEST = 256  # tokens of a prompt
@@ -101,6 +102,7 @@ async def streams(ways: dict[str, Engine], kind: str, counts: Sequence[int], rep
         asked = prompts(["code"], count * repeats, LONGEST)["code"]
         jobs = [Job(prompt, most, scope=Scope("off")) for prompt in asked]
         batches = [jobs[at * count : (at + 1) * count] for at in range(repeats)]
+        settle()
         rows.append(row(f"{count} streams, {kind}", await compared(ways, batches)))
         print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -108,7 +110,9 @@ async def streams(ways: dict[str, Engine], kind: str, counts: Sequence[int], rep
 
 async def pairs(ways: dict[str, Engine], count: int, turns: int) -> list[Any]:
     took: dict[str, list[Took]] = {way: [] for way in ways}
-    for prompt in prompts(["code"], count, LONGEST)["code"]:
+    asked = prompts(["code"], count, LONGEST)["code"]
+    settle()
+    for prompt in asked:
         job = Job(prompt, ANSWER, scope=Scope("off"))
         given: dict[str, list[Took]] = {way: [] for way in ways}
         for _, order in zip(range(turns), cycle(permutations(ways)), strict=False):

@@ -44,6 +44,7 @@ from effects.stream import EmitTokens
 from engine.assemble import Engine, engine
 from engine.begin import load_target
 from engine.options import Options
+from engine.serve import settle
 from engine.target import Target
 from states import speculation_control as control
 from states.rates import Rates
@@ -81,7 +82,9 @@ async def answer(running: Engine, job: Job) -> TimedAnswer:
 async def speed(targets: Mapping[str, Target], ends: Tokens, count: int, most: int) -> list[dict[str, Any]]:
     """Every answer in every way, one right after the other. targets: by way; `plain` does without its draft."""
     rows = list[dict[str, Any]]()
-    for subject, asked in prompts(list(NAMES), count, LONGEST).items():
+    subjects = prompts(list(NAMES), count, LONGEST)
+    settle()  # one look through all that the prompts come from takes as long as a hundred steps
+    for subject, asked in subjects.items():
         for name, sampling in (("greedy", Sampling()), ("sampled", SAMPLED)):
             took: dict[str, list[TimedAnswer]] = {way: [] for way in targets}
             for number, prompt in enumerate(asked):
@@ -126,6 +129,7 @@ async def limit(target: Target, count: int) -> list[dict[str, Any]]:
     for name, (temperature, subject) in NOISE.items():
         noise = [tuple(draw.randrange(16, vocabulary) for _ in range(100)) for _ in range(count)]
         asked = prompts([subject], count, LONGEST)[subject] if subject else noise
+        settle()
         proposer = target.executor._proposer  # noqa: SLF001 - to speak in its place
         assert proposer is not None
         target.executor.proposed_to(Wrong(proposer, {}) if name == "never right" else proposer)
@@ -251,7 +255,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             for name in names:
                 watched = WatchedProposer(proposer, {})
                 target.executor.proposed_to(watched)
-                flat = Rates(decode=((0, 1, 0, 1000), (0, 1, control.filled(1 + target.settings.block), 1001)))
+                flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, control.filled(1 + target.settings.block), 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
                 async with engine(settings, target.executor, transfer=target.transfer, facts={}) as running:
                     answers = [await answer(running, job) for job in jobs]

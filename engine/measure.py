@@ -27,7 +27,7 @@ STEADY = 8  # they fall, if one is less by more than that part
 PASSES = 4
 STRIDE = 7919  # between the tokens that are tried
 CONTEXT = 64  # rows before a measured decode step
-VERSION = 1  # of what is kept
+VERSION = 2  # of what is kept
 MOST_NS = 10**11
 BUSY = 4  # times as long, and others use the machine: they would be in the way of measuring all of it again, too
 FAR = {"cpu": 2048, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
@@ -66,9 +66,9 @@ def key(*facts: object) -> str:
 
 def agree(before: Rates, now: Rates) -> bool:
     """now: a few of the times, measured again."""
-    steps = {tuple(key): ns for *key, ns in before.decode}
+    steps = {tuple(key): ns for *key, ns, _ in before.decode}
     near = alike(now.prefill[0], before.prefill[0], BUSY) if before.prefill else False
-    return near and all(alike(ns, steps.get(tuple(key), 0), BUSY) for *key, ns in now.decode)
+    return near and all(alike(ns, steps.get(tuple(key), 0), BUSY) for *key, ns, _ in now.decode)
 
 
 def to_json(rates: Rates) -> str:
@@ -85,7 +85,10 @@ def from_json(text: str) -> Rates:
             raise ValueError("not what this version keeps of times")
     if not all(isinstance(each, list) and all(type(ns) is int and 0 <= ns <= MOST_NS for ns in each) for each in lists):
         raise ValueError("a time that cannot be")
-    return Rates(prefill=tuple(prefill), decode=tuple((span, members, rows, ns) for span, members, rows, ns in decode))
+    return Rates(
+        prefill=tuple(prefill),
+        decode=tuple((span, members, rows, ns, plain) for span, members, rows, ns, plain in decode),
+    )
 
 
 def measured(executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
@@ -159,8 +162,9 @@ def decode(
     if known < 2:
         return ()
     outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following)
-    shapes = {control.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in least(outcomes).items()}
-    return tuple((*key, ns) for key, ns in sorted(shapes.items()))
+    found = least(outcomes)
+    shapes = {control.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
+    return tuple((*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))
 
 
 def least(outcomes: Sequence[Outcome]) -> dict[int, int]:

@@ -22,8 +22,8 @@ class Rates:
 
     prefill: to compute one prompt token, by where it stands: [0, 1024), [1024, 2048), [2048, 4096), doubling.
     host, disk: to load one token's rows. drafter: to score one token of a prompt. decode: (span of positions as in
-    prefill, requests, rows that are fed, a whole launch of such decode steps), ascending; 0 rows: one in which nobody
-    proposes.
+    prefill, requests, rows that are fed, a whole launch of such decode steps, what one in which nobody proposes took
+    then), ascending; 0 rows: one in which nobody proposes, and nothing beside it.
 
     These are times of either side alone. prefill_beside, load_beside: in thousandths of them, what computing and
     loading take while both go on for one prompt. A mixture of the two conditions in one number would predict neither.
@@ -36,7 +36,7 @@ class Rates:
     prefill: tuple[int, ...] = ()
     host: int = 0
     disk: int = 0
-    decode: tuple[tuple[int, int, int, int], ...] = ()
+    decode: tuple[tuple[int, int, int, int, int], ...] = ()
     prefill_beside: int = 0
     load_beside: int = 0
     drafter: int = 0

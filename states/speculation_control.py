@@ -14,7 +14,7 @@ with every token. docs/SPECULATION.md derives this, with an example in numbers.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import TypeAlias
@@ -37,7 +37,7 @@ DEAREST = 2 * UNIT  # that a launch costs beyond a plain one at most, each time 
 BUCKET = 4  # rows of the smallest forward: as many tokens are fed at the price of one
 
 Key: TypeAlias = tuple[int, int, int]
-DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int], ...]  # as in Rates
+DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int, int], ...]  # as in Rates
 
 
 @frozen
@@ -119,14 +119,25 @@ def filled(rows: int) -> int:
 
 def terms(decode: DecodeTimes, span: int, members: int, most: int) -> Terms:
     """Of so many requests around there, for launches of up to `most` rows."""
-    near = ((span, members), (span, 1), (0, 1))
-    known = {each[:3]: each[3] for each in decode if each[:2] in near}
+    known = paced(decode, ((span, members), (span, 1), (0, 1)))
     plain = known.get((span, members, 0), 0)
     wider = [ns for (at, company, rows), ns in known.items() if (at, company) == (span, members) and rows]
     sizes = [BUCKET << step for step in range((filled(most) // BUCKET).bit_length())]
     prices = accumulate((presumed(known, span, members, rows) for rows in sizes), max)
     held_up = bool(wider) and plain >= min(wider)
     return Terms(members, plain, tuple(prices), bool(decode) and not plain, held_up)
+
+
+def paced(decode: DecodeTimes, near: Container[tuple[int, int]]) -> dict[Key, int]:
+    """Times at the machine's pace of now. Plain launches are timed more often than wide ones: where they have become
+    slower since a wide one was last timed, so has that. Where they have become quicker, they had been held up.
+    """
+    known: dict[Key, int] = {}
+    for span, members, rows, ns, beside in decode:
+        if (span, members) in near:
+            plain = known.get((span, members, 0), 0)
+            known[span, members, rows] = ns * plain // beside if 0 < beside < plain else ns
+    return known
 
 
 def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
@@ -163,13 +174,13 @@ def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
     """
     key = shape.key
     at = bisect_left(decode, key)  # right before it, as the shorter of two tuples that begin alike
-    known = at < len(decode) and decode[at][:3] == key
-    mean = decode[at][3] if known else took_ns
+    known = paced(decode, (key[:2],))
+    mean, plain = known.get(key, took_ns), known.get((*key[:2], 0), 0) if shape.rows else 0
     if 2 * took_ns < mean:
         ns = took_ns
     else:
         ns = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
-    return (*decode[:at], (*key, ns), *decode[at + known :])
+    return (*decode[:at], (*key, ns, plain), *decode[at + (key in known) :])
 
 
 # --- how often a draft is right ---

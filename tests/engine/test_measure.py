@@ -18,14 +18,14 @@ from engine.measure import agree, from_json, kept_or_measured, key, to_json
 from states.rates import Rates
 from tests.models.recurrent_shard import RecurrentShard
 
-TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000), (0, 1, 4, 8_000), (0, 1, 16, 9_000)))
+TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000, 0), (0, 1, 4, 8_000, 0), (0, 1, 16, 9_000, 0)))
 GOOD = json.loads(to_json(TIMES))
 HOSTILE = {
     "nothing": "",
     "a list": "[]",
-    "another version": json.dumps({**GOOD, "version": 2}),
+    "another version": json.dumps({**GOOD, "version": 1}),
     "a field too many": json.dumps({**GOOD, "host": 1}),
-    "a field too few": json.dumps({"version": 1, "prefill": [1]}),
+    "a field too few": json.dumps({"version": 2, "prefill": [1]}),
     "no lists": json.dumps({**GOOD, "decode": 7}),
     "words": json.dumps({**GOOD, "prefill": "123"}),
     "negative": json.dumps({**GOOD, "prefill": [-1]}),
@@ -51,12 +51,12 @@ def test_anything_else_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("now", "believed"),
     [
-        (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), True),
-        (Rates((3999,), decode=((0, 1, 0, 3_500), (0, 1, 16, 36_000))), True),
-        (Rates((4001,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), False),
-        (Rates((499,), decode=((0, 1, 0, 7_000), (0, 1, 16, 9_000))), False),
-        (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 16, 36_001))), False),
-        (Rates((1000,), decode=((0, 1, 0, 7_000), (0, 1, 8, 9_000))), False),
+        (Rates((1000,), decode=((0, 1, 0, 7_000, 0), (0, 1, 16, 9_000, 0))), True),
+        (Rates((3999,), decode=((0, 1, 0, 3_500, 0), (0, 1, 16, 36_000, 0))), True),
+        (Rates((4001,), decode=((0, 1, 0, 7_000, 0), (0, 1, 16, 9_000, 0))), False),
+        (Rates((499,), decode=((0, 1, 0, 7_000, 0), (0, 1, 16, 9_000, 0))), False),
+        (Rates((1000,), decode=((0, 1, 0, 7_000, 0), (0, 1, 16, 36_001, 0))), False),
+        (Rates((1000,), decode=((0, 1, 0, 7_000, 0), (0, 1, 8, 9_000, 0))), False),
         (Rates((1000,)), True),
     ],
 )
@@ -126,7 +126,7 @@ class HeldUp:
 def test_decode_steps_are_measured_again_while_they_get_quicker(slower: int, rounds: int) -> None:
     shard, executor = RecurrentShard(capacity=100, buckets=(4, 8), state_block=16), HeldUp(slower)
     found = measure.decode(executor, shard, 100, (0, 3, 7))  # type: ignore[arg-type]
-    assert found == ((0, 1, 0, 10), (0, 1, 4, 40), (0, 1, 8, 80))
+    assert found == ((0, 1, 0, 10, 0), (0, 1, 4, 40, 10), (0, 1, 8, 80, 10))
     assert len(executor.outcomes) == 1 + rounds * 6
 
 

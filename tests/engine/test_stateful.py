@@ -346,6 +346,6 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "plan": (), "fit": Fit(4, 48)}
     settings = await lane.run(partial(decide, Options(), executor, shard, draft, **how))
     assert settings.block == 15
-    assert max(rows for _, _, rows, _ in settings.rates.decode) == 16
+    assert max(rows for _, _, rows, *_ in settings.rates.decode) == 16
     assert "proposes 31 tokens at once; 15 can be taken back" in caplog.text
     assert executor.close()

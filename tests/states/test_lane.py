@@ -166,8 +166,8 @@ def test_a_batch_has_a_limit_in_rows(waiting: int, taken: int) -> None:
     assert launched(*decode_steps) == tuple(decode_steps[:taken])
 
 
-CHEAP = ((0, 1, 0, 1000), (0, 1, 16, 1100))
-DEAR = ((0, 1, 0, 1000), (0, 1, 4, 1200), (0, 1, 8, 2000), (0, 1, 16, 4000))
+CHEAP = ((0, 1, 0, 1000, 0), (0, 1, 16, 1100, 0))
+DEAR = ((0, 1, 0, 1000, 0), (0, 1, 4, 1200, 0), (0, 1, 8, 2000, 0), (0, 1, 16, 4000, 0))
 
 
 def decoding(*requests: int, decode_steps: control.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
@@ -180,7 +180,7 @@ def proposed(
 ) -> list[int]:
     """Plain decode steps of several take as long as of one here, which has been measured."""
     asks = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
-    rates = Rates(decode=(*decode_steps, *((0, members, 0, 1000) for members in (2, 3, 4))))
+    rates = Rates(decode=(*decode_steps, *((0, members, 0, 1000, 0) for members in (2, 3, 4))))
     _, _, chosen = lane.choose(Lane(asks), {"draft": Residence()}, evolve(DRAFT, batch_rows=rows), requests, rates)
     assert isinstance(chosen, Launch)
     return [ask.effect.propose for ask in chosen.asks if isinstance(ask.effect, RunDecode)]
