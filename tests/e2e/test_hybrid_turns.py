@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from attrs import evolve
 
+from adapters import demo
 from benchmarks.exactness import answered
 from effects.ids import Tokens
 from effects.job import Job
@@ -17,6 +22,9 @@ from engine.assemble import Engine, engine
 from engine.begin import load_target
 from engine.options import Options
 from engine.target import Target
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
+from tests.e2e.test_restart import kill, written
 from tests.store.kit import settled
 
 OPENS, THINKS, SAYS = (5, 6), 70, 96  # what opens a message; tokens of an answer that are reasoning, and all of them
@@ -86,4 +94,56 @@ async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path)
         for job, tokens in jobs:
             assert await alone(target, job) == tokens
         await target.close()
+    assert tiers == ["none", *["device"] * 4, "disk", *["device"] * 4]
+
+
+THOUGHT = "<think>We think about what was asked, and about what was said before, one thing after the other."
+THINKING = f"""{{%- for message in messages %}}
+{{{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{ '<|im_start|>assistant\\n{THOUGHT}' }}}}{{% endif %}}"""
+
+
+@pytest.fixture
+def thinks(tmp_path: Path) -> Path:
+    """The hybrid demo, told to reason at first; what it says is the content alone wherever it is written again."""
+    folder = tmp_path / "thinks"
+    folder.mkdir()
+    for file in demo.FOLDERS["demo-hybrid"].iterdir():
+        if file.is_file():
+            (folder / file.name).symlink_to(file)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": THINKING}
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_over_http_a_turn_computes_no_more_whatever_the_template_writes_behind_an_opening(
+    thinks: Path, tmp_path: Path
+) -> None:
+    words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-min-tokens", "64", "--draft", "none")
+    draw, messages, before, tiers = random.Random(5), list[dict[str, Any]](), 0, list[str]()
+
+    @contextmanager
+    def started() -> Iterator[Running]:
+        with serving(str(thinks), *words, trusting=True) as server:
+            yield server
+            written(server)
+            kill(server)
+
+    for _ in range(2):
+        with started() as server:
+            behind = len(server.client.post("/tokenize", json={"content": THOUGHT}).json()["tokens"])
+            assert 20 < behind < 60, "of what opens the answer, so that most ends of prefills are a block further"
+            for _ in range(5):
+                text = " ".join(draw.choices(("open", "file", "value", "list", "house", "seven"), k=60))
+                messages.append({"role": "user", "content": text})
+                body = {"messages": messages, "max_tokens": 70, "temperature": 0}
+                found = server.client.post("/v1/chat/completions", json=body).json()
+                prompt, restored = found["usage"]["prompt_tokens"], found["rekindle"]["restored_tokens"]
+                assert prompt - restored <= prompt - before + 63, "what is new and less than a block"
+                tiers.append(found["rekindle"]["tier"])
+                before = prompt - behind
+                messages.append({"role": "assistant", "content": "That is so.", "reasoning_content": "It is long."})
     assert tiers == ["none", *["device"] * 4, "disk", *["device"] * 4]
