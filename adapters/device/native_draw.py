@@ -39,7 +39,7 @@ def found_at_once(
     draws, told, kept = bytearray(_DRAW.size * rows), dict[int, ctypes.Array[ctypes.c_double]](), list[Tensor]()
     first, first_raw = used.data_ptr(), raw.data_ptr()
     for row, (sampling, position, mask) in enumerate(wanted):
-        bits, known, most, into = 0, 0, sampling.logprobs, 0
+        bits, known, most, into = 0, -1, sampling.logprobs, 0
         if mask is not None:
             kept.append(mask := mask.contiguous())
             bits, known = mask.data_ptr(), mask.nbytes

@@ -156,6 +156,20 @@ def test_a_vocabulary_of_152_thousand_is_drawn_from_alike(change: dict[str, floa
 
 
 @in_c
+@pytest.mark.parametrize("bits", [0, 3])
+def test_where_no_token_may_follow_the_first_one_is_named_and_nothing_told(bits: int) -> None:
+    native, vocab = compiled(), 20
+    assert native is not None
+    logits, mask = torch.randn(1, vocab), torch.zeros(bits, dtype=torch.uint8)
+    for level in range(native.level + 1):
+        for change in ({}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0}):
+            sampling = Sampling(**{"temperature": 1, "logprobs": 2, "seed": 1} | change)  # type: ignore[arg-type]
+            [((token, lowest, highest), told)] = found_at_once(native, level, logits, logits, [(sampling, 7, mask)])
+            assert (token, lowest, highest) == (0, logits.amin().item(), logits.amax().item())
+            assert told == [0.0] * 6
+
+
+@in_c
 def test_logits_that_lie_otherwise_are_read_all_the_same_and_others_refused() -> None:
     native = compiled()
     assert native is not None

@@ -115,6 +115,19 @@ def test_what_does_not_go_together_is_refused(own, change, kind):
         own.attend(whole["q"], number, (None, number), whole["k_cache"], whole["v_cache"])
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.ones(2, dtype=torch.int32), torch.ones(1, dtype=torch.int64), torch.ones(4, dtype=torch.int64)[::2]],
+    ids=["shorter numbers", "fewer", "apart"],
+)
+@pytest.mark.parametrize("name", ["slots", "low", "high"])
+def test_what_is_told_of_rows_is_int64_one_behind_the_other(own, name, wrong):
+    cache, number = torch.zeros(2, 1, 8, 16), torch.ones(2, dtype=torch.int64)
+    told = {"slots": number, "low": number, "high": number} | {name: wrong}
+    with pytest.raises((TypeError, ValueError), match="what rows see"):
+        own.attend(torch.zeros(2, 1, 1, 16), told["slots"], (told["low"], told["high"]), cache, cache)
+
+
 @pytest.fixture
 def both(own, monkeypatch):
     """Torch's attention and our own."""

@@ -216,13 +216,37 @@ def test_what_does_not_go_together_is_refused_before_anything_is_written(own):
         own.delta_rule(mixed, gates[:, 1:], weights, state, batch)
     with pytest.raises(TypeError, match="rows of"):
         own.delta_rule(mixed.double(), gates, weights, state, batch)
-    with pytest.raises(TypeError, match="a norm of"):
-        own.gated_norm(random(2, 3, 4), random(2, 12), random(5), 1e-6)
+    for weight in (random(5), random(8)[::2]):
+        with pytest.raises(ValueError, match="a norm's weight"):
+            own.gated_norm(random(2, 3, 4), random(2, 12), weight, 1e-6)
     with pytest.raises(TypeError, match="a gate of"):
         own.gated_norm(random(2, 3, 4), random(2, 13), random(4), 1e-6)
     with pytest.raises(TypeError, match="with a gate in"):
         own.gate(random(2, 3), random(2, 3, dtype=BRAIN))
     assert not any(tensor.count_nonzero() for tensor in astuple(state, recurse=False))
+
+
+@pytest.mark.parametrize("name", ["memory", "conv", "inputs", "keys", "deltas", "decays"])
+def test_a_state_of_another_shape_or_dtype_or_for_fewer_slots_is_refused(own, name):
+    shape, segment = SHAPES[0], Segment(0, 0, 60)
+    weights, (mixed, gates), state = weights_of(shape), inputs_of(shape, FLOAT, 70), own.state(shape, 2, 0, FLOAT, CPU)
+    tensor = getattr(state, name)
+    for wrong in (tensor[:1], tensor[..., :-1].contiguous(), tensor.double(), tensor.transpose(0, -1)):
+        if name in {"inputs", "keys"} and len(wrong) == 1:
+            segment = Segment(1, 0, 60)  # these say how many slots there are
+        broken, batch = evolve(state, **{name: wrong}), batch_of(70, (segment,), (0,), settles=False)
+        with pytest.raises((TypeError, ValueError, IndexError)):
+            own.delta_rule(own.convolve(mixed, weights, broken, batch), gates, weights, broken, batch)
+        if name not in {"conv", "inputs"}:
+            with pytest.raises((TypeError, ValueError, IndexError)):
+                own.fold([broken], segment.slot, 0)
+    for change in ({"rate": weights.rate[:-1]}, {"dt_bias": weights.dt_bias.double()}, {"taps": weights.taps[1:]}):
+        other, batch = evolve(weights, **change), batch_of(70, (Segment(0, 0, 60),), (0,), settles=False)
+        with pytest.raises((TypeError, ValueError)):
+            own.delta_rule(own.convolve(mixed, other, state, batch), gates, other, state, batch)
+    for slot, base in ((2, 0), (-1, 0), (0, 8), (0, -64)):
+        with pytest.raises(IndexError, match="with its state at"):
+            own.fold([state], slot, base)
 
 
 def test_less_is_kept_of_rows_than_batched_products_need(own):

@@ -155,12 +155,48 @@ def test_caches_and_heads_of_other_shapes_are_refused(own):
     rope, at = Rope(torch.zeros(4, 8), torch.zeros(4, 8)), (torch.zeros(1, dtype=torch.int64),) * 2
     caches, heads = [torch.zeros(1, 1, 4, 16) for _ in "kv"], PreparedHeads(None, torch.ones(2, 16), False, 0.0)
     assert own.prepare(torch.zeros(1, 48), heads, rope, at, *caches).shape == (1, 1, 16)
-    for wrong in (torch.zeros(1, 64), torch.zeros(1, 50)):
-        with pytest.raises(ValueError, match="columns"):
+    for wrong in (torch.zeros(1, 64), torch.zeros(1, 50), torch.zeros(1, 16)):
+        with pytest.raises(ValueError, match=r"columns|heads"):
             own.prepare(wrong, heads, rope, at, *caches)
     for numbers, kept in ((torch.float16, FLOAT), (FLOAT, torch.float16)):
         with pytest.raises(TypeError, match="cache"):
             own.prepare(torch.zeros(1, 48, dtype=numbers), heads, rope, at, *(cache.to(kept) for cache in caches))
     turned = caches[1].transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(ValueError, match="columns"):
+    with pytest.raises(ValueError, match="caches"):
         own.prepare(torch.zeros(1, 48), heads, rope, at, caches[0], turned)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("bias", torch.zeros(2, 16)),
+        ("bias", torch.zeros(3, 16, dtype=BRAIN)),
+        ("weight", torch.ones(2, 16, dtype=BRAIN)),
+        ("weight", torch.ones(16, 2).t()),
+        ("rope", Rope(torch.zeros(4, 8), torch.zeros(3, 8))),
+        ("rope", Rope(torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.float64))),
+        ("rope", Rope(torch.zeros(4, 16)[:, ::2], torch.zeros(4, 8))),
+        ("at", (torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))),
+        ("at", (torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))),
+        ("at", (torch.zeros(2, dtype=torch.int64)[:1], torch.zeros(2, 2, dtype=torch.int64)[:, 0])),
+        ("v_cache", torch.zeros(1, 1, 4, 16, dtype=BRAIN)),
+        ("v_cache", torch.zeros(1, 1, 2, 16).as_strided((1, 1, 2, 16), (64, 64, 16, 1))),
+    ],
+)
+def test_what_the_library_would_read_or_write_beside_is_refused(own, name, wrong):
+    number = torch.zeros(1, dtype=torch.int64)
+    whole = {
+        "bias": torch.zeros(3, 16),
+        "weight": torch.ones(2, 16),
+        "at": (number, number),
+        "rope": Rope(torch.zeros(4, 8), torch.zeros(4, 8)),
+        "v_cache": torch.zeros(1, 1, 4, 16),
+    }
+
+    def prepare(bias, weight, rope, at, v_cache):
+        heads = PreparedHeads(bias, weight, False, 0.0)
+        return own.prepare(torch.zeros(1, 48), heads, rope, at, torch.zeros(1, 1, 4, 16), v_cache)
+
+    assert prepare(**whole).shape == (1, 1, 16)
+    with pytest.raises((TypeError, ValueError)):
+        prepare(**whole | {name: wrong})

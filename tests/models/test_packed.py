@@ -180,6 +180,18 @@ def test_what_does_not_fit_is_refused(own: NativeProducts) -> None:
         brains.multiply_packed(torch.zeros(1, 96), brains.pack_steps(matrix))
 
 
+@pytest.mark.parametrize("name", ["steps", "scale", "inner", "least", "own"])
+def test_a_matrix_whose_tensors_are_not_its_layouts_is_not_read(own: NativeProducts, name: str) -> None:
+    matrix = random_matrix(LAYOUTS[2], 40, 512)
+    tensor = getattr(matrix, name)
+    for wrong in (tensor[:-1], tensor[:, :-1], tensor.double(), None):
+        if name != "steps" or (wrong is not None and wrong.shape == tensor.shape):
+            with pytest.raises((TypeError, ValueError), match=f"{name} of a packed weight"):
+                own.pack_steps(evolve(matrix, **{name: wrong}))
+    with pytest.raises(TypeError, match=r"own of a packed weight .* unexpected"):
+        own.pack_steps(evolve(random_matrix(LAYOUTS[0], 40, 512), own=matrix.own))
+
+
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_every_type_is_multiplied_as_the_gguf_package_unpacks_it(
     own: NativeProducts, tmp_path: Any, kind: Kind

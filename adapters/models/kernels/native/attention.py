@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.kernels.native.compiled import NativeCode
-from adapters.models.kernels.native.products import FORMS, ROW_FORMS
+from adapters.models.kernels.native.products import FORMS, ROW_FORMS, check_caches, check_lies
 from adapters.models.kernels.row_form import form_of
 
 
@@ -36,12 +36,14 @@ class NativeAttention:
         """
         rows, kv, group, head = q.shape
         (low, high), width = seen, form_of(k_cache).width(head)
-        if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (width, 1):
-            raise ValueError(f"keys of {list(k_cache.shape)}, values of {list(v_cache.shape)}, for queries of {head}")
-        if k_cache.shape[1] != kv or not len(slots) == len(high) == rows or not q.is_contiguous():
+        if k_cache.dtype not in ROW_FORMS or v_cache.dtype is not k_cache.dtype:
+            raise TypeError(f"keys in {k_cache.dtype}, values in {v_cache.dtype}")
+        check_caches((k_cache, v_cache))
+        if k_cache.shape[1] != kv or k_cache.shape[3] != width:
             raise ValueError(f"queries of {list(q.shape)} for a cache of {list(k_cache.shape)}")
-        if q.dtype is not torch.float32 or k_cache.dtype not in ROW_FORMS or v_cache.dtype is not k_cache.dtype:
-            raise TypeError(f"queries in {q.dtype}, keys in {k_cache.dtype}, values in {v_cache.dtype}")
+        check_lies("queries", q, (rows, kv, group, head), torch.float32)
+        for column in (slots, high, *(() if low is None else (low,))):
+            check_lies("slots, and what rows see", column, (rows,), torch.int64)
         out = torch.empty(rows, kv * group * head, dtype=self.to)
         failed = self.compiled.code.rekindle_attend(
             q.data_ptr(),

@@ -26,7 +26,7 @@ from adapters.models.kernels.delta import (
     row_state,
 )
 from adapters.models.kernels.native.compiled import NativeCode
-from adapters.models.kernels.native.products import FORMS, WIDEST
+from adapters.models.kernels.native.products import FORMS, WIDEST, check_lies
 
 
 def fits(shape: DeltaShape) -> bool:
@@ -51,6 +51,12 @@ class NativeDelta:
         alike = mixed.dtype in FORMS and state.inputs.dtype is mixed.dtype and state.conv.dtype is mixed.dtype
         if not alike or mixed.stride(1) != 1 or mixed.shape[1] != shape.channels or not fits(shape):
             raise TypeError(f"a convolution of {mixed.dtype} {list(mixed.shape)} beside {state.inputs.dtype}, {shape}")
+        slots = len(state.inputs)
+        check_lies("taps", taps, (TAPS, shape.channels), torch.float32)
+        check_lies("inputs before a state", state.conv, (len(state.conv), TAPS - 1, shape.channels), mixed.dtype)
+        check_lies("inputs behind a state", state.inputs, (slots, RING, shape.channels), mixed.dtype)
+        if len(state.conv) < slots:
+            raise ValueError(f"{slots} slots, and inputs before the states of {len(state.conv)}")
         out = torch.empty(rows, shape.channels)
         self._code.rekindle_convolve(
             mixed.data_ptr(),
@@ -85,6 +91,9 @@ class NativeDelta:
             raise TypeError(f"rows of {convolved.dtype} {list(convolved.shape)} for {shape}")
         if gates.dtype not in FORMS or gates.stride(1) != 1 or gates.shape != (rows, 2 * heads) or not fits(shape):
             raise TypeError(f"gates of {gates.dtype} {list(gates.shape)} for {rows} rows of {shape}")
+        for name, one in (("rates", weights.rate), ("biases of gates", weights.dt_bias)):
+            check_lies(name, one, (heads,), torch.float32)
+        _check_state(state, shape)
         room, out = torch.empty(rows, 2 * heads), torch.empty(rows, heads, shape.value_size)
         self._code.rekindle_delta(
             convolved.data_ptr(),
@@ -109,13 +118,17 @@ class NativeDelta:
         for state in states:
             _, heads, size, width = state.memory.shape
             shape = DeltaShape(state.keys.shape[1], heads, size, width)
+            _check_state(state, shape)
+            if not 0 <= slot < len(state.keys) or base < 0 or base % CHUNK or not fits(shape):
+                raise IndexError(f"slot {slot} of {len(state.keys)} with its state at {base}")
             self._code.rekindle_fold(slot, base, *_sizes(shape), *_rings(state), torch.get_num_threads(), self._level)
             end = base % RING + CHUNK
             state.conv[slot] = state.inputs[slot, end - TAPS + 1 : end]
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or weight.shape != x.shape[2:]:
-            raise TypeError(f"a norm of {x.dtype} {list(x.shape)} with {weight.dtype} {list(weight.shape)}")
+        check_lies("a norm's weight", weight, tuple(x.shape[2:]), torch.float32)
+        if x.dtype is not torch.float32:
+            raise TypeError(f"a norm of {x.dtype} {list(x.shape)}")
         return self._gated(x, gate, weight, eps)
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -153,6 +166,20 @@ def _check(batch: StateBatch, slots: int, rows: int) -> None:
         reaches = base % CHUNK == 0 and 0 <= base <= segment.start < base + CHUNK
         if not reaches or not 0 <= segment.slot < slots or (segment.count > UNSETTLED and not batch.settles):
             raise IndexError(f"{segment} from a state at {base}, in {slots} slots")
+
+
+def _check_state(state: DeltaState, shape: DeltaShape) -> None:
+    slots, heads = len(state.keys), shape.value_heads
+    if len(state.memory) < slots or heads % shape.key_heads:
+        raise ValueError(f"{slots} slots with {len(state.memory)} states of {shape}")
+    tensors = {
+        "memory": (state.memory, (len(state.memory), heads, shape.key_size, shape.value_size)),
+        "keys": (state.keys, (slots, shape.key_heads, RING, shape.key_size)),
+        "deltas": (state.deltas, (slots, heads, RING, shape.value_size)),
+        "decays": (state.decays, (slots, heads, RING)),
+    }
+    for name, (tensor, lies) in tensors.items():
+        check_lies(name, tensor, lies, torch.float32)
 
 
 def _told(batch: StateBatch) -> tuple[object, ...]:

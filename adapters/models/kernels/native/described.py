@@ -5,13 +5,11 @@ nothing.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
+import torch
 from attrs import frozen
-from torch import Tensor
 
 from adapters.models.kernels.native.products import FORMS, NativePacked, NativeWeight, PackedForm
-from adapters.models.kernels.native.rows import PreparedHeads
 
 _NUMBER, _POINTER, _SIZE, _REAL = ctypes.c_int, ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
@@ -78,7 +76,11 @@ def _part(part: NativePart) -> PartOf:
     return PartOf(weight, up, ctypes.addressof(packed), part.weight.outputs, part.weight.panels.shape[1], part.piece, 0)
 
 
-def check_parts(name: str, parts: tuple[NativePart, ...], outputs: int, terms: int, *, gated: bool) -> None:
+def check_parts(
+    name: str, parts: tuple[NativePart, ...], outputs: int, terms: int, dtype: torch.dtype, *, gated: bool
+) -> None:
+    """dtype: of rows."""
+    check_fixed(parts, dtype)
     fits = sum(part.weight.outputs for part in parts) == outputs and all(part.piece > 0 for part in parts)
     if not fits or any(part.weight.terms != terms for part in parts):
         raise ValueError(f"{name}: {[part.weight.kind for part in parts]}, not {outputs} x {terms}")
@@ -88,14 +90,6 @@ def check_parts(name: str, parts: tuple[NativePart, ...], outputs: int, terms: i
         raise ValueError(f"{name}: a gate, and what it gates, must be alike")
 
 
-def check_caches(caches: Sequence[Tensor]) -> None:
-    first = caches[0]
-    alike = all((one.shape, one.stride(), one.dtype) == (first.shape, first.stride(), first.dtype) for one in caches)
-    if not alike or first.stride()[2:] != (first.shape[3], 1):
-        raise ValueError("caches that are not alike")
-
-
-def check_heads(prep: PreparedHeads, heads: int, kv: int, head: int) -> None:
-    bias = prep.bias
-    if prep.weight.shape != (heads + kv, head) or (bias is not None and bias.shape != (heads + 2 * kv, head)):
-        raise ValueError(f"{list(prep.weight.shape)} for {heads} + {kv} heads of {head}")
+def check_fixed(parts: tuple[NativePart, ...], dtype: torch.dtype) -> None:
+    if dtype is not torch.bfloat16 and any(isinstance(one.weight, NativePacked) and one.weight.fixed for one in parts):
+        raise TypeError(f"rows of {dtype} with a weight for those of bfloat16 in fixed point")

@@ -3,8 +3,8 @@
 
 typedef struct {
     const float *used, *raw;       // logits: with bias and penalties; the model's own
-    const uint8_t *mask;           // of tokens that may follow, a bit each, or not there
-    long known;                    // bytes of it; of later tokens none may
+    const uint8_t *mask;           // of tokens that may follow, a bit each
+    long known;                    // bytes of it; of later tokens none may; -1: there is none, and all may
     double temperature;            // 0: the largest logit
     double mass, least;            // of top-p; how far below the likeliest one a token may be, as min-p has it
     int64_t key;                   // of the noise
@@ -224,7 +224,7 @@ static void tell(const drawing_t *job, const draw_t *draw, const float *logits, 
 }
 
 static const float *masked(const draw_t *draw, const float *logits, long vocabulary, float *to) {
-    if (!draw->mask) return logits;
+    if (draw->known < 0) return logits;
     for (long i = 0; i < vocabulary; i++)
         to[i] = i / 8 < draw->known && draw->mask[i / 8] >> (i % 8) & 1 ? logits[i] : -INFINITY;
     return to;
@@ -245,7 +245,8 @@ static void draw_row(void *of, long row) {
     draw->highest = peak;
     if (!isfinite(lowest) || !isfinite(peak)) return; // nobody asks for more
     const float *const logits = masked(draw, draw->used, job->vocabulary, desk->masked);
-    if (draw->mask) job->isa->extremes(logits, job->vocabulary, &lowest, &peak);
+    if (draw->known >= 0) job->isa->extremes(logits, job->vocabulary, &lowest, &peak);
+    if (peak == -INFINITY) return; // none may follow
     while (draw->token < job->vocabulary - 1 && logits[draw->token] != peak) draw->token++;
     if (draw->temperature > 0.0) draw_from(job, draw, logits, peak, draw->token, desk);
     if (draw->most >= 0) tell(job, draw, masked(draw, draw->raw, job->vocabulary, desk->masked), desk);

@@ -16,13 +16,12 @@ from adapters.models.kernels.native.described import (
     DecoderOf,
     LayerOf,
     NativePart,
-    check_caches,
-    check_heads,
+    check_fixed,
     check_parts,
     matrix_of,
 )
-from adapters.models.kernels.native.products import FORMS, ROW_FORMS, WIDEST
-from adapters.models.kernels.native.rows import PreparedHeads
+from adapters.models.kernels.native.products import FORMS, ROW_FORMS, WIDEST, check_caches
+from adapters.models.kernels.native.rows import PreparedHeads, check_heads, check_rope
 from adapters.models.kernels.row_form import form_of
 
 
@@ -59,7 +58,8 @@ class NativeContext:
         kv, head, turned = first.shape[1], form_of(first).head(first.shape[3]), self.rope.cos.shape[1]
         weights = [(self.fc, width, self.fc[0].weight.terms), *((one.kv, 2 * kv * head, width) for one in self.layers)]
         for parts, outputs, terms in weights:
-            check_parts("a context's weight", parts, outputs, terms, gated=False)
+            check_parts("a context's weight", parts, outputs, terms, dtype, gated=False)
+        check_rope(self.rope)
         if dtype not in FORMS or not self.norm.is_contiguous() or head > WIDEST or 2 * turned > head:
             raise ValueError(f"a norm of {dtype} {list(self.norm.shape)} for heads of {head}")
         check_caches([one for layer in self.layers for one in (layer.k_cache, layer.v_cache)])
@@ -126,6 +126,7 @@ class NativeHead:
         fits = hidden.shape == (len(logits), len(self.norm)) and hidden.dtype in FORMS and hidden.is_contiguous()
         if not fits or self.norm.dtype not in {hidden.dtype, torch.float32} or not self.norm.is_contiguous():
             raise ValueError(f"{hidden.dtype} {list(hidden.shape)} for a norm of {list(self.norm.shape)}")
+        check_fixed(self.parts, hidden.dtype)
         if logits.shape[1] != outputs or logits.dtype is not torch.float32 or not logits.is_contiguous():
             raise ValueError(f"{outputs} outputs into {logits.dtype} {list(logits.shape)}")
         failed = self.compiled.code.rekindle_logits(

@@ -19,13 +19,11 @@ from adapters.models.kernels.native.described import (
     EmbeddingOf,
     LayerOf,
     NativePart,
-    check_caches,
-    check_heads,
     check_parts,
     matrix_of,
 )
-from adapters.models.kernels.native.products import FORMS, ROW_FORMS, WIDEST
-from adapters.models.kernels.native.rows import PreparedHeads
+from adapters.models.kernels.native.products import FORMS, ROW_FORMS, WIDEST, check_caches
+from adapters.models.kernels.native.rows import PreparedHeads, check_heads, check_rope
 from adapters.models.kernels.row_form import form_of
 
 _NO_TOKEN = -2
@@ -76,6 +74,7 @@ class NativeLayers:
         heads = len(first.prep.weight) - kv
         for layer in self.layers:
             _check(layer, first, (self.rows, width, heads, kv, head), dtype)
+        check_rope(self.rope)
         turned = self.rope.cos.shape[1]
         if head > WIDEST or 2 * turned > head or heads % kv or min(capacity, len(self.rope.cos)) < 1 or not slots:
             raise ValueError(f"{heads} heads of {head} for {kv} of keys, {turned} pairs of which are rotated")
@@ -132,7 +131,7 @@ def _check(layer: NativeLayer, first: NativeLayer, shape: tuple[int, int, int, i
         "down": (layer.down, width, inner),
     }
     for name, (parts, outputs, terms) in wanted.items():
-        check_parts(name, parts, outputs, terms, gated=name == "gate_up")
+        check_parts(name, parts, outputs, terms, dtype, gated=name == "gate_up")
     norms = (layer.input_norm, layer.post_norm)
     if any(norm.shape != (width,) or norm.dtype not in {dtype, torch.float32} for norm in norms):
         raise ValueError(f"norms of {[list(norm.shape) for norm in norms]} numbers for rows of {width} in {dtype}")

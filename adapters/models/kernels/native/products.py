@@ -9,6 +9,7 @@ true.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from attrs import field, frozen
@@ -121,6 +122,7 @@ class NativeProducts:
         room = torch.empty(panels, spans, round(PANEL * layout.span * layout.bits / 8), dtype=torch.uint8)
         found = NativePacked(room, layout, outputs, terms, fixed)
         parts = [None if one is None else one.contiguous() for one in matrix.tensors]
+        _check_parts(parts, layout, outputs, terms)
         self.compiled.code.rekindle_pack_steps(
             *(None if one is None else one.data_ptr() for one in parts),
             ctypes.byref(found.form),
@@ -140,7 +142,7 @@ class NativeProducts:
             raise TypeError(f"rows of {x.dtype} with a weight for those of bfloat16 in fixed point")
         if out is None:
             out = self._room(x, weight)
-        elif out.shape != (len(x), weight.outputs) or out.stride(1) != 1 or out.dtype not in FORMS:
+        elif out.shape != (len(x), weight.outputs) or out.stride(1) != 1 or out.dtype not in FORMS or not out.is_cpu:
             raise ValueError(f"outputs of {len(x)} x {weight.outputs} into {out.dtype} {list(out.shape)}")
         failed = self.compiled.code.rekindle_packed_product(
             x.data_ptr(),
@@ -198,6 +200,42 @@ class NativeProducts:
         if failed:
             raise MemoryError(f"no memory for a product of {rows} rows of {terms}")
         return out
+
+
+def check_lies(what: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """Raises TypeError or ValueError unless the library can read it as it lies: of that shape and one of these dtypes,
+    each number behind the one before it, in host memory.
+    """
+    if tensor.dtype not in dtypes or not tensor.is_cpu:
+        raise TypeError(f"{what}: {tensor.dtype} on {tensor.device}; accepted: {', '.join(map(str, dtypes))} on cpu")
+    if tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(f"{what}: {list(tensor.shape)}, strides {tensor.stride()}; accepted: contiguous {list(shape)}")
+
+
+def check_caches(caches: Sequence[Tensor]) -> None:
+    """Raises ValueError unless all are alike, and of one slot's rows those of a head lie behind each other."""
+    first = caches[0]
+    alike = all((one.shape, one.stride(), one.dtype) == (first.shape, first.stride(), first.dtype) for one in caches)
+    if not alike or first.stride()[2:] != (first.shape[3], 1) or not all(one.is_cpu for one in caches):
+        raise ValueError(f"caches of {[list(one.shape) for one in caches]}, strides {first.stride()}: not alike")
+
+
+def _check_parts(parts: Sequence[Tensor | None], layout: StepLayout, outputs: int, terms: int) -> None:
+    """Raises TypeError or ValueError for a packed matrix whose tensors are not those of its layout."""
+    scale = getattr(torch, layout.scale)
+    spans, groups = ((outputs, terms // each) for each in (layout.span, layout.group))
+    expected = {
+        "steps": ((outputs, terms), torch.int8, torch.uint8),
+        "scale": (spans, scale),
+        "inner": (groups, torch.int8) if layout.inner else None,
+        "least": (groups, torch.int8) if layout.least else None,
+        "own": (spans, scale) if layout.least == "own" else None,
+    }
+    for (name, how), part in zip(expected.items(), parts, strict=True):
+        if (how is None) is not (part is None):
+            raise TypeError(f"{name} of a packed weight in {layout}: {'missing' if part is None else 'unexpected'}")
+        if how is not None and part is not None:
+            check_lies(f"{name} of a packed weight in {layout}", part, *how)
 
 
 def _check(tensor: Tensor, what: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.native.compiled import NativeCode
-from adapters.models.kernels.native.products import FORMS, ROW_FORMS, WIDEST
+from adapters.models.kernels.native.products import FORMS, ROW_FORMS, WIDEST, check_caches, check_lies
 from adapters.models.kernels.row_form import form_of
 
 
@@ -25,6 +25,17 @@ class PreparedHeads:
     weight: Tensor
     normed: bool
     eps: float
+
+
+def check_heads(prep: PreparedHeads, heads: int, kv: int, head: int) -> None:
+    check_lies(f"what {heads} + {kv} heads are multiplied with", prep.weight, (heads + kv, head), torch.float32)
+    if prep.bias is not None:
+        check_lies(f"a bias of {heads} + 2 x {kv} heads", prep.bias, (heads + 2 * kv, head), torch.float32)
+
+
+def check_rope(rope: Rope) -> None:
+    for table in (rope.cos, rope.sin):
+        check_lies("a rotary table", table, (len(rope.cos), rope.cos.shape[1]), torch.float32)
 
 
 @frozen(eq=False)
@@ -79,9 +90,13 @@ class NativeRows:
         queries, turned = columns // head - 2 * kv, rope.cos.shape[1]
         if k_cache.dtype not in ROW_FORMS or projected.dtype not in FORMS or projected.stride(1) != 1:
             raise TypeError(f"heads in {projected.dtype}, strides {projected.stride()}, for a cache in {k_cache.dtype}")
-        wrong = head > WIDEST or 2 * turned > head or heads.weight.shape != (queries + kv, head) or columns % head
-        if wrong or k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (width, 1):
-            raise ValueError(f"{columns} columns for heads of {head}, a weight of {list(heads.weight.shape)}")
+        if head > WIDEST or 2 * turned > head or columns % head or queries < 0:
+            raise ValueError(f"{columns} columns for heads of {head}, {2 * turned} of which are rotated")
+        check_caches((k_cache, v_cache))
+        check_heads(heads, queries, kv, head)
+        check_rope(rope)
+        for column in at:
+            check_lies("slots and positions", column, (rows,), torch.int64)
         out = torch.empty(rows, queries, head)
         self.compiled.code.rekindle_heads(
             projected.data_ptr(),

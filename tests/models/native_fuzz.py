@@ -1,0 +1,290 @@
+"""Calls of the compiled library in whatever shapes its wrappers accept, at every level of instructions: for sanitizers.
+
+python -m tests.models.native_fuzz FOLDER SECONDS [SEED]     the library of FOLDER, and where to begin
+
+Sizes are next to every bound that the sources have, rows lie as they come, and numbers are as odd as numbers get. All
+levels must give the same bits. Ends with the number of cases; a sanitizer ends the process before.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from adapters.device.native_draw import found_at_once
+from adapters.models.kernels.batch import StateBatch
+from adapters.models.kernels.delta import CHUNK, UNSETTLED, DeltaShape, DeltaWeights
+from adapters.models.kernels.interface import Rope
+from adapters.models.kernels.native import compiled
+from adapters.models.kernels.native.attention import NativeAttention
+from adapters.models.kernels.native.compiled import NativeCode
+from adapters.models.kernels.native.delta import NativeDelta
+from adapters.models.kernels.native.products import NativeProducts
+from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
+from adapters.models.kernels.row_form import RowForm
+from adapters.models.shard import Segment, Step
+from effects.job import Sampling
+from tests.models.test_packed import LAYOUTS, random_matrix
+
+FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
+ROWS = (1, 2, 3, 4, 5, 11, 12, 13, 15, 16, 17, 64, 255, 256, 257)
+OUTPUTS = (1, 5, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300)
+TERMS = (1, 2, 3, 7, 8, 15, 16, 17, 32, 33, 100, 383, 384, 385, 769)
+HEADS = (2, 4, 6, 7, 8, 15, 16, 17, 24, 31, 32, 33, 64, 65, 128, 1023, 1024)
+VOCABULARIES = (1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 2048, 4099)
+ROW_FORMS = (FLOAT, BRAIN, torch.int8, torch.float8_e4m3fn)
+ODD = (0.0, -0.0, 1e-45, -1e-39, 3e38, -3e38, float("inf"), -float("inf"), float("nan"))
+
+Finds = Callable[[int], "list[Tensor]"]
+
+
+def numbers(chance: random.Random, *shape: int, dtype: torch.dtype = FLOAT, finite: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+    found = torch.randn(shape, generator=generator) * chance.choice([1e-3, 1, 1, 30])
+    if not finite and found.numel() and chance.random() < 0.2:
+        for _ in range(chance.randrange(1, 4)):
+            found.view(-1)[chance.randrange(found.numel())] = chance.choice(ODD)
+    return found.to(dtype)
+
+
+def laid(chance: random.Random, rows: Tensor) -> Tensor:
+    """The same numbers: as they are, as columns or rows of something larger, or in another order."""
+    count, width = rows.shape
+    match chance.randrange(5):
+        case 0:
+            return torch.cat((rows.new_zeros(count, 3), rows), 1)[:, 3:]
+        case 1:
+            return torch.cat((rows.new_zeros(1, width), rows))[1:]
+        case 2:
+            return rows.t().contiguous().t()
+        case 3 if count > 1:
+            return torch.stack((rows, rows), 1)[:, 0]
+        case _:
+            return rows
+
+
+def products(chance: random.Random, native: NativeCode) -> Finds:
+    rows, outputs, terms = chance.choice(ROWS), chance.choice(OUTPUTS), chance.choice(TERMS)
+    own = NativeProducts(native, 0, chance.choice([None, BRAIN]))
+    dtype = chance.choice([FLOAT, BRAIN])
+    weights = [own.pack(laid(chance, numbers(chance, outputs, terms, dtype=dtype))) for _ in range(2)]
+    x = laid(chance, numbers(chance, rows, terms, dtype=chance.choice([FLOAT, BRAIN])))
+    up = chance.choice([None, weights[1]])
+    return lambda level: [evolve(own, level=level).multiply(x, weights[0], up)]
+
+
+def packed(chance: random.Random, native: NativeCode) -> Finds:
+    layout = chance.choice(LAYOUTS)
+    rows, outputs, terms = chance.choice(ROWS), chance.choice(OUTPUTS), layout.span * chance.choice([1, 2, 3, 5])
+    own = NativeProducts(native, 0, chance.choice([None, BRAIN]))
+    weights = [own.pack_steps(random_matrix(layout, outputs, terms, chance.randrange(99))) for _ in range(2)]
+    x = laid(chance, numbers(chance, rows, terms, dtype=BRAIN if weights[0].fixed else chance.choice([FLOAT, BRAIN])))
+    up, beside = chance.choice([None, weights[1]]), chance.choice([0, 0, 5])
+
+    def found(level: int) -> list[Tensor]:
+        wide = torch.zeros(rows, outputs + beside, dtype=own.to or FLOAT)
+        evolve(own, level=level).multiply_packed(x, weights[0], up, wide[:, :outputs])
+        return [wide]
+
+    return found
+
+
+def norms(chance: random.Random, native: NativeCode) -> Finds:
+    rows, width, dtype = chance.choice(ROWS), chance.choice(HEADS), chance.choice([FLOAT, BRAIN])
+    residual, delta = (numbers(chance, rows, width, dtype=dtype) for _ in range(2))
+    weight = numbers(chance, width, dtype=chance.choice([dtype, FLOAT]))
+    added = chance.choice([None, laid(chance, delta)])
+
+    def found(level: int) -> list[Tensor]:
+        into = residual.clone() if added is not None else residual
+        return [NativeRows(native, level).add_norm(into, added, weight, 1e-6), into]
+
+    return found
+
+
+def places(chance: random.Random, rows: int, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Of rows where they go, no two to the same place; some are padded."""
+    every = chance.sample(range(slots * capacity), min(rows, slots * capacity))
+    at = [(one // capacity, one % capacity) for one in every] + [(0, -1)] * (rows - len(every))
+    at = [(0, -1) if chance.random() < 0.1 else one for one in at]
+    return torch.tensor([slot for slot, _ in at]), torch.tensor([position for _, position in at])
+
+
+def heads(chance: random.Random, native: NativeCode) -> Finds:
+    rows, kv, queries, head = chance.choice(ROWS), chance.choice([1, 2]), chance.choice([0, 1, 5]), chance.choice(HEADS)
+    rows, dtype, kept = min(rows, 40), chance.choice([FLOAT, BRAIN]), chance.choice(ROW_FORMS)
+    slots, capacity, turned = chance.choice([1, 3]), chance.choice([1, 5, 128, 129]), chance.randrange(head // 2 + 1)
+    projected = laid(chance, numbers(chance, rows, (queries + 2 * kv) * head, dtype=dtype))
+    if projected.stride(1) != 1:
+        projected = projected.contiguous()
+    angles = numbers(chance, capacity, turned, finite=True)
+    how = PreparedHeads(
+        chance.choice([None, numbers(chance, queries + 2 * kv, head)]),
+        numbers(chance, queries + kv, head),
+        chance.random() < 0.5,
+        1e-6,
+    )
+    at = places(chance, rows, slots, capacity)
+
+    def found(level: int) -> list[Tensor]:
+        caches = [torch.zeros(slots, kv, capacity, RowForm(kept).width(head), dtype=kept) for _ in "kv"]
+        rope = Rope(angles.cos(), angles.sin())
+        return [NativeRows(native, level).prepare(projected, how, rope, at, *caches), *caches]
+
+    return found
+
+
+def attention(chance: random.Random, native: NativeCode) -> Finds:
+    rows, kv, group = chance.choice(ROWS[:12]), chance.choice([1, 2]), chance.choice([1, 2, 5, 95, 96, 97])
+    head, kept, slots = chance.choice(HEADS[:-2]), chance.choice(ROW_FORMS), chance.choice([1, 3])
+    capacity = chance.choice([1, 31, 32, 33, 127, 128, 129, 256, 300])
+    rows = min(rows, 17) if group > 5 else rows
+    q = numbers(chance, rows, kv, group, head)
+    caches = [RowForm(kept).encode(numbers(chance, slots, kv, capacity, head)) for _ in "kv"]
+    bounds = (0, 1, 31, 32, 33, 127, 128, 129, capacity - 1, capacity)
+    high = torch.tensor([min(chance.choice(bounds), capacity) for _ in range(rows)])
+    low = chance.choice([None, torch.tensor([min(chance.choice(bounds), capacity) for _ in range(rows)])])
+    slot = torch.tensor(sorted(chance.randrange(slots) for _ in range(rows)))
+    own = NativeAttention(native, 0, chance.choice([FLOAT, BRAIN]))
+    return lambda level: [evolve(own, level=level).attend(q, slot, (low, high), *caches)]
+
+
+def sampling(chance: random.Random, vocab: int) -> Sampling:
+    return Sampling(
+        temperature=chance.choice([0, 5e-324, 1e-300, 1e-3, 0.7, 1, 2, 1e300]),
+        top_k=chance.choice([0, 1, 2, vocab - 1, vocab, vocab + 1]),
+        top_p=chance.choice([5e-324, 1e-9, 0.3, 0.999, 1 - 2**-53, 1]),
+        min_p=chance.choice([0, 5e-324, 0.3, 1]),
+        logprobs=chance.choice([-1, 0, 1, 20, vocab + 5]),
+        seed=chance.randrange(1 << 63),
+    )
+
+
+def mask(chance: random.Random, vocab: int) -> Tensor | None:
+    """None, all, some, one, or no token at all may follow; of fewer bytes than there are tokens, too."""
+    size = chance.choice([-(-vocab // 8), 4 * -(-vocab // 32), vocab // 16])
+    found = torch.tensor([chance.choice([0, 0, 255, chance.randrange(256)]) for _ in range(size)], dtype=torch.uint8)
+    match chance.randrange(5):
+        case 0:
+            found.zero_()
+        case 1 if size:
+            found.zero_()[chance.randrange(size)] = 1 << chance.randrange(8)
+        case 2:
+            return None
+        case _:
+            pass
+    return found
+
+
+def draws(chance: random.Random, native: NativeCode) -> Finds:
+    rows, vocab = chance.choice([1, 2, 5]), chance.choice(VOCABULARIES)
+    raw = numbers(chance, rows, vocab, finite=chance.random() < 0.8)
+    match chance.randrange(4):
+        case 0:
+            raw = raw.round()
+        case 1:
+            raw = torch.full_like(raw, chance.choice(ODD))
+        case _:
+            pass
+    raw = laid(chance, raw)
+    used = chance.choice([raw, raw + numbers(chance, rows, vocab, finite=True)])
+    wanted = [(sampling(chance, vocab), chance.randrange(1 << 40), mask(chance, vocab)) for _ in range(rows)]
+    usual = [bits is None or bool(bits[: vocab // 8].any()) for *_, bits in wanted]
+    usual = [one and bool(row.isfinite().all()) for one, row in zip(usual, used, strict=True)]
+
+    def found(level: int) -> list[Tensor]:
+        told = found_at_once(native, level, raw, used, wanted)  # of other rows nobody asks for more
+        return [torch.tensor([*first, *more]) for (first, more), one in zip(told, usual, strict=True) if one]
+
+    return found
+
+
+def recurrent(chance: random.Random, native: NativeCode) -> Finds:
+    keys = chance.choice([1, 2])
+    sizes = chance.choice([1, 3, 4, 5, 16, 33, 128, 1024]), chance.choice([1, 7, 8, 9, 15, 16, 17, 33])
+    shape, slots, dtype = DeltaShape(keys, keys * chance.choice([1, 2]), *sizes), 2, chance.choice([FLOAT, BRAIN])
+    rates = (numbers(chance, shape.value_heads, finite=True) for _ in range(2))
+    weights = DeltaWeights(shape, numbers(chance, shape.channels, 4, finite=True), *rates)
+    steps, standing = list[tuple[StateBatch, Tensor, list[tuple[int, int]]]](), [(0, 0)] * slots
+    for _ in range(4):
+        settles, segments, bases, folds = chance.random() < 0.5, list[Segment](), list[int](), list[tuple[int, int]]()
+        for slot in chance.sample(range(slots), chance.choice([1, 2])):
+            rows = chance.choice([1, 2, 63, 64, 65, 129, 200] if settles else [1, 2, 7, 63, UNSETTLED])
+            base, start = standing[slot]  # of the state; of what comes next
+            segments.append(Segment(slot, start, rows))
+            bases.append(base)
+            stop = start + rows
+            if not settles and stop >= base + CHUNK:
+                folds.append((slot, base))
+            standing[slot] = stop - stop % CHUNK, stop
+        rows = sum(one.count for one in segments)
+        batch = StateBatch(rows + chance.choice([0, 1, 16]), CPU)
+        batch.before, batch.settles = tuple(bases), settles
+        batch.load(Step(tuple(segments), batch.bucket, rows_only=settles), torch.zeros(rows, dtype=torch.int64))
+        wide = numbers(chance, batch.bucket, shape.channels + 2 * shape.value_heads, dtype=dtype, finite=True)
+        steps.append((batch, wide, folds))
+    gate, weight = numbers(chance, batch.bucket, shape.values, dtype=dtype), numbers(chance, shape.value_size)
+
+    def found(level: int) -> list[Tensor]:
+        own, out = NativeDelta(native, level), list[Tensor]()
+        state = own.state(shape, slots, 0, dtype, CPU)
+        for batch, wide, folds in steps:
+            convolved = own.convolve(wide[:, : shape.channels], weights, state, batch)
+            out += [convolved, own.delta_rule(convolved, wide[:, shape.channels :], weights, state, batch)]
+            for slot, base in folds:
+                own.fold([state], slot, base)
+        normed = own.gated_norm(out[-1], gate, weight, 1e-6)
+        return [*out, normed, own.gate(normed, gate), state.memory, state.conv]
+
+    return found
+
+
+KINDS = (products, packed, norms, heads, attention, draws, recurrent)
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """To the bit, and no number where there is none: which one that is nobody promises."""
+    one, other = (tensor.contiguous().view(-1) for tensor in (found, expected))
+    if one.is_floating_point() and one.element_size() > 1:
+        nowhere = one.isnan()
+        if not torch.equal(nowhere, other.isnan()):
+            return False
+        one, other = one.masked_fill(nowhere, 0), other.masked_fill(nowhere, 0)
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def run(native: NativeCode, seed: int) -> None:
+    """One case. Raises AssertionError where levels disagree."""
+    chance = random.Random(seed)
+    kind = chance.choice(KINDS)
+    finds = kind(chance, native)
+    torch.set_num_threads(chance.choice([1, 2, 2, 4]))
+    expected = finds(0)
+    for level in range(1, native.level + 1):
+        for place, (one, other) in enumerate(zip(finds(level), expected, strict=True)):
+            assert same(one, other), f"seed {seed}: {kind.__name__}, output {place}, level {level}"
+
+
+def main(folder: str, seconds: str, first: str = "0") -> None:
+    native, why = compiled.opened(Path(folder))
+    if native is None:
+        sys.exit(why)
+    until = time.monotonic() + float(seconds)
+    for seed in count(int(first)):
+        if time.monotonic() > until:
+            break
+        (Path(folder) / "seed").write_text(str(seed))  # for who finds it ended
+        run(native, seed)
+    sys.stdout.write(f"{seed - int(first)} cases\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
