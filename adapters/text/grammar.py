@@ -7,6 +7,7 @@ passes there costs no more here. Steps are bounded by the library's own limits.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -28,12 +29,16 @@ from effects.ids import Tokens
 
 MOST_SOURCE = 1 << 16  # characters; agents' tools take some thousand
 KEPT = 16  # compiled ones, besides those of requests that are not answered yet
+# What compiling leaves behind has been up to 75 MB for a second of it ({"multipleOf": 999983}), and the library tells
+# nobody how much it is. So it is by their seconds that compiled ones are held: 0.3 GB kept, 1.2 GB with what is in use.
+KEPT_SECONDS = 4.0
+HELD_SECONDS = 16.0
 SECONDS = 2  # of processor time to compile one; 30 tools with six arguments each take 0.02
 MAX_BYTES = 1 << 30  # of the process that tries: it has the vocabulary, and compiling takes 40 MB a second at most
 MAX_REPLY = 1 << 20  # rules in another notation
 MOST_WAITING = 32  # grammars that wait to be compiled: a minute, if each takes all it may
 WRITTEN = 4096  # texts whose tokens are remembered; property names, mostly
-# States of a lexer take 1 to 2 kB, so that a grammar takes at most 20 MB and those that are kept 320 MB. A step of 0.2
+# States of a lexer take 1 to 2 kB, so that those which answers come to take at most 20 MB of a grammar. A step of 0.2
 # million units of fuel takes about 15 ms.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -61,9 +66,13 @@ class TooManyGrammars(Exception):
 
 @frozen(eq=False)
 class Compiled:
-    """A grammar that can be matched, for as long as somebody has this: an answer that waits for its turn, say."""
+    """A grammar that can be matched, for as long as somebody has this: an answer that waits for its turn, say.
+
+    seconds: of processor time to compile it.
+    """
 
     matcher: LLMatcher
+    seconds: float
 
 
 @define(eq=False)
@@ -126,6 +135,8 @@ class Grammars:
             return found
         async with self._line(gone):
             if (found := self._find(grammar)) is None:  # the one before may have wanted the same
+                if self._held() > HELD_SECONDS:
+                    raise TooManyGrammars
                 await self._try(definition(grammar), "compiling it")
                 found = await anyio.to_thread.run_sync(self._made, grammar)
         return found
@@ -166,24 +177,30 @@ class Grammars:
         with self._lock:
             return self._used.get(grammar.digest)
 
+    def _held(self) -> float:
+        """Seconds that went into all that there are."""
+        with self._lock:
+            return sum(one.seconds for one in self._used.values())
+
     def _made(self, grammar: Grammar) -> Compiled:
         compiled = self._find(grammar) or self._compile(grammar)
         with self._lock:
             self._used[grammar.digest] = self._kept[grammar.digest] = compiled
             self._kept.move_to_end(grammar.digest)
-            while len(self._kept) > KEPT:
+            while len(self._kept) > KEPT or sum(one.seconds for one in self._kept.values()) > KEPT_SECONDS:
                 self._kept.popitem(last=False)
         return compiled
 
     def _compile(self, grammar: Grammar) -> Compiled:
-        compiled = LLMatcher(self._read(), definition(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+        vocabulary, begun = self._read(), time.thread_time()
+        compiled = LLMatcher(vocabulary, definition(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
         if compiled.is_error():
             raise GrammarRefused(one_line(compiled.get_error()))
         first = self._matching(compiled).mask(())
         if isinstance(first, str):
             why = "or none comes to an end" if first == "NoExtensionBias" else first
             raise GrammarRefused(f"no text keeps to it, {why}")
-        return Compiled(compiled)
+        return Compiled(compiled, time.thread_time() - begun)
 
     def _matching(self, compiled: LLMatcher) -> GrammarMatching:
         return GrammarMatching(compiled.deep_copy(), frozenset(self.tokenizer.end_tokens), self.tokenizer.size)

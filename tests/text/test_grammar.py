@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ import jsonschema
 import pytest
 import torch
 
+from adapters.text import grammar
 from adapters.text.grammar import (
     KEPT,
     LIMITS,
@@ -118,6 +120,24 @@ async def test_what_is_admitted_is_kept_and_what_nobody_used_for_long_is_not(gra
     assert grammars._find(Grammar("regex", "a0")) is None  # noqa: SLF001 - how much is kept, nobody else can see
     assert grammars._find(Grammar("regex", f"a{KEPT}")) is not None  # noqa: SLF001
     assert following(grammars.match(Grammar("regex", "a0"))) != set(), "and is made again where it is needed"
+
+
+async def test_of_grammars_that_took_long_to_compile_fewer_are_kept_and_held(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costly = [await grammars.admit(Grammar("regex", f"d{number}"), stays) for number in range(2)]
+    assert all(0 < one.seconds < 1 for one in costly)
+    assert grammars._find(Grammar("regex", "d1")) is costly[1]  # noqa: SLF001 - as above
+    monkeypatch.setattr(grammar, "KEPT_SECONDS", costly[1].seconds / 2)
+    monkeypatch.setattr(grammar, "HELD_SECONDS", 0.0)
+    with pytest.raises(TooManyGrammars):
+        await grammars.admit(Grammar("regex", "d2"), stays)
+    assert await grammars.admit(Grammar("regex", "d1"), stays) is costly[1], "what is there costs nothing more"
+    grammars.match(Grammar("regex", "d1"))
+    costly.clear()
+    gc.collect()
+    assert [grammars._find(Grammar("regex", f"d{number}")) for number in range(2)] == [None] * 2  # noqa: SLF001
+    assert await grammars.admit(Grammar("regex", "d2"), stays)
 
 
 async def test_what_waits_for_its_turn_is_not_compiled_again(grammars: Grammars) -> None:
