@@ -27,6 +27,11 @@ STABILIZE = ("off", "known")
 THOUGHTS = 8  # contexts of reasoning that a template may be given to leave out
 
 
+# Values that the arguments of calls may have, in all. They are text in a body, so nobody has counted them, and are read
+# as JSON here, at 3 us a number. Some 8 MiB of code have as many commas and brackets.
+MOST_VALUES = 1 << 18
+
+
 def unparsed(conversation: Conversation, text: Text) -> Mapping[str, str]:
     """Headers: that calls come back as text must not come as a surprise."""
     return UNPARSED if conversation.callable and text.calls in (None, NONE) else {}
@@ -54,6 +59,7 @@ async def chat_prompt(
     turns: what the caller's answers were made of.  path: of the messages in the body.
     """
     most = options.counted
+    refuse_values(conversation, path)
     conversation = await stable(conversation, fields, options, turns)
     refuse_unread(conversation, text, most, options, path)
     try:
@@ -68,6 +74,7 @@ async def rendered(
     conversation: Conversation, fields: Fields, text: Text, options: EdgeOptions, turns: OwnTurns
 ) -> Rendered:
     """The same, not tokenized."""
+    refuse_values(conversation, "$.messages")
     conversation = await stable(conversation, fields, options, turns)
     refuse_unread(conversation, text, options.counted, options, "$.messages")
     return await told(text.rendered(conversation), "$.messages")
@@ -120,6 +127,12 @@ async def told(work: Awaitable[T], path: str) -> T:
         no_retry = {"x-should-retry": "false"}
         message = f"The checkpoint's chat template failed: {error}"[:500]
         raise ApiError(500, message, "template_error", code="template_error", headers=no_retry) from error
+
+
+def refuse_values(conversation: Conversation, path: str) -> None:
+    arguments = [call.arguments for message in conversation.messages for call in message.calls]
+    if sum(one.count(mark) for one in arguments for mark in "[{,") > MOST_VALUES:
+        raise invalid(path, f"the arguments of its tool calls have more than {MOST_VALUES} values in all")
 
 
 def refuse_unread(conversation: Conversation, text: Text, most: int, options: EdgeOptions, path: str) -> None:

@@ -22,6 +22,7 @@ from adapters.text.conversation import ChatMessage, FunctionTool, ToolCall
 
 Tools: TypeAlias = Mapping[str, FunctionTool]
 NONE: Mapping[str, Any] = MappingProxyType({})
+DEEPEST = 128  # levels of arguments: twice what a request's body may have
 NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?")
 
 
@@ -106,17 +107,17 @@ def framed(*texts: str) -> bytes:
 
 
 def canonical(arguments: str, defaults: Mapping[str, Any] = NONE) -> str:
-    """One text for each JSON value, less its members that are defaults; what is no JSON is itself, but for the white
-    space around it.
+    """One text for each JSON value, less its members that are defaults; what is no JSON, or nested beyond measure, is
+    itself, but for the white space around it.
     """
     try:
         value = exactly(arguments or "{}")
+        if isinstance(value, dict):
+            said = {key: ordered(one) for key, one in value.items()}
+            value = {key: value[key] for key, one in said.items() if key not in defaults or one != defaults[key]}
+        return repr(ordered(value))
     except (ValueError, RecursionError):
         return "not JSON: " + arguments.strip()
-    if isinstance(value, dict):
-        said = {key: ordered(one) for key, one in value.items()}
-        value = {key: value[key] for key, one in said.items() if key not in defaults or one != defaults[key]}
-    return repr(ordered(value))
 
 
 def defaults_of(tool: FunctionTool | None) -> Mapping[str, Any]:
@@ -145,13 +146,18 @@ def number(written: str) -> tuple[str, int]:
     return (sign + least, int(exponent or 0) - len(part) + len(digits) - len(least)) if least else ("0", 0)
 
 
-def ordered(value: Any) -> Any:
-    """Objects as their members in order. Neither these nor numbers look like anything that JSON has besides."""
+def ordered(value: Any, room: int = DEEPEST) -> Any:
+    """Objects as their members in order. Neither these nor numbers look like anything that JSON has besides.
+
+    Raises ValueError for what is nested deeper than `room`, wherever it is asked: a stack's end comes sooner or later.
+    """
+    if not room:
+        raise ValueError("nested too deeply")
     match value:
         case dict():
-            return ("object", *((key, ordered(value[key])) for key in sorted(value)))
+            return ("object", *((key, ordered(value[key], room - 1)) for key in sorted(value)))
         case list():
-            return [ordered(one) for one in value]
+            return [ordered(one, room - 1) for one in value]
     return value
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adapters.http.prompts import MOST_VALUES
 from effects.scope import Scope
 from tests.http.conftest import Site, chat, served
 
@@ -299,6 +300,30 @@ async def test_a_huge_conversation_is_refused_with_its_counts(shared: Site) -> N
     assert response.status_code == 400
     assert error["code"] == "context_length_exceeded"
     assert error["n_prompt_tokens"] > error["n_ctx"] == 4096
+
+
+def with_arguments(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+    ]
+
+
+async def test_arguments_of_calls_are_read_as_json_within_bounds(shared: Site) -> None:
+    """They are text in the body, whose own depth and number of values are bounded elsewhere."""
+    for depth in (100, 600, 900, 3000):
+        body = {"messages": with_arguments('{"a":' + "[" * depth + "]" * depth + "}"), "max_tokens": 1}
+        for path in (PATH, "/apply-template"):
+            assert (await shared.client.post(path, json=body)).status_code in {200, 400}
+    for part in ("1,", "[],", "{},"):
+        body = {"messages": with_arguments('{"a":[' + part * MOST_VALUES + "1]}"), "max_tokens": 1}
+        for path in (PATH, "/apply-template"):
+            response = await shared.client.post(path, json=body)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "$.messages"
+            assert "values in all" in response.json()["error"]["message"]
 
 
 async def test_a_checkpoint_without_a_template_serves_completions_only(tmp_path: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.text.conversation import ChatMessage, ToolCall
-from adapters.text.reading import Reading, canonical, framed, heard
+from adapters.text.reading import DEEPEST, Reading, canonical, framed, heard
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 NUMBERS = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
@@ -55,6 +55,15 @@ def typed(value: Any) -> Any:
         case list():
             return [typed(one) for one in value]
     return ("number", value)
+
+
+@pytest.mark.parametrize("depth", [DEEPEST, 500, 700, 900, 990, 3000])
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
+def test_arguments_that_are_nested_beyond_measure_are_themselves(depth: int, opens: str, closes: str) -> None:
+    inner = f"{opens * (DEEPEST - 2)}1{closes * (DEEPEST - 2)}"
+    assert canonical(f'{{"b": {inner}}}') == canonical(f'{{"b":{inner} }}')
+    deep = f'{{"b": {opens * depth}1{closes * depth}}}'
+    assert canonical(f" {deep}\n") == f"not JSON: {deep}"
 
 
 @given(VALUES, st.integers(0, 2**32))
