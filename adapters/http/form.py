@@ -11,11 +11,12 @@ from attrs import frozen
 
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
-from adapters.text.grammar import GrammarRefused, json_grammar
+from adapters.text.grammar import MOST_SOURCE, GrammarRefused, json_grammar
 from effects.grammar import Grammar
 
 FORMATS = ("text", "json_object", "json_schema")
 MOST_CHOICES = 4096
+MOST_TEXT = 4 * MOST_SOURCE  # characters of a schema that is a text: it may be indented
 ANY_OBJECT = {"type": "object"}
 # vLLM's names, of today and of before, SGLang's and llama.cpp's; what each holds
 NAMES: Mapping[str, str] = {
@@ -117,6 +118,9 @@ def read_named(fields: Fields, name: str, kind: str) -> Form | None:
 
 
 def parsed(text: str, path: str) -> dict[str, Any]:
+    """What a body has as a text, which nobody has looked into."""
+    if len(text) > MOST_TEXT:
+        raise invalid(path, f"must have at most {MOST_TEXT} characters, not {len(text)}")
     try:
         found = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
+from adapters.http.form import MOST_TEXT
 from effects.grammar import Grammar
 from tests.http.conftest import Site, chat
 from tests.http.sse import stream
@@ -155,6 +156,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "(a"}, "$.guided_regex", "unclosed group"),
     ({"guided_regex": 5}, "$.guided_regex", "must be a string, not 5"),
     ({"guided_json": "{"}, "$.guided_json", "must be a JSON schema"),
+    ({"guided_json": f'{{"a":[{"[]," * MOST_TEXT}1]}}'}, "$.guided_json", f"must have at most {MOST_TEXT} characters"),
     ({"guided_json": 5}, "$.guided_json", "a JSON schema"),
     ({"guided_json": [1]}, "$.guided_json", "a JSON schema"),
     ({"guided_json": "[1]"}, "$.guided_json", "an object"),
