@@ -201,12 +201,12 @@ class RemoteDraft:
                 raise self.peer.lose(ConnectionBroken("it answered with other rows than were asked for"))
             return {name: tensor.clone() for name, tensor in found.views().items()}
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, NamedTensors]]) -> None:
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]]) -> None:
         self._flush()
         for start, rows in runs:
-            tensors, lent, sent = self.peer.given(rows)
+            tensors, lent, sent = self.peer.given(dict(zip(self._spec.names, rows, strict=True)))
             self._ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, sent)
-            self._hold(slot, start, start + next(iter(rows.values())).shape[1])
+            self._hold(slot, start, start + rows.shape[2])
 
     def imported(self) -> None:
         """Every answer has been waited for."""

@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -64,6 +64,13 @@ class Lender:
             dtype, shape = dtype_name(first.dtype), tuple(first.shape)
             found.append(Lent(names, dtype, shape, place, apart, first.stride()))  # type: ignore[arg-type]
         return tuple(found)
+
+    def lent_whole(self, names: tuple[str, ...], whole: Tensor) -> Lent | None:
+        """The same of `[names, ...]`, which are all in one piece of memory, or none of them is in here."""
+        if (place := self._place(whole.data_ptr())) is None:
+            return None
+        (_, *shape), (apart, *strides) = whole.shape, whole.stride()
+        return Lent(names, dtype_name(whole.dtype), tuple(shape), place, apart, tuple(strides))  # type: ignore[arg-type]
 
     def _place(self, address: int) -> int | None:
         return next((at + address - begin for begin, end, at in self._spans if begin <= address < end), None)
@@ -130,11 +137,12 @@ class LentTensors:
     memory: Mapped
 
     def views(self) -> dict[str, Tensor]:
-        return {name: view for one in self.lent for name, view in zip(one.names, self._views(one), strict=True)}
+        return {name: view for one in self.lent for name, view in zip(one.names, self.whole(one), strict=True)}
 
-    def _views(self, one: Lent) -> Sequence[Tensor]:
+    def whole(self, one: Lent) -> Tensor:
+        """`[names, ...]`."""
         dtype, place, shape = torch_dtype(one.dtype), one.place, (len(one.names), *one.shape)
         if not all(shape):
-            return torch.empty(shape, dtype=dtype).unbind()
+            return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(self.memory, dtype=dtype, offset=place, count=(one.end - place) // dtype.itemsize)
-        return flat.as_strided(shape, (one.apart, *one.strides)).unbind()
+        return flat.as_strided(shape, (one.apart, *one.strides))

@@ -17,6 +17,7 @@ from adapters.models.shard import Segment, Step
 from adapters.remote.frames import LARGEST
 
 T = TypeVar("T", bound="WireMessage")
+MOST_RUNS = 16  # of one question
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Big: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
@@ -49,6 +50,7 @@ class Op(IntEnum):
     IMPORT_STATE = 37
     KEEP_STATE = 38
     LOAD_STATE = 39
+    IMPORT_RUNS = 40
     LOAD_DRAFT = 64
     DRAFT_ROUND = 65
     COPY_CONTEXT = 66
@@ -251,6 +253,13 @@ class ImportRows(OneSlot, frozen=True):
     start: Count
     tensors: Tensors = ()
     lent: Lents = ()
+
+
+class ImportRuns(OneSlot, frozen=True):
+    """Rows of all layers that there are, in their order, from each start on. All of it is lent."""
+
+    starts: Annotated[tuple[Count, ...], Meta(max_length=MOST_RUNS)]
+    lent: Annotated[tuple[Lent, ...], Meta(max_length=MOST_RUNS)]
 
 
 class ImportState(OneSlot, frozen=True):

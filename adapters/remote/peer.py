@@ -22,9 +22,11 @@ from adapters.remote.drafter_messages import DrafterReady, LoadDrafter
 from adapters.remote.expected import Deadlines, ExpectedModel
 from adapters.remote.hello import greet
 from adapters.remote.messages import (
+    MOST_RUNS,
     Described,
     Facts,
     ImportRows,
+    ImportRuns,
     Lent,
     Loaded,
     LoadLayers,
@@ -48,7 +50,7 @@ LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, 
 A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0
-MOST_POSTED = 16  # at once: so few answers find room on the way while nobody reads them
+MOST_POSTED = 8  # at once: so few answers find room on the way while nobody reads them
 
 
 @define(eq=False)
@@ -152,15 +154,27 @@ class Peer:
             return (), lent, {}
         return described(tensors), (), tensors
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, NamedTensors]]) -> None:
-        """Rows, each from its start on. Those that it sees itself are posted."""
+    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
+        tensors, lent, sent = self.given(rows)
+        self.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, list(sent.values()))
+
+    def import_runs(self, slot: int, names: tuple[str, ...], runs: Sequence[tuple[int, Tensor]]) -> None:
+        """Rows `[names, heads, rows, width]`, each from its start on. Those that it sees itself are posted."""
+        shared = None if self._channel is None else self._channel.shared
+        lender = None if shared is None else shared.lender
+        seen = list[tuple[int, Lent]]()
         for start, rows in runs:
-            tensors, lent, sent = self.given(rows)
-            message = ImportRows(slot, start, tensors, lent)
-            if lent and len(self._posted) < MOST_POSTED:
-                self.post(Op.IMPORT_ROWS, message)
+            if lender is not None and (lent := lender.lent_whole(names, rows)) is not None:
+                seen.append((start, lent))
             else:
-                self.ask(Op.IMPORT_ROWS, message, Nothing, list(sent.values()))
+                self.import_rows(slot, start, dict(zip(names, rows, strict=True)))
+        for at in range(0, len(seen), MOST_RUNS):
+            starts, lents = zip(*seen[at : at + MOST_RUNS], strict=True)
+            message = ImportRuns(slot, starts, lents)
+            if len(self._posted) < MOST_POSTED:
+                self.post(Op.IMPORT_RUNS, message)
+            else:
+                self.ask(Op.IMPORT_RUNS, message, Nothing)
 
     def heard(self) -> None:
         """All that was posted has been answered."""

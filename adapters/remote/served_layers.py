@@ -11,6 +11,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.layout import dtype_name
+from adapters.models.host_copy import copy
 from adapters.models.shard import NamedTensors, Shard, Step
 from adapters.remote.answering import Answering, Ops
 from adapters.remote.lending import LentTensors
@@ -23,6 +24,7 @@ from adapters.remote.messages import (
     Forwarded,
     HeldRows,
     ImportRows,
+    ImportRuns,
     ImportState,
     Loaded,
     Nothing,
@@ -198,6 +200,26 @@ class ServedLayers:
         self.shard.import_rows(asked.slot, asked.start, given.views())
         return Answering(Nothing())
 
+    def import_runs(self, asked: ImportRuns, given: LentTensors) -> Answering:
+        self._slot(asked.slot)
+        names = self.shard.row_spec.names
+        if len(asked.starts) != len(asked.lent) or any(one.names != names for one in asked.lent):
+            raise Unacceptable(f"runs of what are not all rows here, or of which {len(asked.starts)} begin somewhere")
+        for start, lent in zip(asked.starts, asked.lent, strict=True):
+            self._put(asked.slot, start, given.whole(lent))
+        return Answering(Nothing())
+
+    def _put(self, slot: int, start: int, rows: Tensor) -> None:
+        """`[names, heads, rows, width]`: at once where both are in host memory, tensor by tensor where not."""
+        shard, spec = self.shard, self.shard.row_spec
+        if shard.device.type != "cpu":
+            shard.import_rows(slot, start, dict(zip(spec.names, rows, strict=True)))
+            return
+        count = rows.shape[2] if rows.dim() == 4 else 0
+        if rows.shape[1:] != (spec.heads, count, spec.width) or dtype_name(rows.dtype) != spec.dtype:
+            raise Unacceptable(f"rows of {rows.dtype} {list(rows.shape)}, of which there are none here")
+        copy(shard.rows(slot, start, start + count), rows.view(-1, 2, *rows.shape[1:]))
+
     def export_state(self, asked: OneSlot, _: TensorBytes) -> Answering:
         self._slot(asked.slot)
         return _moved(self.shard.export_state(asked.slot))
@@ -234,6 +256,7 @@ ServedLayers.ops = {
     Op.COPY_STATE: (CopyState, ServedLayers.copy_state),
     Op.EXPORT_ROWS: (RowSpan, ServedLayers.export_rows),
     Op.IMPORT_ROWS: (ImportRows, ServedLayers.import_rows),
+    Op.IMPORT_RUNS: (ImportRuns, ServedLayers.import_runs),
     Op.EXPORT_STATE: (OneSlot, ServedLayers.export_state),
     Op.IMPORT_STATE: (ImportState, ServedLayers.import_state),
     Op.KEEP_STATE: (SlotPlace, ServedLayers.keep_state),

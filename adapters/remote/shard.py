@@ -283,11 +283,10 @@ class RemoteShard:
         return self._taken(Op.EXPORT_ROWS, RowSpan(slot, start, stop), specs)
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        self.import_runs(slot, [(start, rows)])
-        self.imported()
+        self.peer.import_rows(slot, start, rows)
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, NamedTensors]]) -> None:
-        self.peer.import_runs(slot, runs)
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]]) -> None:
+        self.peer.import_runs(slot, self.row_spec.names, runs)
 
     def imported(self) -> None:
         self.peer.heard()

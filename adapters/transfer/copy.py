@@ -42,8 +42,8 @@ class RowHolder(Protocol):
 class AskedByName(RowHolder, Protocol):
     """One that is not `addressed`."""
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, NamedTensors]]) -> None:
-        """Have what `export_rows` gave put back, each from its start on."""
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]]) -> None:
+        """Have rows put back, each from its start on: `[names, heads, rows, width]` in the order of `row_spec`."""
         ...
 
     def imported(self) -> None:
@@ -80,14 +80,13 @@ class Mover:
 
     def begin(self, slot: int, runs: Sequence[Run]) -> None:
         """Have a part that is asked by name put these. `finish` waits for it; until then they stay where they are."""
-        cast("AskedByName", self.part).import_runs(slot, [self._named(*run) for run in runs])
+        cast("AskedByName", self.part).import_runs(slot, [self._cut(*run) for run in runs])
 
     def finish(self) -> None:
         cast("AskedByName", self.part).imported()
 
-    def _named(self, span: Span, data: Tensor, begin: int) -> tuple[int, NamedTensors]:
-        own = self._own(data)[:, :, span[0] - begin : span[1] - begin]
-        return span[0], dict(zip(self.part.row_spec.names, own, strict=True))
+    def _cut(self, span: Span, data: Tensor, begin: int) -> tuple[int, Tensor]:
+        return span[0], self._own(data)[:, :, span[0] - begin : span[1] - begin]
 
     def put(self, slot: int, span: Span, data: Tensor, begin: int, after: Marks = UNMARKED) -> None:
         """Bring rows `span` into the slot; `data` (uint8) holds a run that begins at row `begin`.
@@ -98,18 +97,17 @@ class Mover:
             self.begin(slot, [(span, data, begin)])
             self.finish()
             return
-        (start, stop), own = span, self._own(data)
-        places = [(first, last, self.part.rows(slot, first, last)) for first, last in paged(start, stop)]
-        device = places[0][2].device
+        own, places = self._own(data), self._places(slot, span)
+        device = places[0][1].device
         if device.type == "cuda":
             with torch.inference_mode(), own_stream(device, after):
                 there = by_layer(own.to(device, non_blocking=True))
-                for first, last, target in places:
+                for (first, last), target in places:
                     target.copy_(there[..., first - begin : last - begin, :])
                 torch.cuda.current_stream().synchronize()
                 del there  # before anybody else copies on this stream
         else:
-            for first, last, target in places:
+            for (first, last), target in places:
                 copy(target, by_layer(own)[..., first - begin : last - begin, :])
 
     def take(self, slot: int, span: Span, data: Tensor, after: Marks = UNMARKED) -> None:
@@ -122,17 +120,24 @@ class Mover:
             for name, view in zip(self.part.row_spec.names, own, strict=True):
                 view.copy_(source[name])
             return
-        places = [self.part.rows(slot, first, last) for first, last in paged(*span)]
-        device = places[0].device
+        places = self._places(slot, span)
+        device = places[0][1].device
         if device.type == "cuda":
             with torch.inference_mode(), own_stream(device, after):
-                there = torch.cat(places, dim=-2)
+                there = torch.cat([rows for _, rows in places], dim=-2)
                 by_layer(own).copy_(there, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
                 del there
         else:
-            for (first, last), rows in zip(paged(*span), places, strict=True):
+            for (first, last), rows in places:
                 copy(by_layer(own)[..., first - span[0] : last - span[0], :], rows)
+
+    def _places(self, slot: int, span: Span) -> list[tuple[Span, Tensor]]:
+        """Views of the rows where they are: page by page on a GPU, all at once in host memory."""
+        spans = [*paged(*span)]
+        if self.part.rows(slot, *spans[0]).device.type != "cuda":
+            spans = [span]
+        return [(each, self.part.rows(slot, *each)) for each in spans]
 
     def _own(self, data: Tensor) -> Tensor:
         """`[names, heads, tokens, width]`, without a copy."""
@@ -142,7 +147,7 @@ class Mover:
 
 
 def paged(start: int, stop: int) -> Iterator[Span]:
-    """The span, page by page: what a part has a view of, wherever its rows are."""
+    """The span, page by page: what a part on a GPU has a view of."""
     while start < stop:
         end = min(stop, (start // PAGE + 1) * PAGE)
         yield start, end

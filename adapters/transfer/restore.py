@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
@@ -38,6 +39,7 @@ log = logging.getLogger("rekindle.store")
 
 GIVEN_UP = StoreFailed("abandoned", "the request was abandoned")
 PIECE = 32 << 20  # bytes of rows that the lane waits for at once: a few milliseconds
+ABREAST = min(AHEAD, os.cpu_count() or 1)  # threads that put rows of one restore into slots: each has a core to copy
 WORKERS = 2 * AHEAD  # threads that open, read and copy runs: two restores in full, more of them take turns
 
 
@@ -66,11 +68,15 @@ class Move:
 
 @define(eq=False)
 class Restore:
-    """One restore, how far it has come, and why it ended before its time. Threads change it."""
+    """One restore, how far it has come, and why it ended before its time. Threads change it.
+
+    begun: what parts that are asked by name have been told of and nobody has waited for; the lane's alone.
+    """
 
     effect: RestoreBlocks
     fence: Fence
     moves: tuple[Move, ...]
+    begun: list[tuple[Mover, Move]] = field(factory=list["tuple[Mover, Move]"])
     abandoned: bool = False
     failure: StoreFailed | None = None
 
@@ -84,14 +90,21 @@ class Restore:
         if self._went(partial(mover.put, self.effect.slot, *move.run, self.fence.after), [move]):
             move.left.remove(mover)
 
-    def begin(self, mover: Mover, moves: Sequence[Move]) -> bool:
-        """The same, of one that is asked by name. False: it has failed."""
-        return self._went(partial(mover.begin, self.effect.slot, [move.run for move in moves]), moves)
+    def begin(self, mover: Mover, moves: Sequence[Move]) -> None:
+        """The same, of one that is asked by name, as far as it has not been."""
+        coming = [move for move in moves if mover in move.left and (mover, move) not in self.begun]
+        if coming and self._went(partial(mover.begin, self.effect.slot, [move.run for move in coming]), coming):
+            self.begun += [(mover, move) for move in coming]
 
-    def finish(self, mover: Mover, moves: Sequence[Move]) -> None:
-        if self._went(mover.finish, moves):
-            for move in moves:
-                move.left.remove(mover)
+    def finish(self) -> None:
+        """What has been begun is there, or has failed."""
+        while self.begun:
+            mover, _ = self.begun[0]
+            own = [move for one, move in self.begun if one is mover]
+            self.begun = [pair for pair in self.begun if pair[0] is not mover]
+            if self._went(mover.finish, own):
+                for move in own:
+                    move.left.remove(mover)
 
     def _went(self, work: Callable[[], object], moves: Sequence[Move]) -> bool:
         try:
@@ -101,11 +114,11 @@ class Restore:
             return False
         return True
 
-    def put_each(self, mover: Mover, moves: deque[Move]) -> None:
+    def put_each(self, moves: deque[tuple[Mover, Move]]) -> None:
         """The next one, as long as there are some; others may do the same."""
         while moves and not self.over:
             with suppress(IndexError):
-                self.put(mover, moves.popleft())
+                self.put(*moves.popleft())
 
     def failed(self, moves: Sequence[Move], why: StoreFailed) -> None:
         for move in moves:
@@ -221,9 +234,19 @@ class Restorer:
         """On the thread that has read it: another one would have to be woken for the same."""
         self.store.promote(move.part.entry, buffer)
         move.buffer = buffer
-        for mover in tuple(move.left):
-            if mover.anywhere and now.fence.passed and move.failure is None:
+        if not now.fence.passed:
+            return
+        left = tuple(move.left)
+        for mover in left:
+            if not mover.anywhere:  # what cannot be begun now is asked again by whoever waits for it, and raises there
+                self.lane.post(partial(self._begin, now, mover, move), lambda _: None)
+        for mover in left:
+            if mover.anywhere and move.failure is None:
                 now.put(mover, move)
+
+    def _begin(self, now: Restore, mover: Mover, move: Move) -> None:
+        if not now.over:
+            now.begin(mover, [move])
 
     async def _bring(self, now: Restore, moves: Sequence[Move]) -> None:
         """From memory into the slot. Each part of the target takes its share of all of it, beside the other parts; a
@@ -231,40 +254,45 @@ class Restorer:
         """
         if (failure := await now.fence.wait()) is not None:
             now.failed(moves, failure)
-        coming = [move for move in moves if move.left and move.failure is None]
-        shares = {mover: deque[Move]() for move in coming for mover in move.left}
-        for move in coming:
-            for mover in move.left:
-                shares[mover].append(move)
-        far = [mover for mover in shares if not mover.anywhere]
-        near, beside = [mover for mover in shares if mover.anywhere], list[Future[None]]()
+        coming = deque(move for move in moves if move.left and move.failure is None)
+        while coming and not now.over:
+            await self._bring_piece(now, self._piece(coming))
+        if now.over and now.begun:  # nobody else will wait for it, and it lies in our memory
+            await self.lane.run(now.finish)
+        for move in moves:
+            if move.kind != "state":
+                move.buffer = None
 
-        def meanwhile() -> None:
-            while near:
-                own = shares[mover := near.pop(0)]
-                beside.extend(self.workers.submit(now.put_each, mover, own) for _ in range(min(AHEAD, len(own))))
+    def _piece(self, coming: deque[Move]) -> list[Move]:
+        """The next ones: as many as the lane waits for at once, or all of them where it need not."""
+        piece = [coming.popleft()]
+        asked = any(not mover.anywhere for move in (*piece, *coming) for mover in move.left)
+        while coming and (not asked or sum(map(self._bytes, (*piece, coming[0]))) <= PIECE):
+            piece.append(coming.popleft())
+        return piece
 
-        asked = deque(move for move in coming if not set(far).isdisjoint(move.left))
-        while asked and not now.over:
-            piece = [asked.popleft()]
-            while asked and sum(map(self._bytes, (*piece, asked[0]))) <= PIECE:
-                piece.append(asked.popleft())
-            await self.lane.run(partial(self._ask, now, far, piece, meanwhile))
-        meanwhile()
+    async def _bring_piece(self, now: Restore, moves: Sequence[Move]) -> None:
+        pairs = [(mover, move) for move in moves for mover in tuple(move.left)]
+        near = deque(pair for pair in pairs if pair[0].anywhere)
+        far = [*dict.fromkeys(mover for mover, _ in pairs if not mover.anywhere)]
+        helping = max(0, ABREAST - len(far) - 1) if far else ABREAST
+        beside = [self.workers.submit(now.put_each, near) for _ in range(min(helping, len(near)))]
+        if far:
+            await self.lane.run(partial(self._ask, now, far, moves, near))
         for one in beside:
-            await asyncio.wrap_future(one)
-        for move in coming:
-            move.buffer = None
+            if not one.done():
+                await asyncio.wrap_future(one)
+            one.result()
 
-    def _ask(self, now: Restore, far: Sequence[Mover], moves: Sequence[Move], meanwhile: Callable[[], None]) -> None:
-        """On the lane, for shards that are asked by name: all of them first, then the lane waits for them. So it takes
-        as long as the slowest, and what one of them loses is known before the lane does anything else.
+    def _ask(self, now: Restore, far: Sequence[Mover], moves: Sequence[Move], near: deque[tuple[Mover, Move]]) -> None:
+        """On the lane, for shards that are asked by name: all of them first, then the lane puts what is put here, and
+        waits for them. So it takes as long as the slowest, and what one of them loses is known before the lane does
+        anything else.
         """
-        shares = [(mover, own) for mover in far if (own := [move for move in moves if mover in move.left])]
-        begun = [share for share in shares if now.begin(*share)]
-        meanwhile()
-        for share in begun:
-            now.finish(*share)
+        for mover in far:
+            now.begin(mover, moves)
+        now.put_each(near)
+        now.finish()
 
     def _landed(self, request: RequestId, now: Restore, ready: list[Move]) -> StoreFailed | None:
         """On the lane: from now on the slot holds what has come."""

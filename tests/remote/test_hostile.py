@@ -23,6 +23,7 @@ from adapters.remote.messages import (
     Failure,
     Forwarded,
     ImportRows,
+    ImportRuns,
     Lent,
     Op,
     RowSpan,
@@ -64,6 +65,7 @@ def nonsense(draw: random.Random, names: tuple[str, ...]) -> tuple[Op, WireMessa
         Op.COPY_ROWS: CopyRows(number(), number(), number()),
         Op.EXPORT_ROWS: RowSpan(number(), number(), number()),
         Op.IMPORT_ROWS: ImportRows(number(), number(), *draw.choice(((tensors,), ((), lent)))),
+        Op.IMPORT_RUNS: ImportRuns(number(), (number(),), lent),
         Op.KEEP_STATE: SlotPlace(number(), number()),
         Op.LOAD_STATE: SlotPlace(number(), number()),
     }

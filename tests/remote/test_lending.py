@@ -13,7 +13,7 @@ from msgspec import structs
 from adapters.models.shard import NamedTensors
 from adapters.remote.channel import Channel
 from adapters.remote.lending import Borrower, Lender
-from adapters.remote.messages import ImportRows, Lent, Nothing, Op, Unacceptable
+from adapters.remote.messages import MOST_RUNS, ImportRows, ImportRuns, Lent, Nothing, Op, Unacceptable
 from adapters.remote.shard import RemoteShard
 from adapters.remote.tensors import described
 from effects.ports import RowsLost
@@ -61,13 +61,17 @@ def lending() -> Iterator[Lending]:
 
 
 def laid(rows: NamedTensors, memory: torch.Tensor, at: int, room: int) -> NamedTensors:
+    return dict(zip(rows, whole(rows, memory, at, room), strict=True))
+
+
+def whole(rows: NamedTensors, memory: torch.Tensor, at: int, room: int) -> torch.Tensor:
     """In one piece of memory from `at` on, as a kept run of so many rows lies; those of ours are its first."""
     first = next(iter(rows.values()))
     heads, count, width = first.shape
-    whole = memory[at:].view(first.dtype)[: len(rows) * heads * room * width].view(len(rows), heads, room, width)
-    for place, tensor in zip(whole, rows.values(), strict=True):
+    run = memory[at:].view(first.dtype)[: len(rows) * heads * room * width].view(len(rows), heads, room, width)
+    for place, tensor in zip(run, rows.values(), strict=True):
         place[:, :count] = tensor
-    return dict(zip(rows, whole[:, :, :count], strict=True))
+    return run[:, :, :count]
 
 
 def test_rows_and_states_are_copied_from_where_they_lie(lending: Lending) -> None:
@@ -101,25 +105,26 @@ def test_what_is_partly_elsewhere_is_sent(lending: Lending) -> None:
 def test_runs_that_are_lent_are_told_of_at_once_and_waited_for_together(lending: Lending) -> None:
     far, rows = lending.far, lending.far.export_rows(0, 0, 64)
     memory, seen = lending.lender.take(1 << 20), len(lending.end.came)
-    runs = [(0, laid(rows, memory, 0, 64)), (64, laid(rows, memory, 1 << 19, 64))]
+    runs = [(0, whole(rows, memory, 0, 64)), (64, whole(rows, memory, 1 << 19, 100))]
     far.import_runs(1, runs)
-    far.import_runs(1, [(128, rows)])  # which has to be sent, so those before it have been answered
+    far.import_runs(1, [(192 + 64 * (n % 4), run) for n, (_, run) in enumerate(runs * MOST_RUNS)][: MOST_RUNS + 1])
+    far.import_runs(1, [(128, torch.stack([*rows.values()]))])  # has to be sent: those before it have been answered
     far.imported()
-    assert [came > 0 for came in lending.end.came[seen:]] == [False, False, True]
-    for start in (0, 64, 128):
+    assert [came > 0 for came in lending.end.came[seen:]] == [False, False, False, True]
+    for start in range(0, 448, 64):
         assert all(same_bits(one, rows[name]) for name, one in far.export_rows(1, start, start + 64).items())
 
 
 def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
     """Nobody can say how much of the others is there."""
     far, rows = lending.far, lending.far.export_rows(0, 0, 64)
-    there, told = laid(rows, lending.lender.take(1 << 20), 0, 64), list[str]()
+    there, told = whole(rows, lending.lender.take(1 << 20), 0, 64), list[str]()
     far.peer.lost_to(told.append)
     far.import_runs(1, [(far.capacity, there), (0, there)])
     with pytest.raises(RowsLost):
         far.imported()
-    assert "import_rows: rows" in told[0]
-    with pytest.raises(RowsLost, match="import_rows: rows"):
+    assert "import_runs: rows" in told[0]
+    with pytest.raises(RowsLost, match="import_runs: rows"):
         far.imported()
 
 
@@ -132,8 +137,8 @@ def test_a_death_among_runs_is_told_and_they_can_be_put_anew(when: str, behind: 
     far.peer.lost_to(told.append)
     chunk(far, 0, 0, 64)
     rows = far.export_rows(0, 0, 64)
-    runs = [(64 * n, laid(rows, lender.take(1 << 20), 0, 64)) for n in range(4)]
-    fates.coming[:] = [(Op.IMPORT_ROWS, when, behind)]
+    runs = [(64 * n, whole(rows, lender.take(1 << 20), 0, 64)) for n in range(4)]
+    fates.coming[:] = [(Op.IMPORT_RUNS, when, behind)]
     with pytest.raises(RowsLost):
         put_all(far, runs)
     assert not fates.coming
@@ -145,9 +150,34 @@ def test_a_death_among_runs_is_told_and_they_can_be_put_anew(when: str, behind: 
     dial.end()
 
 
-def put_all(far: RemoteShard, runs: list[tuple[int, NamedTensors]]) -> None:
-    far.import_runs(1, runs)
+def put_all(far: RemoteShard, runs: list[tuple[int, torch.Tensor]]) -> None:
+    for run in runs:
+        far.import_runs(1, [run])
     far.imported()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"starts": (0,)},
+        {"names": ("layers.0.k",)},
+        {"dtype": "F16"},
+        {"shape": (4, 64)},
+        {"starts": (1 << 20, 64)},
+        {"shape": (0, 64, 8)},
+    ],
+)
+def test_runs_of_other_rows_than_there_are_are_refused(lending: Lending, odd: dict) -> None:
+    far, rows = lending.far, lending.far.export_rows(0, 0, 64)
+    run = lending.lender.lent_whole(tuple(rows), whole(rows, lending.lender.take(1 << 20), 0, 64))
+    assert run is not None
+    starts = odd.pop("starts", (0, 64))
+    if "shape" in odd:
+        odd["strides"] = run.strides[: len(odd["shape"])]
+    far.import_rows(1, 0, {name: torch.full_like(one, 2) for name, one in rows.items()})
+    with pytest.raises(ValueError, match="rows"):
+        far.peer.ask(Op.IMPORT_RUNS, ImportRuns(1, starts, (structs.replace(run, **odd), run)), Nothing)
+    assert all(bool((one == 2).all()) for one in far.export_rows(1, 0, 64).values())
 
 
 FINE = Lent(("a", "b"), "F32", (2, 3), 4096, 12, (6, 1))

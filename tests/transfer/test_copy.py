@@ -36,10 +36,10 @@ class Named:
     def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         return {name: one[:, start:stop].cpu() for name, one in self.tensors(slot).items()}
 
-    def import_runs(self, slot: int, runs: list[tuple[int, dict[str, torch.Tensor]]]) -> None:
+    def import_runs(self, slot: int, runs: list[tuple[int, torch.Tensor]]) -> None:
         for start, rows in runs:
-            for name, one in self.tensors(slot).items():
-                one[:, start : start + rows[name].shape[1]] = rows[name]
+            for one, own in zip(self.tensors(slot).values(), rows, strict=True):
+                one[:, start : start + own.shape[1]] = own
 
     def imported(self) -> None:
         """It is there already."""

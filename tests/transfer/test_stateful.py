@@ -61,10 +61,10 @@ class Caches:
     def export_rows(self, slot: int, start: int, stop: int) -> Mapping[str, torch.Tensor]:
         return {name: cache[slot, :, start:stop].clone() for name, cache in self.caches.items()}
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, Mapping[str, torch.Tensor]]]) -> None:
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]]) -> None:
         for start, rows in runs:
-            for name, tensor in rows.items():
-                self.caches[name][slot, :, start : start + tensor.shape[1]] = tensor
+            for cache, own in zip(self.caches.values(), rows, strict=True):
+                cache[slot, :, start : start + own.shape[1]] = own
 
     def imported(self) -> None:
         """It is there already."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -355,7 +355,7 @@ class LayerByName:
     def __init__(self, shard: DenseShard, layer: int, asked: list[int]) -> None:
         self.shard, self.layer, self.asked = shard, layer, asked
         self.row_spec = evolve(shard.row_spec, names=shard.row_spec.names[2 * layer : 2 * layer + 2])
-        self.runs = list[tuple[int, int, Mapping[str, torch.Tensor]]]()
+        self.runs = list[tuple[int, int, torch.Tensor]]()
 
     def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         raise AssertionError("rows go by their names")
@@ -363,15 +363,15 @@ class LayerByName:
     def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         return dict(zip(self.row_spec.names, self.shard.rows(slot, start, stop)[self.layer], strict=True))
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, Mapping[str, torch.Tensor]]]) -> None:
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]]) -> None:
         self.asked.append(self.layer)
         self.runs += [(slot, *run) for run in runs]
 
     def imported(self) -> None:
         assert self.asked == [0, 1]
         for slot, start, rows in self.runs:
-            for name, own in self.export_rows(slot, start, start + rows[self.row_spec.names[0]].shape[1]).items():
-                own.copy_(rows[name])
+            for own, given in zip(self.export_rows(slot, start, start + rows.shape[2]).values(), rows, strict=True):
+                own.copy_(given)
 
 
 async def test_shards_that_are_asked_by_name_are_all_asked_before_one_is_waited_for(bench: Bench) -> None:
