@@ -1,24 +1,30 @@
 """What restoring a prompt takes whose layers are in several shards, beside a single device: from disk after a restart,
 or from host memory.
 
-`python -m benchmarks.split_restore [--model demo] [--tier disk] [--tokens 6000] [--times 7]`; goal on two cores: at
-most 1.2 times the single one's.
+`python -m benchmarks.split_restore [--model demo] [--tier disk] [--tokens 6000] [--times 7] [--http]`; goal on two
+cores: at most 1.2 times the single one's. `--http`: until a client has the first token of the prompt, another one in
+between.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 from attrs import frozen
 
 from adapters.remote.shard import RemoteShard
+from benchmarks.peer import ROOT, listening
 from benchmarks.report import machine, median, raw, table
+from benchmarks.split_serve import settled
 from effects.all import Ask, Launch
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Sampling
@@ -114,15 +120,62 @@ async def measured(model: str, prompt: Tokens, times: int, tier: str) -> dict[st
     return found
 
 
+def first_tokens(model: str, prompt: Tokens, times: int, tier: str) -> dict[str, list[float]]:
+    """Milliseconds until a client has them, of servers that are all there at once and asked in turns."""
+    found = {devices: list[float]() for devices in PLANS}
+    words = ("--draft", "none", "--slots", "1", "--max-ctx", str(len(prompt) + 64), "--kv-cache-codec", "store")
+    words += ("--kv-cache-min-tokens", "64", "--host-cache-budget", str(0 if tier == "disk" else HOST_MIB))
+
+    def asked(client: httpx.Client, tokens: Tokens) -> tuple[float, str]:
+        body = {"prompt": tokens, "max_tokens": 1, "temperature": 0}
+        began = time.perf_counter()
+        said = client.post("/v1/completions", json=body).raise_for_status().json()
+        return 1e3 * (time.perf_counter() - began), said["rekindle"]["tier"]
+
+    with ExitStack() as stack:
+        clients = list[httpx.Client]()
+        for devices in PLANS:
+            home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            command = [sys.executable, "-m", "engine", "serve", model, "--target-devices", devices, *words]
+            url, _ = stack.enter_context(listening([*command, "--kv-cache-dir", str(home)], ROOT, home))
+            clients.append(stack.enter_context(httpx.Client(base_url=url, timeout=300)))
+            asked(clients[-1], prompt)
+            settled(clients[-1])
+        for number in range(times + 1):
+            for devices, client in zip(PLANS, clients, strict=True):
+                asked(client, prompt[: -100 - number : -1])  # the slot has this one then
+                took, where = asked(client, prompt)
+                assert where == tier, where
+                if number:  # nobody measures the first one
+                    found[devices].append(took)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tier", choices=("disk", "host"), default="disk")
     parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--times", type=int, default=7)
+    parser.add_argument("--http", action="store_true")
     given = parser.parse_args()
     draw = random.Random(1)
     prompt = tuple(draw.randrange(5, 3000) for _ in range(given.tokens))
+    if given.http:
+        heard = first_tokens(given.model, prompt, given.times, given.tier)
+        told = [
+            {
+                "plan": name,
+                "first token p50, ms": median(each),
+                "least, ms": round(min(each), 2),
+                "times the single one's, p50": times(each, heard[PLANS[0]]),
+                "least": round(min(each) / min(heard[PLANS[0]]), 2),
+            }
+            for name, each in heard.items()
+        ]
+        table(f"{given.tokens} tokens from {given.tier} over HTTP, {given.model}", told)
+        raw("split_restore_http", {"machine": machine(), "rows": told, "ms": heard})
+        return
     found = anyio.run(measured, given.model, prompt, given.times, given.tier)
     wall = {name: [one.ms for one in each] for name, each in found.items()}
     processor = {name: [one.processor_ms for one in each] for name, each in found.items()}

@@ -33,6 +33,7 @@ from effects.decode import RunDecode
 from effects.ids import LeaseId, RequestId, SlotId, StoreFailed
 from effects.job import Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.ports import RowsLost
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
@@ -382,6 +383,41 @@ async def test_shards_that_are_asked_by_name_are_all_asked_before_one_is_waited_
     bench.open(2, 3)
     restored = await bench.restore(2, await bench.found(2), 3)
     assert restored == BlocksRestored(0, 96, 96 * bench.moving.store.layout.token_bytes)
+    await bench.prefill(2, 3, 96)
+    assert await bench.answer(2, 3) == cold
+
+
+class Forgetting(LayerByName):
+    """One whose process dies before it acknowledges anything."""
+
+    def imported(self) -> None:
+        raise RowsLost((), f"layer {self.layer} is gone")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("passed", [False, True])
+async def test_what_a_part_elsewhere_has_not_acknowledged_is_not_believed(
+    bench: Bench, lost: int, passed: bool
+) -> None:
+    """passed: the slot is free by then, so a run that was read is told of at once."""
+    cold, asked = await bench.kept(), list[int]()
+    restorer, here = bench.moving.restorer, bench.moving.restorer.target
+    kinds = [Forgetting if layer == lost else LayerByName for layer in range(2)]
+    parts = [kind(bench.shard, layer, asked) for layer, kind in enumerate(kinds)]
+    restorer.target = movers(parts, bench.moving.store.layout.rows)
+    bench.open(2, 3)
+    if passed:
+        restorer.opened(RequestId(2), OpenSlot(SlotId(3), SlotId(3), 0, PROMPT, Sampling()))
+        assert await restorer.fences.of(RequestId(2), SlotId(3)).wait() is None
+    failed = await bench.restore(2, await bench.found(2), 3)
+    assert failed == StoreFailed("broken", f"layer {lost} is gone")
+    assert asked == [0, 1], "each is told once"
+    state = bench.executor.serving(SlotId(3), RequestId(2))
+    assert isinstance(state, SlotState)
+    assert state.valid == 0
+    assert bench.leases() == 0
+    restorer.target = here
+    assert (await bench.restore(2, await bench.found(2), 3)).stop == 96
     await bench.prefill(2, 3, 96)
     assert await bench.answer(2, 3) == cold
 
