@@ -66,6 +66,10 @@ class Channel:
     _ahead: memoryview = field(factory=lambda: memoryview(bytearray(AHEAD)))
     _here: memoryview = field(factory=lambda: memoryview(b""))  # of what was read ahead, what nobody has taken yet
 
+    @property
+    def lender(self) -> Lender | None:
+        return None if self.shared is None else self.shared.lender
+
     def send(
         self,
         op: int,

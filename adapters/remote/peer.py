@@ -149,10 +149,9 @@ class Peer:
 
     def given(self, tensors: NamedTensors) -> tuple[tuple[Described, ...], tuple[Lent, ...], NamedTensors]:
         """What it is told of them, and what has to be sent: nothing where it sees them, and reads until it answers."""
-        shared = None if self._channel is None else self._channel.shared
-        if shared is not None and shared.lender is not None and (lent := shared.lender.lent(tensors)):
-            return (), lent, {}
-        return described(tensors), (), tensors
+        lender = None if self._channel is None else self._channel.lender
+        lent = () if lender is None else lender.lent(tensors)
+        return ((), lent, {}) if lent else (described(tensors), (), tensors)
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
         tensors, lent, sent = self.given(rows)
@@ -160,21 +159,16 @@ class Peer:
 
     def import_runs(self, slot: int, names: tuple[str, ...], runs: Sequence[tuple[int, Tensor]]) -> None:
         """Rows `[names, heads, rows, width]`, each from its start on. Those that it sees itself are posted."""
-        shared = None if self._channel is None else self._channel.shared
-        lender = None if shared is None else shared.lender
-        seen = list[tuple[int, Lent]]()
+        lender, seen = None if self._channel is None else self._channel.lender, list[tuple[int, Lent]]()
         for start, rows in runs:
             if lender is not None and (lent := lender.lent_whole(names, rows)) is not None:
                 seen.append((start, lent))
             else:
                 self.import_rows(slot, start, dict(zip(names, rows, strict=True)))
         for at in range(0, len(seen), MOST_RUNS):
-            starts, lents = zip(*seen[at : at + MOST_RUNS], strict=True)
-            message = ImportRuns(slot, starts, lents)
-            if len(self._posted) < MOST_POSTED:
-                self.post(Op.IMPORT_RUNS, message)
-            else:
-                self.ask(Op.IMPORT_RUNS, message, Nothing)
+            if len(self._posted) >= MOST_POSTED:
+                self.heard()
+            self.post(Op.IMPORT_RUNS, ImportRuns(slot, *zip(*seen[at : at + MOST_RUNS], strict=True)))
 
     def heard(self) -> None:
         """All that was posted has been answered."""
