@@ -7,13 +7,20 @@ a template. Tools are written the same way whoever sent them, so the same conver
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any, Literal, TypeAlias
 
 from attrs import evolve, field, frozen
 
+from adapters.bounded_json import TEXTS
+
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+
+DEEPEST = 128  # levels of a call's arguments: twice what a request's body may have
+LEVELS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 @frozen
@@ -187,9 +194,15 @@ def templated_message(
 
 
 def parsed(arguments: str) -> Any:
-    """The object that they are, or the text where they are none."""
+    """The object that they are; the text where they are none, or one that nobody could write: nested beyond measure, or
+    with half of a surrogate pair.
+    """
+    levels = (LEVELS[mark] for mark in re.findall(r"[][{}]", TEXTS.sub("", arguments)))
+    if max(accumulate(levels), default=0) > DEEPEST:
+        return arguments
     try:
         found = json.loads(arguments)
+        json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

@@ -18,11 +18,10 @@ from attrs import evolve, field, frozen
 
 from adapters.text.answer.pieces import AnswerPiece, calls_of, reasoning_of, text_of
 from adapters.text.answer.reader import AnswerReader
-from adapters.text.conversation import ChatMessage, FunctionTool, ToolCall
+from adapters.text.conversation import DEEPEST, ChatMessage, FunctionTool, ToolCall
 
 Tools: TypeAlias = Mapping[str, FunctionTool]
 NONE: Mapping[str, Any] = MappingProxyType({})
-DEEPEST = 128  # levels of arguments: twice what a request's body may have
 NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.text.conversation import ChatMessage, Conversation, with_one_system
+from adapters.text.conversation import DEEPEST, ChatMessage, Conversation, ToolCall, with_one_system
 from adapters.text.template import TemplateRefused, text_of
 from adapters.text.text import Text, cut_behind
 from tests.text import small
@@ -26,6 +26,16 @@ FORGETS = (
     .replace("{{- '<|im_start|>' +", "{%- if message.role != 'system' or loop.first %}{{- '<|im_start|>' +")
     .replace("'<|im_end|>\\n' }}", "'<|im_end|>\\n' }}{% endif %}")
 )
+
+
+OBJECTS = """\
+{%- for message in messages %}
+{%- for call in message.tool_calls %}{{ call.function.name }}{% if call.function.arguments is mapping %}
+{%- for key, value in call.function.arguments | items %} {{ key }}={{ value }};{% endfor %}
+{%- else %}: {{ call.function.arguments }}{% endif %}{% endfor %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+"""
 
 
 def test_system_messages_become_one_and_the_users() -> None:
@@ -66,3 +76,23 @@ def test_an_answer_that_is_not_shown_is_looked_for_in_no_time() -> None:
     """As `rfind` would, letter by letter, this takes an hour."""
     with pytest.raises(TemplateRefused):
         cut_behind(("a" * 4_000_000,), "a</think>" + "a" * 1_000_000)
+
+
+@pytest.mark.parametrize("depth", [DEEPEST - 1, DEEPEST, 500, 970, 985, 3000])
+async def test_arguments_that_nobody_could_write_are_told_as_they_came(tmp_path: Path, depth: int) -> None:
+    """A template that reads the members of a call's arguments has them, wherever that can be."""
+    nested = '{"a": ' + "[" * depth + "]" * depth + "}"
+    text = Text.load(small.write(tmp_path, OBJECTS))
+    calls = [
+        ToolCall("1", "f", '{"key": "\\u00e9"}'),
+        ToolCall("2", "g", '{"key": "\\ud800"}'),
+        ToolCall("3", "h", nested),
+    ]
+    try:
+        assert not text.template.wants_argument_text
+        written = text_of(await text.rendered(Conversation([USER, ChatMessage("assistant", "", calls=tuple(calls))])))
+    finally:
+        await text.aclose()
+    assert "f key=\u00e9;" in written
+    assert 'g: {"key": "\\ud800"}' in written
+    assert (f"h a={'[' * depth}" if depth < DEEPEST else f"h: {nested}") in written
