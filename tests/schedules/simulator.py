@@ -189,7 +189,11 @@ class Simulator:
         block_size, slots = rng.choice((1, 2, 4)), rng.randint(1, 4)
         stateful = rng.random() < 0.4
         decode_steps = rng.choice(
-            ((), ((0, 1, 0, 20), (0, 1, 4, 25), (0, 1, 8, 30), (0, 2, 0, 30)), ((0, 1, 0, 20), (0, 1, 4, 50)))
+            (
+                (),
+                ((0, 1, 0, 20, 0), (0, 1, 4, 25, 20), (0, 1, 8, 30, 10), (0, 2, 0, 30, 0)),
+                ((0, 1, 0, 20, 0), (0, 1, 4, 50, 20)),
+            )
         )
         return Settings(
             slots=slots,
