@@ -39,7 +39,8 @@ log = logging.getLogger("rekindle.store")
 
 GIVEN_UP = StoreFailed("abandoned", "the request was abandoned")
 PIECE = 32 << 20  # bytes of rows that the lane waits for at once: a few milliseconds
-ABREAST = min(AHEAD, os.cpu_count() or 1)  # threads that put rows of one restore into slots: each has a core to copy
+# Threads that put rows of one restore into slots, of each GPU: each has a core to copy.
+ABREAST = min(AHEAD, os.cpu_count() or 1)
 WORKERS = 2 * AHEAD  # threads that open, read and copy runs: two restores in full, more of them take turns
 
 
@@ -275,7 +276,8 @@ class Restorer:
         pairs = [(mover, move) for move in moves for mover in tuple(move.left)]
         near = deque(pair for pair in pairs if pair[0].anywhere)
         far = [*dict.fromkeys(mover for mover, _ in pairs if not mover.anywhere)]
-        helping = max(0, ABREAST - len(far) - 1) if far else ABREAST
+        abreast = ABREAST * max(1, len(now.fence.after))
+        helping = max(0, abreast - len(far) - 1) if far else abreast
         beside = [self.workers.submit(now.put_each, near) for _ in range(min(helping, len(near)))]
         if far:
             await self.lane.run(partial(self._ask, now, far, moves, near))
