@@ -342,9 +342,13 @@ def begun(job: Job) -> Prompt:
 
 def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tuple[Seat, Prompt]:
     """From now on these are what is served; only rows that they share with what was stay valid."""
-    rows = continued(settings, prompt.tokens[: seat.rows], tokens)
+    seat = continuing(settings, seat, prompt.tokens[: seat.rows], tokens)
+    return seat, evolve(prompt, tokens=tokens, compressed=True, stored=0)
+
+
+def continuing(settings: Settings, seat: Seat, held: Tokens, tokens: Tokens) -> Seat:
+    """The seat as these tokens can be continued from it, which has rows of those: at a cache position."""
+    rows = continued(settings, held, tokens)
     valid = rows if not settings.stateful else seat.valid if seat.valid <= rows else 0
     tier = seat.tier if valid else "none"
-    return Seat(seat.slot, valid, min(seat.restored, valid), tier, rows - valid), evolve(
-        prompt, tokens=tokens, compressed=True, stored=0
-    )
+    return Seat(seat.slot, valid, min(seat.restored, valid), tier, rows - valid)

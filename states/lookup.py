@@ -30,6 +30,7 @@ from states.life import (
     Unparking,
     Waiting,
     begun,
+    continuing,
 )
 from states.machine import Then, first
 from states.onward import Onward, chunk, find, opening, report_early, settled
@@ -110,7 +111,10 @@ def missed(state: LookingUp, event: PrefixMissed, known: Known) -> Onward:
 
 
 def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
-    """What stays from here on, another prompt than before or this one after all: it is looked for once more."""
+    """What stays from here on, another prompt than before or this one after all: it is looked for once more. What was
+    computed while a restore was under way may have ended anywhere.
+    """
+    seat = continuing(known.settings, seat, prompt.tokens[: seat.rows], prompt.tokens)
     opened = opening(known.settings, seat, prompt)
     if policy.lookup(known.settings, seat, prompt).go:
         return first(opened, find(known.settings, seat, prompt))

@@ -47,6 +47,14 @@ def test_no_schedule_breaks_a_promise_and_every_history_replays(first: int) -> N
         assert not play(seed).world.requests
 
 
+@pytest.mark.parametrize("seed", [5615, 9968])
+def test_a_prompt_that_is_looked_for_again_goes_on_from_a_cache_position(seed: int) -> None:
+    """Its front was computed beside decode steps, up to the middle of a block, when the restore behind it failed, and
+    then the drafter did.
+    """
+    assert not play(seed).world.requests
+
+
 def play(seed: int, *, replay: bool = True) -> Simulator:
     try:
         simulator = Simulator(seed)
