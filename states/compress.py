@@ -8,19 +8,31 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.compression import Compressed, PromptPart, remaining, taken
-from effects.ids import DeviceFailed, Span
+from effects.ids import DeviceFailed, Span, Tokens
 from effects.job import aged, freezes
 from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.stream import CloseStream, Finish
 from states import policy
 from states.events import Cancelled, SlotEmptied
-from states.life import FINISH, Compressing, Done, Fetching, Parking, Prompt, Releasing, Remains, Seat, Yielding, serve
+from states.life import (
+    FINISH,
+    Compressing,
+    Done,
+    Fetching,
+    Parking,
+    Prompt,
+    Releasing,
+    Remains,
+    Seat,
+    Yielding,
+    continuing,
+)
 from states.lookup import Served, served
 from states.machine import Then, first
 from states.onward import emptied, park, report
 from states.recover import TWICE
-from states.settings import Known
+from states.settings import Known, Settings
 
 Refused: TypeAlias = Then[Done, CloseStream]
 GivenBack: TypeAlias = Then[Releasing, UnloadModel]
@@ -72,6 +84,12 @@ def froze(known: Known, state: Compressing, event: PromptCompressed) -> Frozen:
     seat, prompt = serve(known.settings, seat, evolve(state.prompt, compression=told), tokens)
     named = tuple((part.name, kept) for part, kept in made.items())
     return first(KeepFrozen(named), release(known, seat, prompt))
+
+
+def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tuple[Seat, Prompt]:
+    """From now on these are what is served; only rows that they share with what was stay valid."""
+    seat = continuing(settings, seat, prompt.tokens[: seat.rows], tokens)
+    return seat, evolve(prompt, tokens=tokens, compressed=True, stored=0)
 
 
 def within(spans: Sequence[Span], part: PromptPart) -> tuple[Span, ...]:

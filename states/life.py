@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from effects.compression import Compressed, remaining, taken
 from effects.decode import Logprob
@@ -338,12 +338,6 @@ def begun(job: Job) -> Prompt:
         return Prompt(job, job.prompt)
     told = Compressed(len(job.prompt), "", spans, keep=job.compression.keep)
     return Prompt(job, taken(job.prompt, spans), compression=told)
-
-
-def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tuple[Seat, Prompt]:
-    """From now on these are what is served; only rows that they share with what was stay valid."""
-    seat = continuing(settings, seat, prompt.tokens[: seat.rows], tokens)
-    return seat, evolve(prompt, tokens=tokens, compressed=True, stored=0)
 
 
 def continuing(settings: Settings, seat: Seat, held: Tokens, tokens: Tokens) -> Seat:

@@ -11,8 +11,8 @@ from effects.grammar import Grammar
 from effects.job import Job, Sampling
 from effects.scope import Scope
 from states import policy
+from states.compress import serve
 from states.life import (
-    serve,
     usable,
 )
 from states.policy import Decision
