@@ -151,6 +151,17 @@ def first_tokens(model: str, prompt: Tokens, times: int, tier: str) -> dict[str,
     return found
 
 
+def compared(plan: str, what: str, each: list[float], single: list[float]) -> dict[str, Any]:
+    """Milliseconds of a plan beside those of the single device."""
+    return {
+        "plan": plan,
+        f"{what} p50, ms": median(each),
+        "least, ms": round(min(each), 2),
+        "times the single one's, p50": times(each, single),
+        "least": round(min(each) / min(single), 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
@@ -163,16 +174,7 @@ def main() -> None:
     prompt = tuple(draw.randrange(5, 3000) for _ in range(given.tokens))
     if given.http:
         heard = first_tokens(given.model, prompt, given.times, given.tier)
-        told = [
-            {
-                "plan": name,
-                "first token p50, ms": median(each),
-                "least, ms": round(min(each), 2),
-                "times the single one's, p50": times(each, heard[PLANS[0]]),
-                "least": round(min(each) / min(heard[PLANS[0]]), 2),
-            }
-            for name, each in heard.items()
-        ]
+        told = [compared(name, "first token", each, heard[PLANS[0]]) for name, each in heard.items()]
         table(f"{given.tokens} tokens from {given.tier} over HTTP, {given.model}", told)
         raw("split_restore_http", {"machine": machine(), "rows": told, "ms": heard})
         return
@@ -180,12 +182,8 @@ def main() -> None:
     wall = {name: [one.ms for one in each] for name, each in found.items()}
     processor = {name: [one.processor_ms for one in each] for name, each in found.items()}
     rows = [
-        {
-            "plan": name,
-            "restore p50, ms": median(each),
-            "least, ms": round(min(each), 2),
-            "times the single one's, p50": times(each, wall[PLANS[0]]),
-            "least": round(min(each) / min(wall[PLANS[0]]), 2),
+        compared(name, "restore", each, wall[PLANS[0]])
+        | {
             "processor time p50, ms": median(processor[name]),
             "times": times(processor[name], processor[PLANS[0]]),
         }

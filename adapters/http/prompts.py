@@ -25,8 +25,6 @@ T = TypeVar("T")
 UNPARSED = {"x-rekindle-tools": "unparsed; a call comes back as text, and ends no answer"}
 STABILIZE = ("off", "known")
 THOUGHTS = 8  # contexts of reasoning that a template may be given to leave out
-
-
 # Values that the arguments of calls may have, in all. They are text in a body, so nobody has counted them, and are read
 # as JSON here, at 3 us a number. Some 8 MiB of code have as many commas and brackets.
 MOST_VALUES = 1 << 18
