@@ -1,6 +1,7 @@
 """A Qwen3.5 of the 27B's shape with random bf16 weights on one CUDA device: the server over HTTP, rounds, transformers.
 
     python -m benchmarks.hybrid [--parts serve,rounds,transformers] [--layers 64] [--contexts 8192 32768] [--json FILE]
+    python -m benchmarks.hybrid --parts serve,rounds --weights q4_k --draft --gib 24 --restart
 
 serve: `rekindle serve` in a process of its own, from a folder whose files have the right headers and no content: a
 tensor's values are drawn on the device when it is read. Decoding at 2k is the time of 257 tokens less that of one over
@@ -8,7 +9,8 @@ tensor's values are drawn on the device when it is read. Decoding at 2k is the t
 read or copy. Prefill is the time to the first token of a prompt that is nowhere. restart: the longest one once more in
 a new process after `kill -9`, from disk. rounds: verifications of a DFlash draft of the target's width, its acceptance
 forced, against plain decoding (`benchmarks.speculation_8b`). transformers: one forward over as many tokens, and which
-kernels it found.
+kernels it found. weights: packed as `benchmarks.cuda_packed` has them, but for what packed checkpoints leave alone.
+draft: such a draft is served with it. gib: all that the server's process may take of the device, and one sequence.
 """
 
 from __future__ import annotations
@@ -20,19 +22,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+from attrs import evolve, frozen
 
+from adapters.checkpoint.packed import PackedMatrix, StepLayout
+from adapters.checkpoint.weights import Shapes, StoredTensor
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
-from adapters.models.checkpoint import Checkpoint
+from adapters.models.checkpoint import DECIDING, Checkpoint
 from adapters.models.dense import DenseShard
+from adapters.models.dflash.checkpoint import DraftCheckpoint, draft_tensors
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.kernels.interface import AttentionMask
@@ -43,11 +49,13 @@ from adapters.models.rope import Rotary
 from adapters.models.synthetic import RandomWeights
 from benchmarks import speculation_8b as rounds_of
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
+from benchmarks.cuda_packed import HEAD, HEADS, LAYERS
 from benchmarks.first_requests import ask, checkpoint_texts, listening, wait_until_written
 from benchmarks.report import machine, median, raw, table
 from benchmarks.speculation_8b import BLOCK, DeviceDraft, Pair
 
 VOCABULARY, POSITIONS, DECODED = 248320, 40960, 256
+MASK = VOCABULARY - 1
 CONTEXT = 2048
 AUX_LAYERS = (1, 16, 31, 46, 61)
 SETTINGS = {
@@ -78,6 +86,16 @@ SETTINGS = {
 }
 
 
+DRAFT = {
+    "model_type": "qwen3",
+    "block_size": BLOCK,
+    "mask_token_id": MASK,
+    "target_layer_ids": AUX_LAYERS,
+    "rope_theta": 1e6,
+    "max_position_embeddings": POSITIONS,
+}
+
+
 def settings(layers: int) -> dict[str, Any]:
     return {**SETTINGS, "num_hidden_layers": layers}
 
@@ -88,28 +106,77 @@ def config_of(layers: int) -> Qwen35Config:
     return found
 
 
-def drawn(config: Qwen35Config) -> RandomWeights:
-    return RandomWeights(config, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPE)
+def drawn(config: Qwen35Config, packing: str) -> RandomWeights:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return RandomWeights(config, 1, device, DTYPE, layouts=layouts_of(config, packing))
 
 
-def token_bytes(config: Qwen35Config, context: int) -> int:
-    """What decoding one token must read: all weights but the embedding, keys, values and states; states only once."""
-    weights = sum(torch.Size(shape).numel() for name, shape in config.tensors().items() if "embed_tokens" not in name)
-    delta = config.linear
+def layouts_of(config: Qwen35Config, packing: str) -> dict[str, StepLayout]:
+    """Of the layers' matrices and of the head, as files have them; none of bf16."""
+    if packing == "bf16":
+        return {}
+    inner = (name for name, shape in config.tensors().items() if name.startswith("model.layers.") and len(shape) == 2)
+    found = {name: LAYERS[packing] for name in inner if name.split(".")[-2] not in DECIDING}
+    return found | ({HEAD: HEADS[packing]} if packing in HEADS else {})
+
+
+def token_bytes(config: Qwen35Config, context: int, weights: int) -> int:
+    """What decoding one token must read: all weights but the embedding, keys, values and states; states only once.
+
+    weights: bytes of all of them on the device.
+    """
+    delta, embedding = config.linear, VOCABULARY * config.hidden_size * DTYPE.itemsize
     state = 4 * delta.value_heads * delta.key_size * delta.value_size * config.recurrent_layers()
-    return weights * DTYPE.itemsize + context * config.kv_bytes_per_token(DTYPE) + state
+    return weights - embedding + context * config.kv_bytes_per_token(DTYPE) + state
 
 
 # --- over HTTP ---
 
 
-def folder_of(path: Path, layers: int) -> Path:
-    """config.json, the demo's tokenizer with a text for every id, and tensors that are holes in a file."""
+@frozen
+class DrawnTensor:
+    """What stands in a checkpoint's file as a hole."""
+
+    entry: StoredTensor
+    layout: StepLayout | None
+    weights: RandomWeights
+
+    @property
+    def files(self) -> Mapping[Path, int]:
+        return self.entry.files
+
+    @property
+    def form(self) -> str:
+        return "" if self.layout is None else f"drawn {self.layout.steps}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.weights.read(name)
+
+    def packed(self, name: str) -> PackedMatrix:
+        return self.weights.packed(name)
+
+    def rounded(self, dtype: torch.dtype) -> DrawnTensor:
+        return self
+
+
+def holes(path: Path, config: Mapping[str, Any], shapes: Shapes) -> Path:
+    """config.json, and tensors that are holes in a file."""
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(settings(layers)))
-    checkpoint_texts(path, VOCABULARY)
+    (path / "config.json").write_text(json.dumps(config))
     header, at = dict[str, Any](), 0
-    for name, shape in config_of(layers).tensors().items():
+    for name, shape in shapes.items():
         size = torch.Size(shape).numel() * DTYPE.itemsize
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
@@ -120,27 +187,39 @@ def folder_of(path: Path, layers: int) -> Path:
     return path
 
 
-def serve(words: Sequence[str]) -> None:
+def serve(packing: str, gib: float, words: Sequence[str]) -> None:
     """`rekindle serve`, whose tensors are drawn."""
     from engine.__main__ import main as rekindle  # noqa: PLC0415 - only this process needs it
 
-    def read(self: Checkpoint, name: str) -> torch.Tensor:
-        assert isinstance(self.config, Qwen35Config)
-        return drawn(self.config).read(name)
+    opened = Checkpoint.open
 
-    Checkpoint.read = read  # type: ignore[method-assign]
+    def drawing(*where: Any, **how: Any) -> Checkpoint:
+        found = opened(*where, **how)
+        assert isinstance(found.config, Qwen35Config)
+        weights = drawn(found.config, packing)
+        tensors = {name: DrawnTensor(entry, weights.layout(name), weights) for name, entry in found.tensors.items()}
+        return evolve(found, tensors=tensors)
+
+    Checkpoint.open = drawing  # type: ignore[method-assign]
+    DraftCheckpoint.read = lambda self, name: DeviceDraft(self.config).read(name)  # type: ignore[method-assign]
+    if gib:
+        torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     sys.argv = ["rekindle", "serve", *words]
     rekindle()
 
 
 @contextmanager
-def server(words: Sequence[str], home: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[str], float]]:
-    with listening([sys.executable, "-m", "benchmarks.hybrid", "serve", "--port", "0", *words], home) as found:
+def server(
+    given: argparse.Namespace, words: Sequence[str], home: Path
+) -> Iterator[tuple[httpx.Client, subprocess.Popen[str], float]]:
+    own = ["serve", given.weights, str(given.gib), "--port", "0"]
+    with listening([sys.executable, "-m", "benchmarks.hybrid", *own, *words], home) as found:
         yield found
 
 
 def decode(client: httpx.Client, prompt: Sequence[int], speed: float, config: Qwen35Config) -> dict[str, Any]:
     """Milliseconds a token, of three answers."""
+    ledger = client.get("/props").json()["memory"]
 
     def took(count: int) -> float:
         body = {"prompt": list(prompt), "max_tokens": count, "temperature": 0, "ignore_eos": True}
@@ -152,8 +231,14 @@ def decode(client: httpx.Client, prompt: Sequence[int], speed: float, config: Qw
 
     took(8)
     each = [(took(DECODED + 1) - took(1)) / DECODED for _ in range(3)]
-    limit = token_bytes(config, CONTEXT + DECODED // 2) / speed
-    return {"ms a token": 1e3 * median(each), "limit ms": 1e3 * limit, "share": limit / median(each), "all": each}
+    limit = token_bytes(config, CONTEXT + DECODED // 2, ledger["models"]["target"]["device"]) / speed
+    return {
+        "ledger": ledger,
+        "ms a token": 1e3 * median(each),
+        "limit ms": 1e3 * limit,
+        "share": limit / median(each),
+        "all": each,
+    }
 
 
 def over_http(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -162,11 +247,15 @@ def over_http(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     torch.cuda.empty_cache()
     home, kv = folder / "home", folder / "kv"
     home.mkdir()
-    words = ["--model", str(folder_of(folder / "model", given.layers)), "--device", "cuda", "--kv-cache-dir", str(kv)]
-    words += ["--slots", "2", "--max-ctx", str(max(given.contexts) + 1024), "--kv-cache-budget", "20000"]
+    model = holes(folder / "model", settings(given.layers), config.tensors())
+    checkpoint_texts(model, VOCABULARY)
+    words = ["--model", str(model), "--device", "cuda", "--kv-cache-dir", str(kv), "--kv-cache-budget", "20000"]
+    words += ["--slots", "1" if given.gib else "2", "--max-ctx", str(max(given.contexts) + 1024)]
+    if given.draft:
+        words += ["--draft", str(holes(folder / "draft", DRAFT, draft_tensors(draft_of(given.layers))))]
     prompts = [[draw.randrange(100, 4000) for _ in range(size)] for size in (CONTEXT, *given.contexts)]
     found: dict[str, Any] = {"bandwidth": speed, "prefill": {}}
-    with server(words, home) as (client, process, ready):
+    with server(given, words, home) as (client, process, ready):
         found |= {"ready s": ready, "decode": decode(client, prompts[0], speed, config)}
         print(found, flush=True)
         for prompt in prompts[1:]:
@@ -178,7 +267,7 @@ def over_http(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             process.kill()
             process.wait(30)
     if given.restart:
-        with server(words, home) as (client, _, ready):
+        with server(given, words, home) as (client, _, ready):
             again, spent = ask(client, prompts[-1])
             found["restart"] = {"seconds": spent, "ready s": ready, "rekindle": again["rekindle"]}
             found["restart"]["same"] = again["choices"] == answer["choices"]
@@ -188,19 +277,22 @@ def over_http(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 # --- in this process ---
 
 
-def pair(layers: int, lane: DeviceLane) -> Pair:
-    config, aux = config_of(layers), tuple(layer for layer in AUX_LAYERS if layer < layers)
+def draft_of(layers: int) -> DFlashConfig:
+    aux = tuple(layer for layer in AUX_LAYERS if layer < layers)
+    return DFlashConfig(5120, 17408, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, aux, BLOCK, MASK)
+
+
+def pair(layers: int, packing: str, lane: DeviceLane) -> Pair:
+    config, drafts = config_of(layers), draft_of(layers)
     how = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": rounds_of.CAPACITY, "buckets": rounds_of.BUCKETS}
-    shard = DenseShard(config, drawn(config), TritonKernels(DEVICE), aux_layers=aux, **how)
-    masks, rotary = (AttentionMask(),) * 5, Rotary(128, 1e6)
-    drafts = DFlashConfig(5120, 17408, 5, 32, 8, 128, rotary, masks, aux, BLOCK, VOCABULARY - 1)
+    shard = DenseShard(config, drawn(config, packing), TritonKernels(DEVICE), aux_layers=drafts.aux_layers, **how)
     draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **how)
     executor, drafting = DeviceExecutor(shard, rounds_of.BUCKETS, lane=lane), Drafting(draft, rounds_of.BUCKETS)
     return Pair(shard, draft, lane, executor, drafting)
 
 
-def rounds(layers: int) -> list[dict[str, Any]]:
-    return rounds_of.steps(pair(layers, DeviceLane(DEVICE)))
+def rounds(layers: int, packing: str) -> list[dict[str, Any]]:
+    return rounds_of.steps(pair(layers, packing, DeviceLane(DEVICE)))
 
 
 # --- transformers ---
@@ -216,7 +308,7 @@ def theirs(given: argparse.Namespace) -> dict[str, Any]:
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**own, attn_implementation="sdpa")).to(DTYPE)
     model = model.to_empty(device=DEVICE).eval()
-    weights = drawn(config_of(given.layers))
+    weights = drawn(config_of(given.layers), "bf16")
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights.read(name))
     exponents = torch.arange(0, 64, 2, dtype=torch.int64).float() / 64
@@ -232,12 +324,15 @@ def theirs(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2:])
+        serve(sys.argv[2], float(sys.argv[3]), sys.argv[4:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="serve,rounds,transformers")
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--weights", choices=("bf16", *LAYERS), default="bf16")
+    parser.add_argument("--draft", action="store_true", help="serve it with a draft")
+    parser.add_argument("--gib", type=float, default=0, help="0: all of the device")
     parser.add_argument("--restart", action="store_true", help="start once more and restore the longest prompt")
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")
     parser.add_argument("--json", type=Path, help="write the raw figures there")
@@ -248,7 +343,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
                 found[part] = over_http(given, Path(folder))
         elif part == "rounds":
-            found[part] = rounds(given.layers)
+            found[part] = rounds(given.layers, given.weights)
             table("Rounds of a draft whose acceptance is forced", found[part])
         else:
             found[part] = theirs(given)

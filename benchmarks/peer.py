@@ -1,7 +1,7 @@
 """A model over HTTP beside llama.cpp's server on the same weights, and beside ourselves at another checkout, in turn.
 
     python -m benchmarks.peer [--llama LLAMA-SERVER] [--before CHECKOUT] [--rounds 2] [--levels 1,4,16]
-    python -m benchmarks.peer --file MODEL.gguf --llama LLAMA-SERVER --levels 1,4
+    python -m benchmarks.peer --file MODEL.gguf [--shape 8b] --llama LLAMA-SERVER --levels 1,4
     python -m benchmarks.peer --shape 8b --llama LLAMA-SERVER --levels 1,8,32 --lengths 2048,8192,32768 [--folder DIR]
 
 `rekindle bench serve` asks every server alike: prompts that were never sent before, at each level, then first tokens
@@ -142,11 +142,9 @@ def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
 
 
 def servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
-    model = given.file or DEMO
-    if given.shape != "demo":
-        model = folder / "model"
-        if not model.exists():
-            checkpoint(model, argparse.Namespace(shape=given.shape, layers=given.layers))
+    model = given.file or (DEMO if given.shape == "demo" else folder / "model")
+    if not model.exists():
+        checkpoint(model, argparse.Namespace(shape=given.shape, layers=given.layers))
 
     def ours(*more: str) -> Callable[[int, int], list[str]]:
         def command(slots: int, rows: int) -> list[str]:
