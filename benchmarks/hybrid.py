@@ -32,7 +32,7 @@ import torch
 from attrs import evolve, frozen
 
 from adapters.checkpoint.packed import PackedMatrix, StepLayout
-from adapters.checkpoint.weights import Shapes, StoredTensor
+from adapters.checkpoint.weights import Fetch, Shapes, StoredTensor
 from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
@@ -161,10 +161,14 @@ class DrawnTensor:
     def shape(self) -> tuple[int, ...]:
         return self.entry.shape
 
-    def read(self, name: str) -> torch.Tensor:
+    @property
+    def sources(self) -> tuple[()]:
+        return ()
+
+    def read(self, name: str, fetch: Fetch | None = None) -> torch.Tensor:
         return self.weights.read(name)
 
-    def packed(self, name: str) -> PackedMatrix:
+    def packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:
         return self.weights.packed(name)
 
     def rounded(self, dtype: torch.dtype) -> DrawnTensor:

@@ -8,16 +8,21 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.packed import PackedMatrix, StepLayout
-from adapters.checkpoint.weights import FLOATS, StoredTensor, TensorEntry, WeightSource, check_finite
+from adapters.checkpoint.packed import PackedMatrix, PackedSource, StepLayout
+from adapters.checkpoint.weights import FLOATS, Fetch, StoredTensor, TensorEntry, check_finite
+
+T = TypeVar("T")
+Place = tuple[Path, int, int]  # bytes of a file
 
 PIECE = 16 << 20  # bytes that are read at once: a copy of less does not reach the bus's speed
 READERS = 8  # threads: one alone reads a third of what the bus carries
@@ -60,44 +65,75 @@ class Landing:
     pieces: tuple[Future[bool], ...]
 
 
+def place_of(entry: TensorEntry) -> Place:
+    return entry.file, entry.start, entry.stop
+
+
 @define(eq=False)
 class Upload:
-    """The tensors `names` of a checkpoint, in about the order in which they will be asked for; a `WeightSource`.
-    Others, and those that are packed, are read by `source` when they are.
+    """The tensors `names` of a checkpoint, in about the order in which they will be asked for; a `PackedSource`.
+    Packed ones are unpacked, or put together anew, on the device. What has to be made on the host, or finds no room
+    there until it is made, is read by `source`.
 
     buffers: uint8 on the host, pinned for a GPU. heard: called after each tensor.
     """
 
-    source: WeightSource
+    source: PackedSource
     tensors: Mapping[str, StoredTensor]
     names: Iterable[str]
     device: torch.device
     buffers: Sequence[Tensor]
     heard: Callable[[], object] = lambda: None
     ahead: int = AHEAD
-    _coming: deque[str] = field(init=False)
-    _begun: dict[str, Landing] = field(factory=dict[str, Landing])
+    _coming: deque[TensorEntry] = field(init=False)
+    _begun: dict[Place, Landing] = field(factory=dict[Place, Landing])
     _bytes: int = 0  # of what has begun
     _free: SimpleQueue[Staging] = field(factory=SimpleQueue)
     _files: dict[Path, int] = field(factory=dict[Path, int])
     _pool: ThreadPoolExecutor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._coming = deque(name for name in self.names if isinstance(self.tensors.get(name), TensorEntry))
+        known = (self.tensors[name] for name in self.names if name in self.tensors)
+        self._coming = deque(source for one in known for source in one.sources)
         self._pool = ThreadPoolExecutor(len(self.buffers), "weights")
         for buffer in self.buffers:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
             self._free.put(Staging(buffer, stream))
 
     def read(self, name: str) -> Tensor:
-        """On the device. Raises CheckpointError, or torch.OutOfMemoryError."""
+        """On the device, if it can be. Raises CheckpointError, or torch.OutOfMemoryError."""
         entry = self.tensors.get(name)
-        if not isinstance(entry, TensorEntry):
+        if entry is None or not entry.sources:
             return self.source.read(name)
+        return self._made(partial(entry.read, name), partial(self.source.read, name), entry)
+
+    def layout(self, name: str) -> StepLayout | None:
+        entry = self.tensors.get(name)
+        return None if entry is None else entry.layout
+
+    def packed(self, name: str) -> PackedMatrix:
+        """The same of a tensor that has a layout."""
+        entry = self.tensors[name]
+        if not entry.sources:
+            return self.source.packed(name)
+        return self._made(partial(entry.packed, name), partial(self.source.packed, name), entry)
+
+    def _made(self, here: Callable[[Fetch], T], there: Callable[[], T], entry: StoredTensor) -> T:
+        """there: on the host, where what is in between finds room."""
+        try:
+            found = here(self._fetched)
+        except torch.OutOfMemoryError:
+            if isinstance(entry, TensorEntry):
+                raise
+            return there()
+        self.heard()
+        return found
+
+    def _fetched(self, entry: TensorEntry, name: str) -> Tensor:
         self._fill()
-        if name not in self._begun:  # it is not one of those that were named, or it is read once more
-            self._begin(name, entry)
-        landing = self._begun.pop(name)
+        if place_of(entry) not in self._begun:  # it is not one of those that were named, or it is read once more
+            self._begin(entry)
+        landing = self._begun.pop(place_of(entry))
         try:
             whole = all(piece.result() for piece in landing.pieces)
         except OSError as error:
@@ -109,18 +145,7 @@ class Upload:
         if entry.dtype in FLOATS.values():
             check_finite(tensor, entry.file, name)
         self._fill()
-        self.heard()
         return tensor
-
-    def layout(self, name: str) -> StepLayout | None:
-        entry = self.tensors.get(name)
-        return None if entry is None else entry.layout
-
-    def packed(self, name: str) -> PackedMatrix:
-        """On the host."""
-        matrix = self.tensors[name].packed(name)
-        self.heard()
-        return matrix
 
     def close(self) -> None:
         """Nobody reads any more."""
@@ -132,18 +157,15 @@ class Upload:
 
     def _fill(self) -> None:
         while self._coming and self._bytes < self.ahead:
-            name = self._coming.popleft()
-            entry = self.tensors[name]
-            assert isinstance(entry, TensorEntry)
-            self._begin(name, entry)
+            self._begin(self._coming.popleft())
 
-    def _begin(self, name: str, entry: TensorEntry) -> None:
+    def _begin(self, entry: TensorEntry) -> None:
         tensor = torch.empty(entry.nbytes, dtype=torch.uint8, device=self.device)
         after = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         descriptor, size = self._opened(entry.file), min(len(buffer) for buffer in self.buffers)
         spans = [(entry.start + at, tensor[at : at + size]) for at in range(0, entry.nbytes, size)]
         pieces = [self._pool.submit(self._move, descriptor, at, part, after) for at, part in spans]
-        self._begun[name] = Landing(tensor, tuple(pieces))
+        self._begun[place_of(entry)] = Landing(tensor, tuple(pieces))
         self._bytes += entry.nbytes
 
     def _move(self, descriptor: int, at: int, target: Tensor, after: torch.cuda.Event | None) -> bool:

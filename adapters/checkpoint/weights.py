@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
@@ -35,6 +35,7 @@ _PIECE = 1 << 20
 _PIECES = 64
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by their published names
+Fetch = Callable[["TensorEntry", str], Tensor]  # what lies there, called so if that fails
 
 
 class WeightSource(Protocol):
@@ -46,7 +47,10 @@ class WeightSource(Protocol):
 
 
 class StoredTensor(Protocol):
-    """One tensor of a checkpoint, in whatever format, of which nobody else has to know."""
+    """One tensor of a checkpoint, in whatever format, of which nobody else has to know.
+
+    What files hold as it is may be fetched to a device: what is made of it is made there, with the same bits.
+    """
 
     @property
     def files(self) -> Mapping[Path, int]:
@@ -71,8 +75,13 @@ class StoredTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, on the host; it is called `name` if that fails. Raises CheckpointError."""
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        """What is fetched for it; none where it has to be made on the host."""
+        ...
+
+    def read(self, name: str, fetch: Fetch = ...) -> Tensor:
+        """The tensor, on the host or where it was fetched; called `name` if that fails. Raises CheckpointError."""
         ...
 
     @property
@@ -80,7 +89,7 @@ class StoredTensor(Protocol):
         """As it can be multiplied with, where that is not unpacked."""
         ...
 
-    def packed(self, name: str) -> PackedMatrix:
+    def packed(self, name: str, fetch: Fetch = ...) -> PackedMatrix:
         """Of a tensor that has a layout. Raises CheckpointError."""
         ...
 
@@ -112,8 +121,14 @@ class TensorEntry:
     def nbytes(self) -> int:
         return self.stop - self.start
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, as stored, on the host; it is called `name` if that fails."""
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        return (self,)
+
+    def read(self, name: str, fetch: Fetch | None = None) -> Tensor:
+        """The tensor, as stored, on the host or fetched; it is called `name` if that fails."""
+        if fetch is not None:
+            return fetch(self, name)
         data = read_bytes(self.file, self.start, self.stop, name)
         tensor = torch.frombuffer(data, dtype=self.dtype).view(self.shape) if data else torch.empty(self.shape)
         if self.dtype in FLOATS.values():
@@ -124,7 +139,7 @@ class TensorEntry:
     def layout(self) -> None:
         return None
 
-    def packed(self, name: str) -> PackedMatrix:
+    def packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:  # noqa: ARG002
         raise AssertionError(f"{name} is not packed")
 
     def rows(self, first: int, count: int) -> TensorEntry:

@@ -11,12 +11,15 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.packed import PackedMatrix, Stack, StepLayout
+from adapters.models.checkpoint import DECIDING
 from adapters.models.dense import DenseShard
+from adapters.models.family import ModelConfig
 from adapters.models.parking import size_of
 from adapters.models.probe import probe
 from adapters.models.qwen3 import FAMILY, Qwen3Config
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights, random_matrix
+from tests.models import hybrids
 
 triton_cuda = pytest.importorskip(
     "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
@@ -136,13 +139,15 @@ def test_many_rows_go_through_a_large_weight_piece_by_piece(kernels):
 
 
 CONFIG = Qwen3Config(4096, 512, 1280, 3, 8, 2, 64, 2048, 1e6, tie_word_embeddings=True)
+HYBRID = hybrids.config((2, 4, 64, 64), 4096, 512, 1280, 3, 8, 2, 64, 2048, 1e6, kinds="lfl", rotated=16)
 BUCKETS = (4, 16, 64, 512)
 LENGTH = 400
 
 
-def mixed(config: Qwen3Config) -> dict[str, StepLayout]:
+def mixed(config: ModelConfig) -> dict[str, StepLayout]:
     """As files mix them: of some layers some matrices have more bits; the head is the embedding's."""
-    found = {name: Q4_K for name, shape in config.tensors().items() if len(shape) == 2}
+    matrices = (name for name, shape in config.tensors().items() if len(shape) == 2)
+    found = {name: Q4_K for name in matrices if name.split(".")[-2] not in DECIDING}
     found |= {name: Q6_K for name in found if "v_proj" in name and ".1." not in name}
     return found | {"model.embed_tokens.weight": Q6_K, "model.layers.2.mlp.down_proj.weight": SHORT}
 
@@ -158,10 +163,10 @@ class Unpacked:
         return self.weights.packed(name).unpacked(torch.bfloat16) if packed else self.weights.read(name)
 
 
-def shard_of(weights: Any) -> DenseShard:
+def shard_of(weights: Any, config: ModelConfig = CONFIG) -> DenseShard:
     kernels = triton_cuda.TritonKernels(DEVICE)
-    how: dict[str, Any] = {"slots": 2, "capacity": 1024, "buckets": BUCKETS}
-    return DenseShard(CONFIG, weights, kernels, device=DEVICE, dtype=torch.bfloat16, **how)
+    how: dict[str, Any] = {"slots": 2, "capacity": 1024, "buckets": BUCKETS, "aux_layers": (config.num_layers - 1,)}
+    return DenseShard(config, weights, kernels, device=DEVICE, dtype=torch.bfloat16, **how)
 
 
 def in_pieces(shard: DenseShard, tokens: Tensor, bucket: int, count: int, *, slot: int = 0) -> tuple[Tensor, Tensor]:
@@ -188,6 +193,19 @@ def test_a_shard_of_packed_weights_has_the_bits_of_the_unpacked_one_however_rows
         hidden, logits = in_pieces(ours, tokens, bucket, count)
         assert same_bits(hidden, whole)
         assert bucket > 64 or same_bits(logits, last)
+    assert ours.memory()["weights"] < 0.6 * theirs.memory()["weights"]
+    ours.close()
+    theirs.close()
+
+
+def test_a_hybrid_of_packed_weights_has_the_bits_of_the_unpacked_one_however_rows_were_computed():
+    layouts = {name: one for name, one in mixed(HYBRID).items() if "embed" not in name}
+    weights = RandomWeights(HYBRID, 1, DEVICE, torch.bfloat16, layouts=layouts)
+    ours, theirs = shard_of(weights, HYBRID), shard_of(Unpacked(weights), HYBRID)
+    tokens = torch.randint(0, HYBRID.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(2))
+    expected = hybrids.computed(theirs, tokens, hybrids.CHUNKS)
+    for pieces in (hybrids.CHUNKS, [(64, 64)], [(64, 37), (16, 16), (4, 1)]):
+        assert same_bits(hybrids.computed(ours, tokens, pieces), expected)
     assert ours.memory()["weights"] < 0.6 * theirs.memory()["weights"]
     ours.close()
     theirs.close()

@@ -62,9 +62,9 @@ def test_types_are_those_of_the_package() -> None:
     assert {packing.name for packing in PACKINGS.values()} == {*FLOATS, *UNPACK}
 
 
-@pytest.mark.parametrize("piece", [tensors._PIECE, 5000])  # noqa: SLF001 - of all at once, and in pieces that end within rows
+@pytest.mark.parametrize("piece", [1 << 18, 5000])  # of all at once, and in pieces that end within rows
 def test_every_type_has_the_package_s_values(everything: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_PIECE", piece)
+    monkeypatch.setattr(tensors, "piece_of", lambda _: piece)
     stored = read_header(everything).tensors
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(everything).tensors}
     assert stored.keys() == theirs.keys()

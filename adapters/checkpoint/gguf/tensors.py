@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -12,10 +13,8 @@ from torch import Tensor
 
 from adapters.checkpoint.gguf.header import Stored
 from adapters.checkpoint.gguf.unpack import FLOATS, LAYOUTS, UNPACK
-from adapters.checkpoint.packed import PackedMatrix, StepLayout, checked, rearranged
-from adapters.checkpoint.weights import check_finite, read_bytes
-
-_PIECE = 1 << 18  # numbers unpacked at once: what is in between stays in a core's cache, twice as quick as of 1 << 21
+from adapters.checkpoint.packed import PackedMatrix, StepLayout, checked, piece_of, rearranged
+from adapters.checkpoint.weights import Fetch, TensorEntry, check_finite
 
 
 @frozen
@@ -54,9 +53,23 @@ class GgufTensor:
     def nbytes(self) -> int:
         return self.stored.stop - self.stored.start
 
-    def read(self, name: str) -> Tensor:
-        """The tensor on the host; it is called `name` if that fails."""
-        tensor = self._whole(name) if self.stored.packing.name in FLOATS else self._unpacked(name)
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        """Numbers that are changed are changed on the host: not every device takes a logarithm alike."""
+        return (self._source,) if self.undo is None or self.layout is not None else ()
+
+    @property
+    def _source(self) -> TensorEntry:
+        """The bytes, or what they are where they are not packed."""
+        own = self.stored
+        dtype = FLOATS.get(own.packing.name)
+        shape = (own.stop - own.start,) if dtype is None else own.shape
+        return TensorEntry(own.file, dtype or torch.uint8, shape, own.start, own.stop, own.header)
+
+    def read(self, name: str, fetch: Fetch = TensorEntry.read) -> Tensor:
+        """The tensor; it is called `name` if that fails."""
+        stored = fetch(self._source, name)
+        tensor = stored.to(self.dtype) if self.stored.packing.name in FLOATS else self._unpacked(stored)
         check_finite(tensor, self.file, name)
         if self.undo is None:
             return tensor
@@ -74,12 +87,11 @@ class GgufTensor:
         cut = isinstance(self.undo, OfColumns) and self.undo.unit % layout.span
         return None if cut else layout
 
-    def packed(self, name: str) -> PackedMatrix:
+    def packed(self, name: str, fetch: Fetch = TensorEntry.read) -> PackedMatrix:
         """Of a tensor that has a layout: nothing of it is unpacked."""
-        packing, (rows, columns) = self.stored.packing, self.shape
-        data = read_bytes(self.file, self.stored.start, self.stored.stop, name)
-        found = UNPACK[packing.name](torch.frombuffer(data, dtype=torch.uint8).view(-1, packing.size))
-        each = columns // packing.count
+        rows, columns = self.shape
+        each = columns // self.stored.packing.count
+        found = self._blocks(fetch(self._source, name))
         matrix = checked(found.mapped(lambda one: one.reshape(rows, each * one.shape[1])), self.file, name)
         return matrix if self.undo is None else rearranged(matrix, self.undo)
 
@@ -87,21 +99,31 @@ class GgufTensor:
         """Packed weights become `dtype` piece by piece, so that nobody needs the room of all of them in float32."""
         return self if self.stored.packing.name in FLOATS else evolve(self, dtype=dtype)
 
-    def _whole(self, name: str) -> Tensor:
-        data = read_bytes(self.file, self.stored.start, self.stored.stop, name)
-        return torch.frombuffer(data, dtype=FLOATS[self.stored.packing.name]).view(self.stored.shape).to(self.dtype)
-
-    def _unpacked(self, name: str) -> Tensor:
-        packing, unpack = self.stored.packing, UNPACK[self.stored.packing.name]
-        tensor = torch.empty(self.stored.shape, dtype=self.dtype)
-        blocks = tensor.view(-1, packing.count)
-        step = max(1, _PIECE // packing.count)
+    def _pieces(self, data: Tensor) -> Iterator[tuple[int, PackedMatrix]]:
+        """From which block on, and what some blocks are: in between they take a multiple of their room."""
+        packing = self.stored.packing
+        blocks, step = data.view(-1, packing.size), max(1, piece_of(data.device) // packing.count)
         for at in range(0, len(blocks), step):
-            piece = blocks[at : at + step]
-            start = self.stored.start + at * packing.size
-            data = read_bytes(self.file, start, start + len(piece) * packing.size, name)
-            found = unpack(torch.frombuffer(data, dtype=torch.uint8).view(len(piece), packing.size))
-            piece.copy_(found.unpacked(torch.float32))
+            yield at, UNPACK[packing.name](blocks[at : at + step])
+
+    def _blocks(self, data: Tensor) -> PackedMatrix:
+        """A row of each block."""
+        count, pieces = len(data) // self.stored.packing.size, self._pieces(data)
+        _, first = next(pieces)
+        if len(first.steps) == count:
+            return first
+        whole = first.mapped(lambda one: one.new_empty(count, one.shape[1]))
+        for at, piece in chain([(0, first)], pieces):
+            for target, source in zip(whole.tensors, piece.tensors, strict=True):
+                if target is not None and source is not None:
+                    target[at : at + len(source)] = source
+        return whole
+
+    def _unpacked(self, data: Tensor) -> Tensor:
+        tensor = torch.empty(self.stored.shape, dtype=self.dtype, device=data.device)
+        blocks = tensor.view(-1, self.stored.packing.count)
+        for at, piece in self._pieces(data):
+            blocks[at : at + len(piece.steps)] = piece.unpacked(torch.float32)
         return tensor
 
 
@@ -130,8 +152,13 @@ class JoinedTensor:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def read(self, name: str) -> Tensor:
-        joined = self.join([part.read(name).to(self.dtype) for part in self.parts]).contiguous()
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        each = [part.sources for part in self.parts]
+        return tuple(chain.from_iterable(each)) if all(each) else ()
+
+    def read(self, name: str, fetch: Fetch = TensorEntry.read) -> Tensor:
+        joined = self.join([part.read(name, fetch).to(self.dtype) for part in self.parts]).contiguous()
         assert joined.shape == self.shape, (name, joined.shape, self.shape)
         return joined
 
@@ -140,7 +167,7 @@ class JoinedTensor:
         """Rows of one are between those of another."""
         return None
 
-    def packed(self, name: str) -> PackedMatrix:
+    def packed(self, name: str, fetch: Fetch = TensorEntry.read) -> PackedMatrix:  # noqa: ARG002
         raise AssertionError(f"{name} cannot be multiplied with as it is packed")
 
     def rounded(self, dtype: torch.dtype) -> JoinedTensor:

@@ -67,14 +67,14 @@ def q4_k(blocks: Tensor) -> PackedMatrix:
 
 
 def q5_k(blocks: Tensor) -> PackedMatrix:
-    fifth = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    fifth = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None] & 1
     return affine_k(K_SCALED, blocks, signed(nibbles(blocks[:, 48:], 32) | (fifth << 4).flatten(1)))
 
 
 def q6_k(blocks: Tensor) -> PackedMatrix:
     """Two halves of 128: four runs of 32, whose low four bits are in 64 bytes and whose high two are in 32."""
     low = nibbles(blocks[:, :128], 64)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
     high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts & 3).flatten(1)
     steps = (low | (high << 4)).to(torch.int8) - 32
     return PackedMatrix(LAYOUTS["Q6_K"], steps, half(blocks[:, 208:]), signed(blocks[:, 192:208]))
@@ -86,8 +86,10 @@ def iq4_nl(blocks: Tensor) -> PackedMatrix:
 
 def iq4_xs(blocks: Tensor) -> PackedMatrix:
     """Eight runs of 32, each with a scale of six bits: four in a half byte, two in a number of 16 bits."""
-    high = blocks[:, 2:4].contiguous().view(torch.int16).int() >> torch.arange(0, 16, 2, dtype=torch.int32) & 3
-    low = (blocks[:, 4:8, None] >> torch.tensor([0, 4], dtype=torch.uint8) & 15).flatten(1).int()
+    twos = torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device)
+    halves = torch.arange(0, 8, 4, dtype=torch.uint8, device=blocks.device)
+    high = blocks[:, 2:4].contiguous().view(torch.int16).int() >> twos & 3
+    low = (blocks[:, 4:8, None] >> halves & 15).flatten(1).int()
     scale = ((low | (high << 4)) - 32).to(torch.int8)
     return PackedMatrix(LAYOUTS["IQ4_XS"], nibbles(blocks[:, 8:], 16), half(blocks[:, :2]), scale)
 

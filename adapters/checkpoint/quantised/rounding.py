@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from adapters.checkpoint.packed import PackedMatrix, StepLayout, group_of
-from adapters.checkpoint.weights import StoredTensor
+from adapters.checkpoint.weights import Fetch, StoredTensor, TensorEntry
 
 GROUP = 128
 WIDTHS = (1.0, 0.9, 0.8)
@@ -55,7 +55,12 @@ class RoundedTensor:
         groups = self.shape[0] * -(-self.shape[1] // GROUP)
         return math.prod(self.shape) * self.bits // 8 + groups * 2 + (groups // 2 if self.bits == 4 else 0)
 
-    def read(self, name: str) -> Tensor:
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        """Which step is nearest may depend on who adds up."""
+        return ()
+
+    def read(self, name: str, fetch: Fetch | None = None) -> Tensor:  # noqa: ARG002
         tensor = torch.empty(self.shape, dtype=self.dtype)
         for start, piece in self._pieces(name):
             tensor[start : start + piece.shape[0]].copy_(piece.unpacked(torch.float32)[:, : self.shape[1]])
@@ -67,7 +72,7 @@ class RoundedTensor:
         size = group_of(GROUP, self.shape[1])
         return evolve(LAYOUTS[self.bits], group=size) if size else None
 
-    def packed(self, name: str) -> PackedMatrix:
+    def packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:  # noqa: ARG002
         """Of one that has a layout."""
         layout, columns = self.layout, self.shape[1]
         assert layout is not None

@@ -10,12 +10,10 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.packed import PackedMatrix, StepLayout, checked, group_of
+from adapters.checkpoint.packed import PackedMatrix, StepLayout, checked, group_of, piece_of
 from adapters.checkpoint.quantised.settings import Awq, Gptq, Int32Words, Packing, Scaled
 from adapters.checkpoint.quantised.unpack import Grid, grid
-from adapters.checkpoint.weights import TensorEntry, check_finite
-
-_PIECE = 1 << 18  # numbers unpacked at once: what is in between stays in a core's cache
+from adapters.checkpoint.weights import Fetch, TensorEntry, check_finite
 
 
 @frozen
@@ -39,13 +37,17 @@ class PackedTensor:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
-    def read(self, name: str) -> Tensor:
-        """The matrix on the host; it is called `name` if that fails. What is packed is read whole, and unpacked in
-        pieces: nobody needs the room of all of it in float32.
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        return tuple(self.parts.values())
+
+    def read(self, name: str, fetch: Fetch = TensorEntry.read) -> Tensor:
+        """The matrix; it is called `name` if that fails. What is packed is read whole, and unpacked in pieces: nobody
+        needs the room of all of it in float32.
         """
-        file, found = next(iter(self.parts.values())).file, self._grid(name)
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        step = max(8, _PIECE // self.shape[1] // 8 * 8)
+        file, found = next(iter(self.parts.values())).file, self._grid(name, fetch)
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=found.scale.device)
+        step = max(8, piece_of(tensor.device) // self.shape[1] // 8 * 8)
         for start in range(0, self.shape[0], step):
             stop = min(start + step, self.shape[0])
             tensor[start:stop].copy_(found.rows(start, stop))
@@ -70,15 +72,15 @@ class PackedTensor:
         steps = "int8" if packing.bits == 8 else "uint4" if zeros else "int4"
         return StepLayout(steps, size, scale=short(scale), least="scale" if zeros else "")
 
-    def packed(self, name: str) -> PackedMatrix:
+    def packed(self, name: str, fetch: Fetch = TensorEntry.read) -> PackedMatrix:
         """Of a tensor that has a layout: only put together anew."""
         layout, file = self.layout, next(iter(self.parts.values())).file
         assert layout is not None
-        return checked(self._grid(name).packed(layout, self.shape[0]), file, name)
+        return checked(self._grid(name, fetch).packed(layout, self.shape[0]), file, name)
 
-    def _grid(self, name: str) -> Grid:
+    def _grid(self, name: str, fetch: Fetch) -> Grid:
         module, file = name.removesuffix(".weight"), next(iter(self.parts.values())).file
-        parts = {part: entry.read(f"{module}.{part}") for part, entry in self.parts.items()}
+        parts = {part: fetch(entry, f"{module}.{part}") for part, entry in self.parts.items()}
         if isinstance(self.packing, Scaled) and self.packing.floating:
             check_numbers(parts["weight"], file, name)
         try:

@@ -33,7 +33,7 @@ class Grid:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """start: a multiple of 8, which AWQ has in a word."""
-        values, blocks = self.steps(start, stop), torch.arange(start, stop) // self.block
+        values, blocks = self.steps(start, stop), torch.arange(start, stop, device=self.scale.device) // self.block
         values = e4m3(values) if self.floating else values.float()
         if self.zero is not None:
             values -= self.zero[blocks].index_select(1, self.group)
@@ -41,7 +41,7 @@ class Grid:
 
     def packed(self, layout: StepLayout, rows: int) -> PackedMatrix:
         """In groups of the layout, which lie within its own. Steps of eight bits that are not signed become so."""
-        blocks, first = torch.arange(rows) // self.block, self.group[:: layout.group]
+        blocks, first = torch.arange(rows, device=self.scale.device) // self.block, self.group[:: layout.group]
         steps, zero = self.steps(0, rows), self.zero
         scale = self.scale[blocks].index_select(1, first).contiguous()
         if layout.steps == "int8" and steps.dtype == torch.uint8:
@@ -72,9 +72,8 @@ def scaled(packing: Scaled, parts: Mapping[str, Tensor], shape: tuple[int, int])
         return piece.view(torch.uint8) if packing.floating else piece
 
     by_rows = scale.reshape(-1, -(-shape[1] // columns))
-    return Grid(
-        steps, by_rows, None, torch.arange(shape[1]) // columns, packing.rows or shape[0], floating=packing.floating
-    )
+    group = torch.arange(shape[1], device=scale.device) // columns
+    return Grid(steps, by_rows, None, group, packing.rows or shape[0], floating=packing.floating)
 
 
 def words(packing: Int32Words, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Grid:
@@ -126,7 +125,7 @@ def gptq(packing: Gptq, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> 
 def groups(told: Tensor | None, size: int, columns: int, scale: Tensor) -> Tensor:
     """Of each column. told: by the file, where it has them."""
     if told is None:
-        return torch.arange(columns) // (size or columns)
+        return torch.arange(columns, device=scale.device) // (size or columns)
     if not 0 <= int(told.min()) <= int(told.max()) < scale.shape[1]:
         raise ValueError(f"its groups of columns are {int(told.min())}..{int(told.max())}, of {scale.shape[1]}")
     return told.long()
