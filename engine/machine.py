@@ -87,13 +87,13 @@ def choose_devices(options: Options) -> tuple[torch.device, ...]:
     """Of this process, for the target's shards in the order of their layers. Raises Refusal."""
     if not options.target_devices:
         return (choose_device(options.device, "--device"),)
-    found = [
+    return tuple(
         torch.device("cpu") if one.remote else choose_device(one.device, "--target-devices") for one in options.devices
-    ]
-    return tuple(torch.device("cuda", one.index or 0) if one.type == "cuda" else torch.device("cpu") for one in found)
+    )
 
 
 def choose_device(name: str, flag: str) -> torch.device:
+    """A GPU with its number, so that it is equal to the device of what lies there. Raises Refusal."""
     if name.startswith("auto"):
         name = name.replace("auto", "cuda") if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -101,7 +101,7 @@ def choose_device(name: str, flag: str) -> torch.device:
         raise Refusal(f"{flag} {name}: this machine has no CUDA device that torch can use; accepted here: auto, cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Refusal(f"{flag} {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
 
 
 def planned(options: Options, config: ModelConfig, peers: Sequence[Peer | None] | None = None) -> tuple[Placement, ...]:

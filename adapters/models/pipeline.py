@@ -91,10 +91,9 @@ class Pipeline:
     @property
     def head(self) -> TargetHead:
         """Where the embedding is on another device than the head, with a copy of it, which `memory` charges."""
-        own = self._parts[0].embedding
-        if self._embedding is None and own.device != self.device:
-            self._embedding = own.to(self.device)
-        output = self.output
+        own, output = self._parts[0].embedding, self.output
+        if self._embedding is None and own.device != output.norm.device:
+            self._embedding = own.to(output.norm.device)
         return TargetHead(own if self._embedding is None else self._embedding, output.packed, output.norm)
 
     @property

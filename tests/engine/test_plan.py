@@ -16,7 +16,7 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.kernels.products import ProductPlan
 from adapters.models.numerics import Numerics, joined
 from engine.begin import load_target
-from engine.machine import Placement, free_memory, host_rows, planned
+from engine.machine import Placement, choose_device, choose_devices, free_memory, host_rows, planned
 from engine.options import Options
 from engine.plan import Where, layer_ranges, read_devices, read_weights
 from engine.refusal import Refusal
@@ -134,6 +134,19 @@ def test_options_that_contradict_each_other_are_refused(case: str) -> None:
     with pytest.raises(Refusal, match=r"^--target") as told:
         Options(**given)
     assert said in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0", "auto:1", "cuda:1"])
+def test_a_gpu_has_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies on a device tells its number, so that "cuda" would be another one than its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    number = int(name[-1]) if ":" in name else 0
+    assert choose_device(name, "--device") == torch.device("cuda", number)
+    for options in (Options(device=name), Options(target_devices=name)):
+        assert choose_devices(options) == (torch.device("cuda", number),)
+    with pytest.raises(Refusal, match="there are 2 CUDA devices"):
+        choose_device("cuda:2", "--device")
 
 
 def test_host_memory_is_asked_for_the_layers_that_are_there() -> None:

@@ -15,6 +15,7 @@ from adapters.models.checkpoint import DECIDING
 from adapters.models.dense import DenseShard
 from adapters.models.family import ModelConfig
 from adapters.models.parking import size_of
+from adapters.models.pipeline import Pipeline
 from adapters.models.probe import probe
 from adapters.models.qwen3 import FAMILY, Qwen3Config
 from adapters.models.shard import Segment, Step
@@ -220,6 +221,20 @@ def test_the_probe_finds_that_packed_layers_keep_their_bits_and_tells_them_from_
     plain = probe(FAMILY, CONFIG, kernels, **how)
     assert packed.spans == 2 * plain.spans  # with values in 4 bits, and in 8
     assert packed.numerics_class != plain.numerics_class
+
+
+@pytest.mark.parametrize("device", [DEVICE, torch.device("cuda", 0)], ids=str)
+def test_a_draft_beside_its_target_has_no_copy_of_the_embedding(device: torch.device):
+    config = evolve(CONFIG, tie_word_embeddings=False)
+    how: dict[str, Any] = {"slots": 2, "capacity": 1024, "buckets": BUCKETS, "dtype": torch.bfloat16}
+    shard = DenseShard(
+        config, RandomWeights(config, 1, DEVICE), triton_cuda.TritonKernels(device), device=device, **how
+    )
+    pipeline = Pipeline((shard,))
+    before = pipeline.memory()
+    assert pipeline.head.embedding is shard.embedding
+    assert pipeline.memory() == before
+    pipeline.close()
 
 
 def test_a_head_that_the_embedding_packs_is_multiplied_as_it_is_packed():
