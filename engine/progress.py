@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 FIRST_S, EVERY_S, REFRESH_S = 1.0, 5.0, 0.1  # until anything is shown, between lines, and of a bar
 
 QUIET = ContextVar("QUIET", default=False)  # nobody wants to know
@@ -35,6 +32,9 @@ def progress(what: str, total: int | None = None, clock: Callable[[], float] = t
     if QUIET.get():
         yield lambda *_, **__: None
         return
+    from rich.console import Console  # noqa: PLC0415 - a server shows none of these
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)

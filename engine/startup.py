@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, field
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from adapters.watched import Watched
 from engine.progress import EVERY_S
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 log = logging.getLogger("rekindle")
 IMPORT = "importing torch"
@@ -69,18 +71,24 @@ class Steps:
     _over: threading.Event = field(factory=threading.Event)
 
     def __enter__(self) -> Steps:
-        console = Console(stderr=True)
         if not log.isEnabledFor(logging.INFO):
             return self
-        if console.is_terminal and not self.lines:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._task = self._bar.add_task("starting", total=len(STEPS))
-            self._bar.start()
-            console.show_cursor()  # a signal may end us before the bar could show it again
+        if sys.stderr.isatty() and not self.lines:
+            self._show_bar()
         else:
             Watched("starting", self._still).start()
         return self
+
+    def _show_bar(self) -> None:
+        from rich.console import Console  # noqa: PLC0415 - a service shows none
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+        console = Console(stderr=True)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task("starting", total=len(STEPS))
+        self._bar.start()
+        console.show_cursor()  # a signal may end us before the bar could show it again
 
     def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
         """done: of so many parts of it in all."""

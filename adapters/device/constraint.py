@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from effects.grammar import Grammar
@@ -18,14 +20,14 @@ from effects.ids import Tokens
 
 EIGHT = (1, 2, 4, 8, 16, 32, 64, 128)
 
+Mask: TypeAlias = NDArray[np.uint8]  # `[at most V / 8, rounded up]`: a bit a token, the lowest first
+
 
 class Matching(Protocol):
     """One answer's way through its grammar. Every call runs on the lane's thread."""
 
-    def mask(self, path: Tokens) -> Tensor | str:
-        """Which tokens may follow the answer so far and then `path`: a bit each, the lowest first, uint8 on the host,
-        never all zero. A text: none, and why.
-        """
+    def mask(self, path: Tokens) -> Mask | str:
+        """Which tokens may follow the answer so far and then `path`: at least one. A text: none, and why."""
         ...
 
     def fitting(self, path: Tokens) -> int:
@@ -46,15 +48,15 @@ def no_grammars(_: Grammar) -> Matching:
     raise ValueError("nothing here reads grammars")
 
 
-def forbidden(masks: Sequence[Tensor | None], vocab: int, device: torch.device) -> Tensor:
+def forbidden(masks: Sequence[Mask | None], vocab: int, device: torch.device) -> Tensor:
     """True where a token may not follow: bool `[rows, V]`, all False for a row without a mask.
 
     A bit a token travels to the device, not a byte; ids that no mask tells of may not follow.
     """
     packed = torch.zeros((len(masks), -(-vocab // 8)), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for row, mask in zip(packed, masks, strict=True):
+    for row, mask in zip(packed.numpy(), masks, strict=True):
         if mask is None:
-            row.fill_(255)
+            row.fill(255)
         else:
             row[: len(mask)] = mask[: len(row)]
     return (packed.to(device, non_blocking=True).unsqueeze(-1) & bits_on(device)).eq(0).flatten(1)[:, :vocab]

@@ -7,9 +7,11 @@ import math
 from collections.abc import Sequence
 from struct import Struct
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from adapters.device.constraint import Mask
 from adapters.device.exponent import factors
 from adapters.device.noise import key_of
 from adapters.models.kernels.native.compiled import NativeCode
@@ -20,7 +22,7 @@ _FOUND = Struct("@2dl")  # its end
 
 
 def found_at_once(
-    native: NativeCode, level: int, raw: Tensor, used: Tensor, wanted: Sequence[tuple[Sampling, int, Tensor | None]]
+    native: NativeCode, level: int, raw: Tensor, used: Tensor, wanted: Sequence[tuple[Sampling, int, Mask | None]]
 ) -> list[tuple[list[float], list[float]]]:
     """Of each row its token, its lowest and its highest logit; and what `sampling.logprobs` has of it, if it is asked.
 
@@ -36,13 +38,13 @@ def found_at_once(
         raise ValueError(f"logits: {raw.dtype} {list(raw.shape)} for {len(wanted)} draws")
     if used.dtype is not torch.float32 or used.is_cuda or used.shape != raw.shape:
         raise ValueError(f"logits: {used.dtype} {list(used.shape)} beside {list(raw.shape)}")
-    draws, told, kept = bytearray(_DRAW.size * rows), dict[int, ctypes.Array[ctypes.c_double]](), list[Tensor]()
+    draws, told, kept = bytearray(_DRAW.size * rows), dict[int, ctypes.Array[ctypes.c_double]](), list[Mask]()
     first, first_raw = used.data_ptr(), raw.data_ptr()
     for row, (sampling, position, mask) in enumerate(wanted):
         bits, known, most, into = 0, -1, sampling.logprobs, 0
         if mask is not None:
-            kept.append(mask := mask.contiguous())
-            bits, known = mask.data_ptr(), mask.nbytes
+            kept.append(mask := np.ascontiguousarray(mask))
+            bits, known = mask.ctypes.data, mask.nbytes
         if most >= 0:
             most = min(most, vocab)
             told[row] = (ctypes.c_double * (2 + 2 * most))()

@@ -17,7 +17,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.device.constraint import Matching, forbidden
+from adapters.device.constraint import Mask, Matching, forbidden
 from adapters.device.exponent import steady_weights
 from adapters.device.host_draw import drawn
 from adapters.device.native_draw import found_at_once
@@ -250,7 +250,7 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
     return Picking(rows, tokens, ends, wanted, most, torch.cat((found.flatten(), told.flatten())))
 
 
-def _masks(rows: Sequence[Draw]) -> tuple[list[Tensor | None], dict[int, str]]:
+def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
     """What each row's grammar lets follow, if it has one; and why nothing may, where that is so."""
     asked = [None if row.sampler.matching is None else row.sampler.matching.mask(row.drafted) for row in rows]
     ends = {index: mask for index, mask in enumerate(asked) if isinstance(mask, str)}

@@ -20,10 +20,10 @@ from effects.ids import PAGE, Span
 class KvCache:
     """`[layers, 2, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
 
-    names: of the layers, as in `layers.12`. rows: of a slot, in whole tiles of the kernels. capacity: of these, the
-    ones that can be asked for; all by default. pages: of a pool that slots are given permits from, host memory only:
-    rows take up memory once they are written, and no longer than their slot has the page that permits them; 0: every
-    slot may keep all of its rows.
+    names: of the layers, as in `layers.12`. rows: of a slot, in whole tiles of the kernels; in host memory they take up
+    some once they are written. capacity: of these, the ones that can be asked for; all by default. pages: of a pool
+    that slots are given permits from, host memory only: rows take up none any more when their slot no longer has the
+    page that permits them; 0: every slot may keep all of its rows.
     """
 
     table: Tensor | None = None
@@ -52,7 +52,7 @@ class KvCache:
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._memory: mmap.mmap | None = None
-        if self.pages and torch.Size(shape).numel():
+        if device.type == "cpu" and torch.Size(shape).numel():
             size = torch.Size(shape).numel() * dtype.itemsize
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._all = torch.frombuffer(self._memory, dtype=dtype).view(shape)

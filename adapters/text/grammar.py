@@ -17,10 +17,10 @@ from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
-import torch
+import numpy as np
 from attrs import define, field, frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from torch import Tensor
+from numpy.typing import NDArray
 
 from adapters.text.tokenizer import GaveUp, Gone, Tokenizer
 from adapters.text.worker import Confined, WorkFailed
@@ -234,13 +234,14 @@ class GrammarMatching:
     _path: Tokens = ()
     _ahead: LLMatcher | None = None
 
-    def mask(self, path: Tokens) -> Tensor | str:
-        found = torch.zeros(4 * -(-self._size // 32), dtype=torch.uint8)
+    def mask(self, path: Tokens) -> NDArray[np.uint8] | str:
+        found = np.zeros(4 * -(-self._size // 32), dtype=np.uint8)
         if path and path[-1] in self._ends:
-            return found.fill_(255)  # nothing is asked there
+            found.fill(255)  # nothing is asked there
+            return found
         matcher = self._at(path)
         if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(found.data_ptr(), len(found))
+            matcher.unsafe_compute_mask_ptr(found.ctypes.data, len(found))
         if matcher.is_error():
             return one_line(matcher.get_error())
         return found if found.any() else "the grammar has no continuation"

@@ -8,12 +8,13 @@ import random
 from collections.abc import Callable, Sequence
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from attrs import define, evolve, field
 
 from adapters.device.agreement import Member, agree
-from adapters.device.constraint import forbidden, no_grammars
+from adapters.device.constraint import Mask, forbidden, no_grammars
 from adapters.device.sampling import DeadEnd, Draw, Pick, Sampler, pick
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree, chain, fitted
@@ -60,8 +61,8 @@ class Scripted:
         self.said += tokens
 
 
-def bits(tokens: Sequence[int], size: int = 97) -> torch.Tensor:
-    found = torch.zeros(-(-size // 8), dtype=torch.uint8)
+def bits(tokens: Sequence[int], size: int = 97) -> Mask:
+    found = np.zeros(-(-size // 8), np.uint8)
     for token in tokens:
         found[token // 8] |= 1 << token % 8
     return found

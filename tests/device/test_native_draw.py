@@ -6,12 +6,14 @@ import math
 import random
 from decimal import Decimal, localcontext
 
+import numpy as np
 import pytest
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from adapters.device import exponent, host_draw
+from adapters.device.constraint import Mask
 from adapters.device.exponent import steady_log
 from adapters.device.native_draw import found_at_once
 from adapters.device.noise import gumbel_at, key_of, steady_gumbel_at
@@ -27,9 +29,9 @@ in_c = pytest.mark.skipif(compiled() is None, reason="no products in C here")
 class Masked:
     """A grammar that lets the same tokens follow whatever there was."""
 
-    bits: Tensor | str
+    bits: Mask | str
 
-    def mask(self, path: Tokens) -> Tensor | str:
+    def mask(self, path: Tokens) -> Mask | str:
         return self.bits
 
     def fitting(self, path: Tokens) -> int:
@@ -79,12 +81,10 @@ def odd_sampling(chance: random.Random, vocab: int) -> Sampling:
 def odd_mask(chance: random.Random, vocab: int) -> Masked | None:
     if chance.random() < 0.7:
         return None
-    bits = torch.tensor(
-        [chance.randrange(256) for _ in range((vocab + 7) // 8 - (vocab > 16 and chance.random() < 0.3))]
-    )
+    bits = np.array([chance.randrange(256) for _ in range((vocab + 7) // 8 - (vocab > 16 and chance.random() < 0.3))])
     bits[1:] *= chance.random() < 0.5
     bits[0] |= 1
-    return Masked("the end" if chance.random() < 0.1 else bits.to(torch.uint8))
+    return Masked("the end" if chance.random() < 0.1 else bits.astype(np.uint8))
 
 
 def odd_rows(seed: int) -> tuple[Tensor, list[Draw]]:
@@ -160,7 +160,7 @@ def test_a_vocabulary_of_152_thousand_is_drawn_from_alike(change: dict[str, floa
 def test_where_no_token_may_follow_the_first_one_is_named_and_nothing_told(bits: int) -> None:
     native, vocab = compiled(), 20
     assert native is not None
-    logits, mask = torch.randn(1, vocab), torch.zeros(bits, dtype=torch.uint8)
+    logits, mask = torch.randn(1, vocab), np.zeros(bits, np.uint8)
     for level in range(native.level + 1):
         for change in ({}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0}):
             sampling = Sampling(**{"temperature": 1, "logprobs": 2, "seed": 1} | change)  # type: ignore[arg-type]

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import torch
 from attrs import evolve
 from torch import Tensor
 
+from adapters.device.constraint import Mask
 from adapters.device.native_draw import found_at_once
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.delta import CHUNK, UNSETTLED, DeltaShape, DeltaWeights
@@ -168,15 +170,16 @@ def sampling(chance: random.Random, vocab: int) -> Sampling:
     )
 
 
-def mask(chance: random.Random, vocab: int) -> Tensor | None:
+def mask(chance: random.Random, vocab: int) -> Mask | None:
     """None, all, some, one, or no token at all may follow; of fewer bytes than there are tokens, too."""
     size = chance.choice([-(-vocab // 8), 4 * -(-vocab // 32), vocab // 16])
-    found = torch.tensor([chance.choice([0, 0, 255, chance.randrange(256)]) for _ in range(size)], dtype=torch.uint8)
+    found = np.array([chance.choice([0, 0, 255, chance.randrange(256)]) for _ in range(size)], np.uint8)
     match chance.randrange(5):
         case 0:
-            found.zero_()
+            found.fill(0)
         case 1 if size:
-            found.zero_()[chance.randrange(size)] = 1 << chance.randrange(8)
+            found.fill(0)
+            found[chance.randrange(size)] = 1 << chance.randrange(8)
         case 2:
             return None
         case _:

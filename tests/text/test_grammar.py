@@ -12,8 +12,8 @@ from typing import Any
 
 import anyio
 import jsonschema
+import numpy as np
 import pytest
-import torch
 
 from adapters.text import grammar
 from adapters.text.grammar import (
@@ -60,8 +60,7 @@ def following(matching: GrammarMatching, path: tuple[int, ...] = ()) -> set[int]
     mask = matching.mask(path)
     if isinstance(mask, str):
         return mask
-    bits = (mask.unsqueeze(-1) & torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)).flatten()
-    return set(bits.nonzero().flatten().tolist())
+    return set(np.unpackbits(mask, bitorder="little").nonzero()[0].tolist())
 
 
 def test_a_mask_depends_on_the_tokens_before_it_and_on_no_call_before_it(tokenizer: Tokenizer) -> None:

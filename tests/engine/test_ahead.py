@@ -1,0 +1,47 @@
+"""What is imported beside torch, and what is opened ahead of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def said(code: str) -> list[str]:
+    """By a process that has imported nothing yet."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
+    code = (
+        "import sys; from importlib import import_module; from engine.ahead import OTHERS, OURS;"
+        "[import_module(name) for name in (*OTHERS, *OURS)]; print('torch' in sys.modules)"
+    )
+    assert said(code) == ["False"]
+
+
+def test_while_ours_is_imported_no_library_is_left_to_open() -> None:
+    """The linker opens one at a time: it would wait for torch's. The command line has imported its own before."""
+    code = (
+        "import sys; from importlib import import_module; from engine.ahead import OTHERS, OURS;"
+        "import engine.__main__, engine.preflight, engine.startup;"
+        "[import_module(name) for name in OTHERS]; before = set(sys.modules); [import_module(name) for name in OURS];"
+        "print(*(name for name in sys.modules if name not in before"
+        " and str(getattr(sys.modules[name], '__file__', None)).endswith('.so')))"
+    )
+    assert said(code) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which libraries a process has")
+def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None:
+    code = (
+        "import sys; from pathlib import Path; from engine.ahead import open_torch; open_torch();"
+        "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text(), 'torch' in sys.modules);"
+        "import torch; print(int(torch.ones(3, 3).matmul(torch.ones(3, 3)).sum()))"
+    )
+    assert said(code) == ["True", "False", "27"]
