@@ -21,24 +21,33 @@ Serving: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
 
 @define(eq=False)
 class Fence:
-    """Behind everything that was asked of a slot before it was opened for this request. On the event loop.
+    """Behind everything that was asked of a slot before it was opened for this request.
 
+    passed: and nothing failed; any thread may ask. The lane knows it first: what is behind it there need not wait.
     after: what copies into the slot have to come behind on its device, once it is passed.
     """
 
     request: RequestId
     failure: StoreFailed | None = None
-    passed: bool = False  # and nothing failed; any thread may ask
+    passed: bool = False
     after: Marks = UNMARKED
     _decided: anyio.Event = field(factory=anyio.Event)
 
     async def wait(self) -> StoreFailed | None:
+        """On the event loop, as `decided`."""
         await self._decided.wait()
         return self.failure
 
-    def open(self, failure: StoreFailed | None, error: BaseException | None) -> None:
-        self.failure = failure if error is None else StoreFailed("broken", str(error))
-        self.passed = self.failure is None
+    def reached(self, state: SlotState | DeviceFailed, after: Marks) -> None:
+        """On the lane."""
+        if isinstance(state, DeviceFailed):
+            self.failure = StoreFailed(state.kind, state.detail)
+        else:
+            self.after, self.passed = after, True
+
+    def decided(self, _: None, error: BaseException | None) -> None:
+        if error is not None:
+            self.failure = StoreFailed("broken", str(error))
         self._decided.set()
 
 
@@ -60,11 +69,10 @@ class Fences:
 
     def _raised(self, request: RequestId, slot: SlotId) -> Fence:
         fence = Fence(request)
-        self.lane.submit(partial(self._reached, fence, slot), fence.open)
+        self.lane.submit(partial(self._reached, fence, slot), fence.decided)
         return fence
 
-    def _reached(self, fence: Fence, slot: SlotId) -> StoreFailed | None:
+    def _reached(self, fence: Fence, slot: SlotId) -> None:
         """On the lane: its device has been told everything that was asked of it, and is not waited for."""
-        fence.after = marks(self.lane.devices)
-        state = self.serving(slot, fence.request)
-        return StoreFailed(state.kind, state.detail) if isinstance(state, DeviceFailed) else None
+        after = marks(self.lane.devices)
+        fence.reached(self.serving(slot, fence.request), after)

@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
@@ -253,8 +253,6 @@ class Restorer:
         """From memory into the slot. Each part of the target takes its share of all of it, beside the other parts; a
         checkpoint waits for the rows.
         """
-        if (failure := await now.fence.wait()) is not None:
-            now.failed(moves, failure)
         coming = deque(move for move in moves if move.left and move.failure is None)
         while coming and not now.over:
             await self._bring_piece(now, self._piece(coming))
@@ -278,23 +276,43 @@ class Restorer:
         far = [*dict.fromkeys(mover for mover, _ in pairs if not mover.anywhere)]
         abreast = ABREAST * max(1, len(now.fence.after))
         helping = max(0, abreast - len(far) - 1) if far else abreast
-        beside = [self.workers.submit(now.put_each, near) for _ in range(min(helping, len(near)))]
+        help_put = partial(self._help, now, near, min(helping, len(near)))
         if far:
-            await self.lane.run(partial(self._ask, now, far, moves, near))
+            beside = await self.lane.run(partial(self._ask, now, far, moves, near, help_put))
+            failure = now.fence.failure
+        else:
+            failure = await now.fence.wait()
+            beside = [] if failure else help_put()
+        if failure is not None:
+            now.failed(moves, failure)
         for one in beside:
             if not one.done():
                 await asyncio.wrap_future(one)
             one.result()
 
-    def _ask(self, now: Restore, far: Sequence[Mover], moves: Sequence[Move], near: deque[tuple[Mover, Move]]) -> None:
-        """On the lane, for shards that are asked by name: all of them first, then the lane puts what is put here, and
-        waits for them. So it takes as long as the slowest, and what one of them loses is known before the lane does
-        anything else.
+    def _help(self, now: Restore, near: deque[tuple[Mover, Move]], threads: int) -> list[Future[None]]:
+        return [self.workers.submit(now.put_each, near) for _ in range(threads)]
+
+    def _ask(
+        self,
+        now: Restore,
+        far: Sequence[Mover],
+        moves: Sequence[Move],
+        near: deque[tuple[Mover, Move]],
+        help_put: Callable[[], list[Future[None]]],
+    ) -> list[Future[None]]:
+        """On the lane, behind the fence, for shards that are asked by name: all of them first, then the lane puts what
+        is put here, and waits for them. So it takes as long as the slowest, and what one of them loses is known before
+        the lane does anything else.
         """
+        if not now.fence.passed:
+            return []
         for mover in far:
             now.begin(mover, moves)
+        beside = help_put()
         now.put_each(near)
         now.finish()
+        return beside
 
     def _landed(self, request: RequestId, now: Restore, ready: list[Move]) -> StoreFailed | None:
         """On the lane: from now on the slot holds what has come."""
