@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,10 +14,15 @@ from torch import Tensor
 move = ctypes.PyDLL(None).memmove
 move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 move.restype = None
+Integers: TypeAlias = "np.ndarray[Any, np.dtype[np.signedinteger[Any]]]"
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy(target: Tensor, source: Tensor) -> None:
     """Of one shape and dtype, which numpy need not have."""
-    integer = INTEGERS[target.element_size()]
-    np.copyto(target.view(integer).numpy(), source.view(integer).numpy())
+    np.copyto(bits(target), bits(source))
+
+
+def bits(tensor: Tensor) -> Integers:
+    """Of each element, where they are."""
+    return tensor.view(INTEGERS[tensor.element_size()]).numpy()

@@ -128,7 +128,7 @@ class Daemon:
         shared = self.channel.shared
         if given.tensors or shared is None or shared.borrower is None:
             raise Unacceptable("nothing is lent here, or it is given twice")
-        return shared.borrower.tensors(lent)
+        return LentTensors(lent, shared.borrower)
 
     def prove(self, asked: Prove, _: TensorBytes) -> Answering:
         return Answering(self.model.prove(asked))

@@ -15,9 +15,10 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.layout import SIZES, dtype_name, torch_dtype
+from adapters.layout import SIZES, RowSpec, dtype_name, torch_dtype
+from adapters.models.host_copy import Integers
 from adapters.remote import shared
-from adapters.remote.messages import Lent, Unacceptable
+from adapters.remote.messages import Lent, LentRun, Unacceptable
 
 Mapped: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 
@@ -65,12 +66,16 @@ class Lender:
             found.append(Lent(names, dtype, shape, place, apart, first.stride()))  # type: ignore[arg-type]
         return tuple(found)
 
-    def lent_whole(self, names: tuple[str, ...], whole: Tensor) -> Lent | None:
-        """The same of `[names, ...]`, which are all in one piece of memory, or none of them is in here."""
-        if (place := self._place(whole.data_ptr())) is None:
+    def run(self, spec: RowSpec, start: int, rows: Tensor) -> LentRun | None:
+        """The same of rows `[names, heads, rows, width]` of a kept run. None, too, if they lie as no run of `spec`."""
+        names, heads, count, width = rows.shape
+        of_head = rows.stride(1)
+        if rows.stride() != (heads * of_head, of_head, width, 1) or of_head % width:
             return None
-        (_, *shape), (apart, *strides) = whole.shape, whole.stride()
-        return Lent(names, dtype_name(whole.dtype), tuple(shape), place, apart, tuple(strides))  # type: ignore[arg-type]
+        if (names, heads, width, dtype_name(rows.dtype)) != (len(spec.names), spec.heads, spec.width, spec.dtype):
+            return None
+        place = self._place(rows.data_ptr())
+        return None if place is None else LentRun(start, count, place, of_head // width)
 
     def _place(self, address: int) -> int | None:
         return next((at + address - begin for begin, end, at in self._spans if begin <= address < end), None)
@@ -104,45 +109,61 @@ class Borrower:
     descriptor: int
     _mapped: Mapped | None = None
 
-    def tensors(self, lent: tuple[Lent, ...]) -> LentTensors:
+    def tensors(self, lent: tuple[Lent, ...]) -> dict[str, Tensor]:
         """Raises Unacceptable for what is not in there."""
         for one in lent:
             if len(one.shape) != len(one.strides) or one.place % SIZES[one.dtype]:
                 raise Unacceptable(f"{one.names[0]} is lent as no tensor can lie")
-        try:
-            return LentTensors(lent, self._bytes(max(one.end for one in lent)))
-        except (OSError, ValueError) as error:
-            raise Unacceptable(f"what is lent is not there: {error}") from error
+        memory = self._bytes(max(one.end for one in lent))
+        return {name: view for one in lent for name, view in zip(one.names, _whole(one, memory), strict=True)}
+
+    def run(self, spec: RowSpec, lent: LentRun) -> Integers:
+        """The bits of rows `[names, heads, rows, width]` of `spec`. Raises Unacceptable for what is not in there."""
+        size, names, heads = SIZES[spec.dtype], len(spec.names), spec.heads
+        row, of_head = spec.width * size, spec.width * size * lent.room
+        if lent.count > lent.room or lent.place % size:
+            raise Unacceptable(f"{lent.count} rows are lent as no run of {lent.room} can lie")
+        memory = self._bytes(lent.place + (names * heads - 1) * of_head + lent.count * row)
+        shape, strides = (names, heads, lent.count, spec.width), (heads * of_head, of_head, row, size)
+        return np.ndarray(shape, f"i{size}", memory, lent.place, strides)  # type: ignore[arg-type]
 
     def _bytes(self, size: int) -> Mapped:
-        """All of it, so many at least."""
+        """All of it, so many at least. Raises Unacceptable."""
         if self._mapped is None or len(self._mapped) < size:
-            if not fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError("shared memory could be taken away")
-            whole = os.fstat(self.descriptor).st_size
-            if whole < size:
-                raise ValueError(f"{size} bytes of shared memory, which has {whole}")
-            mapped = mmap.mmap(self.descriptor, whole, prot=mmap.PROT_READ)
-            address = np.frombuffer(mapped, np.uint8).ctypes.data  # torch warns of what may not be written
-            self._mapped = (ctypes.c_ubyte * whole).from_address(address)
-            self._mapped.owner = mapped  # type: ignore[attr-defined]
+            try:
+                self._mapped = self._all(size)
+            except (OSError, ValueError) as error:
+                raise Unacceptable(f"what is lent is not there: {error}") from error
         return self._mapped
+
+    def _all(self, size: int) -> Mapped:
+        if not fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("shared memory could be taken away")
+        whole = os.fstat(self.descriptor).st_size
+        if whole < size:
+            raise ValueError(f"{size} bytes of shared memory, which has {whole}")
+        mapped = mmap.mmap(self.descriptor, whole, prot=mmap.PROT_READ)
+        address = np.frombuffer(mapped, np.uint8).ctypes.data  # torch warns of what may not be written
+        found = (ctypes.c_ubyte * whole).from_address(address)
+        found.owner = mapped  # type: ignore[attr-defined]
+        return found
+
+
+def _whole(one: Lent, memory: Mapped) -> Tensor:
+    """`[names, ...]`."""
+    dtype, place, shape = torch_dtype(one.dtype), one.place, (len(one.names), *one.shape)
+    if not all(shape):
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, offset=place, count=(one.end - place) // dtype.itemsize)
+    return flat.as_strided(shape, (one.apart, *one.strides))
 
 
 @frozen(eq=False)
 class LentTensors:
-    """Tensors where the server has them. They are to be read before it is answered."""
+    """What the server has lent, where it has it. It is to be read before it is answered."""
 
     lent: tuple[Lent, ...]
-    memory: Mapped
+    borrower: Borrower
 
     def views(self) -> dict[str, Tensor]:
-        return {name: view for one in self.lent for name, view in zip(one.names, self.whole(one), strict=True)}
-
-    def whole(self, one: Lent) -> Tensor:
-        """`[names, ...]`."""
-        dtype, place, shape = torch_dtype(one.dtype), one.place, (len(one.names), *one.shape)
-        if not all(shape):
-            return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(self.memory, dtype=dtype, offset=place, count=(one.end - place) // dtype.itemsize)
-        return flat.as_strided(shape, (one.apart, *one.strides))
+        return self.borrower.tensors(self.lent)

@@ -100,6 +100,18 @@ class Lent(WireMessage, frozen=True, array_like=True):
         return self.place + (last + 1) * SIZES[self.dtype]
 
 
+class LentRun(WireMessage, frozen=True, array_like=True):
+    """Rows of all layers that there are, lent as they lie in a kept run: `[names, heads, room, width]` of the form that
+    rows have there, end to end, of which these are `count`. start: of the first one in its slot. place: of its first
+    byte.
+    """
+
+    start: Count
+    count: Count
+    place: Number
+    room: Count
+
+
 Lents: TypeAlias = Annotated[tuple[Lent, ...], Meta(max_length=8192)]
 
 
@@ -256,10 +268,7 @@ class ImportRows(OneSlot, frozen=True):
 
 
 class ImportRuns(OneSlot, frozen=True):
-    """Rows of all layers that there are, in their order, from each start on. All of it is lent."""
-
-    starts: Annotated[tuple[Count, ...], Meta(max_length=MOST_RUNS)]
-    lent: Annotated[tuple[Lent, ...], Meta(max_length=MOST_RUNS)]
+    lent: Annotated[tuple[LentRun, ...], Meta(max_length=MOST_RUNS)]
 
 
 class ImportState(OneSlot, frozen=True):

@@ -13,6 +13,7 @@ from attrs import define, field
 from msgspec import structs
 from torch import Tensor
 
+from adapters.layout import RowSpec
 from adapters.models.numerics import Numerics
 from adapters.models.shard import NamedTensors
 from adapters.remote.channel import Channel, ConnectionBroken, WireFrame, failed, failure
@@ -28,6 +29,7 @@ from adapters.remote.messages import (
     ImportRows,
     ImportRuns,
     Lent,
+    LentRun,
     Loaded,
     LoadLayers,
     Nothing,
@@ -157,18 +159,18 @@ class Peer:
         tensors, lent, sent = self.given(rows)
         self.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, list(sent.values()))
 
-    def import_runs(self, slot: int, names: tuple[str, ...], runs: Sequence[tuple[int, Tensor]]) -> None:
-        """Rows `[names, heads, rows, width]`, each from its start on. Those that it sees itself are posted."""
-        lender, seen = None if self._channel is None else self._channel.lender, list[tuple[int, Lent]]()
+    def import_runs(self, slot: int, spec: RowSpec, runs: Sequence[tuple[int, Tensor]]) -> None:
+        """Rows `[names, heads, rows, width]` of `spec`, each from its start on. Those it sees itself are posted."""
+        lender, seen = None if self._channel is None else self._channel.lender, list[LentRun]()
         for start, rows in runs:
-            if lender is not None and (lent := lender.lent_whole(names, rows)) is not None:
-                seen.append((start, lent))
+            if lender is not None and (lent := lender.run(spec, start, rows)) is not None:
+                seen.append(lent)
             else:
-                self.import_rows(slot, start, dict(zip(names, rows, strict=True)))
+                self.import_rows(slot, start, dict(zip(spec.names, rows, strict=True)))
         for at in range(0, len(seen), MOST_RUNS):
             if len(self._posted) >= MOST_POSTED:
                 self.heard()
-            self.post(Op.IMPORT_RUNS, ImportRuns(slot, *zip(*seen[at : at + MOST_RUNS], strict=True)))
+            self.post(Op.IMPORT_RUNS, ImportRuns(slot, tuple(seen[at : at + MOST_RUNS])))
 
     def heard(self) -> None:
         """All that was posted has been answered."""
@@ -319,8 +321,7 @@ class Peer:
         shared = self.dial.share(asked.shared)
         asked = asked if shared is not None else structs.replace(asked, shared=(0, 0))
         loaded, _ = self._asked(channel, LOADING[type(asked)], asked, kind, seconds=self.deadlines.load)
-        channel.limit = asked.limit
-        channel.shared = shared if loaded.shared else None
+        channel.limit, channel.shared = asked.limit, shared if loaded.shared else None
         return loaded
 
     def lose(self, error: Exception) -> RowsLost:

@@ -6,12 +6,13 @@ import time
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
+import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.layout import dtype_name
-from adapters.models.host_copy import copy
+from adapters.layout import dtype_name, torch_dtype
+from adapters.models.host_copy import Integers, bits
 from adapters.models.shard import NamedTensors, Shard, Step
 from adapters.remote.answering import Answering, Ops
 from adapters.remote.lending import LentTensors
@@ -26,6 +27,7 @@ from adapters.remote.messages import (
     ImportRows,
     ImportRuns,
     ImportState,
+    LentRun,
     Loaded,
     Nothing,
     OneSlot,
@@ -202,23 +204,19 @@ class ServedLayers:
 
     def import_runs(self, asked: ImportRuns, given: LentTensors) -> Answering:
         self._slot(asked.slot)
-        names = self.shard.row_spec.names
-        if len(asked.starts) != len(asked.lent) or any(one.names != names for one in asked.lent):
-            raise Unacceptable(f"runs of what are not all rows here, or of which {len(asked.starts)} begin somewhere")
-        for start, lent in zip(asked.starts, asked.lent, strict=True):
-            self._put(asked.slot, start, given.whole(lent))
+        for run in asked.lent:
+            self._put(asked.slot, run, given.borrower.run(self.shard.row_spec, run))
         return Answering(Nothing())
 
-    def _put(self, slot: int, start: int, rows: Tensor) -> None:
-        """`[names, heads, rows, width]`: at once where both are in host memory, tensor by tensor where not."""
+    def _put(self, slot: int, run: LentRun, rows: Integers) -> None:
+        """At once where both are in host memory, tensor by tensor where not."""
         shard, spec = self.shard, self.shard.row_spec
-        if shard.device.type != "cpu":
-            shard.import_rows(slot, start, dict(zip(spec.names, rows, strict=True)))
-            return
-        count = rows.shape[2] if rows.dim() == 4 else 0
-        if rows.shape[1:] != (spec.heads, count, spec.width) or dtype_name(rows.dtype) != spec.dtype:
-            raise Unacceptable(f"rows of {rows.dtype} {list(rows.shape)}, of which there are none here")
-        copy(shard.rows(slot, start, start + count), rows.view(-1, 2, *rows.shape[1:]))
+        if shard.device.type == "cpu":
+            own = bits(shard.rows(slot, run.start, run.start + run.count))
+            np.copyto(own, rows.reshape(own.shape))
+        else:
+            named = torch.from_numpy(rows).view(torch_dtype(spec.dtype))
+            shard.import_rows(slot, run.start, dict(zip(spec.names, named, strict=True)))
 
     def export_state(self, asked: OneSlot, _: TensorBytes) -> Answering:
         self._slot(asked.slot)

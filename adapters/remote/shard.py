@@ -286,7 +286,7 @@ class RemoteShard:
         self.peer.import_rows(slot, start, rows)
 
     def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]]) -> None:
-        self.peer.import_runs(slot, self.row_spec.names, runs)
+        self.peer.import_runs(slot, self.row_spec, runs)
 
     def imported(self) -> None:
         self.peer.heard()

@@ -86,7 +86,13 @@ class Mover:
         cast("AskedByName", self.part).imported()
 
     def _cut(self, span: Span, data: Tensor, begin: int) -> tuple[int, Tensor]:
-        return span[0], self._own(data)[:, :, span[0] - begin : span[1] - begin]
+        """`_own(data)`, of these rows; in one step, since each takes longer than naming what it comes to."""
+        rows, names, (start, stop) = self.rows, len(self.part.row_spec.names), span
+        of_head = data.nbytes // rows.token_bytes * rows.width
+        form = (names, rows.heads, stop - start, rows.width), (rows.heads * of_head, of_head, rows.width, 1)
+        at = self.first * rows.heads * of_head + (start - begin) * rows.width
+        typed = data.view(torch_dtype(rows.dtype))
+        return start, typed.as_strided(*form, typed.storage_offset() + at)
 
     def put(self, slot: int, span: Span, data: Tensor, begin: int, after: Marks = UNMARKED) -> None:
         """Bring rows `span` into the slot; `data` (uint8) holds a run that begins at row `begin`.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import TypeAlias
 
 import anyio
 from attrs import define, field
@@ -41,6 +42,8 @@ GIVEN_UP = StoreFailed("abandoned", "the request was abandoned")
 PIECE = 32 << 20  # bytes of rows that the lane waits for at once: a few milliseconds
 # Threads that put rows of one restore into slots, of each GPU: each has a core to copy.
 ABREAST = min(AHEAD, os.cpu_count() or 1)
+Pairs: TypeAlias = "deque[tuple[Mover, Move]]"
+Futures: TypeAlias = list[Future[None]]
 WORKERS = 2 * AHEAD  # threads that open, read and copy runs: two restores in full, more of them take turns
 
 
@@ -115,7 +118,7 @@ class Restore:
             return False
         return True
 
-    def put_each(self, moves: deque[tuple[Mover, Move]]) -> None:
+    def put_each(self, moves: Pairs) -> None:
         """The next one, as long as there are some; others may do the same."""
         while moves and not self.over:
             with suppress(IndexError):
@@ -250,9 +253,7 @@ class Restorer:
             now.begin(mover, [move])
 
     async def _bring(self, now: Restore, moves: Sequence[Move]) -> None:
-        """From memory into the slot. Each part of the target takes its share of all of it, beside the other parts; a
-        checkpoint waits for the rows.
-        """
+        """From memory into the slot, each part of the target beside the others; a checkpoint waits for the rows."""
         coming = deque(move for move in moves if move.left and move.failure is None)
         while coming and not now.over:
             await self._bring_piece(now, self._piece(coming))
@@ -274,42 +275,30 @@ class Restorer:
         pairs = [(mover, move) for move in moves for mover in tuple(move.left)]
         near = deque(pair for pair in pairs if pair[0].anywhere)
         far = [*dict.fromkeys(mover for mover, _ in pairs if not mover.anywhere)]
-        abreast = ABREAST * max(1, len(now.fence.after))
-        helping = max(0, abreast - len(far) - 1) if far else abreast
-        help_put = partial(self._help, now, near, min(helping, len(near)))
         if far:
-            beside = await self.lane.run(partial(self._ask, now, far, moves, near, help_put))
-            failure = now.fence.failure
+            beside = await self.lane.run(partial(self._ask, now, far, moves, near))
         else:
-            failure = await now.fence.wait()
-            beside = [] if failure else help_put()
-        if failure is not None:
+            await now.fence.wait()
+            beside = self._put_beside(now, near, 0)
+        if (failure := now.fence.failure) is not None:
             now.failed(moves, failure)
         for one in beside:
             if not one.done():
                 await asyncio.wrap_future(one)
             one.result()
 
-    def _help(self, now: Restore, near: deque[tuple[Mover, Move]], threads: int) -> list[Future[None]]:
-        return [self.workers.submit(now.put_each, near) for _ in range(threads)]
+    def _put_beside(self, now: Restore, near: Pairs, asked: int) -> Futures:
+        abreast = ABREAST * max(1, len(now.fence.after))
+        count = min(max(0, abreast - asked - 1) if asked else abreast, len(near))
+        return [self.workers.submit(now.put_each, near) for _ in range(count if now.fence.passed else 0)]
 
-    def _ask(
-        self,
-        now: Restore,
-        far: Sequence[Mover],
-        moves: Sequence[Move],
-        near: deque[tuple[Mover, Move]],
-        help_put: Callable[[], list[Future[None]]],
-    ) -> list[Future[None]]:
-        """On the lane, behind the fence, for shards that are asked by name: all of them first, then the lane puts what
-        is put here, and waits for them. So it takes as long as the slowest, and what one of them loses is known before
-        the lane does anything else.
-        """
+    def _ask(self, now: Restore, far: Sequence[Mover], moves: Sequence[Move], near: Pairs) -> Futures:
+        """On the lane, behind the fence. Others are asked first and waited for last, before anything else is asked."""
         if not now.fence.passed:
             return []
         for mover in far:
             now.begin(mover, moves)
-        beside = help_put()
+        beside = self._put_beside(now, near, len(far))
         now.put_each(near)
         now.finish()
         return beside

@@ -25,6 +25,7 @@ from adapters.remote.messages import (
     ImportRows,
     ImportRuns,
     Lent,
+    LentRun,
     Op,
     RowSpan,
     RunStep,
@@ -65,7 +66,7 @@ def nonsense(draw: random.Random, names: tuple[str, ...]) -> tuple[Op, WireMessa
         Op.COPY_ROWS: CopyRows(number(), number(), number()),
         Op.EXPORT_ROWS: RowSpan(number(), number(), number()),
         Op.IMPORT_ROWS: ImportRows(number(), number(), *draw.choice(((tensors,), ((), lent)))),
-        Op.IMPORT_RUNS: ImportRuns(number(), (number(),), lent),
+        Op.IMPORT_RUNS: ImportRuns(number(), (LentRun(number(), number(), draw.choice((0, 64, 1 << 40)), number()),)),
         Op.KEEP_STATE: SlotPlace(number(), number()),
         Op.LOAD_STATE: SlotPlace(number(), number()),
     }

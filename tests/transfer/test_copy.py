@@ -105,7 +105,7 @@ def test_slots_behind_names_get_the_same() -> None:
     layout, memory = rows_of(torch.float32), Memory(1 << 20)
     one, other = Mover(direct, layout), Mover(named, layout)
     assert not other.anywhere
-    buffer, again = memory.take(32 * layout.token_bytes), memory.take(32 * layout.token_bytes)
+    again, buffer = memory.take(32 * layout.token_bytes), memory.take(32 * layout.token_bytes)
     one.take(1, (8, 40), buffer.data)
     other.put(0, (20, 40), buffer.data, 8)
     assert torch.equal(named.all[:, :, 0, :, 20:40], direct.rows(1, 20, 40))
