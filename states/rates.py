@@ -13,6 +13,7 @@ from effects.restore import BlocksRestored
 ALONE = 1000  # thousandths: as long as alone
 SLOWEST = 64 * ALONE  # no measurement counts for more
 FADING = 32  # what is not measured again loses one part in so many each time
+SPARE = 5000  # of `Rates.spare` at most, which it begins with: 1 % of 512 tokens
 FIRST = 1024  # tokens of the first span of positions; every next one ends at twice its start
 
 
@@ -42,7 +43,7 @@ class Rates:
     drafter: int = 0
     gains: tuple[int, ...] = ()
     seen: int = 0
-    spare: int = 2500
+    spare: int = SPARE
     rest: int = 0
     pause: int = 1
 

@@ -22,11 +22,10 @@ from typing import TypeAlias
 from attrs import evolve, frozen
 
 from effects.decode import Decoded
-from states.rates import Rates
+from states.rates import SPARE, Rates
 from states.settings import Settings
 
 UNIT = 1000
-SPARE = 5 * UNIT  # of the server's account at most, which begins with `Rates.spare`: 1 % of 512 tokens
 REFILL = 10  # with a token: one percent
 FIRST = 4  # decode steps that the estimate counts for that a request, or the server, starts from
 MEMORY, SHARED = 16, 64  # decode steps that an estimate rests on at most, about: of a request, and of all of them
@@ -190,13 +189,21 @@ def fresh(settings: Settings, rates: Rates) -> SpeculationControl:
     """Of a request that has proposed nothing: as all others did."""
     useful = widths(settings)
     known = len(rates.gains) == len(useful)
-    gains = rates.gains if known else tuple(map(hoped, useful))
+    gains = rates.gains if known else tuple(map(chain, useful))
     return SpeculationControl(useful, gains, branching=settings.tree > 0, spare=rates.spare)
 
 
 @cache
-def hoped(width: int) -> int:
-    return sum(UNIT * HOPE**right // UNIT**right for right in range(1, width + 1))
+def chain(width: int, each: int = HOPE) -> int:
+    """Proposals of so many that count, if each is right with that chance (thousandths) and the first wrong one is the
+    last that is looked at; in thousandths.
+    """
+    return sum(UNIT * each**right // UNIT**right for right in range(1, width + 1))
+
+
+def chance(width: int, gain: int) -> int:
+    """Of each proposal of a chain of so many, in thousandths, if it has such a gain."""
+    return bisect_right(range(UNIT + 1), gain, key=lambda each: chain(width, each)) - 1
 
 
 def after(control: SpeculationControl, done: Decoded, memory: int = MEMORY) -> SpeculationControl:
@@ -219,7 +226,8 @@ def sample(control: SpeculationControl, proposed: int, accepted: int) -> Iterato
     """What this decode step says about every width: exactly, up to its own; and about wider ones, what they would have
     got.
 
-    Of a chain that ended early that is the same; beyond one that was right to its end, as much of the rest as usual.
+    Of a chain that ended early that is the same. One that was right to its end would have gone on, each proposal with
+    the chance that those before it usually have: the further they are, the fewer are reached.
     """
     right = UNIT * accepted
     at = covering(control, proposed)
@@ -227,7 +235,7 @@ def sample(control: SpeculationControl, proposed: int, accepted: int) -> Iterato
         if width <= proposed:
             yield min(right, UNIT * width)
         elif accepted >= proposed:
-            yield right + (width - proposed) * control.gains[at] // control.widths[at]
+            yield right + chain(width - proposed, chance(control.widths[at], control.gains[at]))
         elif control.branching:
             yield right + control.gains[wider] - control.gains[at]
         else:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from effects.decode import Decoded
 from states import speculation_control as control
-from states.rates import Rates
+from states.rates import SPARE, Rates
 from states.settings import Settings
-from states.speculation_control import LONGEST, REFILL, SPARE, UNIT, DecodeTimes, Plan, Shape, SpeculationControl, Terms
+from states.speculation_control import LONGEST, REFILL, UNIT, DecodeTimes, Plan, Shape, SpeculationControl, Terms
 
 CHAIN = Settings(block=15, batch_rows=64)
 TREE = Settings(block=15, tree=22, batch_rows=64)
@@ -350,7 +350,7 @@ def test_a_decode_step_says_exactly_what_narrower_ones_would_have_got() -> None:
 
 def test_a_chain_that_was_right_to_its_end_promises_more_of_a_wider_one() -> None:
     assert list(control.sample(sure(3000, 3500, 3500), 3, 3)) == [3000, 7000, 15000]
-    assert list(control.sample(sure(1500, 1500, 1500), 3, 3)) == [3000, 5000, 9000]
+    assert list(control.sample(sure(1500, 1500, 1500), 3, 3)) == [3000, 4724, 5202], "0.69 + 0.69 ** 2 + ... of the rest"
 
 
 def test_a_smaller_tree_says_nothing_about_what_branches_would_have_got() -> None:
@@ -407,7 +407,7 @@ def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
         rates = control.settled(CHAIN, rates, four, done(3, right))
     assert rates.spare == pytest.approx(2 * (UNIT + REFILL) - 1500, abs=4)
     assert control.settled(CHAIN, evolve(STEEP, spare=SPARE), Plan((15,), 1200), done(15, 15)).spare == SPARE
-    assert control.begun(STEEP, Plan((0,) * 4)).spare == STEEP.spare + REFILL
+    assert control.begun(evolve(STEEP, spare=0), Plan((0,) * 4)).spare == REFILL
     assert control.settled(CHAIN, STEEP, Plan((0,) * 4), done(0, 0)) == STEEP, "once is enough"
 
 
@@ -486,7 +486,7 @@ def some_rates() -> st.SearchStrategy[Rates]:
     moods=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 100)), min_size=1, max_size=12),
     seed=st.integers(0, 99),
 )
-def test_an_answer_never_takes_more_than_one_and_a_half_per_cent_longer_whatever_the_draft_does(
+def test_an_answer_never_takes_more_than_two_per_cent_longer_whatever_the_draft_does(
     rates: Rates, house: Settings, length: int, moods: list[tuple[int, int]], seed: int
 ) -> None:
     """Moods: for so many decode steps every proposal is right with such a chance; then the next one, around again."""
@@ -498,7 +498,7 @@ def test_an_answer_never_takes_more_than_one_and_a_half_per_cent_longer_whatever
         return next((right for right in range(proposed) if rng.random() * 100 >= chance), proposed)
 
     cost, _, after = decode(house, rates, (moody, length))
-    assert cost <= UNIT * length + rates.spare + REFILL * length <= 1.015 * UNIT * length
+    assert cost <= UNIT * length + rates.spare + REFILL * length <= 1.02 * UNIT * length
     cost, _, _ = decode(house, after, (never, length))
     assert cost <= UNIT * length + SPARE + REFILL * length, "nor after one in which much was gained"
 
@@ -611,8 +611,8 @@ MEASURED = Rates(decode=alone(10_000, 15_000, 17_000, 22_000))
 @pytest.mark.parametrize(
     ("right", "proposed", "accounts"),
     [
-        ((2, 0, 3, 1), [3, 3, 3, 7], [3730, 3240, 5000, 5000]),
-        ((0, 0, 0, 0, 0), [3, 3, 3, 3, 0], [1710, 1220, 730, 240, 250]),
+        ((2, 0, 3, 1), [3, 3, 3, 7], [5000, 4510, 5000, 5000]),
+        ((0,) * 8, [3, 3, 3, 3, 3, 3, 0, 3], [4210, 3720, 3230, 2740, 2250, 1760, 1770, 1280]),
     ],
 )
 def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int], accounts: list[int]) -> None:
@@ -627,7 +627,7 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
         rates = control.settled(CHAIN, rates, plan, step)
         found.append((plan.proposals[0], rates.spare))
     assert found == list(zip(proposed, accounts, strict=True))
-    assert member.spare == {(2, 0, 3, 1): 6100, (0, 0, 0, 0, 0): 250}[right]
+    assert member.spare == {(2, 0, 3, 1): 8600, (0,) * 8: 1280}[right]
 
 
 @pytest.mark.parametrize(
