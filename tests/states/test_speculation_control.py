@@ -350,7 +350,7 @@ def test_a_decode_step_says_exactly_what_narrower_ones_would_have_got() -> None:
 
 def test_a_chain_that_was_right_to_its_end_promises_more_of_a_wider_one() -> None:
     assert list(control.sample(sure(3000, 3500, 3500), 3, 3)) == [3000, 7000, 15000]
-    assert list(control.sample(sure(1500, 1500, 1500), 3, 3)) == [3000, 4724, 5202], "0.69 + 0.69 ** 2 + ... of the rest"
+    assert list(control.sample(sure(1500, 1500, 1500), 3, 3)) == [3000, 4724, 5202], "0.69 + 0.69 ** 2 + ..."
 
 
 def test_a_smaller_tree_says_nothing_about_what_branches_would_have_got() -> None:
