@@ -195,14 +195,12 @@ def fresh(settings: Settings, rates: Rates) -> SpeculationControl:
 
 @cache
 def chain(width: int, each: int = HOPE) -> int:
-    """Proposals of so many that count, if each is right with that chance (thousandths) and the first wrong one is the
-    last that is looked at; in thousandths.
-    """
+    """What so many get if each is right with that chance, in thousandths: up to the first wrong one."""
     return sum(UNIT * each**right // UNIT**right for right in range(1, width + 1))
 
 
 def chance(width: int, gain: int) -> int:
-    """Of each proposal of a chain of so many, in thousandths, if it has such a gain."""
+    """Of each of so many that get that much."""
     return bisect_right(range(UNIT + 1), gain, key=lambda each: chain(width, each)) - 1
 
 
@@ -223,11 +221,8 @@ def covering(control: SpeculationControl, proposed: int) -> int:
 
 
 def sample(control: SpeculationControl, proposed: int, accepted: int) -> Iterator[int]:
-    """What this decode step says about every width: exactly, up to its own; and about wider ones, what they would have
-    got.
-
-    Of a chain that ended early that is the same. One that was right to its end would have gone on, each proposal with
-    the chance that those before it usually have: the further they are, the fewer are reached.
+    """What this decode step says about every width: exactly, up to its own; wider ones would have got the same, or
+    behind a chain that was right to its end more, each with the chance that those before it usually have.
     """
     right = UNIT * accepted
     at = covering(control, proposed)
