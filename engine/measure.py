@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence, Set
 from hashlib import blake2b
+from itertools import chain
 
 import torch
 
@@ -25,9 +26,10 @@ from states.rates import FIRST, Rates
 BUDGET_NS = 1_600_000_000  # for all decode steps: a slow model is measured once
 STEADY = 8  # they fall, if one is less by more than that part
 PASSES = 4
+IN_A_ROW = 4  # plain steps
 STRIDE = 7919  # between the tokens that are tried
 CONTEXT = 64  # rows before a measured decode step
-VERSION = 2  # of what is kept
+VERSION = 3  # of what is kept
 MOST_NS = 10**11
 TRIES = 2  # to find that what was kept still holds: something may have been in the way of the first
 BUSY = 4  # times as long, and others use the machine: they would be in the way of measuring all of it again, too
@@ -144,25 +146,28 @@ def decode(
     """As `Rates.decode` wants it: of one request's launches, its draft included.
 
     Widths take turns, so that what holds the machine up for a while holds up one time of each and not all of one; the
-    quickest counts. Each comes twice in a row: the first may warm up, and lets the draft catch up.
+    quickest counts. Each comes twice in a row: the first may warm up, and lets the draft catch up. Plain steps follow
+    each other as they do where nothing is proposed: the device goes on alone, and takes less time for each.
     """
     slot, known, started = SlotId(0), min(CONTEXT, context // 2), time.perf_counter_ns()
     tokens, turn = some_tokens(shard, known), [width for width in widths for _ in range(2)]
-    rounds = list[dict[int, int]]()
+    rounds, begun = list[dict[int, int]](), list[int]()  # of each launch the outcomes before it
 
     def following(outcomes: Sequence[Outcome]) -> Ask | None:
         if not outcomes:
             return Ask(RequestId(0), RunPrefill(slot, 0, known - 1))
-        if isinstance(outcomes[-1], Decoded):
-            tokens.extend(outcomes[-1].tokens)
-        taken = len(outcomes) - 1
-        if taken and taken % len(turn) == 0:
-            rounds.append(least(outcomes[-len(turn) :]))
-            if enough(rounds, time.perf_counter_ns() - started, passes // 2):
-                return None
         if isinstance(outcomes[-1], DeviceFailed):
             return None
-        return Ask(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], turn[taken % len(turn)]))
+        new = outcomes[begun[-1] :] if begun else ()
+        tokens.extend(chain.from_iterable(done.tokens for done in new if isinstance(done, Decoded)))
+        if begun and len(begun) % len(turn) == 0:
+            rounds.append(least(outcomes[begun[-len(turn)] :]))
+            if enough(rounds, time.perf_counter_ns() - started, passes // 2):
+                return None
+        width = turn[len(begun) % len(turn)]
+        begun.append(len(outcomes))
+        steps = 1 if width else IN_A_ROW
+        return Ask(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], width, steps=steps))
 
     if known < 2:
         return ()

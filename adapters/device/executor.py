@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, TypeAlias
 
 import anyio
@@ -217,7 +217,8 @@ class DeviceExecutor:
         outcomes = list[Outcome]()
         self._open(RequestId(0), opening)
         while (ask := following(outcomes)) is not None:
-            outcomes += self._carry_out((ask,), StepsTaken(lambda _: None))
+            last = self._carry_out((ask,), steps := StepsTaken(lambda _: None))
+            outcomes += (*chain.from_iterable(steps.take()), *last)
         del self._slots[opening.slot]
         return outcomes
 
