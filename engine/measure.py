@@ -26,7 +26,7 @@ from states.rates import FIRST, Rates
 BUDGET_NS = 1_600_000_000  # for all decode steps: a slow model is measured once
 STEADY = 8  # they fall, if one is less by more than that part
 PASSES = 4
-IN_A_ROW = 4  # plain steps
+IN_A_ROW = 4  # steps
 STRIDE = 7919  # between the tokens that are tried
 CONTEXT = 64  # rows before a measured decode step
 VERSION = 3  # of what is kept
@@ -146,11 +146,11 @@ def decode(
     """As `Rates.decode` wants it: of one request's launches, its draft included.
 
     Widths take turns, so that what holds the machine up for a while holds up one time of each and not all of one; the
-    quickest counts. Each comes twice in a row: the first may warm up, and lets the draft catch up. Plain steps follow
-    each other as they do where nothing is proposed: the device goes on alone, and takes less time for each.
+    quickest counts. Some of each follow each other, as they do when somebody is served: the device goes on alone, and
+    takes less time for each. The first may warm up, and lets the draft catch up.
     """
     slot, known, started = SlotId(0), min(CONTEXT, context // 2), time.perf_counter_ns()
-    tokens, turn = some_tokens(shard, known), [width for width in widths for _ in range(2)]
+    tokens = some_tokens(shard, known)
     rounds, begun = list[dict[int, int]](), list[int]()  # of each launch the outcomes before it
 
     def following(outcomes: Sequence[Outcome]) -> Ask | None:
@@ -160,14 +160,13 @@ def decode(
             return None
         new = outcomes[begun[-1] :] if begun else ()
         tokens.extend(chain.from_iterable(done.tokens for done in new if isinstance(done, Decoded)))
-        if begun and len(begun) % len(turn) == 0:
-            rounds.append(least(outcomes[begun[-len(turn)] :]))
+        if begun and len(begun) % len(widths) == 0:
+            rounds.append(least(outcomes[begun[-len(widths)] :]))
             if enough(rounds, time.perf_counter_ns() - started, passes // 2):
                 return None
-        width = turn[len(begun) % len(turn)]
+        width = widths[len(begun) % len(widths)]
         begun.append(len(outcomes))
-        steps = 1 if width else IN_A_ROW
-        return Ask(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], width, steps=steps))
+        return Ask(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], width, steps=IN_A_ROW))
 
     if known < 2:
         return ()
