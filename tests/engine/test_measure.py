@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from effects.all import Ask
 from effects.decode import Decoded, RunDecode
@@ -110,6 +111,9 @@ def test_prefill_is_measured_in_any_context_of_a_model_with_recurrent_layers(con
     assert min(measure.prefill(shard, 32, context)) > 0
 
 
+ROUND = 3 * measure.IN_A_ROW  # steps of three widths
+
+
 class HeldUp:
     """In place of an executor: decode steps take 10 for each row, and `slower` times that in their first round."""
 
@@ -122,8 +126,9 @@ class HeldUp:
                 self.outcomes.append(PrefillAdvanced(ask.effect.stop))
                 continue
             assert isinstance(ask.effect, RunDecode)
-            proposed, slower = ask.effect.propose, self.slower if len(self.outcomes) <= 6 else 1
-            self.outcomes.append(Decoded((1,), proposed, ns=10 * (1 + proposed) * slower, accepted=0))
+            proposed, slower = ask.effect.propose, self.slower if len(self.outcomes) <= ROUND else 1
+            step = Decoded((1,), proposed, ns=10 * (1 + proposed) * slower, accepted=0)
+            self.outcomes += [evolve(step, more=left > 0) for left in reversed(range(ask.effect.steps))]
         return self.outcomes
 
 
@@ -132,7 +137,7 @@ def test_decode_steps_are_measured_again_while_they_get_quicker(slower: int, rou
     shard, executor = RecurrentShard(capacity=100, buckets=(4, 8), state_block=16), HeldUp(slower)
     found = measure.decode(executor, shard, 100, (0, 3, 7))  # type: ignore[arg-type]
     assert found == ((0, 1, 0, 10, 0), (0, 1, 4, 40, 10), (0, 1, 8, 80, 10))
-    assert len(executor.outcomes) == 1 + rounds * 6
+    assert len(executor.outcomes) == 1 + rounds * ROUND
 
 
 @pytest.mark.parametrize(
