@@ -216,7 +216,10 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
         before=TrainingProgress.load(notes) if limits.first else None,
     )
     start = WENT_ON if limits.again else BEGAN
-    trained = describe(recipe, pools, progress, draft, target) | {"ended": ended(limits.seconds), "began": start}
+    trained = describe(recipe, pools, progress, draft, target) | {
+        "ended": ended(limits.seconds, again=limits.again),
+        "began": start,
+    }
     print(json.dumps(trained), flush=True)
     shipped = load_draft(folders.out, device, next(target.parameters()).dtype)
     began = time.monotonic()
@@ -232,9 +235,10 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
     return measured
 
 
-def ended(seconds: float) -> str:
+def ended(seconds: float, *, again: bool = False) -> str:
     """What the model card tells about a run that the clock ended."""
-    return "" if math.isinf(seconds) else f' This one was ended by the clock, with `ARGS="--seconds {seconds:g}"`.'
+    words = f"{'--again ' if again else ''}--seconds {seconds:g}"
+    return "" if math.isinf(seconds) else f' This one was ended by the clock, with `ARGS="{words}"`.'
 
 
 def describe(
