@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 
-from adapters.checkpoint.upload import PIECE, READERS, Upload
-from adapters.checkpoint.weights import WeightSource
 from adapters.layout import dtype_name
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.draft_parts import DraftShape
-from adapters.models.ends import CopiedEnds
 from adapters.models.family import ModelConfig
-from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import ProductPlan
 from adapters.models.kernels.row_form import row_dtype
 from adapters.models.numerics import Numerics, joined
 from adapters.models.pipeline import Pipeline
 from adapters.models.probe import probe, probe_key
-from adapters.models.shard import Shard
 from adapters.models.waves import current
-from adapters.remote.loading import loading
 from adapters.remote.messages import Facts, Offer, Prove
 from adapters.remote.peer import Peer
-from adapters.remote.shard import RemoteShard
-from adapters.store.memory import Memory
 from engine.fit import Fit
 from engine.folders import user_folder
 from engine.kept import Kept
@@ -258,59 +250,6 @@ def plan_served(numerics: Numerics, *, fast: bool) -> ProductPlan | None:
     """What kernels keep to: only where bits are promised."""
     plan = numerics.plan
     return evolve(plan, steps=()) if fast and plan is not None else plan
-
-
-def shards(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    plan: Sequence[Placement],
-    kernels: Sequence[Kernels | None],
-    memory: Memory,
-    *,
-    rows: torch.dtype,
-    fast: bool,
-    pages: int = 0,
-    hosted: HostExperts | None = None,
-    **how: Any,
-) -> Pipeline:
-    """Each on its device, with the tensors of its own layers and no other. memory: what a GPU's pass through. pages,
-    rows, hosted, how: as `Build` has it; shards in other processes have no pages and keep no experts on the host.
-    """
-    parts = list[Shard]()
-    for place, own in zip(plan, kernels, strict=True):
-        if place.peer is not None:
-            ends = CopiedEnds(checkpoint.config, checkpoint, own, dtype, place.device)
-            asked = loading(checkpoint.config, dtype, place.layers, rows=rows, fast=fast, **how)
-            shape = checkpoint.config.hidden_size, checkpoint.config.num_layers
-            parts.append(RemoteShard(place.peer, asked, ends, *shape))
-            continue
-        assert own is not None
-        with current(place.device), weights_for(checkpoint, place, memory) as weights:
-            where: dict[str, Any] = {"device": place.device, "layers": place.layers, "pages": pages}
-            where |= {"dtype": dtype, "rows": rows, "hosted": hosted}
-            parts.append(checkpoint.family.build(checkpoint.config, weights, own, **where, **how))
-    return Pipeline(parts)
-
-
-@contextmanager
-def weights_for(checkpoint: Checkpoint, place: Placement, memory: Memory) -> Iterator[WeightSource]:
-    """Those of a GPU's layers come ahead of whoever asks for them; memory: for what they pass through."""
-    if place.device.type != "cuda":
-        yield checkpoint
-        return
-    buffers = [memory.take(PIECE) for _ in range(READERS)]
-    upload = Upload(
-        source=checkpoint,
-        tensors=checkpoint.tensors,
-        names=checkpoint.config.tensors(place.layers),
-        device=place.device,
-        buffers=[buffer.data for buffer in buffers],
-        heard=checkpoint.heard,
-    )
-    try:
-        yield upload
-    finally:
-        upload.close()
 
 
 def state_tokens(shard: Pipeline) -> int:

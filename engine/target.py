@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,15 @@ from engine.fit import Fit
 from engine.folders import user_folder
 from engine.identity import identity
 from engine.kept import Kept
-from engine.machine import Placement, chunk_of, planned, prove, shards, state_tokens
+from engine.machine import Placement, chunk_of, planned, prove, state_tokens
 from engine.measure import kept_or_measured, key, mixed_rows
 from engine.needs import chosen, host_experts, outgrown, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.remote import Apart, asking_for, connected, place_of, placement, shown, shown_draft, shown_drafter
+from engine.shards import shards, uploading
 from engine.storing import keeping, layout, stored, transfer_memory
-from engine.warm_up import compile_kernels, warm_up
+from engine.warm_up import compiled_beside, warm_up
 from states.residency import resolved
 from states.settings import Settings
 
@@ -193,14 +193,6 @@ def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, on
     return target
 
 
-def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: torch.dtype, **how: Any) -> str:
-    """The digest of the weights, which is taken while kernels are compiled. how: as `compile_kernels` has it."""
-    with ThreadPoolExecutor(1, "digest") as beside:
-        digest = beside.submit(checkpoint.digest)
-        compile_kernels(checkpoint, plan, dtype, **how)
-    return digest.result()
-
-
 def settled(
     options: Options,
     checkpoint: Checkpoint,
@@ -236,25 +228,26 @@ def load_over(
     plan, opened = planned(options, checkpoint.config, apart.shards), find_draft(options, checkpoint)
     fit = chosen(options, checkpoint.config, dtype, plan, opened, peer=apart.draft, layouts=checkpoint.layouts)
     kept, rows = Kept(user_folder(), proving=lambda: step(startup.PROBE)), row_dtype(options.kv_dtype, dtype)
-    digest = compiled_beside(checkpoint, plan, dtype, rows=rows, fit=fit, chunk=chunk_of(options, plan), step=step)
-    fit, numerics, kernels = settled(options, checkpoint, dtype, plan, opened, fit=fit, peer=apart.draft, kept=kept)
-    named = identity(checkpoint, dtype, numerics, options.numerics, rows, digest=digest)
-    if only not in {None, named}:
-        raise Mismatched(named)
-    found = apart.drafting(provable(opened, numerics))
-    scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
-    step(startup.WEIGHTS)
     memory = transfer_memory(options, [one.device for one in plan], apart.lender)
-    hosted = host_experts(options, checkpoint, dtype, plan)
     heard = checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors)))
-    room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "rows": rows}
-    room |= {"fast": fast, "hosted": hosted, "state_places": options.state_checkpoints}
-    shard = shards(
-        *(heard, dtype, plan, kernels, memory),
-        **room,
-        buckets=row_counts(numerics.buckets, fast=fast),
-        aux_layers=() if found is None else found.shape.aux_layers,
-    )
+    with uploading(heard, plan, memory) as sources:
+        digest = compiled_beside(checkpoint, plan, dtype, rows=rows, fit=fit, chunk=chunk_of(options, plan), step=step)
+        fit, numerics, kernels = settled(options, checkpoint, dtype, plan, opened, fit=fit, peer=apart.draft, kept=kept)
+        named = identity(checkpoint, dtype, numerics, options.numerics, rows, digest=digest)
+        if only not in {None, named}:
+            raise Mismatched(named)
+        found = apart.drafting(provable(opened, numerics))
+        scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
+        step(startup.WEIGHTS)
+        hosted = host_experts(options, checkpoint, dtype, plan)
+        room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "rows": rows}
+        room |= {"fast": fast, "hosted": hosted, "state_places": options.state_checkpoints}
+        shard = shards(
+            *(heard, dtype, plan, kernels, sources),
+            **room,
+            buckets=row_counts(numerics.buckets, fast=fast),
+            aux_layers=() if found is None else found.shape.aux_layers,
+        )
     first_places(hosted)
     executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=hosted)
     placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}

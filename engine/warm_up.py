@@ -51,7 +51,9 @@ def compile_kernels(
     if device is None:
         return
     step(startup.COMPILE)
-    buckets = buckets_of(BUCKETS, chunk)
+    from adapters.models.kernels.triton_compile import key_beside  # noqa: PLC0415 - needs Triton, so a GPU build
+
+    key, buckets = key_beside(), buckets_of(BUCKETS, chunk)
     kinds = [{"slots": PROBED_SLOTS, "pages": 0}]  # the probe's, and what serves where that has pages
     if fit.pages:
         kinds.append({"slots": fit.slots, "pages": -(-fit.context // PAGE)})
@@ -67,9 +69,18 @@ def compile_kernels(
                     shards.append(checkpoint.family.build(small, weights, kernels, **how))
             except torch.OutOfMemoryError as error:
                 log.debug("kernels are compiled later: %s", error)
+            key.join()
             run_side_by_side([partial(compile_step, *one) for one in product(shards, range(len(buckets)))])
             for shard in shards:
                 shard.close()
+
+
+def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: torch.dtype, **how: Any) -> str:
+    """The digest of the weights, which is taken while kernels are compiled. how: as `compile_kernels` has it."""
+    with ThreadPoolExecutor(1, "digest") as beside:
+        digest = beside.submit(checkpoint.digest)
+        compile_kernels(checkpoint, plan, dtype, **how)
+    return digest.result()
 
 
 def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:

@@ -100,6 +100,10 @@ class Upload:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
             self._free.put(Staging(buffer, stream))
 
+    def begin(self) -> None:
+        """What comes first is on its way before anybody asks for anything."""
+        self._fill()
+
     def read(self, name: str) -> Tensor:
         """On the device, if it can be. Raises CheckpointError, or torch.OutOfMemoryError."""
         entry = self.tensors.get(name)

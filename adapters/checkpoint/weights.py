@@ -33,6 +33,7 @@ _MAX_RANK = 8
 _WHOLE = 256 << 20
 _PIECE = 1 << 20
 _PIECES = 64
+_TOGETHER = 16 << 20  # bytes that are hashed at once: after each piece a thread would wait for the interpreter
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by their published names
 Fetch = Callable[["TensorEntry", str], Tensor]  # what lies there, called so if that fails
@@ -189,7 +190,7 @@ def digest_of(tensors: Mapping[str, StoredTensor]) -> str:
     """
     headers = {file: header for entry in tensors.values() for file, header in entry.files.items()}
     sizes = {file: file.stat().st_size for file in headers}
-    whole = sum(sizes.values()) <= _WHOLE
+    whole, buffer = sum(sizes.values()) <= _WHOLE, memoryview(bytearray(_TOGETHER))
     digest = hashlib.blake2b(digest_size=16, person=b"rekindle-weights")
     for form in sorted({entry.form for entry in tensors.values()} - {""}):
         digest.update(f"{form};".encode())
@@ -199,9 +200,14 @@ def digest_of(tensors: Mapping[str, StoredTensor]) -> str:
         with file.open("rb") as source:
             digest.update(source.read(header))
             starts = range(0, size, _PIECE) if whole else _spread(size)
+            filled = 0
             for start in starts:
                 source.seek(start)
-                digest.update(source.read(_PIECE))
+                filled += source.readinto(buffer[filled : filled + _PIECE])
+                if filled + _PIECE > _TOGETHER:
+                    digest.update(buffer[:filled])
+                    filled = 0
+            digest.update(buffer[:filled])
     return digest.hexdigest()
 
 

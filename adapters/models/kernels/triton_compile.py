@@ -6,8 +6,19 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Thread
 
 from triton import AsyncCompileMode
+from triton.runtime import cache
+
+
+def key_beside() -> Thread:
+    """Every kernel is looked up by a digest of all of Triton, half a second's work. To be waited for before kernels are
+    launched: each thread that finds it missing would take it once more.
+    """
+    taking = Thread(target=getattr(cache, "triton_key", None), name="triton-key", daemon=True)
+    taking.start()
+    return taking
 
 
 @contextmanager

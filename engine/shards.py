@@ -1,0 +1,89 @@
+"""Shards of a target's layers, each on its device, and where their weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapters.checkpoint.upload import AHEAD, PIECE, READERS, Upload
+from adapters.checkpoint.weights import WeightSource
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.ends import CopiedEnds
+from adapters.models.host_experts import HostExperts
+from adapters.models.kernels.interface import Kernels
+from adapters.models.pipeline import Pipeline
+from adapters.models.shard import Shard
+from adapters.models.waves import current
+from adapters.remote.loading import loading
+from adapters.remote.shard import RemoteShard
+from adapters.store.memory import Memory
+from engine.machine import Placement, free_memory
+
+
+def shards(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    kernels: Sequence[Kernels | None],
+    sources: Sequence[WeightSource],
+    *,
+    rows: torch.dtype,
+    fast: bool,
+    pages: int = 0,
+    hosted: HostExperts | None = None,
+    **how: Any,
+) -> Pipeline:
+    """Each on its device, with the tensors of its own layers and no other. sources: of each, as `uploading` gives them.
+    pages, rows, hosted, how: as `Build` has it; shards in other processes have no pages and keep no experts on the
+    host.
+    """
+    parts = list[Shard]()
+    for place, own, weights in zip(plan, kernels, sources, strict=True):
+        if place.peer is not None:
+            ends = CopiedEnds(checkpoint.config, checkpoint, own, dtype, place.device)
+            asked = loading(checkpoint.config, dtype, place.layers, rows=rows, fast=fast, **how)
+            shape = checkpoint.config.hidden_size, checkpoint.config.num_layers
+            parts.append(RemoteShard(place.peer, asked, ends, *shape))
+            continue
+        assert own is not None
+        with current(place.device):
+            where: dict[str, Any] = {"device": place.device, "layers": place.layers, "pages": pages}
+            where |= {"dtype": dtype, "rows": rows, "hosted": hosted}
+            parts.append(checkpoint.family.build(checkpoint.config, weights, own, **where, **how))
+    return Pipeline(parts)
+
+
+@contextmanager
+def uploading(checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory) -> Iterator[Sequence[WeightSource]]:
+    """Where each shard's weights come from. Those of a GPU come ahead of whoever asks for them, and the first of them
+    at once, as long as three quarters of what is free there stay free: what is proven needs room, too. Where a
+    processor has layers they wait, since what it proves may change how much room all the rest has. memory: for what
+    they pass through.
+    """
+    own = {number: one for number, one in enumerate(plan) if one.local and one.device.type == "cuda"}
+    buffers = {number: [memory.take(PIECE) for _ in range(READERS)] for number in own}  # theirs while they are known
+    uploads = {number: upload(checkpoint, one, [each.data for each in buffers[number]]) for number, one in own.items()}
+    try:
+        if all(one.device.type == "cuda" for one in plan if one.local):
+            for one in uploads.values():
+                one.begin()
+        yield [uploads.get(number, checkpoint) for number in range(len(plan))]
+    finally:
+        for one in uploads.values():
+            one.close()
+
+
+def upload(checkpoint: Checkpoint, place: Placement, buffers: Sequence[Tensor]) -> Upload:
+    return Upload(
+        source=checkpoint,
+        tensors=checkpoint.tensors,
+        names=checkpoint.config.tensors(place.layers),
+        device=place.device,
+        buffers=buffers,
+        heard=checkpoint.heard,
+        ahead=max(AHEAD, free_memory(place.device) // 4),
+    )
