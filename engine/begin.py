@@ -59,7 +59,7 @@ class GivenUp(Exception):
 
 
 def begin(options: Options, step: startup.StepHeard = startup.silent, only: str | None = None) -> Beginning:
-    """Load it, on its lane. only: Mismatched is raised before memory is allocated where the identity is another one."""
+    """Load it, on its lane. only: Mismatched is raised before shards are made where the identity is another one."""
     *others, last = choose_devices(options)
     beginning = Beginning(DeviceLane(last, (*others, draft_device(options, last))))
 

@@ -20,35 +20,33 @@ from adapters.device.proposer import DraftModel
 from adapters.layout import torch_dtype
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.host_experts import HostExperts
-from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.row_form import row_dtype
 from adapters.models.numerics import Numerics
 from adapters.models.pipeline import Pipeline
 from adapters.remote.draft import RemoteDraft
-from adapters.remote.peer import Peer
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine import startup
 from engine.catalog import served_name
-from engine.draft import BATCH_ROWS, FoundDraft, find_draft, proposals, provable, short_of_memory, widths
+from engine.draft import BATCH_ROWS, find_draft, proposals, provable, short_of_memory, widths
 from engine.drafter import Drafter, add_drafter, find_drafter, pflash
 from engine.drafting import add_draft, beside_last, sent_away
 from engine.experts import counted, first_places
 from engine.fit import Fit
 from engine.folders import user_folder
-from engine.identity import identity
 from engine.kept import Kept
-from engine.machine import Placement, chunk_of, planned, prove, state_tokens
+from engine.machine import Placement, planned, state_tokens
 from engine.measure import kept_or_measured, key, mixed_rows
-from engine.needs import chosen, host_experts, outgrown, shares_pages
+from engine.needs import chosen, host_experts, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.remote import Apart, asking_for, connected, place_of, placement, shown, shown_draft, shown_drafter
+from engine.settled import settled
 from engine.shards import shards, uploading
 from engine.storing import keeping, layout, stored, transfer_memory
-from engine.warm_up import compiled_beside, warm_up
+from engine.warm_up import warm_up
 from states.residency import resolved
 from states.settings import Settings
 
@@ -193,26 +191,6 @@ def load_on_lane(options: Options, lane: DeviceLane, step: startup.StepHeard, on
     return target
 
 
-def settled(
-    options: Options,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    plan: Sequence[Placement],
-    draft: FoundDraft | None,
-    *,
-    fit: Fit,
-    peer: Peer | None,
-    kept: Kept,
-) -> tuple[Fit, Numerics, tuple[Kernels | None, ...]]:
-    """What is proven, and kernels that keep to it; if less stays packed than was expected, with less room for rows."""
-    numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
-    if outgrown(checkpoint, dtype, plan, numerics.plan):
-        how: dict[str, Any] = {"peer": peer, "layouts": checkpoint.layouts, "proven": numerics.plan}
-        fit = chosen(options, checkpoint.config, dtype, plan, draft, **how)
-        numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
-    return fit, numerics, kernels
-
-
 def load_over(
     apart: Apart,
     checkpoint: Checkpoint,
@@ -227,27 +205,23 @@ def load_over(
     checkpoint = (checkpoint.quantised(options.bits) if options.bits else checkpoint).rounded(dtype)
     plan, opened = planned(options, checkpoint.config, apart.shards), find_draft(options, checkpoint)
     fit = chosen(options, checkpoint.config, dtype, plan, opened, peer=apart.draft, layouts=checkpoint.layouts)
-    kept, rows = Kept(user_folder(), proving=lambda: step(startup.PROBE)), row_dtype(options.kv_dtype, dtype)
+    kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
     memory = transfer_memory(options, [one.device for one in plan], apart.lender)
     heard = checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors)))
     with uploading(heard, plan, memory) as sources:
-        digest = compiled_beside(checkpoint, plan, dtype, rows=rows, fit=fit, chunk=chunk_of(options, plan), step=step)
-        fit, numerics, kernels = settled(options, checkpoint, dtype, plan, opened, fit=fit, peer=apart.draft, kept=kept)
-        named = identity(checkpoint, dtype, numerics, options.numerics, rows, digest=digest)
+        how: dict[str, Any] = {"fit": fit, "peer": apart.draft, "kept": kept, "step": step}
+        fit, numerics, kernels, named = settled(options, checkpoint, dtype, plan, opened, **how)
         if only not in {None, named}:
             raise Mismatched(named)
         found = apart.drafting(provable(opened, numerics))
         scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
         step(startup.WEIGHTS)
         hosted = host_experts(options, checkpoint, dtype, plan)
-        room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "rows": rows}
-        room |= {"fast": fast, "hosted": hosted, "state_places": options.state_checkpoints}
-        shard = shards(
-            *(heard, dtype, plan, kernels, sources),
-            **room,
-            buckets=row_counts(numerics.buckets, fast=fast),
-            aux_layers=() if found is None else found.shape.aux_layers,
-        )
+        room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "fast": fast}
+        room |= {"rows": row_dtype(options.kv_dtype, dtype), "hosted": hosted}
+        room |= {"state_places": options.state_checkpoints, "buckets": row_counts(numerics.buckets, fast=fast)}
+        aux = () if found is None else found.shape.aux_layers
+        shard = shards(heard, dtype, plan, kernels, sources, aux_layers=aux, **room)
     first_places(hosted)
     executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=hosted)
     placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
