@@ -201,15 +201,12 @@ class RemoteDraft:
                 raise self.peer.lose(ConnectionBroken("it answered with other rows than were asked for"))
             return {name: tensor.clone() for name, tensor in found.views().items()}
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]]) -> None:
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], _: Sequence[object]) -> None:
         self._flush()
         for start, rows in runs:
             tensors, lent, sent = self.peer.given(dict(zip(self._spec.names, rows, strict=True)))
             self._ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, sent)
             self._hold(slot, start, start + rows.shape[2])
-
-    def imported(self) -> None:
-        """Every answer has been waited for."""
 
     def _has(self, slot: int, start: int, stop: int) -> bool:
         return any(first <= start and stop <= last for first, last in self._held.get(slot, ()))

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-from attrs import define, field
+from attrs import define, field, frozen
 from msgspec import structs
 from torch import Tensor
 
@@ -53,6 +53,17 @@ A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0
 MOST_POSTED = 8  # at once: so few answers find room on the way while nobody reads them
+MOST_LENT = 32 << 20  # bytes of rows that it reads where they lie, at once: a few milliseconds
+
+
+@frozen(eq=False)
+class Posted:
+    """What nobody has read the answer to. keep: is referred to until then. nbytes: of rows there that it reads."""
+
+    op: Op
+    request: int
+    keep: Sequence[object] = ()
+    nbytes: int = 0
 
 
 @define(eq=False)
@@ -81,7 +92,7 @@ class Peer:
     _channel: Channel | None = None
     _opening: Channel | None = None  # it is not set up yet
     _request: int = 2  # after those of the hello
-    _posted: deque[tuple[Op, int]] = field(factory=deque["tuple[Op, int]"])
+    _posted: deque[Posted] = field(factory=deque[Posted])
     _lock: threading.RLock = field(factory=threading.RLock)
     _told: Callable[[str], object] | None = None
     _proof: tuple[Prove, Offer] | None = None
@@ -159,8 +170,12 @@ class Peer:
         tensors, lent, sent = self.given(rows)
         self.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, list(sent.values()))
 
-    def import_runs(self, slot: int, spec: RowSpec, runs: Sequence[tuple[int, Tensor]]) -> None:
-        """Rows `[names, heads, rows, width]` of `spec`, each from its start on. Those it sees itself are posted."""
+    def import_runs(
+        self, slot: int, spec: RowSpec, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]
+    ) -> None:
+        """Rows `[names, heads, rows, width]` of `spec`, each from its start on. Those it sees itself are posted, and
+        `keep`, whose memory they are in, is referred to until it has them.
+        """
         lender, seen = None if self._channel is None else self._channel.lender, list[LentRun]()
         for start, rows in runs:
             if lender is not None and (lent := lender.run(spec, start, rows)) is not None:
@@ -168,9 +183,12 @@ class Peer:
             else:
                 self.import_rows(slot, start, dict(zip(spec.names, rows, strict=True)))
         for at in range(0, len(seen), MOST_RUNS):
-            if len(self._posted) >= MOST_POSTED:
-                self.heard()
-            self.post(Op.IMPORT_RUNS, ImportRuns(slot, tuple(seen[at : at + MOST_RUNS])))
+            some = tuple(seen[at : at + MOST_RUNS])
+            nbytes = spec.token_bytes * sum(run.count for run in some)
+            with self._lock:
+                if len(self._posted) >= MOST_POSTED or nbytes + sum(one.nbytes for one in self._posted) > MOST_LENT:
+                    self.heard()
+                self.post(Op.IMPORT_RUNS, ImportRuns(slot, some), keep, nbytes)
 
     def heard(self) -> None:
         """All that was posted has been answered."""
@@ -182,12 +200,12 @@ class Peer:
             except ConnectionBroken as error:
                 raise self.lose(error) from error
 
-    def post(self, op: Op, message: WireMessage) -> None:
+    def post(self, op: Op, message: WireMessage, keep: Sequence[object] = (), nbytes: int = 0) -> None:
         """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss."""
         with self._lock:
             channel = self._living()
             try:
-                self._posted.append((op, self._sent(channel, op, message, ())))
+                self._posted.append(Posted(op, self._sent(channel, op, message, ()), keep, nbytes))
             except ConnectionBroken as error:
                 raise self.lose(error) from error
 
@@ -257,10 +275,11 @@ class Peer:
     def _answers(self, channel: Channel, seconds: float) -> None:
         """To what was posted."""
         while self._posted:
-            op, request = self._posted.popleft()
-            frame = channel.answer(op, request, seconds)
+            posted = self._posted[0]  # it is kept meanwhile
+            frame = channel.answer(posted.op, posted.request, seconds)
             if failed(frame):
-                raise channel.broken(f"{op.name.lower()}: {failure(channel, frame)}")
+                raise channel.broken(f"{posted.op.name.lower()}: {failure(channel, frame)}")
+            self._posted.popleft()
 
     def _living(self) -> Channel:
         """The connection, or a new one to a daemon that has nothing of what the last one had. Raises RowsLost."""

@@ -220,7 +220,7 @@ class RemoteShard:
         self.peer.post(Op.COMMIT, Commit(told(step), tuple(kept)))
 
     def synchronize(self) -> None:
-        """Every answer has been waited for, but for those of commits."""
+        """Every answer has been waited for, but for those of commits and of rows that are put where they go."""
 
     def _expected(self, step: Step, buffers: StepBuffers) -> tuple[Described, ...]:
         """In the order that the daemon names them in."""
@@ -285,11 +285,9 @@ class RemoteShard:
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
         self.peer.import_rows(slot, start, rows)
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]]) -> None:
-        self.peer.import_runs(slot, self.row_spec, runs)
-
-    def imported(self) -> None:
-        self.peer.heard()
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]) -> None:
+        """Those that fail are told of as a commit is."""
+        self.peer.import_runs(slot, self.row_spec, runs, keep)
 
     def export_state(self, slot: int) -> NamedTensors:
         return self._taken(Op.EXPORT_STATE, OneSlot(slot), self.state_specs)

@@ -42,12 +42,12 @@ class RowHolder(Protocol):
 class AskedByName(RowHolder, Protocol):
     """One that is not `addressed`."""
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]]) -> None:
-        """Have rows put back, each from its start on: `[names, heads, rows, width]` in the order of `row_spec`."""
-        ...
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]) -> None:
+        """Have rows put back, each from its start on: `[names, heads, rows, width]` in the order of `row_spec`.
 
-    def imported(self) -> None:
-        """All of it is there, when this returns."""
+        Whatever is asked there after this finds them, or is told that all rows are lost. keep: is referred to until
+        they have been read.
+        """
         ...
 
 
@@ -78,12 +78,9 @@ class Mover:
         """May `put` and `take` be called beside the lane?"""
         return self.part.addressed
 
-    def begin(self, slot: int, runs: Sequence[Run]) -> None:
-        """Have a part that is asked by name put these. `finish` waits for it; until then they stay where they are."""
-        cast("AskedByName", self.part).import_runs(slot, [self._cut(*run) for run in runs])
-
-    def finish(self) -> None:
-        cast("AskedByName", self.part).imported()
+    def tell(self, slot: int, runs: Sequence[Run], keep: Sequence[object]) -> None:
+        """Have a part that is asked by name put these. keep: what their memory is there for as long as."""
+        cast("AskedByName", self.part).import_runs(slot, [self._cut(*run) for run in runs], keep)
 
     def _cut(self, span: Span, data: Tensor, begin: int) -> tuple[int, Tensor]:
         """`_own(data)`, of these rows; in one step, since each takes longer than naming what it comes to."""
@@ -95,14 +92,10 @@ class Mover:
         return start, typed.as_strided(*form, typed.storage_offset() + at)
 
     def put(self, slot: int, span: Span, data: Tensor, begin: int, after: Marks = UNMARKED) -> None:
-        """Bring rows `span` into the slot; `data` (uint8) holds a run that begins at row `begin`.
+        """Bring rows `span` into the slot, `anywhere`; `data` (uint8) holds a run that begins at row `begin`.
 
         They are there when this returns. Raises ValueError or RuntimeError where they cannot be.
         """
-        if not self.part.addressed:
-            self.begin(slot, [(span, data, begin)])
-            self.finish()
-            return
         own, places = self._own(data), self._places(slot, span)
         device = places[0][1].device
         if device.type == "cuda":

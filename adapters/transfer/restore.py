@@ -49,7 +49,8 @@ WORKERS = 2 * AHEAD  # threads that open, read and copy runs: two restores in fu
 
 @define(eq=False)
 class Move:
-    """One entry's part on its way into the slot. left: who has not put it there yet, each in its part of the target.
+    """One entry's part on its way into the slot. left: who has not put it there yet, each in its part of the target,
+    or been told to.
 
     buffer: while it is in memory; of a checkpoint, which is put there at the very end, until then.
     """
@@ -72,15 +73,11 @@ class Move:
 
 @define(eq=False)
 class Restore:
-    """One restore, how far it has come, and why it ended before its time. Threads change it.
-
-    begun: what parts that are asked by name have been told of and nobody has waited for; the lane's alone.
-    """
+    """One restore, how far it has come, and why it ended before its time. Threads change it."""
 
     effect: RestoreBlocks
     fence: Fence
     moves: tuple[Move, ...]
-    begun: list[tuple[Mover, Move]] = field(factory=list["tuple[Mover, Move]"])
     abandoned: bool = False
     failure: StoreFailed | None = None
 
@@ -94,20 +91,15 @@ class Restore:
         if self._went(partial(mover.put, self.effect.slot, *move.run, self.fence.after), [move]):
             move.left.remove(mover)
 
-    def begin(self, mover: Mover, moves: Sequence[Move]) -> None:
-        """The same, of one that is asked by name, as far as it has not been."""
-        coming = [move for move in moves if mover in move.left and (mover, move) not in self.begun]
-        if coming and self._went(partial(mover.begin, self.effect.slot, [move.run for move in coming]), coming):
-            self.begun += [(mover, move) for move in coming]
-
-    def finish(self) -> None:
-        """What has been begun is there, or has failed."""
-        while self.begun:
-            mover, _ = self.begun[0]
-            own = [move for one, move in self.begun if one is mover]
-            self.begun = [pair for pair in self.begun if pair[0] is not mover]
-            if self._went(mover.finish, own):
-                for move in own:
+    def tell(self, mover: Mover, moves: Sequence[Move]) -> None:
+        """The same, of one that is asked by name, as far as it has not been told; on the lane. It is not waited for:
+        what is asked of it later comes behind this, and learns if this has failed.
+        """
+        coming = [move for move in moves if mover in move.left]
+        if coming and not self.over:
+            runs, keep = [move.run for move in coming], [move.buffer for move in coming]
+            if self._went(partial(mover.tell, self.effect.slot, runs, keep), coming):
+                for move in coming:
                     move.left.remove(mover)
 
     def _went(self, work: Callable[[], object], moves: Sequence[Move]) -> bool:
@@ -242,23 +234,17 @@ class Restorer:
             return
         left = tuple(move.left)
         for mover in left:
-            if not mover.anywhere:  # what cannot be begun now is asked again by whoever waits for it, and raises there
-                self.lane.post(partial(self._begin, now, mover, move), lambda _: None)
+            if not mover.anywhere:  # who cannot be told now is told again by whoever waits for that, and raises there
+                self.lane.post(partial(now.tell, mover, [move]), lambda _: None)
         for mover in left:
             if mover.anywhere and move.failure is None:
                 now.put(mover, move)
-
-    def _begin(self, now: Restore, mover: Mover, move: Move) -> None:
-        if not now.over:
-            now.begin(mover, [move])
 
     async def _bring(self, now: Restore, moves: Sequence[Move]) -> None:
         """From memory into the slot, each part of the target beside the others; a checkpoint waits for the rows."""
         coming = deque(move for move in moves if move.left and move.failure is None)
         while coming and not now.over:
             await self._bring_piece(now, self._piece(coming))
-        if now.over and now.begun:  # nobody else will wait for it, and it lies in our memory
-            await self.lane.run(now.finish)
         for move in moves:
             if move.kind != "state":
                 move.buffer = None
@@ -276,7 +262,7 @@ class Restorer:
         near = deque(pair for pair in pairs if pair[0].anywhere)
         far = [*dict.fromkeys(mover for mover, _ in pairs if not mover.anywhere)]
         if far:
-            beside = await self.lane.run(partial(self._ask, now, far, moves, near))
+            beside = await self.lane.run(partial(self._tell, now, far, moves, near))
         else:
             await now.fence.wait()
             beside = self._put_beside(now, near, 0)
@@ -292,15 +278,14 @@ class Restorer:
         count = min(max(0, abreast - asked - 1) if asked else abreast, len(near))
         return [self.workers.submit(now.put_each, near) for _ in range(count if now.fence.passed else 0)]
 
-    def _ask(self, now: Restore, far: Sequence[Mover], moves: Sequence[Move], near: Pairs) -> Futures:
-        """On the lane, behind the fence. Others are asked first and waited for last, before anything else is asked."""
+    def _tell(self, now: Restore, far: Sequence[Mover], moves: Sequence[Move], near: Pairs) -> Futures:
+        """On the lane, behind the fence. Others are told first, and put theirs while those here are put."""
         if not now.fence.passed:
             return []
         for mover in far:
-            now.begin(mover, moves)
+            now.tell(mover, moves)
         beside = self._put_beside(now, near, len(far))
         now.put_each(near)
-        now.finish()
         return beside
 
     def _landed(self, request: RequestId, now: Restore, ready: list[Move]) -> StoreFailed | None:

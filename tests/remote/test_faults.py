@@ -14,8 +14,11 @@ from attrs import define, evolve
 
 import engine
 import engine.remote
+from adapters.remote.answering import Answering
 from adapters.remote.channel import Channel
-from adapters.remote.messages import Op
+from adapters.remote.lending import LentTensors
+from adapters.remote.messages import ImportRuns, Op, Unacceptable
+from adapters.remote.served_layers import ServedLayers
 from adapters.remote.shard import RemoteShard
 from adapters.text.text import Text
 from adapters.transfer import save
@@ -138,6 +141,35 @@ async def test_a_shard_that_is_killed_changes_no_answer(split: Split) -> None:
     died = await killed(split, range(KILLS))
     assert died[Op.FORWARD]
     assert right(split, range(6), await answers(split.target, split.jobs, rates=FLAT)) == 6, "what was kept was right"
+
+
+@pytest.mark.parametrize("how", ["asked", "answering", "refused"])
+async def test_rows_that_nobody_waited_for_and_that_were_never_put_change_no_answer(
+    split: Split, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restore is told of before. Whoever is asked next says that all rows are lost; they are brought back once
+    more, to another one.
+    """
+    await answers(split.target, split.jobs, rates=FLAT)
+    put, refused = ServedLayers.ops[Op.IMPORT_RUNS][1], list[Op]()
+
+    def refusing(served: ServedLayers, asked: ImportRuns, given: LentTensors) -> Answering:
+        if not refused:
+            refused.append(Op.IMPORT_RUNS)
+            raise Unacceptable("not now")
+        return put(served, asked, given)
+
+    if how == "refused":
+        monkeypatch.setitem(ServedLayers.ops, Op.IMPORT_RUNS, (ImportRuns, refusing))
+    else:
+        split.fates.coming[:] = [(Op.IMPORT_RUNS, how, 0)]
+    before = split.fates.seen[Op.IMPORT_RUNS]
+    heard = await answers(split.target, split.jobs[:2], at_once=1, rates=FLAT)
+    assert right(split, [0, 1], heard) == 2
+    assert split.shard.peer.restarts == 1
+    assert [*refused, *split.fates.died] == [Op.IMPORT_RUNS]
+    assert split.fates.seen[Op.IMPORT_RUNS] > before + 1, "the same again"
+    assert all(one.closed is not None and one.closed.report.restored_tokens for one in heard)
 
 
 @pytest.mark.parametrize("split", ["demo"], indirect=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -11,14 +13,16 @@ from attrs import define, field
 from msgspec import structs
 
 from adapters.models.shard import NamedTensors
+from adapters.remote import peer
 from adapters.remote.channel import Channel
+from adapters.remote.expected import Deadlines
 from adapters.remote.lending import Borrower, Lender
 from adapters.remote.messages import MOST_RUNS, ImportRows, ImportRuns, Lent, Nothing, Op, Unacceptable
 from adapters.remote.shard import RemoteShard
 from adapters.remote.tensors import described
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
-from tests.models.splits import CONFIGS, chunk
+from tests.models.splits import CONFIGS, chunk, step
 from tests.remote.daemons import Fates, Mortal, RandomModel, Threads, remote
 
 HYBRID = CONFIGS["hybrid"]
@@ -26,13 +30,19 @@ HYBRID = CONFIGS["hybrid"]
 
 @define(eq=False)
 class Weighed(Channel):
-    """A daemon's end, and how many bytes of payloads came to it."""
+    """A daemon's end, and how many bytes of payloads came to it. gate: runs that it is told of wait there."""
 
     came: list[int] = field(factory=list[int])
+    gate: threading.Event = field(factory=threading.Event)
+
+    def __attrs_post_init__(self) -> None:
+        self.gate.set()
 
     def receive(self, seconds: float, *, patient: bool = False):
         frame = Channel.receive(self, seconds, patient=patient)
         self.came.append(frame.head.payload)
+        if frame.head.op == Op.IMPORT_RUNS:
+            assert self.gate.wait(100)
         return frame
 
 
@@ -102,20 +112,77 @@ def test_what_is_partly_elsewhere_is_sent(lending: Lending) -> None:
     assert all(same_bits(one, rows[name]) for name, one in lending.far.export_rows(1, 0, 64).items())
 
 
-def test_runs_that_are_lent_are_told_of_at_once_and_waited_for_together(lending: Lending) -> None:
+def test_runs_that_are_lent_are_told_of_at_once_and_nobody_waits_for_them(lending: Lending) -> None:
     far, rows = lending.far, lending.far.export_rows(0, 0, 64)
     memory, seen = lending.lender.take(1 << 20), len(lending.end.came)
     runs = [(0, whole(rows, memory, 0, 64)), (64, whole(rows, memory, 1 << 19, 100))]
-    far.import_runs(1, runs)
-    far.import_runs(1, [(192 + 64 * (n % 4), run) for n, (_, run) in enumerate(runs * MOST_RUNS)][: MOST_RUNS + 1])
-    far.import_runs(1, [(128, torch.stack([*rows.values()]))])  # has to be sent: those before it have been answered
+    far.import_runs(1, runs, ())
+    many = [(192 + 64 * (n % 4), run) for n, (_, run) in enumerate(runs * MOST_RUNS)][: MOST_RUNS + 1]
+    far.import_runs(1, many, ())
+    far.import_runs(1, [(128, torch.stack([*rows.values()]))], ())  # has to be sent: those before it have been answered
     turned = runs[0][1].transpose(1, 2)
     odd = lending.lender.take(turned.nbytes).view(turned.dtype).view(turned.shape).copy_(turned).transpose(1, 2)
-    far.import_runs(1, [(448, odd)])  # lies as no kept run does, and is named row by row
-    far.imported()
+    far.import_runs(1, [(448, odd)], ())  # lies as no kept run does, and is named row by row
     assert [came > 0 for came in lending.end.came[seen:]] == [False, False, False, True, False]
     for start in range(0, 512, 64):
         assert all(same_bits(one, rows[name]) for name, one in far.export_rows(1, start, start + 64).items())
+
+
+@pytest.mark.parametrize("asked", ["forward", "copy", "export"])
+def test_what_is_asked_behind_runs_that_nobody_waits_for_finds_them(lending: Lending, asked: str) -> None:
+    far, rows, state = lending.far, lending.far.export_rows(0, 0, 64), lending.far.export_state(0)
+    far.import_state(1, state)
+    far.import_state(2, state)
+    lending.end.gate.clear()
+    far.import_runs(1, [(0, whole(rows, lending.lender.take(1 << 20), 0, 64))], ())
+    opening = threading.Timer(0.05, lending.end.gate.set)
+    opening.start()
+    slot = 1
+    if asked == "copy":
+        far.copy_rows(1, 2, 64)
+        slot = 2
+    if asked == "export":
+        assert all(same_bits(one, rows[name]) for name, one in far.export_rows(1, 0, 64).items())
+    assert same_bits(step(far, (slot, 64, 1), kept=[1])[0], step(far, (0, 64, 1), kept=[1])[0])
+    assert not lending.far.peer.error
+    opening.join()
+
+
+class Kept:
+    """What memory is there for as long as."""
+
+
+def test_memory_that_is_lent_is_kept_until_what_is_in_it_has_been_put(
+    lending: Lending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, rows, told = lending.far, lending.far.export_rows(0, 0, 64), list[str]()
+    far.peer.lost_to(told.append)
+    runs = [(64 * n, whole(rows, lending.lender.take(1 << 20), 0, 64)) for n in range(3)]
+    monkeypatch.setattr(peer, "MOST_LENT", 2 * runs[0][1].nbytes)
+
+    def put(number: int) -> weakref.ref[Kept]:
+        keep = Kept()
+        far.import_runs(1, [runs[number]], [keep])
+        return weakref.ref(keep)
+
+    lending.end.gate.clear()
+    first, second = put(0), put(1)
+    assert first() is not None
+    assert second() is not None
+    opening = threading.Timer(0.05, lending.end.gate.set)
+    opening.start()
+    third = put(2)  # which is one too many: it waits
+    assert (first(), second()) == (None, None)
+    assert third() is not None
+    far.export_rows(0, 0, 64)
+    assert third() is None
+    opening.join()
+    last = put(0)
+    lending.end.close("killed")
+    with pytest.raises(RowsLost):
+        far.export_rows(0, 0, 64)
+    assert last() is None, "a shard that is gone reads no more"
+    assert len(told) == 1
 
 
 def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
@@ -123,12 +190,42 @@ def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
     far, rows = lending.far, lending.far.export_rows(0, 0, 64)
     there, told = whole(rows, lending.lender.take(1 << 20), 0, 64), list[str]()
     far.peer.lost_to(told.append)
-    far.import_runs(1, [(far.capacity, there), (0, there)])
-    with pytest.raises(RowsLost):
-        far.imported()
+    far.import_runs(1, [(far.capacity, there), (0, there)], ())
+    with pytest.raises(RowsLost, match="import_runs: rows"):
+        step(far, (0, 64, 1), kept=[1])
+    assert len(told) == 1
     assert "import_runs: rows" in told[0]
     with pytest.raises(RowsLost, match="import_runs: rows"):
-        far.imported()
+        far.peer.heard()
+    chunk(far, 0, 0, 64)
+    assert all(same_bits(one, rows[name]) for name, one in far.export_rows(0, 0, 64).items())
+    assert far.peer.restarts == 1
+
+
+def test_a_run_that_is_never_put_meets_the_deadline_of_what_is_asked_next(lending: Lending) -> None:
+    far, rows, told = lending.far, lending.far.export_rows(0, 0, 64), list[str]()
+    far.peer.lost_to(told.append)
+    lending.end.gate.clear()
+    far.import_runs(1, [(0, whole(rows, lending.lender.take(1 << 20), 0, 64))], ())
+    far.peer.deadlines = Deadlines(step=0.05)
+    opening = threading.Timer(0.2, lending.end.gate.set)  # or its thread would never end
+    opening.start()
+    with pytest.raises(RowsLost, match="no answer in time"):
+        far.copy_rows(0, 2, 64)
+    assert len(told) == 1
+    opening.join()
+
+
+def test_a_shard_is_closed_while_it_puts_what_nobody_has_waited_for(lending: Lending) -> None:
+    far, rows = lending.far, lending.far.export_rows(0, 0, 64)
+    lending.end.gate.clear()
+    far.import_runs(1, [(0, whole(rows, lending.lender.take(1 << 20), 0, 64))], ())
+    opening = threading.Timer(0.05, lending.end.gate.set)
+    opening.start()
+    far.close()  # waits until its thread has ended
+    with pytest.raises(RowsLost, match="is closed"):
+        far.copy_rows(0, 2, 64)
+    opening.join()
 
 
 @pytest.mark.parametrize(("when", "behind"), [("asked", 0), ("answering", 0), ("asked", 2), ("answering", 2)])
@@ -155,8 +252,8 @@ def test_a_death_among_runs_is_told_and_they_can_be_put_anew(when: str, behind: 
 
 def put_all(far: RemoteShard, runs: list[tuple[int, torch.Tensor]]) -> None:
     for run in runs:
-        far.import_runs(1, [run])
-    far.imported()
+        far.import_runs(1, [run], ())
+    far.copy_rows(1, 2, 1)  # whatever it is
 
 
 @pytest.mark.parametrize(

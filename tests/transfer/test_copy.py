@@ -36,13 +36,10 @@ class Named:
     def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         return {name: one[:, start:stop].cpu() for name, one in self.tensors(slot).items()}
 
-    def import_runs(self, slot: int, runs: list[tuple[int, torch.Tensor]]) -> None:
+    def import_runs(self, slot: int, runs: list[tuple[int, torch.Tensor]], keep: list[object]) -> None:
         for start, rows in runs:
             for one, own in zip(self.tensors(slot).values(), rows, strict=True):
                 one[:, start : start + own.shape[1]] = own
-
-    def imported(self) -> None:
-        """It is there already."""
 
 
 class Direct(Named):
@@ -107,9 +104,9 @@ def test_slots_behind_names_get_the_same() -> None:
     assert not other.anywhere
     again, buffer = memory.take(32 * layout.token_bytes), memory.take(32 * layout.token_bytes)
     one.take(1, (8, 40), buffer.data)
-    other.put(0, (20, 40), buffer.data, 8)
+    other.tell(0, [((20, 40), buffer.data, 8)], [buffer])
     assert torch.equal(named.all[:, :, 0, :, 20:40], direct.rows(1, 20, 40))
-    other.put(0, (8, 40), buffer.data, 8)
+    other.tell(0, [((8, 40), buffer.data, 8)], [buffer])
     other.take(0, (8, 40), again.data)
     assert torch.equal(buffer.data, again.data)
 
@@ -131,8 +128,8 @@ def test_a_split_moves_each_part_its_own_way_and_keeps_what_an_undivided_target_
     assert torch.equal(one.data, two.data), "whoever restores it need not know who kept it"
     near.all.zero_()
     far.all.zero_()
-    for mover in split:
-        mover.put(0, (20, 40), one.data, 8)
+    split[0].put(0, (20, 40), one.data, 8)
+    split[1].tell(0, [((20, 40), one.data, 8)], [one])
     assert torch.equal(near.all[:, :, 0, :, 20:40], whole.all[:2, :, 1, :, 20:40])
     assert torch.equal(far.all[:, :, 0, :, 20:40], whole.all[2:, :, 1, :, 20:40].cpu())
     assert not near.all[:, :, 0, :, :20].any()

@@ -61,13 +61,10 @@ class Caches:
     def export_rows(self, slot: int, start: int, stop: int) -> Mapping[str, torch.Tensor]:
         return {name: cache[slot, :, start:stop].clone() for name, cache in self.caches.items()}
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]], keep: Sequence[object]) -> None:
         for start, rows in runs:
             for cache, own in zip(self.caches.values(), rows, strict=True):
                 cache[slot, :, start : start + own.shape[1]] = own
-
-    def imported(self) -> None:
-        """It is there already."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
         """Of the answer that is known, from where the slot is."""

@@ -356,7 +356,7 @@ class LayerByName:
     def __init__(self, shard: DenseShard, layer: int, asked: list[int]) -> None:
         self.shard, self.layer, self.asked = shard, layer, asked
         self.row_spec = evolve(shard.row_spec, names=shard.row_spec.names[2 * layer : 2 * layer + 2])
-        self.runs = list[tuple[int, int, torch.Tensor]]()
+        self.runs = list[tuple[int, int, torch.Tensor, Sequence[object]]]()
 
     def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         raise AssertionError("rows go by their names")
@@ -364,45 +364,63 @@ class LayerByName:
     def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         return dict(zip(self.row_spec.names, self.shard.rows(slot, start, stop)[self.layer], strict=True))
 
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]], keep: Sequence[object]) -> None:
         self.asked.append(self.layer)
-        self.runs += [(slot, *run) for run in runs]
+        self.runs += [(slot, *run, keep) for run in runs]
 
-    def imported(self) -> None:
-        assert self.asked == [0, 1]
-        for slot, start, rows in self.runs:
+    def arrive(self) -> None:
+        """What it was told to put is put, and nothing is kept for it any more."""
+        while self.runs:
+            slot, start, rows, _ = self.runs.pop()
             for own, given in zip(self.export_rows(slot, start, start + rows.shape[2]).values(), rows, strict=True):
                 own.copy_(given)
 
 
-async def test_shards_that_are_asked_by_name_are_all_asked_before_one_is_waited_for(bench: Bench) -> None:
-    cold, asked = await bench.kept(), list[int]()
+async def test_shards_that_are_asked_by_name_are_told_and_what_they_read_is_theirs_until_they_have_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, store = list[int](), bench.moving.store
+    monkeypatch.setattr(store.host, "memory", Memory(1 << 20))
+    cold = await bench.kept()
     restorer = bench.moving.restorer
     parts = [LayerByName(bench.shard, layer, asked) for layer in range(2)]
-    restorer.target = movers(parts, bench.moving.store.layout.rows)
+    restorer.target = movers(parts, store.layout.rows)
     bench.open(2, 3)
     restored = await bench.restore(2, await bench.found(2), 3)
-    assert restored == BlocksRestored(0, 96, 96 * bench.moving.store.layout.token_bytes)
+    assert restored == BlocksRestored(0, 96, 96 * store.layout.token_bytes)
+    assert asked == [0, 1]
+    assert all(part.runs for part in parts), "nobody has waited for them"
+    assert bench.leases() == 0
+    store.host.index.budget = 0
+    with store.lock:
+        store.host.make_room(0)
+    assert not store.host.rows
+    others = [store.memory.take(restored.bytes) for _ in range(4)]  # who comes next is given it, if it is free
+    for other in others:
+        other.data.fill_(7)
+    for part in parts:
+        part.arrive()
     await bench.prefill(2, 3, 96)
     assert await bench.answer(2, 3) == cold
 
 
-class Forgetting(LayerByName):
-    """One whose process dies before it acknowledges anything."""
+class Gone(LayerByName):
+    """One whose process is found dead when it is told of rows."""
 
-    def imported(self) -> None:
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]], keep: Sequence[object]) -> None:
+        self.asked.append(self.layer)
         raise RowsLost((), f"layer {self.layer} is gone")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("passed", [False, True])
-async def test_what_a_part_elsewhere_has_not_acknowledged_is_not_believed(
+async def test_what_a_part_elsewhere_could_not_be_told_of_is_not_believed(
     bench: Bench, lost: int, passed: bool
 ) -> None:
-    """passed: the slot is free by then, so a run that was read is told of at once."""
+    """passed: the slot is free by then, so it is told of a run that was read at once."""
     cold, asked = await bench.kept(), list[int]()
     restorer, here = bench.moving.restorer, bench.moving.restorer.target
-    kinds = [Forgetting if layer == lost else LayerByName for layer in range(2)]
+    kinds = [Gone if layer == lost else LayerByName for layer in range(2)]
     parts = [kind(bench.shard, layer, asked) for layer, kind in enumerate(kinds)]
     restorer.target = movers(parts, bench.moving.store.layout.rows)
     bench.open(2, 3)
@@ -411,7 +429,7 @@ async def test_what_a_part_elsewhere_has_not_acknowledged_is_not_believed(
         assert await restorer.fences.of(RequestId(2), SlotId(3)).wait() is None
     failed = await bench.restore(2, await bench.found(2), 3)
     assert failed == StoreFailed("broken", f"layer {lost} is gone")
-    assert asked == [0, 1], "each is told once"
+    assert asked == [*range(lost + 1)], "each is told once, and none once it is of no use"
     state = bench.executor.serving(SlotId(3), RequestId(2))
     assert isinstance(state, SlotState)
     assert state.valid == 0
