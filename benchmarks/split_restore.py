@@ -4,7 +4,8 @@ or from host memory.
 `python -m benchmarks.split_restore [--model demo] [--tier disk] [--tokens 6000] [--times 7] [--http]`; goal on two
 cores: at most 1.2 times the single one's. A restore may be told of before all of its rows are where they go: so the
 time until everybody has said that they are there is measured as well, and the first decode step behind it, which needs
-them, with others, by which the first one's own time is known. `--http`: until a client has the first token of the prompt, another one in between.
+them, with others, by which the first one's own time is known. `--http`: until a client has the first token of the
+prompt, another one in between.
 """
 
 from __future__ import annotations
@@ -115,9 +116,7 @@ async def restored(target: Target, request: RequestId, prompt: Tokens, stop: int
     return RestoreTook(told, there, clock[0], step, 1e3 * (spent(target) - processor))
 
 
-async def brought(
-    target: Target, request: RequestId, prompt: Tokens, stop: int, tier: str
-) -> tuple[float, float]:
+async def brought(target: Target, request: RequestId, prompt: Tokens, stop: int, tier: str) -> tuple[float, float]:
     """Milliseconds that it took as it says itself, and when it began."""
     assert target.transfer is not None
     opened(target, request, prompt)

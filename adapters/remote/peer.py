@@ -170,9 +170,7 @@ class Peer:
         tensors, lent, sent = self.given(rows)
         self.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, list(sent.values()))
 
-    def import_runs(
-        self, slot: int, spec: RowSpec, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]
-    ) -> None:
+    def import_runs(self, slot: int, spec: RowSpec, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]) -> None:
         """Rows `[names, heads, rows, width]` of `spec`, each from its start on. Those it sees itself are posted, and
         `keep`, whose memory they are in, is referred to until it has them.
         """

@@ -131,7 +131,8 @@ def story(draft, drafting) -> list:
     found = [drafting.propose(REQUESTS), drafting.propose(REQUESTS[:1])]
     kept = draft.export_rows(0, 16, 80)
     data = torch.cat([one.contiguous().view(torch.uint8).flatten() for one in kept.values()])
-    Mover(draft, draft.row_spec).put(3, (16, 80), data, 16)
+    mover, run = Mover(draft, draft.row_spec), ((16, 80), data, 16)
+    mover.put(3, *run) if mover.anywhere else mover.tell(3, [run], ())
     found.append(drafting.propose([asking(3, 80, Sampling(), 5, first=16)]))
     draft.park()
     assert draft.state == "parked"
