@@ -39,7 +39,7 @@ from effects.restore import BlocksRestored, RestoreBlocks
 log = logging.getLogger("rekindle.store")
 
 GIVEN_UP = StoreFailed("abandoned", "the request was abandoned")
-PIECE = 32 << 20  # bytes of rows that the lane waits for at once: a few milliseconds
+PIECE = 32 << 20  # bytes of rows that the lane puts, or has others put, at once: a few milliseconds
 # Threads that put rows of one restore into slots, of each GPU: each has a core to copy.
 ABREAST = min(AHEAD, os.cpu_count() or 1)
 Pairs: TypeAlias = "deque[tuple[Mover, Move]]"
@@ -92,8 +92,8 @@ class Restore:
             move.left.remove(mover)
 
     def tell(self, mover: Mover, moves: Sequence[Move]) -> None:
-        """The same, of one that is asked by name, as far as it has not been told; on the lane. It is not waited for:
-        what is asked of it later comes behind this, and learns if this has failed.
+        """The same, of one that is asked by name, as far as it has not been told; on the lane. Nobody waits: whatever
+        is asked of it later comes behind this, and learns if this has failed.
         """
         coming = [move for move in moves if mover in move.left]
         if coming and not self.over:
@@ -250,7 +250,7 @@ class Restorer:
                 move.buffer = None
 
     def _piece(self, coming: deque[Move]) -> list[Move]:
-        """The next ones: as many as the lane waits for at once, or all of them where it need not."""
+        """The next ones: as many as the lane is at at once, or all of them where it need not."""
         piece = [coming.popleft()]
         asked = any(not mover.anywhere for move in (*piece, *coming) for mover in move.left)
         while coming and (not asked or sum(map(self._bytes, (*piece, coming[0]))) <= PIECE):
