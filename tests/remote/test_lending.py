@@ -148,7 +148,7 @@ def test_what_is_asked_behind_runs_that_nobody_waits_for_finds_them(lending: Len
     opening.join()
 
 
-class Kept:
+class Owner:
     """What memory is there for as long as."""
 
 
@@ -160,8 +160,8 @@ def test_memory_that_is_lent_is_kept_until_what_is_in_it_has_been_put(
     runs = [(64 * n, whole(rows, lending.lender.take(1 << 20), 0, 64)) for n in range(3)]
     monkeypatch.setattr(peer, "MOST_LENT", 2 * runs[0][1].nbytes)
 
-    def put(number: int) -> weakref.ref[Kept]:
-        keep = Kept()
+    def put(number: int) -> weakref.ref[Owner]:
+        keep = Owner()
         far.import_runs(1, [runs[number]], [keep])
         return weakref.ref(keep)
 
