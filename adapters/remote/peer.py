@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-from attrs import define, field, frozen
+from attrs import define, field
 from msgspec import structs
 from torch import Tensor
 
@@ -41,6 +40,7 @@ from adapters.remote.messages import (
     decoded,
     encoded,
 )
+from adapters.remote.posted import Posted, PostedQuestion
 from adapters.remote.tensors import described
 from effects.ids import SlotId
 from effects.ports import RowsLost
@@ -52,18 +52,6 @@ LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, 
 A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0
-MOST_POSTED = 8  # at once: so few answers find room on the way while nobody reads them
-MOST_LENT = 32 << 20  # bytes of rows that it reads where they lie, at once: a few milliseconds
-
-
-@frozen(eq=False)
-class Posted:
-    """What nobody has read the answer to. keep: is referred to until then. nbytes: of rows there that it reads."""
-
-    op: Op
-    request: int
-    keep: Sequence[object] = ()
-    nbytes: int = 0
 
 
 @define(eq=False)
@@ -92,7 +80,7 @@ class Peer:
     _channel: Channel | None = None
     _opening: Channel | None = None  # it is not set up yet
     _request: int = 2  # after those of the hello
-    _posted: deque[Posted] = field(factory=deque[Posted])
+    _posted: Posted = field(factory=Posted)
     _lock: threading.RLock = field(factory=threading.RLock)
     _told: Callable[[str], object] | None = None
     _proof: tuple[Prove, Offer] | None = None
@@ -184,7 +172,7 @@ class Peer:
             some = tuple(seen[at : at + MOST_RUNS])
             nbytes = spec.token_bytes * sum(run.count for run in some)
             with self._lock:
-                if len(self._posted) >= MOST_POSTED or nbytes + sum(one.nbytes for one in self._posted) > MOST_LENT:
+                if self._posted.crowded(nbytes):
                     self.heard()
                 self.post(Op.IMPORT_RUNS, ImportRuns(slot, some), keep, nbytes)
 
@@ -194,7 +182,7 @@ class Peer:
             if self._channel is None:
                 raise RowsLost((), f"{self.dial.name}: {self.error}")
             try:
-                self._answers(self._channel, self.deadlines.step)
+                self._posted.answers(self._channel, self.deadlines.step)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
 
@@ -203,7 +191,7 @@ class Peer:
         with self._lock:
             channel = self._living()
             try:
-                self._posted.append(Posted(op, self._sent(channel, op, message, ()), keep, nbytes))
+                self._posted.add(PostedQuestion(op, self._sent(channel, op, message, ()), keep, nbytes))
             except ConnectionBroken as error:
                 raise self.lose(error) from error
 
@@ -261,7 +249,7 @@ class Peer:
         seconds: float,
     ) -> tuple[T, WireFrame]:
         request = self._sent(channel, op, message, tensors)
-        self._answers(channel, seconds)
+        self._posted.answers(channel, seconds)
         frame = channel.answer(op, request, seconds)
         if failed(frame):
             raise failure(channel, frame)
@@ -269,15 +257,6 @@ class Peer:
             return decoded(frame.arguments, answer), frame
         except Unacceptable as error:
             raise channel.broken(str(error)) from error
-
-    def _answers(self, channel: Channel, seconds: float) -> None:
-        """To what was posted."""
-        while self._posted:
-            posted = self._posted[0]  # it is kept meanwhile
-            frame = channel.answer(posted.op, posted.request, seconds)
-            if failed(frame):
-                raise channel.broken(f"{posted.op.name.lower()}: {failure(channel, frame)}")
-            self._posted.popleft()
 
     def _living(self) -> Channel:
         """The connection, or a new one to a daemon that has nothing of what the last one had. Raises RowsLost."""

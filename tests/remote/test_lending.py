@@ -13,7 +13,7 @@ from attrs import define, field
 from msgspec import structs
 
 from adapters.models.shard import NamedTensors
-from adapters.remote import peer
+from adapters.remote import posted
 from adapters.remote.channel import Channel
 from adapters.remote.expected import Deadlines
 from adapters.remote.lending import Borrower, Lender
@@ -158,7 +158,7 @@ def test_memory_that_is_lent_is_kept_until_what_is_in_it_has_been_put(
     far, rows, told = lending.far, lending.far.export_rows(0, 0, 64), list[str]()
     far.peer.lost_to(told.append)
     runs = [(64 * n, whole(rows, lending.lender.take(1 << 20), 0, 64)) for n in range(3)]
-    monkeypatch.setattr(peer, "MOST_LENT", 2 * runs[0][1].nbytes)
+    monkeypatch.setattr(posted, "MOST_LENT", 2 * runs[0][1].nbytes)
 
     def put(number: int) -> weakref.ref[Owner]:
         keep = Owner()
