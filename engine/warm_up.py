@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -109,16 +109,28 @@ def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
 
 def _warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
     token = torch.zeros(1, dtype=torch.int64)
-    for bucket in shard.buckets * passes:
-        step = Step((Segment(0, 0, 1),), bucket, rows_only=True)
-        left = shard.forward(step, token)
-        if draft is not None:
-            draft.extend(step, token, left.aux_hidden_states)
-        if bucket <= most_rows:
-            step = Step((Segment(0, 0, 1),), bucket)
-            shard.logits(step, shard.forward(step, token).hidden)
+    for _ in range(passes):
+        give_back(shard.devices)
+        for bucket in shard.buckets:
+            step = Step((Segment(0, 0, 1),), bucket, rows_only=True)
+            left = shard.forward(step, token)
+            if draft is not None:
+                draft.extend(step, token, left.aux_hidden_states)
+            if bucket <= most_rows:
+                step = Step((Segment(0, 0, 1),), bucket)
+                shard.logits(step, shard.forward(step, token).hidden)
     if isinstance(draft, CachedDraft):
         rehearse(draft, shard.slots, most_rows, passes)
+
+
+def give_back(devices: Iterable[torch.device]) -> None:
+    """What loading has left over, and then what steps have: a graph that is recorded has memory of its own and cannot
+    have that.
+    """
+    for device in devices:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
 
 
 def warm_up_apart(draft: CachedDraft[Any], room: Room, most_rows: int) -> None:
@@ -131,5 +143,8 @@ def warm_up_apart(draft: CachedDraft[Any], room: Room, most_rows: int) -> None:
 
 
 def rehearse(draft: CachedDraft[Any], slots: int, most_rows: int, passes: int) -> None:
-    for requests in list(draft.rehearsals(slots, most_rows)) * passes:
-        draft.propose(requests, first_tokens)
+    shapes = list(draft.rehearsals(slots, most_rows))
+    for _ in range(passes):
+        give_back((draft.device,))
+        for requests in shapes:
+            draft.propose(requests, first_tokens)

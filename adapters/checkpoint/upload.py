@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import TypeVar
 
 import torch
@@ -91,6 +92,7 @@ class Upload:
     _free: SimpleQueue[Staging] = field(factory=SimpleQueue)
     _files: dict[Path, int] = field(factory=dict[Path, int])
     _pool: ThreadPoolExecutor = field(init=False)
+    _lock: Lock = field(factory=Lock)  # of what has begun and what has not
 
     def __attrs_post_init__(self) -> None:
         known = (self.tensors[name] for name in self.names if name in self.tensors)
@@ -101,8 +103,11 @@ class Upload:
             self._free.put(Staging(buffer, stream))
 
     def begin(self) -> None:
-        """What comes first is on its way before anybody asks for anything."""
-        self._fill()
+        """What comes first is on its way before anybody asks for anything. Some hundred tensors take a while to begin,
+        so that is done by one of the threads.
+        """
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        self._pool.submit(self._fill_on, stream, torch.is_inference_mode_enabled())
 
     def read(self, name: str) -> Tensor:
         """On the device, if it can be. Raises CheckpointError, or torch.OutOfMemoryError."""
@@ -134,21 +139,23 @@ class Upload:
         return found
 
     def _fetched(self, entry: TensorEntry, name: str) -> Tensor:
-        self._fill()
-        if place_of(entry) not in self._begun:  # it is not one of those that were named, or it is read once more
-            self._begin(entry)
-        landing = self._begun.pop(place_of(entry))
+        with self._lock:
+            self._fill()
+            if place_of(entry) not in self._begun:  # it is not one of those that were named, or it is read once more
+                self._begin(entry)
+            landing = self._begun.pop(place_of(entry))
         try:
             whole = all(piece.result() for piece in landing.pieces)
         except OSError as error:
             raise CheckpointError(f"{entry.file}: cannot be read: {error.strerror}") from None
         if not whole:
             raise CheckpointError(f"{entry.file}: truncated: {name} ends past the end of the file")
-        self._bytes -= entry.nbytes
         tensor = landing.tensor.view(entry.dtype).view(entry.shape)
         if entry.dtype in FLOATS.values():
             check_finite(tensor, entry.file, name)
-        self._fill()
+        with self._lock:
+            self._bytes -= entry.nbytes
+            self._fill()
         return tensor
 
     def close(self) -> None:
@@ -159,7 +166,13 @@ class Upload:
         self._files.clear()
         self._begun.clear()
 
+    def _fill_on(self, stream: torch.cuda.Stream | None, inference: bool) -> None:
+        """As whoever asked for it would: memory belongs to the stream that it was taken on."""
+        with self._lock, torch.inference_mode(inference), torch.cuda.stream(stream):
+            self._fill()
+
     def _fill(self) -> None:
+        """Behind the lock."""
         while self._coming and self._bytes < self.ahead:
             self._begin(self._coming.popleft())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +114,34 @@ def test_no_more_is_on_its_way_than_it_may_be(tmp_path: Path) -> None:
         assert list(weights._begun) == [place_of(source.tensors["model.b"])]  # noqa: SLF001
     finally:
         weights.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_has_begun_before_anybody_asked_is_the_same(tmp_path: Path, device: str) -> None:
+    source = written(tmp_path)
+    weights = upload(source, device, ahead=1 << 20)
+    try:
+        weights.begin()
+        for name in SHAPES:
+            assert torch.equal(weights.read(name).cpu(), source.tensors[name].read(name))
+    finally:
+        weights.close()
+
+
+def test_what_could_not_begin_is_told_whoever_asks_for_it(tmp_path: Path) -> None:
+    source = written(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    weights = upload(source, "cpu", ahead=1 << 20)
+    try:
+        weights.begin()
+        with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+            weights.read(next(iter(SHAPES)))
+    finally:
+        weights.close()
+
+
+def test_nobody_waits_for_what_has_begun_and_is_not_wanted(tmp_path: Path) -> None:
+    weights = upload(written(tmp_path), "cpu", ahead=1 << 20)
+    weights.begin()
+    weights.close()
+    assert not [one for one in threading.enumerate() if one.name.startswith("weights")]
