@@ -7,7 +7,7 @@
 #define ROWS 256  // at once, so that a panel's sums stay near
 #define TERMS 384 // of a chain before it is set down, in wide products: a panel's weights stay near as well
 #define NARROW 12 // rows: so few take a chain in one go
-#define AHEAD 1024 // bytes of a panel that are fetched before they are multiplied
+#define AHEAD 1024 // bytes of a packed panel that are fetched before they are multiplied
 #define KEYS 128   // of a tile of attention
 #define PANELS 4   // that go together at most: of 32 outputs each
 

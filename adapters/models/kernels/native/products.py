@@ -12,11 +12,12 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed import TABLES, PackedMatrix, StepLayout
 from adapters.models.kernels.native.compiled import NativeCode
+from adapters.models.kernels.native.large_pages import LargePages
 
 PANEL = 32  # outputs whose weights lie together
 WIDEST = 1024  # numbers of a head that rows go through
@@ -96,6 +97,7 @@ class NativeProducts:
     compiled: NativeCode
     level: int
     to: torch.dtype | None = None
+    _pages: LargePages = Factory(LargePages)
 
     def pack(self, weight: Tensor) -> NativeWeight:
         """`[outputs, terms]`, kept in its dtype."""
@@ -104,7 +106,7 @@ class NativeProducts:
         if not outputs or not terms:
             raise ValueError(f"a weight of {outputs} x {terms}; accepted: at least 1 x 1")
         there = terms + terms % 2 if weight.dtype == torch.bfloat16 else terms
-        panels, weight = torch.empty(-(-outputs // PANEL), there, PANEL, dtype=weight.dtype), weight.contiguous()
+        panels, weight = self._pages.empty((-(-outputs // PANEL), there, PANEL), weight.dtype), weight.contiguous()
         form, threads = FORMS[weight.dtype], torch.get_num_threads()
         self.compiled.code.rekindle_pack(weight.data_ptr(), panels.data_ptr(), outputs, terms, form, threads)
         return NativeWeight(panels, outputs, terms)
@@ -119,7 +121,7 @@ class NativeProducts:
             raise ValueError(f"a packed weight of {outputs} x {terms} in {matrix.layout}; accepted: whole groups")
         layout, fixed = matrix.layout, self.to == torch.bfloat16 and matrix.layout.steps in FIXED
         panels, spans = -(-outputs // PANEL), terms // layout.span
-        room = torch.empty(panels, spans, round(PANEL * layout.span * layout.bits / 8), dtype=torch.uint8)
+        room = self._pages.empty((panels, spans, round(PANEL * layout.span * layout.bits / 8)), torch.uint8)
         found = NativePacked(room, layout, outputs, terms, fixed)
         parts = [None if one is None else one.contiguous() for one in matrix.tensors]
         _check_parts(parts, layout, outputs, terms)
@@ -141,7 +143,7 @@ class NativeProducts:
         if weight.fixed and x.dtype != torch.bfloat16:
             raise TypeError(f"rows of {x.dtype} with a weight for those of bfloat16 in fixed point")
         if out is None:
-            out = self._room(x, weight)
+            out = self._out(x, weight)
         elif out.shape != (len(x), weight.outputs) or out.stride(1) != 1 or out.dtype not in FORMS or not out.is_cpu:
             raise ValueError(f"outputs of {len(x)} x {weight.outputs} into {out.dtype} {list(out.shape)}")
         failed = self.compiled.code.rekindle_packed_product(
@@ -174,13 +176,13 @@ class NativeProducts:
             raise ValueError(f"a gate of {weight.kind}, and what it gates of {up.kind}: they must be alike")
         return x.contiguous() if x.stride(1) != 1 or x.stride(0) < terms else x
 
-    def _room(self, x: Tensor, weight: NativeWeight | NativePacked) -> Tensor:
+    def _out(self, x: Tensor, weight: NativeWeight | NativePacked) -> Tensor:
         return torch.empty(len(x), weight.outputs, dtype=self.to or torch.float32)
 
     def multiply(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
         """x `[rows, terms]` -> x @ weight.T `[rows, outputs]`; with `up`, silu(x @ weight.T) * (x @ up.T)."""
         x = self._rows(x, weight, up)
-        (rows, terms), out = x.shape, self._room(x, weight)
+        (rows, terms), out = x.shape, self._out(x, weight)
         failed = self.compiled.code.rekindle_product(
             x.data_ptr(),
             FORMS[x.dtype],

@@ -32,10 +32,6 @@ static inline __attribute__((always_inline)) FOR void ON(tile)(
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) {
                 const char *const at = w + p * apart + unit * LANES * 4;
-                if (term == together - 1) {
-                    __builtin_prefetch(at + AHEAD);
-                    __builtin_prefetch(at + AHEAD + 64);
-                }
 #ifdef HALF
                 if (form == BRAINS) {
                     low[p] = HALF(at, term);
