@@ -15,7 +15,7 @@ from engine import startup
 from engine.draft import draft_device
 from engine.machine import choose_devices
 from engine.options import Options
-from engine.refusal import Refusal
+from engine.refusal import Refusal, no_room
 from engine.target import Target, load_on_lane
 
 
@@ -41,8 +41,8 @@ class Beginning:
             raise Refusal(str(error)) from error
         except torch.OutOfMemoryError as error:
             self.lane.close()
-            why = "fewer --slots or a smaller --max-ctx may help"
-            raise Refusal(f"the model does not fit {', '.join(map(str, self.lane.devices))}: {why}") from error
+            devices = ", ".join(map(str, self.lane.devices))
+            raise no_room("the model", devices, "fewer --slots or a smaller --max-ctx", error) from error
         except BaseException:
             self.lane.close()
             raise

@@ -44,12 +44,13 @@ from effects.ports import RowsLost
 from engine.kept import Kept
 from engine.machine import Placement, build_kernels, choose_device
 from engine.options import Options
-from engine.refusal import Refusal
+from engine.refusal import Refusal, no_room
 
 log = logging.getLogger("rekindle")
 
 WIDTHS = (3, 7, 15)  # proposals of the decode steps that are measured at start
 BATCH_ROWS = 64  # rows of one batched decode step at most
+FEWER = "fewer --slots, a smaller --max-ctx or --draft none"
 OWN = "mtp"  # the model's own prediction head
 SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
 """What `auto` takes for models that come with a draft."""
@@ -234,8 +235,7 @@ def placed_draft(
     try:
         return built(found, shard, own, device, checkpoint, head=shard.head if device == shard.device else None)
     except torch.OutOfMemoryError as error:
-        why = "fewer --slots, a smaller --max-ctx or --draft none may help"
-        raise Refusal(f"the draft does not fit {device} beside the model: {why}") from error
+        raise no_room("the draft", f"{device} beside the model", FEWER, error) from error
     except ValueError as error:
         raise Refusal(f"--draft {found.name}: {error}") from error
 
@@ -264,8 +264,7 @@ def draft_apart(
         projection = found.projection(kernels, shard.device, shard.dtype)
         return RemoteDraft(peer, asked, found.shape, found.digests, projection)
     except torch.OutOfMemoryError as error:
-        why = "fewer --slots, a smaller --max-ctx or --draft none may help"
-        raise Refusal(f"the draft does not fit {peer.dial.name}: {why}") from error
+        raise no_room("the draft", peer.dial.name, FEWER, error) from error
     except (ValueError, RowsLost) as error:
         raise Refusal(f"--draft-device {peer.dial.name}: {error}") from error
 

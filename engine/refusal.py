@@ -9,6 +9,12 @@ class Refusal(Exception):
     """What a person asked for cannot be done; the message is all they need to know."""
 
 
+def no_room(what: str, where: str, help_: str, error: Exception) -> Refusal:
+    """error: of whoever found no memory; of what torch says, how much it wanted and how much there was."""
+    said, _, _ = str(error).partition(" If reserved")
+    return Refusal(f"{what} does not fit {where}: {help_} may help ({said})")
+
+
 def told(error: Exception) -> int:
     """In one line on stderr. Returns the exit status."""
     print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)

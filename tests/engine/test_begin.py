@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.begin import GivenUp, begin
 from engine.options import Options
@@ -72,3 +73,14 @@ async def test_what_keeps_a_model_from_being_served_is_told_when_it_is_waited_fo
     with pytest.raises(Refusal, match="model_type"):
         await beginning.target()
     assert beginning.lane.closed
+
+
+async def test_who_finds_no_room_is_told_what_was_wanted(options: Options) -> None:
+    def full(step: str, *_: int) -> None:
+        if step == WEIGHTS:
+            raise torch.OutOfMemoryError(
+                "Tried to allocate 3.00 GiB, 1.00 GiB is free. If reserved memory is large try"
+            )
+
+    with pytest.raises(Refusal, match=r"does not fit cpu: fewer --slots .* help \(Tried .* 1\.00 GiB is free\.\)$"):
+        await begin(options, full).target()
