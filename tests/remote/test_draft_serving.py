@@ -41,6 +41,12 @@ class DraftedTarget:
         assert words(heard) == self.plain
         return heard
 
+    async def right_each(self, **how) -> None:
+        """One after the other, each once the draft is there again: what is kept without its rows stays so."""
+        for job, plain in zip(self.jobs, self.plain, strict=True):
+            assert words(await answers(self.target, [job], rates=FLAT, **how)) == [plain]
+            await self.back()
+
     async def back(self) -> None:
         """There again, if it was lost."""
         await anyio.to_thread.run_sync(self.draft.wait, 100)
@@ -101,8 +107,7 @@ async def test_a_draft_that_dies_while_its_rows_or_weights_move_costs_nothing_el
     for op in (Op.EXPORT_ROWS, Op.IMPORT_ROWS, Op.FETCH_DRAFT, Op.SEND_DRAFT_AWAY):
         serving.fates.coming[:] = [(op, "asked", 0)]
         for _ in range(2):  # what is kept by the first is loaded by the second
-            await serving.right(residency=scoped)
-            await serving.back()
+            await serving.right_each(residency=scoped)
         assert op in serving.fates.died
     last = await serving.right(residency=scoped)
     assert all(proposed(last))
