@@ -46,7 +46,7 @@ from engine.begin import load_target
 from engine.options import Options
 from engine.serve import settle
 from engine.target import Target
-from states import speculation_control as control
+from states import launch_prices
 from states.rates import Rates
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
@@ -255,7 +255,8 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             for name in names:
                 watched = WatchedProposer(proposer, {})
                 target.executor.proposed_to(watched)
-                flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, control.filled(1 + target.settings.block), 1001, 1000)))
+                rows = launch_prices.filled(1 + target.settings.block)
+                flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, rows, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
                 async with engine(settings, target.executor, transfer=target.transfer, facts={}) as running:
                     answers = [await answer(running, job) for job in jobs]

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from itertools import chain
 
 import torch
+from attrs import evolve
 
 from adapters.device.executor import DeviceExecutor
 from adapters.models.shard import Segment, Shard, Step
@@ -20,7 +21,7 @@ from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.kept import Kept, alike
-from states import speculation_control as control
+from states import launch_prices
 from states.rates import FIRST, Rates
 
 BUDGET_NS = 1_600_000_000  # for all decode steps: a slow model is measured once
@@ -48,16 +49,19 @@ def mixed_rows(devices: Set[str]) -> int:
 def kept_or_measured(
     kept: Kept, key: str, executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]
 ) -> Rates:
-    """As `measured`; what an earlier start left is believed where a chunk and the plainest and the widest
-    decode step still take about as long.
+    """As `measured`; what an earlier start left is believed where a chunk and the two plainest decode steps still take
+    about as long. Where those are quicker now, something was in the way then.
     """
     before, rows = kept.recalled(key, from_json), min(chunk, context)
     for _ in range(TRIES):
         if before is None:
             break
         near = timed(lambda: run_chunk(shard, 0, rows, chunk)) // rows
-        if agree(before, Rates((near,), decode=decode(executor, shard, context, (widths[0], widths[-1]), passes=2))):
-            return before
+        now = Rates((near,), decode=decode(executor, shard, context, widths[:2], passes=2))
+        if agree(before, now):
+            if (better := quicker(before, now)) != before:
+                kept.remember(key, to_json(better))
+            return better
     found = measured(executor, shard, chunk=chunk, context=context, widths=widths)
     kept.remember(key, to_json(found))
     return found
@@ -74,6 +78,17 @@ def agree(before: Rates, now: Rates) -> bool:
     steps = {tuple(key): ns for *key, ns, _ in before.decode}
     near = alike(now.prefill[0], before.prefill[0], BUSY) if before.prefill else False
     return near and all(alike(ns, steps.get(tuple(key), 0), BUSY) for *key, ns, _ in now.decode)
+
+
+def quicker(before: Rates, now: Rates) -> Rates:
+    """With those decode steps of `now` that took less. What others took stays beside the plain ones of then."""
+    found = {(span, members, rows): (ns, beside) for span, members, rows, ns, beside in before.decode}
+    plain = 0
+    for span, members, rows, ns, beside in now.decode:  # the plain one comes first
+        if ns < found[span, members, rows][0]:
+            found[span, members, rows] = ns, beside and plain
+        plain = plain or found[span, members, rows][0]
+    return evolve(before, decode=tuple((*key, ns, beside) for key, (ns, beside) in found.items()))
 
 
 def to_json(rates: Rates) -> str:
@@ -142,7 +157,7 @@ def timed(work: Callable[[], None]) -> int:
 
 def decode(
     executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int], passes: int = PASSES
-) -> control.DecodeTimes:
+) -> launch_prices.DecodeTimes:
     """As `Rates.decode` wants it: of one request's launches, its draft included.
 
     Widths take turns, so that what holds the machine up for a while holds up one time of each and not all of one; the
@@ -172,7 +187,7 @@ def decode(
         return ()
     outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following)
     found = least(outcomes)
-    shapes = {control.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
+    shapes = {launch_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
     return tuple((*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))
 
 

@@ -13,13 +13,14 @@ from effects.ids import MAIN, LaneId, RequestId
 from effects.pflash import CompressPrompt
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, UnloadModel
-from states import residency
+from states import launch_prices, residency
 from states import speculation_control as control
+from states.launch_prices import UNIT, Shape
 from states.life import Drafted, Prefilling, Restoring, Speculating, State
 from states.rates import Rates, span_of
 from states.residency import Models
 from states.settings import Settings
-from states.speculation_control import NOBODY, UNIT, Plan, Shape
+from states.speculation_control import NOBODY, Plan
 
 
 @frozen
@@ -152,7 +153,7 @@ def beside(company: Sequence[Ask], other: Ask, settings: Settings) -> Ask | None
     effect = other.effect
     if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or settings.stateful or effect.logprobs >= 0:
         return None
-    forward = max(settings.mixed_rows, control.filled(PROMPT * len(company)))
+    forward = max(settings.mixed_rows, launch_prices.filled(PROMPT * len(company)))
     rows = min(forward, settings.chunk) - len(company)
     return shortened(other, rows) if rows > 0 else None
 
@@ -206,7 +207,7 @@ def planned(
         return Plan((0,) * len(controls), steps=OFTEN)  # nobody has a draft: no price matters
     company = shape(decode_steps)
     wanted = [(one.propose, member) for one, member in zip(effects_of(decode_steps), controls, strict=True)]
-    offer = control.terms(rates.decode, company.span, company.members, limit)
+    offer = launch_prices.terms(rates.decode, company.span, company.members, limit)
     plan = control.share(wanted, offer, rates, 0 if proposing >= OFTEN or (proposing and offer.held_up) else limit)
     return evolve(plan, steps=min(plan.steps, OFTEN - proposing)) if any(plan.proposals) else plan
 

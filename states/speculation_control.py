@@ -13,59 +13,24 @@ with every token. docs/SPECULATION.md derives this, with an example in numbers.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import TypeAlias
 
 from attrs import evolve, frozen
 
 from effects.decode import Decoded
+from states.launch_prices import BUCKET, UNIT, Terms, filled
 from states.rates import SPARE, Rates
 from states.settings import Settings
 
-UNIT = 1000
 REFILL = 10  # with a token: one percent
 FIRST = 4  # decode steps that the estimate counts for that a request, or the server, starts from
 MEMORY, SHARED = 16, 64  # decode steps that an estimate rests on at most, about: of a request, and of all of them
 LONGEST = 512  # plain launches between tries
+SAVED = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
 HOPE = 600  # before anything is known: how likely a draft is right about the next token
-DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
-DEAREST = 2 * UNIT  # that a launch costs beyond a plain one at most, each time that it fills that one's forward
-BUCKET = 4  # rows of the smallest forward: as many tokens are fed at the price of one
-
-Key: TypeAlias = tuple[int, int, int]
-DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int, int], ...]  # as in Rates
-
-
-@frozen
-class Shape:
-    """Of a launch, as far as its time depends on it. rows: that it feeds in all; 0: nobody proposes anything."""
-
-    span: int  # of positions, as in `Rates.prefill`: where its requests are on average
-    members: int
-    rows: int = 0
-
-    @property
-    def key(self) -> Key:
-        return self.span, self.members, filled(self.rows) if self.rows else 0
-
-
-@frozen
-class Terms:
-    """What launches of the same requests cost."""
-
-    members: int = 1
-    plain: int = 0  # nanoseconds of one in which nobody proposes; 0: not measured
-    prices: tuple[int, ...] = ()  # of up to BUCKET, 2 BUCKET, 4 BUCKET ... rows
-    measuring: bool = False  # times are measured here, and this one is missing: a plain launch comes first
-    held_up: bool = False  # a plain launch seems to take as long as one with proposals
-
-    def price(self, rows: int) -> int:
-        """Beyond what a launch may have, in proportion: nobody will ask for that many."""
-        at, last = (filled(rows) // BUCKET).bit_length() - 1, len(self.prices) - 1
-        return self.prices[at] if at <= last else self.prices[last] << at - last
 
 
 @frozen
@@ -77,6 +42,7 @@ class Plan:
     plain: int = 0  # nanoseconds of a plain launch; 0: not measured
     trying: bool = False  # it is not expected to pay
     late: bool = False  # the draft has rows to follow before it proposes, which no price tells of
+    doubted: bool = False  # its price is not known well enough to be charged
     own: bool = False  # its members can pay for it with what they have gained themselves, so the server does not
     reason: str = ""  # machine-readable: why some propose nothing; empty: to measure a plain launch, or they want none
     steps: int = 1  # for so many it holds, whatever they bring
@@ -108,80 +74,6 @@ def buckets(most: int) -> tuple[int, ...]:
     return (*full, most) if most > 0 else ()
 
 
-def filled(rows: int) -> int:
-    """The smallest forward that holds so many rows."""
-    return BUCKET << max(0, (rows - 1) // BUCKET).bit_length()
-
-
-# --- what launches cost ---
-
-
-def terms(decode: DecodeTimes, span: int, members: int, most: int) -> Terms:
-    """Of so many requests around there, for launches of up to `most` rows."""
-    known = paced(decode, ((span, members), (span, 1), (0, 1)))
-    plain = known.get((span, members, 0), 0)
-    wider = [ns for (at, company, rows), ns in known.items() if (at, company) == (span, members) and rows]
-    sizes = [BUCKET << step for step in range((filled(most) // BUCKET).bit_length())]
-    prices = accumulate((presumed(known, span, members, rows) for rows in sizes), max)
-    held_up = bool(wider) and plain >= min(wider)
-    return Terms(members, plain, tuple(prices), bool(decode) and not plain, held_up)
-
-
-def paced(decode: DecodeTimes, near: Container[tuple[int, int]]) -> dict[Key, int]:
-    """Times at the machine's pace of now. Plain launches are timed more often than wide ones: where they have become
-    slower since a wide one was last timed, so has that. Where they have become quicker, they had been held up.
-    """
-    known: dict[Key, int] = {}
-    for span, members, rows, ns, beside in decode:
-        if (span, members) in near:
-            plain = known.get((span, members, 0), 0)
-            known[span, members, rows] = ns * plain // beside if 0 < beside < plain else ns
-    return known
-
-
-def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
-    """What was measured; or what it costs a request that is alone, on top; or a guess. Never less than a plain one, and
-    never so much that nothing could be tried again: a start beside other work would else decide for good.
-
-    A wider launch costs no less, so what was measured of one is a limit: noise only ever adds.
-    """
-    return min(measured(known, span, members, rows), UNIT + DEAREST * rows // filled(members))
-
-
-def measured(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
-    plain = known.get((span, members, 0), 0)
-    own = [ns for key, ns in known.items() if key[:2] == (span, members) and key[2] >= rows]
-    if plain and own:
-        return max(UNIT, UNIT * min(own) // plain)
-    for at in (span, 0):
-        base, wide = (
-            known.get((at, 1, 0), 0),
-            {key[2]: ns for key, ns in known.items() if key[:2] == (at, 1) and key[2]},
-        )
-        if base and wide:
-            widest = max(wide)
-            more = min((ns for row, ns in wide.items() if row >= rows), default=wide[widest]) - base
-            return UNIT + UNIT * max(0, more) * max(rows, widest) // widest // (plain or base)
-    return UNIT + DRAFT + ROW * (rows - BUCKET)
-
-
-def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
-    """`Rates.decode` after one more launch.
-
-    Whatever else the machine does makes launches slower, never quicker: so a quick one counts for much, or all, and a
-    slow one for little, and shapes stay comparable. What stays slow is believed in time.
-    """
-    key = shape.key
-    at = bisect_left(decode, key)  # right before it, as the shorter of two tuples that begin alike
-    known = paced(decode, (key[:2],))
-    mean, plain = known.get(key, took_ns), known.get((*key[:2], 0), 0) if shape.rows else 0
-    if 2 * took_ns < mean:
-        ns = took_ns
-    else:
-        ns = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
-    return (*decode[:at], (*key, ns, plain), *decode[at + (key in known) :])
-
-
 # --- how often a draft is right ---
 
 
@@ -190,7 +82,7 @@ def fresh(settings: Settings, rates: Rates) -> SpeculationControl:
     useful = widths(settings)
     known = len(rates.gains) == len(useful)
     gains = rates.gains if known else tuple(map(chain, useful))
-    return SpeculationControl(useful, gains, branching=settings.tree > 0, spare=rates.spare)
+    return SpeculationControl(useful, gains, branching=settings.tree > 0, spare=min(rates.spare, SPARE))
 
 
 @cache
@@ -263,9 +155,10 @@ def share(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms,
     for _, propose, member in best.members:
         proposals[member] = propose
     late = any(control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose)
-    steps = bearable(best.price, spare) if pays and not late else 1
-    mine = gained > rates.spare
-    return Plan(tuple(proposals), best.price, offer.plain, not pays, late or not pays, mine, "does_not_pay", steps)
+    doubted = filled(len(wanted) + sum(proposals)) in offer.doubted
+    steps = bearable(best.price, spare) if pays and not late and not doubted else 1
+    what = {"trying": not pays, "late": late or not pays, "doubted": doubted, "own": gained > rates.spare}
+    return Plan(tuple(proposals), best.price, offer.plain, **what, reason="does_not_pay", steps=steps)
 
 
 def quiet(ways: Sequence[Way], rest: int, spare: int) -> int:
@@ -317,7 +210,7 @@ def begun(rates: Rates, plan: Plan) -> Rates:
         return evolve(rates, rest=rates.pause, pause=min(2 * rates.pause, LONGEST))
     if any(plan.proposals):
         return evolve(rates, pause=max(1, rates.pause // 2)) if rates.pause > 1 else rates
-    spare, rest = min(rates.spare + REFILL, SPARE), max(0, rates.rest - bool(plan.reason))
+    spare, rest = max(rates.spare, min(rates.spare + REFILL, SPARE)), max(0, rates.rest - bool(plan.reason))
     return rates if (spare, rest) == (rates.spare, rates.rest) else evolve(rates, spare=spare, rest=rest)
 
 
@@ -325,7 +218,7 @@ def settled(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rate
     """One of a launch's members is back. They share in the server's account; what a plain one earns it has already."""
     if not any(plan.proposals):
         return rates
-    spare = min(balance(rates.spare, plan, done, len(plan.proposals)), SPARE)
+    spare = min(balance(rates.spare, plan, done, len(plan.proposals)), SAVED)
     spare = max(spare, rates.spare) if plan.own else spare
     if not done.proposed:
         return evolve(rates, spare=spare)
@@ -340,10 +233,10 @@ def balance(spare: int, plan: Plan, done: Decoded, members: int = 1) -> int:
 
 
 def cost(plan: Plan, took_ns: int) -> int:
-    """What such launches usually cost; where the draft had to catch up, what this one really took.
+    """What such launches usually cost; where the draft had to catch up, or nobody knows, what this one really took.
 
     That takes no longer than a plain launch: what did was held up by something else.
     """
-    if not plan.late or not took_ns or not plan.plain:
+    if not (plan.late or plan.doubted) or not took_ns or not plan.plain:
         return plan.price
     return min(max(plan.price, UNIT * took_ns // plan.plain), plan.price + UNIT)

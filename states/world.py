@@ -19,7 +19,7 @@ from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, Halt
 from states import experts as placing
-from states import growth, policy, rates, residency
+from states import growth, launch_prices, policy, rates, residency
 from states import lane as lanes
 from states import slots as seats
 from states import speculation_control as control
@@ -144,7 +144,7 @@ class Fold:
             case RunDecode(propose=propose), Decoded() as done:
                 leads = lanes.leads(lane, answer.request)
                 if done.ns and done.proposed == propose and leads and lanes.tells(lane, done.ns):
-                    known = control.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
+                    known = launch_prices.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
                     self.rates = evolve(self.rates, decode=known)
                 for _ in range(lanes.further(done) if self.settings.block and leads else 0):
                     self.rates = control.begun(self.rates, lane.plan)

@@ -92,6 +92,30 @@ def test_what_does_not_agree_is_measured_again_and_kept(tmp_path: Path, monkeypa
     assert from_json(kept.file("rates", "a").read_text(encoding="utf-8")) == TIMES
 
 
+def test_what_is_quicker_than_what_was_kept_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start beside other work has told of steps that seemed dear."""
+    kept, asked = Kept(tmp_path), list[Sequence[int]]()
+    dear = ((0, 1, 0, 8_000, 0), (0, 1, 4, 16_000, 8_000), (0, 1, 16, 30_000, 8_000))
+    kept.remember("a", to_json(Rates(prefill=(1000,), decode=dear)))
+    monkeypatch.setattr(measure, "timed", lambda _: 64 * 1000)
+
+    def start(*now: tuple[int, int, int, int, int]) -> tuple[tuple[int, int, int, int, int], ...]:
+        def decode(*given: Any, **_: Any) -> Any:
+            asked.append(given[-1])
+            return now
+
+        monkeypatch.setattr(measure, "decode", decode)
+        widths = [0, 3, 15]
+        return kept_or_measured(kept, "a", None, None, chunk=64, context=512, widths=widths).decode  # type: ignore[arg-type]
+
+    better = start((0, 1, 0, 7_000, 0), (0, 1, 4, 11_000, 7_000))
+    assert better == ((0, 1, 0, 7_000, 0), (0, 1, 4, 11_000, 7_000), (0, 1, 16, 30_000, 8_000))
+    assert start((0, 1, 0, 9_000, 0), (0, 1, 4, 10_000, 9_000))[1] == (0, 1, 4, 10_000, 7_000), "of the quickest each"
+    assert start((0, 1, 0, 9_000, 0), (0, 1, 4, 12_000, 9_000))[1] == (0, 1, 4, 10_000, 7_000)
+    assert asked == [[0, 3]] * 3
+    assert from_json(kept.file("rates", "a").read_text(encoding="utf-8")).decode[1] == (0, 1, 4, 10_000, 7_000)
+
+
 def test_they_are_kept_under_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"chunk": 256, "context": 8192, "widths": [0, 3]}
     keys = {

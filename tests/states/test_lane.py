@@ -12,7 +12,7 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from states import lane
+from states import lane, launch_prices
 from states import speculation_control as control
 from states.lane import Answer, Lane
 from states.life import Generated, Prefilling, Seat, Speculating, State, Undrafted
@@ -170,13 +170,13 @@ CHEAP = ((0, 1, 0, 1000, 0), (0, 1, 16, 1100, 0))
 DEAR = ((0, 1, 0, 1000, 0), (0, 1, 4, 1200, 0), (0, 1, 8, 2000, 0), (0, 1, 16, 4000, 0))
 
 
-def decoding(*requests: int, decode_steps: control.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
+def decoding(*requests: int, decode_steps: launch_prices.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
     known = evolve(control.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates(decode=decode_steps)), **changes)
     return {RequestId(n): a(Speculating, prefilled(DRAFT, control=known)) for n in requests}
 
 
 def proposed(
-    requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: control.DecodeTimes = CHEAP
+    requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: launch_prices.DecodeTimes = CHEAP
 ) -> list[int]:
     """Plain decode steps of several take as long as of one here, which has been measured."""
     asks = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effects.decode import Decoded
+from states import launch_prices
 from states import speculation_control as control
+from states.launch_prices import UNIT, DecodeTimes, Shape, Terms
 from states.rates import SPARE, Rates
 from states.settings import Settings
-from states.speculation_control import LONGEST, REFILL, UNIT, DecodeTimes, Plan, Shape, SpeculationControl, Terms
+from states.speculation_control import LONGEST, REFILL, Plan, SpeculationControl
 
 CHAIN = Settings(block=15, batch_rows=64)
 TREE = Settings(block=15, tree=22, batch_rows=64)
@@ -58,7 +60,7 @@ def test_widths_fill_a_forward_up_to_its_rung(changes: dict[str, int], useful: t
 
 @pytest.mark.parametrize(("rows", "forward"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 32), (64, 64)])
 def test_a_launch_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int, forward: int) -> None:
-    assert control.filled(rows) == forward
+    assert launch_prices.filled(rows) == forward
     assert Shape(2, 3, rows).key == (2, 3, forward)
     assert Shape(2, 3).key == (2, 3, 0)
 
@@ -76,16 +78,16 @@ def test_a_launch_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int,
     ],
 )
 def test_prices_are_measured_or_kept_sane(decode: DecodeTimes, prices: tuple[int, ...]) -> None:
-    assert control.terms(decode, 0, 1, 16).prices == prices
+    assert launch_prices.terms(decode, 0, 1, 16).prices == prices
 
 
 def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_alone() -> None:
     """Four plain rounds together take 1,500: what the draft and its rows add to one of 1,000, they add to those."""
     together = (*STEEP.decode, (0, 4, 0, 1500, 0))
-    assert control.terms(together, 0, 4, 64) == Terms(4, 1500, (1133, 1333, 1800, 2600, 4200))
-    assert control.terms((*together, (0, 4, 16, 3000, 0)), 0, 4, 16).prices == (2000, 2000, 2000)
-    assert control.terms((*together, (1, 4, 0, 3000, 0)), 1, 4, 16).prices == (1066, 1166, 1400)
-    assert control.terms((*together, (1, 1, 0, 2000, 0), (1, 1, 16, 5000, 0)), 1, 1, 16).prices == (
+    assert launch_prices.terms(together, 0, 4, 64) == Terms(4, 1500, (1133, 1333, 1800, 2600, 4200))
+    assert launch_prices.terms((*together, (0, 4, 16, 3000, 0)), 0, 4, 16).prices == (2000, 2000, 2000)
+    assert launch_prices.terms((*together, (1, 4, 0, 3000, 0)), 1, 4, 16).prices == (1066, 1166, 1400)
+    assert launch_prices.terms((*together, (1, 1, 0, 2000, 0), (1, 1, 16, 5000, 0)), 1, 1, 16).prices == (
         2500,
         2500,
         2500,
@@ -94,16 +96,15 @@ def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_
 
 def test_a_slow_launch_moves_a_price_a_little_and_a_quick_one_much() -> None:
     one, plain = Shape(0, 1, 4), Shape(0, 1)
-    assert control.timed((), one, 900) == ((0, 1, 4, 900, 0),)
-    assert control.timed(((0, 1, 4, 800, 0),), plain, 500) == ((0, 1, 0, 500, 0), (0, 1, 4, 800, 0))
-    assert control.timed(((0, 1, 4, 800, 0),), one, 400) == ((0, 1, 4, 600, 0),)
-    assert control.timed(((0, 1, 4, 800, 0),), one, 399) == ((0, 1, 4, 399, 0),), (
-        "nothing but noise takes twice as long"
-    )
-    assert control.timed(((0, 1, 4, 800, 0),), one, 1440) == ((0, 1, 4, 820, 0),)
-    assert control.timed(((0, 1, 4, 800, 0),), one, 10**9) == ((0, 1, 4, 825, 0),)
-    assert control.timed(((0, 1, 4, 800, 0),), Shape(0, 2, 4), 900) == ((0, 1, 4, 800, 0), (0, 2, 4, 900, 0))
-    assert control.timed(((0, 1, 4, 800, 0),), Shape(1, 1, 4), 900) == ((0, 1, 4, 800, 0), (1, 1, 4, 900, 0))
+    assert launch_prices.timed((), one, 900) == ((0, 1, 4, 900, 0),)
+    assert launch_prices.timed(((0, 1, 4, 800, 0),), plain, 500) == ((0, 1, 0, 500, 0), (0, 1, 4, 800, 0))
+    assert launch_prices.timed(((0, 1, 4, 800, 0),), one, 400) == ((0, 1, 4, 600, 0),)
+    halved = launch_prices.timed(((0, 1, 4, 800, 0),), one, 399)
+    assert halved == ((0, 1, 4, 399, 0),), "nothing but noise takes twice as long"
+    assert launch_prices.timed(((0, 1, 4, 800, 0),), one, 1440) == ((0, 1, 4, 820, 0),)
+    assert launch_prices.timed(((0, 1, 4, 800, 0),), one, 10**9) == ((0, 1, 4, 825, 0),)
+    assert launch_prices.timed(((0, 1, 4, 800, 0),), Shape(0, 2, 4), 900) == ((0, 1, 4, 800, 0), (0, 2, 4, 900, 0))
+    assert launch_prices.timed(((0, 1, 4, 800, 0),), Shape(1, 1, 4), 900) == ((0, 1, 4, 800, 0), (1, 1, 4, 900, 0))
 
 
 @given(seed=st.integers(0, 99), start=st.integers(500, 10_000))
@@ -112,29 +113,40 @@ def test_prices_are_found_out_on_a_machine_with_other_work(seed: int, start: int
     rng, true, decode = random.Random(seed), {0: 1000, 4: 1200, 8: 1500}, alone(start)
     for _ in range(300):
         rows = rng.choice(list(true))
-        decode = control.timed(decode, Shape(0, 1, rows), round(true[rows] * rng.choice((1, 1, 1, 1.1, 1.3, 3))))
-    for rows, price in zip((4, 8), control.terms(decode, 0, 1, 8).prices, strict=True):
+        decode = launch_prices.timed(decode, Shape(0, 1, rows), round(true[rows] * rng.choice((1, 1, 1, 1.1, 1.3, 3))))
+    for rows, price in zip((4, 8), launch_prices.terms(decode, 0, 1, 8).prices, strict=True):
         assert 0.8 * true[rows] <= price <= 1.25 * true[rows]
 
 
 def test_a_machine_that_stays_slow_is_believed() -> None:
     decode = alone(1000, 1200)
     for _ in range(100):
-        decode = control.timed(decode, Shape(0, 1, 4), 3600)
+        decode = launch_prices.timed(decode, Shape(0, 1, 4), 3600)
     assert decode[1][3] > 3200
 
 
 def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
-    """Plain launches have become slower since: so has the wide one. Or quicker: then they had been held up before."""
+    """Plain launches have become slower since: so has the wide one. Or quicker: so it may have, but they may have been
+    held up alone, and then it is charged for what it takes, and believed at once."""
     one, then = Shape(0, 1, 4), (0, 1, 4, 1200, 1000)
-    for plain, price in ((1000, 1200), (3000, 1200), (800, 1500)):
+    for plain, doubted in ((1000, set()), (3000, set()), (900, set()), (800, {4})):
         decode = ((0, 1, 0, plain, 0), then)
-        assert control.terms(decode, 0, 1, 4).prices == (price,)
-        assert control.timed(decode, one, 1400)[1][4] == plain
+        offer = launch_prices.terms(decode, 0, 1, 4)
+        assert offer.prices == (1200,)
+        assert offer.doubted == doubted
+        assert launch_prices.timed(decode, one, 1400)[1][4] == plain
+        plan = control.share([(3, evolve(KNOWN, seen=1))], offer, STEEP, 64)
+        assert (plan.proposals, plan.doubted, plan.steps == 1) == ((3,), bool(doubted), bool(doubted))
+        assert control.cost(plan, 2 * plain) == (2 * UNIT if doubted else 1200)
+    quick = ((0, 1, 0, 500, 0), then)
+    for took in (400, 700, 1900):
+        after = launch_prices.timed(quick, one, took)
+        assert after[1] == (0, 1, 4, took, 500)
+        assert not launch_prices.terms(after, 0, 1, 4).doubted
     slow = ((0, 1, 0, 3000, 0), then)
-    assert control.timed(slow, one, 3600)[1] == (0, 1, 4, 3600, 3000), "as dear as it was"
-    assert control.timed(slow, one, 1200)[1] == (0, 1, 4, 1200, 3000), "nothing is quicker than it can be"
-    assert not control.terms(slow, 0, 1, 4).held_up
+    assert launch_prices.timed(slow, one, 3600)[1] == (0, 1, 4, 3600, 3000), "as dear as it was"
+    assert launch_prices.timed(slow, one, 1200)[1] == (0, 1, 4, 1200, 3000), "nothing is quicker than it can be"
+    assert not launch_prices.terms(slow, 0, 1, 4).held_up
 
 
 @pytest.mark.parametrize("pace", [2, 3, 10])
@@ -162,7 +174,7 @@ def one_answer(draft: Draft, paces: list[int], tokens: int, noisy: bool) -> tupl
     for pace in paces:
         said = 0
         while said < tokens:
-            offer = control.terms(rates.decode, 0, 1, 64)
+            offer = launch_prices.terms(rates.decode, 0, 1, 64)
             plan = control.share(
                 [(15, own)], offer, rates, 0 if proposing >= 64 or (proposing and offer.held_up) else 64
             )
@@ -172,7 +184,7 @@ def one_answer(draft: Draft, paces: list[int], tokens: int, noisy: bool) -> tupl
             took = pace * true[shape.key[2]] * (rng.choice((100, 100, 105, 130)) if noisy else 100) // 100
             rates = control.begun(rates, plan)
             if not plan.late or UNIT * took < plan.price * plan.plain:
-                rates = evolve(rates, decode=control.timed(rates.decode, shape, took))
+                rates = evolve(rates, decode=launch_prices.timed(rates.decode, shape, took))
             step = done(proposed, draft(proposed, said), took)
             rates, own = control.settled(CHAIN, rates, plan, step), control.after(evolve(own, plan=plan), step)
             said += len(step.tokens)
@@ -185,7 +197,7 @@ def sure(*gains: int, rates: Rates = STEEP, **changes: Any) -> SpeculationContro
 
 
 KNOWN = control.fresh(CHAIN, STEEP)
-ALONE = control.terms(STEEP.decode, 0, 1, 64)
+ALONE = launch_prices.terms(STEEP.decode, 0, 1, 64)
 
 
 def done(proposed: int, right: int, ns: int = 0) -> Decoded:
@@ -233,7 +245,7 @@ def test_an_answer_may_lose_again_what_it_has_gained_itself() -> None:
     lost, won = done(7, 0), done(7, 7)
     assert control.settled(CHAIN, empty, plan, lost).spare == 0
     assert control.after(evolve(good, plan=plan), lost).spare == SPARE + 600 + UNIT + REFILL - 1500
-    assert control.settled(CHAIN, empty, plan, won).spare == SPARE
+    assert control.settled(CHAIN, empty, plan, won).spare > SPARE
 
 
 def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
@@ -251,7 +263,7 @@ def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
     rates = Rates(decode=alone(*(20 * ns if rows in held_up else ns for rows, ns in true.items())))
     own, proposing, paid = control.fresh(CHAIN, rates), 0, list[int]()
     for number in range(200):
-        offer = control.terms(rates.decode, 0, 1, 64)
+        offer = launch_prices.terms(rates.decode, 0, 1, 64)
         plan = control.share([(15, own)], offer, rates, 0 if proposing and offer.held_up else 64)
         proposed = plan.proposals[0]
         proposing = proposing + 1 if proposed else 0
@@ -259,19 +271,19 @@ def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
         took = true[shape.key[2]] + 100 * plan.late
         rates = control.begun(rates, plan)
         if not plan.late or UNIT * took < plan.price * plan.plain:
-            rates = evolve(rates, decode=control.timed(rates.decode, shape, took))
+            rates = evolve(rates, decode=launch_prices.timed(rates.decode, shape, took))
         step = done(proposed, min(proposed, 3), took)
         rates, own = control.settled(CHAIN, rates, plan, step), control.after(evolve(own, plan=plan), step)
         paid += [number] * (proposed > 0 and not plan.trying)
     assert paid[0] <= 64
     assert len(paid) >= 120, "of those after that nearly all"
-    prices = control.terms(rates.decode, 0, 1, 16).prices
+    prices = launch_prices.terms(rates.decode, 0, 1, 16).prices
     assert prices[0] <= 1300, "it is known what it costs"
 
 
 def test_what_a_start_says_of_a_draft_never_keeps_it_from_being_tried() -> None:
-    assert control.terms(alone(1000, 87_000, 90_000, 99_000), 0, 1, 16).prices == (3000, 5000, 9000)
-    assert control.terms((*alone(1000, 87_000), (0, 4, 0, 1000, 0)), 0, 4, 16).prices == (3000, 5000, 9000)
+    assert launch_prices.terms(alone(1000, 87_000, 90_000, 99_000), 0, 1, 16).prices == (3000, 5000, 9000)
+    assert launch_prices.terms((*alone(1000, 87_000), (0, 4, 0, 1000, 0)), 0, 4, 16).prices == (3000, 5000, 9000)
     assert not control.widths(evolve(CHAIN, batch_rows=1)), "there no launch has room for a proposal"
 
 
@@ -281,19 +293,19 @@ def test_without_a_request_for_any_nothing_is_proposed() -> None:
 
 
 def test_a_plain_launch_is_measured_first() -> None:
-    offer = control.terms(STEEP.decode, 0, 4, 64)
+    offer = launch_prices.terms(STEEP.decode, 0, 4, 64)
     assert offer.measuring
     assert control.share([(7, KNOWN)], offer, STEEP, 64) == Plan((0,), plain=offer.plain)
-    assert not control.terms((), 0, 4, 64).measuring, "nothing is measured here"
+    assert not launch_prices.terms((), 0, 4, 64).measuring, "nothing is measured here"
     assert not ALONE.measuring
 
 
 @pytest.mark.parametrize(("wide", "held_up"), [(4000, True), (5000, True), (5001, False)])
 def test_a_plain_launch_that_seems_no_quicker_than_a_wide_one_was_held_up(wide: int, held_up: bool) -> None:
-    assert control.terms(alone(5000, wide), 0, 1, 64).held_up == held_up
+    assert launch_prices.terms(alone(5000, wide), 0, 1, 64).held_up == held_up
 
 
-FOUR = control.terms((*FLAT.decode, (0, 4, 0, 1000, 0), (0, 4, 16, 1500, 0), (0, 4, 32, 4000, 0)), 0, 4, 64)
+FOUR = launch_prices.terms((*FLAT.decode, (0, 4, 0, 1000, 0), (0, 4, 16, 1500, 0), (0, 4, 32, 4000, 0)), 0, 4, 64)
 RICH = evolve(STEEP, spare=SPARE)
 GOOD, BAD = sure(2500, 4000, 5000, spare=SPARE), sure(100, 100, 100, spare=SPARE)
 
@@ -333,7 +345,7 @@ def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
     rates = evolve(data.draw(some_rates()), rest=rest)
     known = control.fresh(CHAIN, rates)
     members = [(most if drafts else 0, evolve(known, spare=own) if drafts else None) for most, drafts, own in wanted]
-    plan = control.share(members, control.terms(rates.decode, 0, len(members), limit), rates, limit)
+    plan = control.share(members, launch_prices.terms(rates.decode, 0, len(members), limit), rates, limit)
     assert all(propose <= most for propose, (most, _) in zip(plan.proposals, members, strict=True))
     assert sum(plan.proposals) + len(members) <= limit or not any(plan.proposals)
     assert all(plan.price - UNIT <= max(own, 0) for _, drafts, own in wanted if drafts)
@@ -371,7 +383,9 @@ def test_a_request_learns_quickly_and_the_server_from_all_of_them() -> None:
     assert rates.seen == member.seen == 41
     assert 0.97 * known[0] <= rates.gains[0] < known[0]
     assert member.gains[0] < 0.97 * known[0]
-    assert control.fresh(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, spare=rates.spare)
+    assert rates.spare > SPARE
+    assert control.fresh(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, spare=SPARE), "none begins with more"
+    assert control.fresh(CHAIN, evolve(rates, spare=700)).spare == 700
 
 
 def test_what_another_draft_has_taught_is_not_believed() -> None:
@@ -406,7 +420,12 @@ def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
     for right in (3, 1, 0, 0):
         rates = control.settled(CHAIN, rates, four, done(3, right))
     assert rates.spare == pytest.approx(2 * (UNIT + REFILL) - 1500, abs=4)
-    assert control.settled(CHAIN, evolve(STEEP, spare=SPARE), Plan((15,), 1200), done(15, 15)).spare == SPARE
+    gained = control.settled(CHAIN, evolve(STEEP, spare=SPARE), Plan((15,), 1200), done(15, 15))
+    assert gained.spare == SPARE + 16 * (UNIT + REFILL) - 1200
+    assert control.begun(gained, Plan((0,))).spare == gained.spare, "what is earned with tokens has a limit of its own"
+    assert control.begun(evolve(STEEP, spare=SPARE), Plan((0,))).spare == SPARE
+    rich = evolve(STEEP, spare=control.SAVED)
+    assert control.settled(CHAIN, rich, Plan((15,), 1200), done(15, 15)).spare == control.SAVED
     assert control.begun(evolve(STEEP, spare=0), Plan((0,) * 4)).spare == REFILL
     assert control.settled(CHAIN, STEEP, Plan((0,) * 4), done(0, 0)) == STEEP, "once is enough"
 
@@ -434,7 +453,7 @@ def decode(house: Settings, rates: Rates, *answers: tuple[Draft, int], late: int
     cost, costs, members = 0, [0] * len(answers), [control.fresh(house, rates) for _ in answers]
     answered, lengths = [0] * len(answers), [length for _, length in answers]
     while busy := [at for at, length in enumerate(lengths) if answered[at] < length]:
-        offer = control.terms(rates.decode, 0, 1, 64)  # of whatever company: prices are those of one alone
+        offer = launch_prices.terms(rates.decode, 0, 1, 64)  # of whatever company: prices are those of one alone
         wanted = [(min(members[at].widths[-1], lengths[at] - answered[at] - 1), members[at]) for at in busy]
         plan = control.share(wanted, offer, rates, 64)
         rates, took = control.begun(rates, plan), plan.price + late * plan.late
@@ -520,6 +539,24 @@ def test_nor_where_the_draft_knows_what_would_hurt_most(rates: Rates, length: in
     assert worst <= 1.015 * UNIT * length
 
 
+@pytest.mark.parametrize("rates", [FLAT, STEEP])
+def test_an_answer_is_not_later_for_what_the_one_before_it_has_lost(rates: Rates) -> None:
+    """As drafts are: right about most of one answer's code, and about nothing of the next one's."""
+    rng = random.Random(0)
+
+    def good(proposed: int, _: int) -> int:
+        return next((right for right in range(proposed) if rng.random() >= 0.7), proposed)
+
+    found: dict[Draft, list[int]] = {good: [], never: []}
+    for turn in range(60):
+        draft = good if turn % 3 else never
+        cost, _, rates = decode(CHAIN, rates, (draft, 192))
+        found[draft].append(cost)
+    behind, later = sum(found[good][2::2]), sum(found[good][3::2])  # a bad one, and one further
+    assert behind < 1.1 * later < UNIT * 192 * 20
+    assert max(found[never]) <= UNIT * 192 + SPARE + REFILL * 192
+
+
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
 @pytest.mark.parametrize("members", [1, 4])
 def test_a_draft_that_is_never_right_costs_next_to_nothing_after_the_first_answers(rates: Rates, members: int) -> None:
@@ -548,7 +585,7 @@ def test_no_answer_is_made_slower_by_the_company_it_is_in(rates: Rates, chance: 
 @pytest.mark.parametrize("chance", [0.6, 0.75, 0.9, 0.97])
 def test_a_steady_draft_gives_nearly_what_its_best_width_would(rates: Rates, chance: float) -> None:
     """0.75: four tokens a step. Against the one width that is best on average, known beforehand."""
-    length, runs, offer = 1000, 10, control.terms(rates.decode, 0, 1, 64)
+    length, runs, offer = 1000, 10, launch_prices.terms(rates.decode, 0, 1, 64)
     expected = {width: 1 + sum(chance**right for right in range(1, width + 1)) for width in KNOWN.widths}
     best = min(offer.price(1 + width) / tokens for width, tokens in expected.items()) * length
     cost = sum(decode(CHAIN, rates, (steady(chance, seed), length))[0] for seed in range(runs)) / runs
@@ -582,13 +619,13 @@ def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int,
     time = tokens = 0
     while tokens < 10_000:
         busy += [(control.fresh(CHAIN, rates), 64)] * (members - len(busy))
-        offer = control.terms(rates.decode, 0, members, 64)
+        offer = launch_prices.terms(rates.decode, 0, members, 64)
         plan = control.share([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
         shape = Shape(0, members, sum(plan.proposals) and members + sum(plan.proposals))
         took = true[shape.key[2]]
         rates, time = control.begun(rates, plan), time + took
         if not plan.late:
-            rates = evolve(rates, decode=control.timed(rates.decode, shape, took))
+            rates = evolve(rates, decode=launch_prices.timed(rates.decode, shape, took))
         after = list[tuple[SpeculationControl, int]]()
         for (each, left), proposed in zip(busy, plan.proposals, strict=True):
             step = done(proposed, steady(chance, rng.randrange(10**6))(proposed, 0), took)
@@ -611,14 +648,14 @@ MEASURED = Rates(decode=alone(10_000, 15_000, 17_000, 22_000))
 @pytest.mark.parametrize(
     ("right", "proposed", "accounts"),
     [
-        ((2, 0, 3, 1), [3, 3, 3, 7], [5000, 4510, 5000, 5000]),
+        ((2, 0, 3, 1), [3, 3, 3, 7], [6230, 5740, 8280, 8600]),
         ((0,) * 8, [3, 3, 3, 3, 3, 3, 0, 3], [4210, 3720, 3230, 2740, 2250, 1760, 1770, 1280]),
     ],
 )
 def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int], accounts: list[int]) -> None:
     rates, member, found = MEASURED, control.fresh(CHAIN, MEASURED), list[tuple[int, int]]()
     for number, accepted in enumerate(right):
-        plan = control.share([(15, member)], control.terms(rates.decode, 0, 1, 64), rates, 64)
+        plan = control.share([(15, member)], launch_prices.terms(rates.decode, 0, 1, 64), rates, 64)
         step = done(plan.proposals[0], accepted, plan.price * 10 + 3000 * (number == 0))
         member, rates = (
             control.after(evolve(member, plan=plan), step),
@@ -639,7 +676,7 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
 )
 def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, ...], worth: list[int]) -> None:
     company = ((0, 4, 0, 16_000, 0), (0, 4, 8, 22_000, 0), (0, 4, 16, 28_000, 0), (0, 4, 32, 40_000, 0))
-    offer, rich = control.terms((*MEASURED.decode, *company), 0, 4, 64), evolve(MEASURED, spare=SPARE)
+    offer, rich = launch_prices.terms((*MEASURED.decode, *company), 0, 4, 64), evolve(MEASURED, spare=SPARE)
     members = [(15, sure(*each, spare=SPARE)) for each in gains]
     assert [control.worth(way) for way in control.possible(members, offer, 64)] == worth
     assert control.share(members, offer, rich, 64).proposals == proposed

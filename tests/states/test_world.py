@@ -17,7 +17,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
-from states import lane
+from states import lane, launch_prices
 from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForModel, ForRequest, SlotsLost, Submitted
 from states.invariants import check
@@ -321,7 +321,7 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
 
 
 def test_a_launch_tells_once_what_such_launches_cost() -> None:
-    start: control.DecodeTimes = ((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0))
+    start: launch_prices.DecodeTimes = ((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0))
     measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(decode=start))
     one, two = submitted(ONE, prompt=(1,), max_tokens=20), submitted(TWO, prompt=(2,), max_tokens=20)
     first = (ONE, Decoded((7, 8), 3, ns=2600))
