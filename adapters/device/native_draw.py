@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from functools import cache
 from struct import Struct
 
 import numpy as np
@@ -17,8 +18,8 @@ from adapters.device.noise import key_of
 from adapters.models.kernels.native.compiled import NativeCode
 from effects.job import Sampling
 
-_DRAW = Struct("@3Pl3dq2lP2dl")  # as draw.h has it
-_FOUND = Struct("@2dl")  # its end
+_ASKED, _FOUND = Struct("@3Pl3dq2lP"), Struct("@2dl")  # one behind the other, as draw.h has them
+_SIZE = _ASKED.size + _FOUND.size
 
 
 def found_at_once(
@@ -26,19 +27,22 @@ def found_at_once(
 ) -> list[tuple[list[float], list[float]]]:
     """Of each row its token, its lowest and its highest logit; and what `sampling.logprobs` has of it, if it is asked.
 
-    raw, used: float32 `[R, V]` on a host, the model's logits and with bias and penalties. wanted: of each row how its
-    token is picked, the token's position, and a bit for each that may follow, where not all may. level: of
-    instructions, at most the library's own. Raises ValueError for anything else: the library checks nothing.
+    raw, used: float32 `[R, V]` on a host, the model's logits and with bias and penalties, or the same tensor twice.
+    wanted: of each row how its token is picked, the token's position, and a bit for each that may follow, where not all
+    may. level: of instructions, at most the library's own. Raises ValueError for anything else: the library checks
+    nothing.
     """
     rows, vocab = raw.shape
-    plain = used is raw
-    raw = raw.contiguous()
-    used = raw if plain else used.contiguous()
     if raw.dtype is not torch.float32 or raw.is_cuda or not vocab or rows != len(wanted):
         raise ValueError(f"logits: {raw.dtype} {list(raw.shape)} for {len(wanted)} draws")
-    if used.dtype is not torch.float32 or used.is_cuda or used.shape != raw.shape:
+    plain, raw = used is raw, raw if raw.is_contiguous() else raw.contiguous()
+    if plain:
+        used = raw
+    elif used.dtype is not torch.float32 or used.is_cuda or used.shape != raw.shape:
         raise ValueError(f"logits: {used.dtype} {list(used.shape)} beside {list(raw.shape)}")
-    draws, told, kept = bytearray(_DRAW.size * rows), dict[int, ctypes.Array[ctypes.c_double]](), list[Mask]()
+    used = used if used.is_contiguous() else used.contiguous()
+    draws = ctypes.create_string_buffer(rows * _SIZE)
+    told, kept = dict[int, ctypes.Array[ctypes.c_double]](), list[Mask]()
     first, first_raw = used.data_ptr(), raw.data_ptr()
     for row, (sampling, position, mask) in enumerate(wanted):
         bits, known, most, into = 0, -1, sampling.logprobs, 0
@@ -53,16 +57,22 @@ def found_at_once(
         if sampling.temperature:
             key = key_of(sampling.seed, position)
             least = math.log(sampling.min_p) if sampling.min_p else least
-        _DRAW.pack_into(
-            *(draws, row * _DRAW.size, first + 4 * vocab * row, first_raw + 4 * vocab * row, bits, known),
-            *(sampling.temperature, sampling.top_p, least, key, limit if 0 < limit < vocab else vocab, most, into),
-            *(0.0, 0.0, 0),
+        at, limit = 4 * vocab * row, limit if 0 < limit < vocab else vocab
+        warmth, mass = sampling.temperature, sampling.top_p
+        _ASKED.pack_into(
+            draws, row * _SIZE, first + at, first_raw + at, bits, known, warmth, mass, least, key, limit, most, into
         )
-    room = (ctypes.c_char * len(draws)).from_buffer(draws)
-    if native.code.rekindle_draw(room, rows, vocab, factors("cpu").data_ptr(), torch.get_num_threads(), level):
+    if native.code.rekindle_draw(draws, rows, vocab, _factors()[1], torch.get_num_threads(), level):
         raise MemoryError(f"no memory to draw from {vocab} logits")
     found = list[tuple[list[float], list[float]]]()
     for row in range(rows):
-        lowest, highest, token = _FOUND.unpack_from(draws, (row + 1) * _DRAW.size - _FOUND.size)
+        lowest, highest, token = _FOUND.unpack_from(draws, row * _SIZE + _ASKED.size)
         found.append(([token, lowest, highest], list(told[row]) if row in told else []))
     return found
+
+
+@cache
+def _factors() -> tuple[Tensor, int]:
+    """And their address, which is good as long as they are there."""
+    found = factors("cpu")
+    return found, found.data_ptr()

@@ -34,8 +34,9 @@ SECOND = 0x94D049BB133111EB - 2**64
 FRACTION = 2**52
 
 
+@lru_cache(maxsize=1024)
 def key_of(seed: int, position: int) -> int:
-    """The key of the token at `position`, as a signed 64-bit integer."""
+    """The key of the token at `position`, as a signed 64-bit integer. What a draft asks for, its target asks again."""
     return int.from_bytes(blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest(), "little", signed=True)
 
 
