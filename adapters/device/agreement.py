@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from adapters.device.sampling import DeadEnd, Draw, NotFinite, Pick, Picked
+from adapters.device.sampling import DeadEnd, Draw, Pick, Picked
 from adapters.device.slots import SlotState
 from adapters.device.tree import Tree
-from effects.decode import Decoded
+from effects.decode import Decoded, Logprob
 from effects.ids import DeviceFailed, FailureKind, Tokens
 
 
@@ -25,46 +25,43 @@ class Member:
     @property
     def rows(self) -> list[Draw]:
         """Each picks the token after one that is fed, presuming the proposals up to there."""
-        first = self.state.valid + 1
-        return [Draw(self.state.sampler, first + len(path), path) for path in self.tree.paths()]
+        first, sampler = self.state.valid + 1, self.state.sampler
+        return [Draw(sampler, first + len(path), path) for path in self.tree.paths()]
 
 
 @frozen
 class Agreed:
-    """What a member's decode step comes to. path: the nodes that stay, from 0 on."""
+    """What a member's decode step comes to. path: the nodes that stay, from 0 on. logprobs: as `Decoded` has them."""
 
     path: tuple[int, ...]
-    picks: tuple[Pick, ...]
-    accepted: int  # how many of the picks were proposed
-
-    @property
-    def tokens(self) -> Tokens:
-        return tuple(picked.token for picked in self.picks)
+    tokens: Tokens
+    logprobs: tuple[Logprob, ...]
+    accepted: int  # how many of the tokens were proposed
 
 
 def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agreed | DeviceFailed:
     """Down the tree along what the target picks: the proposals that it picked too, and its first pick that differs or
     goes beyond them. Nothing is kept past a token that ends the answer. first: the step's row of node 0.
     """
-    children = member.tree.children()
-    path, kept = [0], list[Pick]()
+    node, path, tokens, logprobs = 0, [0], list[int](), list[Logprob]()
     while True:
-        picked = picked_at(first + path[-1])
-        if isinstance(picked, NotFinite | DeadEnd):
-            if not kept:
+        picked = picked_at(first + node)
+        if not isinstance(picked, Pick):
+            if not tokens:
                 kind: FailureKind = "dead_end" if isinstance(picked, DeadEnd) else "broken"
                 return DeviceFailed(kind, f"slot {member.slot}: {picked.detail}")
-            return Agreed(tuple(path[:-1]), tuple(kept), len(kept))
-        kept.append(picked)
-        child = children.get((path[-1], picked.token))
+            return Agreed(tuple(path[:-1]), tuple(tokens), tuple(logprobs), len(tokens))
+        tokens.append(picked.token)
+        if picked.logprob is not None:
+            logprobs.append(picked.logprob)
+        child = member.tree.child(node, picked.token)
         if child is None or picked.token in member.state.stops:
-            return Agreed(tuple(path), tuple(kept), len(kept) - (child is None))
-        path.append(child)
+            return Agreed(tuple(path), tuple(tokens), tuple(logprobs), len(tokens) - (child is None))
+        path.append(node := child)
 
 
 def decoded(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
     """The outcome of what has been committed."""
     if isinstance(agreed, DeviceFailed):
         return agreed
-    logprobs = tuple(picked.logprob for picked in agreed.picks if picked.logprob is not None)
-    return Decoded(agreed.tokens, member.tree.size, logprobs, ns, agreed.accepted)
+    return Decoded(agreed.tokens, member.tree.size, agreed.logprobs, ns, agreed.accepted)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 from attrs import define, evolve
@@ -24,7 +23,7 @@ from adapters.device.prefilling import PromptPiece
 from adapters.device.proposer import Proposer, proposed
 from adapters.device.sampling import Draw, Picking, Sampler, picker, picking
 from adapters.device.slots import SlotState, abandoned, unfit
-from adapters.device.tree import chain
+from adapters.device.tree import chain, kept
 from adapters.device.underway import StepsTaken, behind
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Outcome
@@ -263,17 +262,19 @@ class Decoding:
         """One forward for all: how far the target picks what was proposed. Of a prompt's rows nobody asks what follows,
         so logits are those of a step without them.
         """
-        segments = [chained for member in members for chained in member.tree.pieces(member.slot, member.state.valid)]
-        rows = [row for member in members for row in member.rows]
-        tokens = [token for member in members for token in member.tree.tokens]
+        segments, rows, tokens, firsts = list[Segment](), list[Draw](), list[int](), list[int]()
+        for member in members:
+            firsts.append(len(rows))
+            segments += member.tree.pieces(member.slot, member.state.valid)
+            rows += member.rows
+            tokens += member.tree.tokens
         step = whole = Step(tuple(segments), bucket_of(self.buckets, len(rows)))
         if piece is not None:
             whole, tokens = piece.behind(step, self.buckets), tokens + piece.tokens
         forward = self.shard.forward(whole, torch.tensor(tokens))
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         picked = picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
-        firsts = accumulate((len(member.tree.tokens) for member in members), initial=0)
-        return whole, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=False)]
+        return whole, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=True)]
 
     def _settle(
         self,
@@ -284,22 +285,19 @@ class Decoding:
         piece: PromptPiece | None,
     ) -> None:
         """What the target picked has happened, and the rest is rolled back."""
-        kept: list[Kept] = [
-            member.tree.kept(one.path if isinstance(one, Agreed) else ())
-            for member, one in zip(members, found, strict=True)
-        ]
+        stay = [kept(one.path) if isinstance(one, Agreed) else 0 for one in found]
         states = [member.state for member in members]
         if piece is not None:
-            kept.append(piece.rows)
+            stay.append(piece.rows)
             states.append(piece.state)
-        self.shard.commit(step, kept)
+        self.shard.commit(step, stay)
         for member, one in zip(members, found, strict=True):
             if isinstance(one, Agreed):
                 member.state.commit(one.tokens)
         if piece is None:
-            self.follow(step, forward, kept, states)
+            self.follow(step, forward, stay, states)
         else:
-            self.follow(evolve(step, rows_only=True), forward, kept, states)  # all of them stay, as in a prefill
+            self.follow(evolve(step, rows_only=True), forward, stay, states)  # all of them stay, as in a prefill
             piece.state.advance(piece.stop)
 
     def follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:

@@ -29,10 +29,6 @@ class Tree:
         """Proposals."""
         return len(self.tokens) - 1
 
-    @property
-    def chain(self) -> bool:
-        return self.parents == tuple(range(-1, self.size))
-
     def paths(self) -> list[Tokens]:
         """Of every node the tokens after the fed one that lead to it, its own included."""
         found: list[Tokens] = [()]
@@ -42,22 +38,29 @@ class Tree:
 
     def pieces(self, slot: int, start: int) -> list[Segment]:
         """Its chain pieces, node 0 at row `start`."""
-        found: list[tuple[int, int]] = []
-        for node, path in enumerate(self.paths()):
-            if found and self.parents[node] == node - 1:
-                found[-1] = found[-1][0], found[-1][1] + 1
-            else:
-                found.append((start + len(path), 1))
-        return [Segment(slot, first, count) for first, count in found]
+        found, first = list[Segment](), 0
+        for node, parent in enumerate((*self.parents[1:], -1), 1):
+            if parent != node - 1:
+                found.append(Segment(slot, start + self._depth(first), node - first))
+                first = node
+        return found
 
-    def children(self) -> dict[tuple[int, int], int]:
-        """(node, the token after it) -> the node that proposes it."""
-        pairs = zip(self.parents[1:], self.tokens[1:], strict=True)
-        return {pair: node for node, pair in enumerate(pairs, 1)}
+    def _depth(self, node: int) -> int:
+        return 1 + self._depth(self.parents[node]) if node else 0
 
-    def kept(self, path: Sequence[int]) -> Kept:
-        """A path from node 0 on, as a shard wants to be told of it."""
-        return len(path) if self.chain else tuple(path)
+    def child(self, node: int, token: int) -> int | None:
+        """Who proposes that token after this node: those after it follow it, up to the next one that does not."""
+        for other in range(node + 1, len(self.tokens)):
+            if self.parents[other] < node:
+                break
+            if self.parents[other] == node and self.tokens[other] == token:
+                return other
+        return None
+
+
+def kept(path: Tokens) -> Kept:
+    """A path from node 0 on, as a shard wants to be told of it."""
+    return path if path and path[-1] >= len(path) else len(path)
 
 
 def subtree(tree: Tree, nodes: Collection[int]) -> Tree:

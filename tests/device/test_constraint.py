@@ -112,7 +112,7 @@ def test_where_nothing_may_follow_nothing_is_picked_and_what_was_before_stays() 
     assert "position 3: the script is over" in found[2].detail
     member = Member(0, 0, SlotState(RequestId(1), [9], 0, sampler), chain((9, 5, 5)))
     agreed = agree(member, found.__getitem__, 0)
-    assert [picked.token for picked in agreed.picks] == [5, 5]
+    assert agreed.tokens == (5, 5)
     sampler.append([5, 5])
     end = agree(evolve(member, tree=chain((5,))), lambda _: pick(logits, [Draw(sampler, 3)])[0], 0)
     assert isinstance(end, DeviceFailed)

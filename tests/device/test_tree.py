@@ -9,7 +9,7 @@ import random
 import pytest
 
 from adapters.device.drafting import cut
-from adapters.device.tree import Tree, best_first, chain
+from adapters.device.tree import Tree, best_first, chain, kept
 from adapters.models.shard import Segment
 
 
@@ -65,13 +65,16 @@ def test_nodes_are_in_depth_first_order_and_pieces_are_their_chains(seed):
 
 def test_a_chain_is_a_tree_without_branches():
     tree = chain((5, 6, 7))
-    assert (tree.chain, tree.size, tree.paths()) == (True, 2, [(), (6,), (6, 7)])
+    assert (tree.size, tree.paths()) == (2, [(), (6,), (6, 7)])
     assert tree.pieces(1, 10) == [Segment(1, 10, 3)]
-    assert tree.kept([0, 1]) == 2
-    branched = Tree((5, 6, 7), (-1, 0, 0))
-    assert not branched.chain
-    assert branched.kept([0, 2]) == (0, 2)
-    assert branched.children() == {(0, 6): 1, (0, 7): 2}
+    assert [tree.child(0, 6), tree.child(0, 7), tree.child(1, 7), tree.child(2, 7)] == [1, None, 2, None]
+    branched = Tree((5, 6, 7, 6, 8), (-1, 0, 1, 0, 3))
+    assert branched.pieces(1, 10) == [Segment(1, 10, 3), Segment(1, 11, 2)]
+    assert [branched.child(0, 6), branched.child(1, 8), branched.child(3, 8)] == [1, None, 4]
+
+
+def test_of_a_path_a_shard_hears_how_many_rows_stay_or_which_where_one_is_left_out():
+    assert [kept(path) for path in ((), (0,), (0, 1, 2), (0, 2), (0, 1, 4))] == [0, 1, 3, (0, 2), (0, 1, 4)]
 
 
 def test_nothing_is_proposed_behind_a_token_that_ends_the_answer():
