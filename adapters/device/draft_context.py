@@ -130,7 +130,7 @@ class DraftContext(Generic[D]):
             self._put_off(step.segments, counts, aux_hidden_states, states)
         else:
             shorter, staying = settled(step, kept, self.buckets)
-            stay = {layer: taken(aux_hidden_states[layer], staying, shorter.bucket) for layer in self.draft.aux_layers}
+            stay = taken({layer: aux_hidden_states[layer] for layer in self.draft.aux_layers}, staying, shorter.bucket)
             self._extend(shorter, stay, [state for state, keep in zip(states, kept, strict=True) if keep])
 
     def _put_off(
@@ -252,9 +252,11 @@ def settled(step: Step, kept: Sequence[Kept], buckets: Sequence[int]) -> tuple[S
     return Step(tuple(segments), bucket), rows
 
 
-def taken(hidden: Tensor, rows: list[int], bucket: int) -> Tensor:
-    """Those rows of `[R, D]`, padded to `[bucket, D]` with whatever is there."""
-    if rows == list(range(len(rows))):
-        return hidden[:bucket]
-    index = torch.tensor(rows + [0] * (bucket - len(rows)))
-    return hidden.index_select(0, index.to(hidden.device, non_blocking=True))
+def taken(hidden: Mapping[int, Tensor], rows: Sequence[int], bucket: int) -> Mapping[int, Tensor]:
+    """Those rows, which ascend, of each layer's `[R, D]`, padded to `[bucket, D]` with whatever is there."""
+    if not rows or rows[-1] < len(rows):  # the first ones
+        return {layer: states if states.shape[0] == bucket else states[:bucket] for layer, states in hidden.items()}
+    index = torch.tensor([*rows, *[0] * (bucket - len(rows))])
+    return {
+        layer: states.index_select(0, index.to(states.device, non_blocking=True)) for layer, states in hidden.items()
+    }

@@ -12,6 +12,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -62,8 +63,7 @@ class DraftProposer(DraftContext[D], ABC):
         if self.draft.state != "loaded":
             return trees
         self.catch_up(*(request.slot for request in requests))
-        asking = {index: self._ask(request) for index, request in enumerate(requests)}
-        asks = {index: ask for index, ask in asking.items() if ask.count > 0}
+        asks = {index: ask for index, request in enumerate(requests) if (ask := self._ask(request)).count > 0}
         if asks:
             try:
                 grown = self.grown([requests[index] for index in asks], list(asks.values()))
@@ -146,37 +146,38 @@ class Choosing:
 
     def __call__(self, parts: Sequence[Tensor]) -> list[list[int]]:
         """Chains that need no look at what was proposed before are picked together; all where the target's are."""
-        parts = [
-            part if part.device == one.sampler.device else part.to(one.sampler.device)
-            for part, one in zip(parts, self.requests, strict=True)
-        ]
-        found: list[list[int]] = [[] for _ in parts]
-        together = [index for index, part in enumerate(parts) if len(part) and self._plain(index)]
+        found, together = list[list[int]](), dict[int, Tensor]()
+        rows, noise = list[Draw](), list[float]()
+        for index, (part, request) in enumerate(zip(parts, self.requests, strict=True)):
+            count, here = part.shape[0], request.sampler.device
+            said = part if part.device == here else part.to(here)
+            found.append([])
+            if count and self._wide(request):
+                found[index] = self._tree(index, said)
+            elif count and request.sampler.plain:
+                together[index] = said
+                rows += self._rows(index, count)
+                noise += noise_of(count)
+            elif count:
+                found[index] = self._one_by_one(index, said)
         if together:
-            rows = [row for index in together for row in self._rows(index, len(parts[index]))]
-            noise = [share for index in together for share in noise_of(len(parts[index]))]
-            said = parts[together[0]] if len(together) == 1 else torch.cat([parts[index] for index in together])
-            tokens = iter(guesses(said, rows, noise))
-            for index in together:
-                found[index] = [next(tokens) for _ in range(len(parts[index]))]
-        for index, part in enumerate(parts):
-            if len(part) and index not in together:
-                found[index] = self._tree(index, part) if self._wide(index) else self._one_by_one(index, part)
-            self.drafted[index] += found[index]
+            said, *others = together.values()
+            tokens = iter(guesses(torch.cat((said, *others)) if others else said, rows, noise))
+            for index, said in together.items():
+                found[index] = list(islice(tokens, said.shape[0]))
+        for index, more in enumerate(found):
+            self.drafted[index] += more
         return found
 
     def trees(self) -> list[Tree]:
         """All that was picked. Nothing follows a token that ends the answer."""
-        last = [request.token for request in self.requests]
-        trees = [self.grown.get(index, chain((last[index], *said))) for index, said in enumerate(self.drafted)]
-        return [cut(tree, request.stops) for tree, request in zip(trees, self.requests, strict=True)]
+        return [
+            cut(self.grown.get(index) or chain((request.token, *self.drafted[index])), request.stops)
+            for index, request in enumerate(self.requests)
+        ]
 
-    def _plain(self, index: int) -> bool:
-        return self.requests[index].sampler.plain and not self._wide(index)
-
-    def _wide(self, index: int) -> bool:
+    def _wide(self, request: Following) -> bool:
         """Penalties would need the path before each token: there it is a chain all the same."""
-        request = self.requests[index]
         return self.nodes > 0 and request.sampler.plain and request.most >= self.block
 
     def _rows(self, index: int, count: int) -> list[Draw]:
@@ -221,20 +222,20 @@ def guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> lis
     if not any(row.sampler.sampling.temperature for row in rows):
         return list(logits.argmax(-1).tolist())
     native = None if logits.is_cuda else compiled()
-    if native is not None:  # a share of the noise, as if it were all at that share of the temperature
-        asked = [(row.sampler.sampling, share) for row, share in zip(rows, noise, strict=True)]
-        once = {(id(sampling), share): (sampling, share) for sampling, share in asked}
-        warm = {key: warmed(*one) for key, one in once.items()}
-        wanted = [
-            (warm[id(sampling), share], row.position, None) for row, (sampling, share) in zip(rows, asked, strict=True)
-        ]
+    if native is not None:
+        wanted = [(warmed(row.sampler, share), row.position, None) for row, share in zip(rows, noise, strict=True)]
         return [int(token) for (token, _, _), _ in found_at_once(native, native.level, logits, logits, wanted)]
     ids, scores = candidates(logits, rows, noise)
     return list(ids.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist())
 
 
-def warmed(sampling: Sampling, share: float) -> Sampling:
-    return evolve(sampling, temperature=share * sampling.temperature, top_p=MASS * sampling.top_p, logprobs=-1)
+def warmed(sampler: Sampler, share: float) -> Sampling:
+    """A share of the noise, as if it were all at that share of the temperature. Made once for a request."""
+    found, own = sampler.guessing.get(share), sampler.sampling
+    if found is None:
+        found = evolve(own, temperature=share * own.temperature, top_p=MASS * own.top_p, logprobs=-1)
+        sampler.guessing[share] = found
+    return found
 
 
 def candidates(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -262,9 +263,9 @@ def candidates(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> 
 
 def cut(tree: Tree, stops: frozenset[int]) -> Tree:
     """Nothing follows a token that ends the answer."""
-    ends = [node for node, token in enumerate(tree.tokens) if node and token in stops]
-    if not ends:
+    if stops.isdisjoint(tree.tokens[1:]):
         return tree
+    ends = [node for node, token in enumerate(tree.tokens) if node and token in stops]
     keep = {0}
     for node in range(1, len(tree.tokens)):
         if tree.parents[node] in keep and tree.parents[node] not in ends:

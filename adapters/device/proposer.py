@@ -115,14 +115,13 @@ def proposed(proposer: Proposer | None, taken: Mapping[int, tuple[int, SlotState
 
     taken: by slot, its place in the launch, its state, and how much may be proposed at most.
     """
-    trees = {slot: chain((state.tokens[-1],)) for slot, (_, state, _) in taken.items()}
-    room = {slot: capacity - state.valid - 1 for slot, (_, state, _) in taken.items()}
-    requests = [
-        DraftRequest(slot, state, most, room[slot]) for slot, (_, state, most) in taken.items() if most and room[slot]
-    ]
+    requests, trees, members = list[DraftRequest](), dict[int, Tree](), list[Member]()
+    for slot, (_, state, most) in taken.items():
+        if most and (room := capacity - state.valid - 1):
+            requests.append(DraftRequest(slot, state, most, room))
     if proposer is not None and requests:
-        trees |= zip((one.slot for one in requests), proposer.propose(requests), strict=True)
-    for slot, (_, state, _) in taken.items():
-        if state.sampler.matching is not None:
-            trees[slot] = fitted(trees[slot], state.sampler.matching.fitting)
-    return [Member(index, slot, state, trees[slot]) for slot, (index, state, _) in taken.items()]
+        trees.update(zip((one.slot for one in requests), proposer.propose(requests), strict=True))
+    for slot, (index, state, _) in taken.items():
+        tree, matching = trees.get(slot) or chain((state.tokens[-1],)), state.sampler.matching
+        members.append(Member(index, slot, state, tree if matching is None else fitted(tree, matching.fitting)))
+    return members

@@ -54,16 +54,14 @@ class Sampler:
             self._seen.index_fill_(0, self._ids(sorted(set(prompt))), True)
         if sampling.presence_penalty or sampling.frequency_penalty:
             self._counts = torch.zeros(vocab, device=self._device)
+        # The model's logits are used as they are, but for a grammar's mask.
+        self.plain = self._bias is None and self._seen is None and self._counts is None
+        self.guessing: dict[float, Sampling] = {}  # how a draft guesses what is picked, by its share of the noise
 
     @property
     def device(self) -> torch.device:
         """Of the logits that it is used on."""
         return self._device
-
-    @property
-    def plain(self) -> bool:
-        """The model's logits are used as they are, but for a grammar's mask."""
-        return self._bias is None and self._seen is None and self._counts is None
 
     @property
     def forgetful(self) -> bool:
@@ -217,11 +215,14 @@ def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     native = None if logits.is_cuda else compiled()
     if native is None:
         return picking(logits, rows).read()
-    raw = logits[: len(rows)]
+    raw = logits if logits.shape[0] == len(rows) else logits[: len(rows)]
     masks, ends = _masks(rows)
     wanted = [(row.sampler.sampling, row.position, mask) for row, mask in zip(rows, masks, strict=True)]
     found = found_at_once(native, native.level, raw, adjusted(raw, rows), wanted)
-    return [_read(row, *one, ends.get(index)) for index, (row, one) in enumerate(zip(rows, found, strict=True))]
+    return [
+        _read(row, picked, told, ends.get(index))
+        for index, (row, (picked, told)) in enumerate(zip(rows, found, strict=True))
+    ]
 
 
 def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
@@ -252,9 +253,14 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
 
 def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
     """What each row's grammar lets follow, if it has one; and why nothing may, where that is so."""
-    asked = [None if row.sampler.matching is None else row.sampler.matching.mask(row.drafted) for row in rows]
-    ends = {index: mask for index, mask in enumerate(asked) if isinstance(mask, str)}
-    return [None if isinstance(mask, str) else mask for mask in asked], ends
+    masks, ends = list[Mask | None](), dict[int, str]()
+    for index, row in enumerate(rows):
+        matching = row.sampler.matching
+        mask = None if matching is None else matching.mask(row.drafted)
+        if isinstance(mask, str):
+            ends[index] = mask
+        masks.append(None if isinstance(mask, str) else mask)
+    return masks, ends
 
 
 def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:

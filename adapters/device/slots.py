@@ -121,10 +121,11 @@ def check(opening: OpenSlot, shard: Shard) -> None:
 
 def unfit(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | None:
     """Why this cannot be the slot's next decode step. capacity: rows of a slot."""
-    here = f"slot {effect.slot} has {state.valid} rows for {len(state.tokens)} tokens, the last {state.tokens[-1]}"
-    if (effect.position, effect.position + 1, effect.token) != (state.valid, len(state.tokens), state.tokens[-1]):
-        return DeviceFailed("broken", f"{here}; a decode step cannot feed {effect.token} at {effect.position}")
-    if effect.position >= capacity:
+    position, token, tokens = effect.position, effect.token, state.tokens
+    if position != state.valid or position + 1 != len(tokens) or token != tokens[-1]:
+        here = f"slot {effect.slot} has {state.valid} rows for {len(tokens)} tokens, the last {tokens[-1]}"
+        return DeviceFailed("broken", f"{here}; a decode step cannot feed {token} at {position}")
+    if position >= capacity:
         return DeviceFailed("broken", f"slot {effect.slot} is full: it has {capacity} rows")
     return None
 
@@ -133,10 +134,15 @@ def joined(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
     """The union of disjoint ascending spans and one more."""
     if start >= stop:
         return spans
-    apart = [span for span in spans if span[1] < start or span[0] > stop]
-    touching = [span for span in spans if span not in apart]
-    whole = (min((start, *(span[0] for span in touching))), max((stop, *(span[1] for span in touching))))
-    return tuple(sorted([*apart, whole]))
+    before, after = list[Span](), list[Span]()
+    for span in spans:
+        if span[1] < start:
+            before.append(span)
+        elif span[0] > stop:
+            after.append(span)
+        else:
+            start, stop = min(start, span[0]), max(stop, span[1])
+    return (*before, (start, stop), *after)
 
 
 def clipped(spans: tuple[Span, ...], stop: int) -> tuple[Span, ...]:
