@@ -43,7 +43,9 @@ def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agr
     """Down the tree along what the target picks: the proposals that it picked too, and its first pick that differs or
     goes beyond them. Nothing is kept past a token that ends the answer. first: the step's row of node 0.
     """
-    node, path, tokens, logprobs = 0, [0], list[int](), list[Logprob]()
+    node, path = 0, [0]
+    tokens: list[int] = []
+    logprobs: list[Logprob] = []
     while True:
         picked = picked_at(first + node)
         if not isinstance(picked, Pick):

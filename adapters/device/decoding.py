@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from attrs import define, evolve
 from torch import Tensor
@@ -24,7 +25,7 @@ from adapters.device.proposer import Proposer, proposed
 from adapters.device.sampling import Draw, Picking, Sampler, picker, picking
 from adapters.device.slots import SlotState, abandoned, unfit
 from adapters.device.tree import chain, kept
-from adapters.device.underway import StepsTaken, behind
+from adapters.device.underway import StepsTaken, behind, going_on
 from adapters.models.shard import Forward, Kept, Segment, Shard, Step
 from effects.all import Ask, Outcome
 from effects.decode import Decoded, RunDecode
@@ -33,6 +34,8 @@ from effects.job import Sampling
 from effects.prefill import PrefillAdvanced
 
 log = logging.getLogger("rekindle.device")
+
+NOT_CARRIED_OUT = DeviceFailed("broken", "not carried out")
 
 
 @define(eq=False)
@@ -79,7 +82,7 @@ class Decoding:
             asks = tuple(ask for ask in onward if ask is not None)
             if len(asks) < len(onward) or self.lane.wanted:
                 return outcomes
-            steps.put(tuple(evolve(one, more=True) for one in outcomes if isinstance(one, Decoded)))
+            steps.put(tuple(going_on(one) for one in outcomes if isinstance(one, Decoded)))
 
     def _onward(self, ask: Ask, outcome: Outcome) -> Ask | None:
         """A request's next step, if it may be taken without asking."""
@@ -150,7 +153,7 @@ class Decoding:
                 return tuple(
                     behind(one, next(later)) if stays else one for one, stays in zip(outcomes, staying, strict=True)
                 )
-            steps.put(tuple(evolve(one, more=True) for one in outcomes if isinstance(one, Decoded)))
+            steps.put(tuple(going_on(one) for one in outcomes if isinstance(one, Decoded)))
             flying = following
 
     def _following(self, members: Sequence[Member], tokens: Tensor) -> Flying | None:
@@ -207,7 +210,7 @@ class Decoding:
     # --- one step ---
 
     def _step(self, asks: Sequence[Ask], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
-        outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(asks)
+        outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(asks)
         taken: dict[int, tuple[int, SlotState, int]] = {}
         for index, ask in enumerate(asks):
             effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
@@ -262,7 +265,10 @@ class Decoding:
         """One forward for all: how far the target picks what was proposed. Of a prompt's rows nobody asks what follows,
         so logits are those of a step without them.
         """
-        segments, rows, tokens, firsts = list[Segment](), list[Draw](), list[int](), list[int]()
+        segments: list[Segment] = []
+        rows: list[Draw] = []
+        tokens: list[int] = []
+        firsts: list[int] = []
         for member in members:
             firsts.append(len(rows))
             segments += member.tree.pieces(member.slot, member.state.valid)
@@ -271,7 +277,7 @@ class Decoding:
         step = whole = Step(tuple(segments), bucket_of(self.buckets, len(rows)))
         if piece is not None:
             whole, tokens = piece.behind(step, self.buckets), tokens + piece.tokens
-        forward = self.shard.forward(whole, torch.tensor(tokens))
+        forward = self.shard.forward(whole, torch.from_numpy(np.array(tokens, np.int64)))
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         picked = picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
         return whole, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=True)]

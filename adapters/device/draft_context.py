@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
@@ -197,13 +198,11 @@ class DraftContext(Generic[D]):
         self._extend(Step(segments, bucket), joined, [run[0].state for run in runs])
 
     def _extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
-        tokens = [
-            token
-            for segment, state in zip(step.segments, states, strict=True)
-            for token in state.tokens[segment.start : segment.start + segment.count]
-        ]
+        tokens: list[int] = []
+        for segment, state in zip(step.segments, states, strict=True):
+            tokens += state.tokens[segment.start : segment.start + segment.count]
         try:
-            self.draft.extend(step, torch.tensor(tokens), aux_hidden_states)
+            self.draft.extend(step, torch.from_numpy(np.array(tokens, np.int64)), aux_hidden_states)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
@@ -241,7 +240,9 @@ def fits(run: Sequence[Late], others: Sequence[Sequence[Late]]) -> bool:
 
 def settled(step: Step, kept: Sequence[Kept], buckets: Sequence[int]) -> tuple[Step, list[int]]:
     """The step as if only what stays had run, at the smallest bucket, and which rows of it that is."""
-    rows, segments, first = list[int](), list[Segment](), 0
+    rows: list[int] = []
+    segments: list[Segment] = []
+    first = 0
     for part, keep in zip(step.parts, kept, strict=True):
         path = range(keep) if isinstance(keep, int) else keep
         rows += [first + row for row in path]

@@ -29,7 +29,6 @@ from adapters.device.sampling import Draw, Sampler, adjusted
 from adapters.device.tree import Tree, best_first, chain, subtree
 from adapters.device.truncation import column
 from adapters.models.draft import BlockRequest
-from adapters.models.kernels.native.compiled import compiled
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
@@ -146,12 +145,13 @@ class Choosing:
 
     def __call__(self, parts: Sequence[Tensor]) -> list[list[int]]:
         """Chains that need no look at what was proposed before are picked together; all where the target's are."""
-        found, together = list[list[int]](), dict[int, Tensor]()
-        rows, noise = list[Draw](), list[float]()
+        found: list[list[int]] = [[] for _ in parts]
+        together: dict[int, Tensor] = {}
+        rows: list[Draw] = []
+        noise: list[float] = []
         for index, (part, request) in enumerate(zip(parts, self.requests, strict=True)):
             count, here = part.shape[0], request.sampler.device
             said = part if part.device == here else part.to(here)
-            found.append([])
             if count and self._wide(request):
                 found[index] = self._tree(index, said)
             elif count and request.sampler.plain:
@@ -221,7 +221,7 @@ def guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> lis
     """One token a row, from float32 `[R, V]` with bias and penalties. noise: see `noise_of`."""
     if not any(row.sampler.sampling.temperature for row in rows):
         return list(logits.argmax(-1).tolist())
-    native = None if logits.is_cuda else compiled()
+    native = None if logits.is_cuda else rows[0].sampler.native
     if native is not None:
         wanted = [(warmed(row.sampler, share), row.position, None) for row, share in zip(rows, noise, strict=True)]
         return [int(token) for (token, _, _), _ in found_at_once(native, native.level, logits, logits, wanted)]

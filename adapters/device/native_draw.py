@@ -42,7 +42,8 @@ def found_at_once(
         raise ValueError(f"logits: {used.dtype} {list(used.shape)} beside {list(raw.shape)}")
     used = used if used.is_contiguous() else used.contiguous()
     draws = ctypes.create_string_buffer(rows * _SIZE)
-    told, kept = dict[int, ctypes.Array[ctypes.c_double]](), list[Mask]()
+    told: dict[int, ctypes.Array[ctypes.c_double]] = {}
+    kept: list[Mask] = []
     first, first_raw = used.data_ptr(), raw.data_ptr()
     for row, (sampling, position, mask) in enumerate(wanted):
         bits, known, most, into = 0, -1, sampling.logprobs, 0
@@ -64,7 +65,7 @@ def found_at_once(
         )
     if native.code.rekindle_draw(draws, rows, vocab, _factors()[1], torch.get_num_threads(), level):
         raise MemoryError(f"no memory to draw from {vocab} logits")
-    found = list[tuple[list[float], list[float]]]()
+    found: list[tuple[list[float], list[float]]] = []
     for row in range(rows):
         lowest, highest, token = _FOUND.unpack_from(draws, row * _SIZE + _ASKED.size)
         found.append(([token, lowest, highest], list(told[row]) if row in told else []))

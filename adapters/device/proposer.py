@@ -115,7 +115,9 @@ def proposed(proposer: Proposer | None, taken: Mapping[int, tuple[int, SlotState
 
     taken: by slot, its place in the launch, its state, and how much may be proposed at most.
     """
-    requests, trees, members = list[DraftRequest](), dict[int, Tree](), list[Member]()
+    requests: list[DraftRequest] = []
+    members: list[Member] = []
+    trees: dict[int, Tree] = {}
     for slot, (_, state, most) in taken.items():
         if most and (room := capacity - state.valid - 1):
             requests.append(DraftRequest(slot, state, most, room))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TypeAlias
 
 import torch
@@ -56,6 +56,9 @@ class Sampler:
             self._counts = torch.zeros(vocab, device=self._device)
         # The model's logits are used as they are, but for a grammar's mask.
         self.plain = self._bias is None and self._seen is None and self._counts is None
+        # One more of its rows is hardly noticed beside another.
+        self.cheap = self.plain and matching is None and sampling.logprobs < 0
+        self.native = compiled() if self._device.type == "cpu" else None
         self.guessing: dict[float, Sampling] = {}  # how a draft guesses what is picked, by its share of the noise
 
     @property
@@ -152,20 +155,17 @@ def picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[in
     """
     if every or logits.is_cuda:
         return pick(logits, rows).__getitem__
-    found = dict[int, Picked]()
+    found: dict[int, Picked] = {}
 
     def picked(row: int) -> Picked:
         if row not in found:
-            near = list(takewhile(cheap, rows[row : row + TOGETHER])) or rows[row : row + 1]
-            found.update(enumerate(pick(logits[row : row + len(near)], near), row))
+            stop, most = row + 1, min(row + TOGETHER, len(rows)) if rows[row].sampler.cheap else 0
+            while stop < most and rows[stop].sampler.cheap:
+                stop += 1
+            found.update(enumerate(pick(logits[row:] if row else logits, rows[row:stop]), row))
         return found[row]
 
     return picked
-
-
-def cheap(row: Draw) -> bool:
-    """Is one more of these hardly noticed beside another?"""
-    return row.sampler.plain and row.sampler.matching is None and row.sampler.sampling.logprobs < 0
 
 
 @define(eq=False)
@@ -212,7 +212,7 @@ def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     """One token a row; waits for the device once, whatever is asked for. On a host the compiled library picks, where
     there is one, to the bit what `picking` does.
     """
-    native = None if logits.is_cuda else compiled()
+    native = None if logits.is_cuda else rows[0].sampler.native
     if native is None:
         return picking(logits, rows).read()
     raw = logits if logits.shape[0] == len(rows) else logits[: len(rows)]
@@ -253,7 +253,8 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
 
 def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
     """What each row's grammar lets follow, if it has one; and why nothing may, where that is so."""
-    masks, ends = list[Mask | None](), dict[int, str]()
+    masks: list[Mask | None] = []
+    ends: dict[int, str] = {}
     for index, row in enumerate(rows):
         matching = row.sampler.matching
         mask = None if matching is None else matching.mask(row.drafted)

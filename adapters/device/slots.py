@@ -134,7 +134,8 @@ def joined(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
     """The union of disjoint ascending spans and one more."""
     if start >= stop:
         return spans
-    before, after = list[Span](), list[Span]()
+    before: list[Span] = []
+    after: list[Span] = []
     for span in spans:
         if span[1] < start:
             before.append(span)

@@ -38,7 +38,8 @@ class Tree:
 
     def pieces(self, slot: int, start: int) -> list[Segment]:
         """Its chain pieces, node 0 at row `start`."""
-        found, first = list[Segment](), 0
+        found: list[Segment] = []
+        first = 0
         for node, parent in enumerate((*self.parents[1:], -1), 1):
             if parent != node - 1:
                 found.append(Segment(slot, start + self._depth(first), node - first))

@@ -70,6 +70,11 @@ def both(one: Decoded, other: Decoded) -> Decoded:
     return Decoded(one.tokens + other.tokens, proposed, logprobs, ns, accepted, steps, other.more)
 
 
+def going_on(one: Decoded) -> Decoded:
+    """What is not its launch's last."""
+    return Decoded(one.tokens, one.proposed, one.logprobs, one.ns, one.accepted, one.steps, more=True)
+
+
 def behind(one: Outcome, other: Outcome) -> Outcome:
     """The same of whatever came; a failure is all that is left to be told, and so is how far a prefill came."""
     return both(one, other) if isinstance(one, Decoded) and isinstance(other, Decoded) else other

@@ -113,6 +113,8 @@ def test_what_is_picked_is_what_torch_picks_to_the_bit(seed: int, monkeypatch: p
         assert alone == expected, (seed, case)
         assert torch.equal(logits.nan_to_num(7), before.nan_to_num(7))
     monkeypatch.setenv(SWITCH, "off")
+    assert odd_rows(seed)[1][0].sampler.native is None
+    monkeypatch.setattr(rows[0].sampler, "native", None)
     assert pick(logits, rows) == expected
 
 
