@@ -58,22 +58,18 @@ class DraftProposer(DraftContext[D], ABC):
     # --- proposals ---
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
-        trees = [chain((request.state.tokens[-1],)) for request in requests]
-        if self.draft.state != "loaded":
-            return trees
-        self.catch_up(*(request.slot for request in requests))
-        asks = {index: ask for index, request in enumerate(requests) if (ask := self._ask(request)).count > 0}
-        if asks:
+        trees: dict[int, Tree] = {}
+        if self.draft.state == "loaded":
+            self.catch_up(*[request.slot for request in requests])
+            asks = {index: ask for index, request in enumerate(requests) if (ask := self._ask(request)).count > 0}
             try:
-                grown = self.grown([requests[index] for index in asks], list(asks.values()))
+                grown = self.grown([requests[index] for index in asks], list(asks.values())) if asks else ()
+                trees.update(zip(asks, grown, strict=True))
             except Exception as error:
                 if not ran_out_of_memory(error):
                     raise
                 log.warning("no proposals: %s", error)
-                return trees
-            for index, tree in zip(asks, grown, strict=True):
-                trees[index] = tree
-        return trees
+        return [trees.get(index) or chain((request.state.tokens[-1],)) for index, request in enumerate(requests)]
 
     def _ask(self, request: DraftRequest) -> BlockRequest:
         """For nothing, where the draft has not followed up to the last row."""

@@ -34,6 +34,10 @@ class Sampler:
 
     prompt: every token before the answer, restored ones included. vocab: V. matching: what its grammar lets follow, if
     it has one. Raises ValueError for a bias on a token that the model does not have.
+
+    plain: the model's logits are used as they are, but for a grammar's mask. cheap: one more of its rows is hardly
+    noticed beside another. native: the compiled library, where that picks. guessing: how a draft guesses what is
+    picked, by its share of the noise.
     """
 
     def __init__(
@@ -54,12 +58,10 @@ class Sampler:
             self._seen.index_fill_(0, self._ids(sorted(set(prompt))), True)
         if sampling.presence_penalty or sampling.frequency_penalty:
             self._counts = torch.zeros(vocab, device=self._device)
-        # The model's logits are used as they are, but for a grammar's mask.
         self.plain = self._bias is None and self._seen is None and self._counts is None
-        # One more of its rows is hardly noticed beside another.
         self.cheap = self.plain and matching is None and sampling.logprobs < 0
         self.native = compiled() if self._device.type == "cpu" else None
-        self.guessing: dict[float, Sampling] = {}  # how a draft guesses what is picked, by its share of the noise
+        self.guessing: dict[float, Sampling] = {}
 
     @property
     def device(self) -> torch.device:
