@@ -59,7 +59,7 @@ class Tree:
         return None
 
 
-def kept(path: Tokens) -> Kept:
+def kept(path: tuple[int, ...]) -> Kept:
     """A path from node 0 on, as a shard wants to be told of it."""
     return path if path and path[-1] >= len(path) else len(path)
 
