@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeAlias
+from struct import Struct
+from typing import Any
 
-import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
 
 from adapters.models.shard import Segment, Step
-
-HostTable: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @define(eq=False)
@@ -36,14 +34,14 @@ class Batch:
     rows of a slot. The caches are `[pages, KV, PAGE, hd]` then.
     plan is the kernels' own: what `Kernels.prepare` worked out for this step.
 
-    What is written on the host is written with numpy: every small operation of torch's lets other threads have the
-    interpreter, and would wait until they give it back, as often as a step has rows.
+    What is written on the host is put together as numbers of Python's and written at once: every small operation of
+    torch's lets other threads have the interpreter, and would wait until they give it back, as often as a step has
+    rows; and a decode step, whose rows are few, would take longer with numpy.
     """
 
     bucket: int
     device: torch.device
     pages: Tensor | None = field(default=None, kw_only=True)
-    _columns: ClassVar[int] = 4
     table: Tensor = field(init=False)
     tokens: Tensor = field(init=False)
     slots: Tensor = field(init=False)
@@ -51,44 +49,51 @@ class Batch:
     lengths: Tensor = field(init=False)
     segments: tuple[Segment, ...] = field(init=False, default=())
     plan: Any = field(init=False, default=None)
+    _padding: tuple[int, ...] = field(init=False, default=(0, -1, 0))  # what padded rows have behind their tokens
     _staging: Tensor = field(init=False)
-    _host: HostTable = field(init=False)  # the same memory
+    _memory: memoryview = field(init=False)  # of the same
+    _packing: Struct = field(init=False)
     _copied: torch.cuda.Event | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        on_cuda = self.device.type == "cuda"
-        self._staging = torch.zeros(self._columns, self.bucket, dtype=torch.int64, pin_memory=on_cuda)
-        self._host = self._staging.numpy()
+        on_cuda, columns = self.device.type == "cuda", 1 + len(self._padding)
+        self._staging = torch.zeros(columns, self.bucket, dtype=torch.int64, pin_memory=on_cuda)
+        self._memory = memoryview(self._staging.numpy())  # type: ignore[arg-type]
+        self._packing = Struct(f"={columns * self.bucket}q")
         self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self.table = self._staging if self.device.type == "cpu" else self._staging.to(self.device)
         self.tokens, self.slots, self.positions, self.lengths = self.table[:4].unbind(0)
 
     def load(self, step: Step, tokens: Tensor | Sequence[int] | None) -> None:
         """Fill the buffers from `step`; tokens: int64 `[rows]` on any device, or None on a later shard."""
-        host, row = self._host, 0
+        columns = self._columns(step)
+        rows = len(columns[0])
+        spare, there = self.bucket - rows, None
+        if isinstance(tokens, Tensor):
+            tokens, there = (tokens.tolist(), None) if tokens.is_cpu else (None, tokens)
+        numbers = [0] * rows if tokens is None else [*tokens]
+        numbers += [0] * spare
+        for column, padding in zip(columns, self._padding, strict=True):
+            numbers += column
+            numbers += [padding] * spare
         if self._copied is not None:
             self._copied.synchronize()
-        host.fill(0)
-        host[2] = -1
-        for segment in step.segments:
-            end = row + segment.count
-            host[1, row:end] = segment.slot
-            host[2, row:end] = np.arange(segment.start, segment.start + segment.count)
-            row = end
-        self._measure(step, host)
-        there = tokens if isinstance(tokens, Tensor) and tokens.device.type != "cpu" else None
-        if tokens is not None and there is None:
-            host[0, :row] = tokens.numpy() if isinstance(tokens, Tensor) else tokens
+        self._packing.pack_into(self._memory, 0, *numbers)
         if self.table is not self._staging:
             self.table.copy_(self._staging, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
         if there is not None:
-            self.tokens[:row].copy_(there)
+            self.tokens[:rows].copy_(there)
         self.segments = step.segments
 
-    def _measure(self, step: Step, host: HostTable) -> None:  # noqa: ARG002 - a batch of blocks needs the step
-        host[3] = host[2] + 1
+    def _columns(self, step: Step) -> tuple[list[int], ...]:
+        """What the rows have in the columns behind the tokens."""
+        slots, positions = list[int](), list[int]()
+        for segment in step.segments:
+            slots += [segment.slot] * segment.count
+            positions += range(segment.start, segment.start + segment.count)
+        return slots, positions, [position + 1 for position in positions]
 
 
 @define(eq=False)
@@ -101,7 +106,7 @@ class BlockBatch(Batch):
     before is firsts on the host, one a segment; to be set before `load`.
     """
 
-    _columns: ClassVar[int] = 6
+    _padding: tuple[int, ...] = field(init=False, default=(0, -1, 0, 0, 0))
     starts: Tensor = field(init=False)
     firsts: Tensor = field(init=False)
     before: tuple[int, ...] = field(init=False, default=())
@@ -110,12 +115,14 @@ class BlockBatch(Batch):
         super().__attrs_post_init__()
         self.starts, self.firsts = self.table[4:6].unbind(0)
 
-    def _measure(self, step: Step, host: HostTable) -> None:
-        row = 0
+    def _columns(self, step: Step) -> tuple[list[int], ...]:
+        slots, positions, _ = super()._columns(step)
+        stops, starts, firsts = list[int](), list[int](), list[int]()
         for segment, first in zip(step.segments, self.before, strict=True):
-            rows = slice(row, row + segment.count)
-            host[3, rows], host[4, rows], host[5, rows] = segment.start + segment.count, segment.start, first
-            row += segment.count
+            stops += [segment.start + segment.count] * segment.count
+            starts += [segment.start] * segment.count
+            firsts += [first] * segment.count
+        return slots, positions, stops, starts, firsts
 
 
 @define(eq=False)
@@ -129,7 +136,7 @@ class StateBatch(Batch):
     before `load`; a graph may rely on `settles`.
     """
 
-    _columns: ClassVar[int] = 6
+    _padding: tuple[int, ...] = field(init=False, default=(0, -1, 0, 0, 0))
     bases: Tensor = field(init=False)
     counts: Tensor = field(init=False)
     before: tuple[int, ...] = field(init=False, default=())
@@ -139,10 +146,9 @@ class StateBatch(Batch):
         super().__attrs_post_init__()
         self.bases, self.counts = self.table[4:].unbind(0)
 
-    def _measure(self, step: Step, host: HostTable) -> None:
-        super()._measure(step, host)
-        row = 0
+    def _columns(self, step: Step) -> tuple[list[int], ...]:
+        bases, counts = list[int](), list[int]()
         for segment, base in zip(step.segments, self.before, strict=True):
-            host[4, row : row + segment.count] = base
-            host[5, row] = segment.count
-            row += segment.count
+            bases += [base] * segment.count
+            counts += [segment.count, *[0] * (segment.count - 1)]
+        return *super()._columns(step), bases, counts

@@ -15,9 +15,8 @@ states are kept for each slot, as recurrent layers keep what they need of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
@@ -25,7 +24,7 @@ from torch import Tensor
 from adapters.models.decoder import WeightReader, finished, gated, projected
 from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.draft_parts import DraftWeights
-from adapters.models.kernels.batch import BlockBatch, HostTable
+from adapters.models.kernels.batch import BlockBatch
 from adapters.models.kernels.interface import AttentionMask, Kernels
 from adapters.models.mtp.checkpoint import HeadConfig
 from adapters.models.mtp.weights import LoadedHead, load_head
@@ -47,11 +46,11 @@ class HeadBatch(BlockBatch):
 
     slots_held: int
     chained: bool = field(init=False, default=False)
-    _columns: ClassVar[int] = 8
     sources: Tensor = field(init=False)
     places: Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._padding = (*self._padding, 0, self.step_rows - 1)
         super().__attrs_post_init__()
         self.sources, self.places = self.table[6:].unbind(0)
 
@@ -60,24 +59,22 @@ class HeadBatch(BlockBatch):
         """Where the hidden states of the step's own rows begin."""
         return 2 + self.slots_held * KEPT
 
-    def _measure(self, step: Step, host: HostTable) -> None:
-        super()._measure(step, host)
-        sources, places = host[6], host[7]
-        places.fill(self.step_rows - 1)
-        row = 0
+    def _columns(self, step: Step) -> tuple[list[int], ...]:
+        sources, places = list[int](), list[int]()
         for segment in step.segments:
-            rows = np.arange(row, row + segment.count)
-            positions = np.arange(segment.start, segment.start + segment.count)
-            first = 1 + segment.slot * KEPT
+            row, first = self.step_rows + len(sources), 1 + segment.slot * KEPT
+            positions = range(segment.start, segment.start + segment.count)
+            own = range(row, row + segment.count)
             if self.chained:
-                sources[rows] = self.step_rows + rows
+                sources += own
             else:
-                sources[rows] = np.where(positions % KEPT == 0, 0, self.step_rows + rows - 1)
+                before = [place - 1 if at % KEPT else 0 for place, at in zip(own, positions, strict=True)]
                 if segment.start % KEPT:
-                    sources[row] = first + (segment.start - 1) % KEPT
-            last = slice(max(row, row + segment.count - KEPT), row + segment.count)
-            places[last] = first + positions[-KEPT:] % KEPT
-            row += segment.count
+                    before[0] = first + (segment.start - 1) % KEPT
+                sources += before
+            places += [self.step_rows - 1] * (segment.count - KEPT)
+            places += [first + at % KEPT for at in positions[-KEPT:]]
+        return *super()._columns(step), sources, places
 
 
 @define(eq=False)
