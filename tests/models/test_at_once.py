@@ -153,6 +153,22 @@ def test_a_drafts_context_and_blocks_at_once_are_those_of_operations_one_by_one(
     assert (4 in noting.noted) is (dtype is not torch.float16) is (64 in noting.contexts)
 
 
+def test_tensors_that_were_not_the_last_ones_are_checked_and_taken_anew():
+    dtype, width = torch.bfloat16, 96
+    kernels, norm = CpuKernels(dtype), torch.ones(width, dtype=dtype)
+    packed = kernels.pack(torch.randn(40, width).to(dtype))
+    given = [torch.randn(4, width).to(dtype) for _ in range(2)]
+    for hidden in (given[0], given[0], given[1], given[0]):
+        expected, logits = torch.empty(4, 40), torch.empty(4, 40)
+        OneByOne(dtype).logits(hidden, norm, 1e-6, packed, expected)
+        kernels.logits(hidden, norm, 1e-6, packed, logits)
+        assert same_bits(logits, expected)
+    with pytest.raises(ValueError, match="for a norm of"):
+        kernels.logits(given[0].float(), norm, 1e-6, packed, logits)
+    with pytest.raises(ValueError, match="outputs into"):
+        kernels.logits(given[0], norm, 1e-6, packed, logits[:, 1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_may_be_packed_each_part_in_its_own_way(dtype):
     config = Qwen3Config(203, 256, 512, 2, 8, 2, 32, 2048, 1e4, tie_word_embeddings=True)

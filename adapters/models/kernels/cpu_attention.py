@@ -8,6 +8,8 @@ zero, and zeros change no bit of a sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -58,10 +60,16 @@ class Span:
 class StepPlan:
     """What the layers of one step share."""
 
-    segments: list[tuple[int, Segment]]  # with their first rows of the batch
+    given: tuple[Segment, ...]
     _angles: tuple[Tensor, Tensor] | None = None
     _spans: dict[AttentionMask | None, list[Span]] = field(init=False, factory=dict)
     _seen: dict[AttentionMask, tuple[Tensor, Tensor]] = field(init=False, factory=dict)
+
+    @cached_property
+    def segments(self) -> list[tuple[int, Segment]]:
+        """With their first rows of the batch."""
+        rows = accumulate((segment.count for segment in self.given), initial=0)
+        return list(zip(rows, self.given, strict=False))
 
     def seen(self, mask: AttentionMask, batch: BlockBatch) -> tuple[Tensor, Tensor]:
         """The first key that each row of blocks sees, and the first one behind the last: int64 `[R]`."""
@@ -92,7 +100,7 @@ class StepPlan:
 
     def check(self, slots: int, rows: int) -> None:
         """Raises IndexError for rows that the caches do not have."""
-        for _, segment in self.segments:
+        for segment in self.given:
             if not 0 <= segment.slot < slots or not 0 <= segment.start <= segment.start + segment.count <= rows:
                 raise IndexError(f"{segment} in {slots} slots of {rows} rows")
 

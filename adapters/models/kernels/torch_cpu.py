@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -232,8 +231,8 @@ class CpuKernels:
     ) -> LayersAtOnce | None:
         if self._own_attention is None:
             return None
-        native, prepared = self._own_attention.compiled, self._prepared
-        found = layers_at_once(native, layers, rope, rows, self._dtype, embedding, prepared)
+        native = self._own_attention.compiled
+        found = layers_at_once(native, layers, rope, rows, self._dtype, embedding, self._prepared)
         return found if found is not None and self._attention.own_serves(*found.heads, rows) else None
 
     def context_at_once(
@@ -244,18 +243,17 @@ class CpuKernels:
         return context_at_once(self._rows.compiled, (fc, norm, eps), layers, rope, rows, self._prepared)
 
     def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, out: Tensor) -> None:
-        known, own = self._heads.get(len(hidden), (None, None))
+        known, own = self._heads.get(rows := hidden.shape[0], (None, None))
         if known is not packed:
-            own = None if self._rows is None else head_at_once(self._rows.compiled, norm, eps, packed, len(hidden))
-            self._heads[len(hidden)] = packed, own
+            own = None if self._rows is None else head_at_once(self._rows.compiled, norm, eps, packed, rows)
+            self._heads[rows] = packed, own
         if own is None:
             out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
         else:
             own.put(hidden, out)
 
     def prepare(self, batch: Batch) -> None:
-        rows = accumulate((segment.count for segment in batch.segments), initial=0)
-        batch.plan = StepPlan(list(zip(rows, batch.segments, strict=False)))
+        batch.plan = StepPlan(batch.segments)
 
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
@@ -340,11 +338,13 @@ class CpuKernels:
             raise Unproven(f"products were proven for {wide} threads, and there are {threads} now")
         if batch.bucket > NARROW or narrow == wide:
             return body()
-        pace = self._paces.setdefault((name, batch.bucket), Pace(narrow, wide))
-        start = time.perf_counter()
-        torch.set_num_threads(pace.threads)
+        pace = self._paces.get(kind := (name, batch.bucket)) or self._paces.setdefault(kind, Pace(narrow, wide))
+        threads, start = pace.threads, time.perf_counter()
+        if threads != wide:
+            torch.set_num_threads(threads)
         try:
             return body()
         finally:
-            torch.set_num_threads(wide)
+            if threads != wide:
+                torch.set_num_threads(wide)
             pace.took(time.perf_counter() - start)

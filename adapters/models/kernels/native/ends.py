@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -50,8 +51,10 @@ class NativeContext:
     layers: Sequence[NativeContextLayer]
     rope: Rope
     rows: int
+    _room: tuple[int, int] = field(init=False)  # slots, and rows of one
     _decoder: DecoderOf = field(init=False)
     _described: ctypes.Array[LayerOf] = field(init=False)
+    _given: tuple[Tensor, Batch, tuple[Any, ...]] | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         first, (width,), dtype = self.layers[0].k_cache, self.norm.shape, self.norm.dtype
@@ -65,6 +68,7 @@ class NativeContext:
         check_caches([one for layer in self.layers for one in (layer.k_cache, layer.v_cache)])
         for layer in self.layers:
             check_heads(layer.prep, 0, kv, head)
+        self._room = len(first), min(first.shape[2], len(self.rope.cos))
         self._decoder = DecoderOf(
             *(width, 0, kv, head, self.rope.cos.data_ptr(), self.rope.sin.data_ptr(), turned),
             *(first.stride(0), first.stride(1), FORMS[dtype], ROW_FORMS[first.dtype]),
@@ -75,13 +79,22 @@ class NativeContext:
 
     def run(self, given: Tensor, batch: Batch) -> None:
         """As `ContextAtOnce` has it."""
-        shape, cache = (self.rows, self.fc[0].weight.terms), self.layers[0].k_cache
+        known = self._given
+        if known is None or known[0] is not given or known[1] is not batch:
+            known = self._given = given, batch, self._arguments(given, batch)
+        batch.plan.check(*self._room)
+        failed = self.compiled.code.rekindle_context(*known[2], torch.get_num_threads(), self.level)
+        if failed:
+            raise MemoryError(f"no memory for {self.rows} rows of context")
+
+    def _arguments(self, given: Tensor, batch: Batch) -> tuple[Any, ...]:
+        """As `NativeLayers` has it."""
+        shape = (self.rows, self.fc[0].weight.terms)
         if given.shape != shape or given.dtype is not self.norm.dtype or not given.is_contiguous():
             raise ValueError(f"{given.dtype} {list(given.shape)} for {list(shape)} in {self.norm.dtype}")
         if batch.bucket != self.rows:
             raise ValueError(f"a step of {batch.bucket} rows where there are {self.rows}")
-        batch.plan.check(len(cache), min(cache.shape[2], len(self.rope.cos)))
-        failed = self.compiled.code.rekindle_context(
+        return (
             ctypes.byref(self._decoder),
             self._described,
             len(self._described),
@@ -89,11 +102,7 @@ class NativeContext:
             given.data_ptr(),
             batch.slots.data_ptr(),
             batch.positions.data_ptr(),
-            torch.get_num_threads(),
-            self.level,
         )
-        if failed:
-            raise MemoryError(f"no memory for {self.rows} rows of context")
 
 
 def _keeping(layer: NativeContextLayer) -> LayerOf:
@@ -113,6 +122,7 @@ class NativeHead:
     eps: float
     parts: tuple[NativePart, ...]
     _described: LayerOf = field(init=False)
+    _given: tuple[Tensor, Tensor, tuple[Any, ...]] | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         if any(part.weight.terms != len(self.norm) or part.piece < 1 or part.up is not None for part in self.parts):
@@ -122,6 +132,15 @@ class NativeHead:
 
     def put(self, hidden: Tensor, logits: Tensor) -> None:
         """hidden `[R, D]` -> logits, float32 `[R, V]`: products as the hidden states' dtype rounds them."""
+        known = self._given
+        if known is None or known[0] is not hidden or known[1] is not logits:
+            known = self._given = hidden, logits, self._arguments(hidden, logits)
+        failed = self.compiled.code.rekindle_logits(*known[2], torch.get_num_threads(), self.level)
+        if failed:
+            raise MemoryError(f"no memory for logits of {len(logits)} rows")
+
+    def _arguments(self, hidden: Tensor, logits: Tensor) -> tuple[Any, ...]:
+        """As `NativeLayers` has it."""
         outputs = sum(part.weight.outputs for part in self.parts)
         fits = hidden.shape == (len(logits), len(self.norm)) and hidden.dtype in FORMS and hidden.is_contiguous()
         if not fits or self.norm.dtype not in {hidden.dtype, torch.float32} or not self.norm.is_contiguous():
@@ -129,14 +148,10 @@ class NativeHead:
         check_fixed(self.parts, hidden.dtype)
         if logits.shape[1] != outputs or logits.dtype is not torch.float32 or not logits.is_contiguous():
             raise ValueError(f"{outputs} outputs into {logits.dtype} {list(logits.shape)}")
-        failed = self.compiled.code.rekindle_logits(
+        return (
             ctypes.byref(self._described),
             hidden.data_ptr(),
             *hidden.shape,
             FORMS[hidden.dtype],
             logits.data_ptr(),
-            torch.get_num_threads(),
-            self.level,
         )
-        if failed:
-            raise MemoryError(f"no memory for logits of {len(logits)} rows")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -64,8 +65,10 @@ class NativeLayers:
     rows: int
     dtype: torch.dtype
     embedding: Embedding | None = None
+    _room: tuple[int, int] = field(init=False)  # slots, and rows of one
     _decoder: DecoderOf = field(init=False)
     _described: ctypes.Array[LayerOf] = field(init=False)
+    _given: tuple[Tensor, Batch, tuple[Any, ...]] | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         first = self.layers[0]
@@ -76,7 +79,8 @@ class NativeLayers:
             _check(layer, first, (self.rows, width, heads, kv, head), dtype)
         check_rope(self.rope)
         turned = self.rope.cos.shape[1]
-        if head > WIDEST or 2 * turned > head or heads % kv or min(capacity, len(self.rope.cos)) < 1 or not slots:
+        self._room = slots, min(capacity, len(self.rope.cos))
+        if head > WIDEST or 2 * turned > head or heads % kv or min(self._room) < 1:
             raise ValueError(f"{heads} heads of {head} for {kv} of keys, {turned} pairs of which are rotated")
         given = () if self.embedding is None else (self.embedding.table, self.embedding.masked)
         for one in given:
@@ -95,30 +99,33 @@ class NativeLayers:
 
     def run(self, residual: Tensor, batch: Batch, *, stops: bool) -> None:
         """As `LayersAtOnce` has it. Raises IndexError for a token that the embedding does not have."""
+        known = self._given
+        if known is None or known[0] is not residual or known[1] is not batch:
+            known = self._given = residual, batch, self._arguments(residual, batch)
+        batch.plan.check(*self._room)
+        failed = self.compiled.code.rekindle_layers(*known[2], int(stops), torch.get_num_threads(), self.level)
+        if failed == _NO_TOKEN:
+            raise IndexError(f"tokens {batch.tokens.tolist()}: the embedding has others")
+        if failed:
+            raise MemoryError(f"no memory for layers of {self.rows} rows")
+
+    def _arguments(self, residual: Tensor, batch: Batch) -> tuple[Any, ...]:
+        """Of the library's function. Static tensors come again and again, and are kept with what was made of them."""
         alike = residual.shape == (self.rows, self._decoder.width) and residual.dtype is self.dtype
         if not alike or not residual.is_contiguous() or batch.bucket != self.rows:
             raise ValueError(f"{residual.dtype} {list(residual.shape)} for layers of {self.rows} rows in {self.dtype}")
-        batch.plan.check(len(self.layers[0].k_cache), min(self.layers[0].k_cache.shape[2], len(self.rope.cos)))
-        embedding = None if self.embedding is None else _embedding(self.embedding, batch)
-        failed = self.compiled.code.rekindle_layers(
+        return (
             ctypes.byref(self._decoder),
             self._described,
             len(self.layers),
             self.rows,
-            None if embedding is None else ctypes.byref(embedding),
+            None if self.embedding is None else ctypes.byref(_embedding(self.embedding, batch)),
             residual.data_ptr(),
             batch.slots.data_ptr(),
             batch.positions.data_ptr(),
             batch.lengths.data_ptr(),
             batch.firsts.data_ptr() if isinstance(batch, BlockBatch) else None,
-            int(stops),
-            torch.get_num_threads(),
-            self.level,
         )
-        if failed == _NO_TOKEN:
-            raise IndexError(f"tokens {batch.tokens.tolist()}: the embedding has others")
-        if failed:
-            raise MemoryError(f"no memory for layers of {self.rows} rows")
 
 
 def _check(layer: NativeLayer, first: NativeLayer, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
