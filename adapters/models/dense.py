@@ -25,6 +25,7 @@ from adapters.models.recurrent import DeltaLayer, load_delta_layer
 from adapters.models.recurrent_cache import RecurrentCache
 from adapters.models.shard import BUCKETS, Forward, Kept, NamedTensors, OutputHead, Step
 from adapters.models.tree_attention import TreeAttention, check_tree
+from adapters.models.waves import inference
 
 
 class DenseShard:
@@ -165,7 +166,7 @@ class DenseShard:
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         self._check_step(step, inputs)
         buffers = self._at(step.bucket)
-        with torch.inference_mode():
+        with inference():
             if self._embedding is None:
                 buffers.hidden.copy_(inputs)
             buffers.batch.before, buffers.batch.settles = self._states.start(step), step.rows_only
@@ -199,7 +200,7 @@ class DenseShard:
         if len(kept) != len(step.parts):
             raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
         tree = self._at(step.bucket).tree
-        with torch.inference_mode():
+        with inference():
             self._states.commit(step, kept)
             if step.branches and tree is not None:
                 tree.settle(step, kept)
@@ -211,7 +212,7 @@ class DenseShard:
             raise ValueError(f"logits: layers {self._layers.start}..{self._layers.stop - 1} have no head")
         if buffers.logits is None:  # a prefill's bucket never needs them, and they are large
             buffers.logits = torch.zeros(step.bucket, self._config.vocab_size, device=self._device)
-        with torch.inference_mode():
+        with inference():
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
             given = (buffers.hidden, self._norm, self._config.rms_norm_eps, self._head, buffers.logits)
@@ -289,8 +290,9 @@ class DenseShard:
             raise ValueError(f"{rows} rows at bucket {step.bucket} do not go with inputs of shape {found}")
         if len({part[0].slot for part in step.parts}) != len(step.parts):
             raise ValueError("a slot appears twice in one step")
-        for part in step.parts:
-            check_tree(part)
+        if step.branches:
+            for part in step.parts:
+                check_tree(part)
         for segment in step.segments:
             self._cache.check_span(segment.slot, segment.start, segment.start + segment.count)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from attrs import astuple, frozen
@@ -12,6 +12,8 @@ from torch import Tensor
 from adapters.layout import TensorSpec, dtype_name, torch_dtype
 from adapters.models.kernels.delta import CHUNK, TAPS, UNSETTLED, DeltaKernels, DeltaShape, DeltaState
 from adapters.models.shard import Kept, NamedTensors, Step
+
+_NOTHING = nullcontext()
 
 
 @frozen
@@ -97,24 +99,26 @@ class RecurrentCache:
             )
         return base
 
-    @contextmanager
-    def settling(self, step: Step) -> Iterator[None]:
+    def settling(self, step: Step) -> AbstractContextManager[None]:
         """Around a forward. One of rows only moves states as it goes: if it raises, they are put back; else all of its
         rows are settled.
         """
-        with self.restoring(step):
-            yield
-        if step.rows_only and self.layers:
-            for one in step.segments:
-                stop = one.start + one.count
-                self._standing[one.slot] = Standing(stop - stop % CHUNK, stop % CHUNK)
+        return self._settling(step) if step.rows_only and self.layers else _NOTHING
+
+    def restoring(self, step: Step) -> AbstractContextManager[None]:
+        """Around whatever settles a step of rows only: if it raises, each slot's state is where the step found it."""
+        return self._restoring(step) if step.rows_only and self.layers else _NOTHING
 
     @contextmanager
-    def restoring(self, step: Step) -> Iterator[None]:
-        """Around whatever settles a step of rows only: if it raises, each slot's state is where the step found it."""
-        if not (step.rows_only and self.layers):
+    def _settling(self, step: Step) -> Iterator[None]:
+        with self._restoring(step):
             yield
-            return
+        for one in step.segments:
+            stop = one.start + one.count
+            self._standing[one.slot] = Standing(stop - stop % CHUNK, stop % CHUNK)
+
+    @contextmanager
+    def _restoring(self, step: Step) -> Iterator[None]:
         bases = [self._base(one.slot, one.start) for one in step.segments]
         saved = [
             (tensor[one.slot], tensor[one.slot].clone())

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -23,6 +25,7 @@ NamedTensors: TypeAlias = Mapping[str, Tensor]
 # What stays of one slot's rows in a step: the first so many, or, of a tree, those of one path from its root on,
 # numbered from the slot's first row. Nothing: 0, or no path.
 Kept: TypeAlias = int | tuple[int, ...]
+_slot = attrgetter("slot")
 
 
 @frozen
@@ -51,14 +54,14 @@ class Step:
     bucket: int
     rows_only: bool = False
 
-    @property
+    @cached_property
     def rows(self) -> int:
-        return sum(segment.count for segment in self.segments)
+        return sum([segment.count for segment in self.segments])
 
-    @property
+    @cached_property
     def parts(self) -> tuple[tuple[Segment, ...], ...]:
         """The segments of each slot, in order."""
-        return tuple(tuple(part) for _, part in groupby(self.segments, lambda segment: segment.slot))
+        return tuple([tuple(part) for _, part in groupby(self.segments, _slot)])
 
     @property
     def branches(self) -> bool:

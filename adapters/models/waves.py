@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adapters.models.shard import Forward, Shard, Step
 
+_NOTHING = nullcontext()
 SPAN = 8  # chunks of one prefill: over two shards that takes as long as 9 waves, where one by one it would be 16
 
 
@@ -87,7 +88,7 @@ class Waves:
 
     def _advance(self, flight: Flight) -> None:
         part, last = self.parts[flight.at], flight.at == len(self.parts) - 1
-        with torch.inference_mode(), current(part.device):
+        with inference(), current(part.device):
             part.synchronize()  # with the chunk before this one: nobody runs ahead of what is abandoned
             left = part.forward(flight.step, flight.carried)
             for layer, hidden in left.aux_hidden_states.items():
@@ -107,4 +108,9 @@ def elsewhere(part: Shard) -> bool:
 
 def current(device: torch.device) -> AbstractContextManager[object]:
     """What is launched inside is launched there; kernels of Triton go by the current device, whatever their tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
+
+
+def inference() -> AbstractContextManager[object]:
+    """Torch's inference mode, whose entrance takes several times as long as the look whether it is on already."""
+    return _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from adapters.models.draft import BlockRequest
-from adapters.models.shard import Segment
 
 # Rows of one draft forward: more blocks than fit are proposed to in turns, which bounds what attention needs.
 MOST_ROWS = 128
@@ -18,10 +17,6 @@ def block_rows(request: BlockRequest, block: int) -> int:
     while rows < request.count + 1:
         rows *= 2
     return min(rows, block)
-
-
-def segment_of(request: BlockRequest, block: int) -> Segment:
-    return Segment(request.slot, request.position, block_rows(request, block))
 
 
 def turns(requests: Sequence[BlockRequest], block: int, most: int) -> Iterator[list[BlockRequest]]:

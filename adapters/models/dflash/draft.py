@@ -20,7 +20,7 @@ from attrs import define
 from torch import Tensor
 
 from adapters.models.decoder import WeightReader, finished, projected
-from adapters.models.dflash.blocks import MOST_ROWS, SMALLEST_BLOCK, block_rows, segment_of, turns
+from adapters.models.dflash.blocks import MOST_ROWS, SMALLEST_BLOCK, block_rows, turns
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.weights import LoadedDraft, load_draft
 from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, Pick
@@ -36,8 +36,8 @@ from adapters.models.kernels.interface import (
     WholeLayer,
 )
 from adapters.models.layer_buffers import whole_layer
-from adapters.models.shard import Step, TargetHead
-from adapters.models.waves import current
+from adapters.models.shard import Segment, Step, TargetHead
+from adapters.models.waves import current, inference
 
 
 @define(eq=False)
@@ -91,8 +91,9 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         loaded = self._loaded()
         self._check_step(step)
         buffers = self._context(step.bucket, len(self.aux_layers))
-        with torch.inference_mode(), current(self._device):
-            here = [aux_hidden_states[layer].to(self._device) for layer in self.aux_layers]
+        with inference(), current(self._device):
+            given = [aux_hidden_states[layer] for layer in self.aux_layers]
+            here = [one if one.device == self._device else one.to(self._device) for one in given]
             torch.cat(here, 1, out=buffers.given)
             buffers.batch.load(step, None)
             self._kernels.prepare(buffers.batch)
@@ -102,7 +103,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         loaded = self._loaded()
         self._check_step(step)
         buffers = self._context(step.bucket, 1)
-        with torch.inference_mode(), current(self._device):
+        with inference(), current(self._device):
             buffers.given[: step.rows].copy_(features)
             buffers.batch.load(step, None)
             self._kernels.prepare(buffers.batch)
@@ -110,7 +111,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
         """All at once: `pick` is asked once."""
-        pick(torch.split(self.logits(requests), [request.count for request in requests]))
+        pick(self._parts(requests))
 
     def logits(self, requests: Sequence[BlockRequest]) -> Tensor:
         """Float32 logits `[sum of counts, V]`: for each request in turn its rows 1 to count.
@@ -118,28 +119,32 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         Row j is the draft's word on the token at `position + j`. Read them before the next call: they may be static
         buffers. The block is run at the smallest of 4, 8, 16 ... B rows that holds the proposals.
         """
+        parts = self._parts(requests)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _parts(self, requests: Sequence[BlockRequest]) -> list[Tensor]:
+        """The logits of each."""
         loaded, block = self._loaded(), self.block
         self._check_requests(requests)
         together = list(turns(requests, block, max(block, min(MOST_ROWS, self._buckets[-1]))))
-        parts = []
+        parts = list[Tensor]()
         for turn in together:
-            logits = self._run_turn(loaded, turn)
-            row = 0
-            for request in turn:
-                rows = logits[row + 1 : row + 1 + request.count]
+            segments = tuple([Segment(one.slot, one.position, block_rows(one, block)) for one in turn])
+            logits, row = self._run_turn(loaded, turn, segments), 1
+            for request, segment in zip(turn, segments, strict=True):
+                rows = logits[row : row + request.count]
                 parts.append(rows if len(together) == 1 else rows.clone())
-                row += block_rows(request, block)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                row += segment.count
+        return parts
 
-    def _run_turn(self, loaded: LoadedDraft, requests: Sequence[BlockRequest]) -> Tensor:
-        segments = tuple(segment_of(request, self.block) for request in requests)
-        total = sum(segment.count for segment in segments)
-        step = Step(segments, next(bucket for bucket in self._buckets if bucket >= total))
-        buffers = self._block(step.bucket)
-        tokens = list[int]()
+    def _run_turn(self, loaded: LoadedDraft, requests: Sequence[BlockRequest], segments: tuple[Segment, ...]) -> Tensor:
+        total, tokens = 0, list[int]()
         for request, segment in zip(requests, segments, strict=True):
             tokens += [request.token, *[self._config.mask_token_id] * (segment.count - 1)]
-        with torch.inference_mode(), current(self._device):
+            total += segment.count
+        step = Step(segments, next(bucket for bucket in self._buckets if bucket >= total))
+        buffers = self._block(step.bucket)
+        with inference(), current(self._device):
             buffers.batch.before = tuple(request.first for request in requests)
             buffers.batch.load(step, tokens)
             self._kernels.prepare(buffers.batch)

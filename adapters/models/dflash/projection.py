@@ -18,7 +18,7 @@ from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.interface import Kernels
 from adapters.models.parking import ParkedWeights
 from adapters.models.shard import Step
-from adapters.models.waves import current
+from adapters.models.waves import current, inference
 
 
 @frozen
@@ -70,7 +70,7 @@ class FeatureProjection:
             joined = self.kernels.linear(buffers.fused, loaded.fc)
             buffers.out.copy_(self.kernels.add_norm(joined, None, loaded.norm, self.config.rms_norm_eps))
 
-        with torch.inference_mode(), current(self.device):
+        with inference(), current(self.device):
             here = [aux_hidden_states[layer].to(self.device) for layer in self.config.aux_layers]
             torch.cat(here, 1, out=buffers.fused)
             buffers.batch.load(step, None)

@@ -29,7 +29,7 @@ from adapters.models.kernels.interface import AttentionMask, Kernels
 from adapters.models.mtp.checkpoint import HeadConfig
 from adapters.models.mtp.weights import LoadedHead, load_head
 from adapters.models.shard import Segment, Step
-from adapters.models.waves import current
+from adapters.models.waves import current, inference
 
 KEPT = 64  # hidden states of a slot, of its last rows: sequences are continued at multiples of it
 ALONE = AttentionMask(causal=True)  # a row sees the context and itself
@@ -110,7 +110,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         loaded = self._loaded()
         self._check_step(step)
         buffers = self._at(step.bucket)
-        with torch.inference_mode(), current(self._device):
+        with inference(), current(self._device):
             buffers.last.copy_(aux_hidden_states[self.aux_layers[0]])
             self._prepare(buffers.batch, step, tokens, [0] * len(step.segments), chained=False)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
@@ -147,7 +147,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         segments = tuple(Segment(request.slot, request.position + place, 1) for request in asking)
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= len(segments)))
         buffers = self._at(step.bucket)
-        with torch.inference_mode(), current(self._device):
+        with inference(), current(self._device):
             if buffers.logits is None:
                 buffers.logits = torch.zeros(step.bucket, len(self._head.embedding), device=self._device)
             before = [request.first for request in asking]
