@@ -26,7 +26,7 @@ from states.rates import SPARE, Rates
 from states.settings import Settings
 
 REFILL = 10  # with a token: one percent
-FIRST = 4  # decode steps that the estimate counts for that a request, or the server, starts from
+FIRST = 8  # decode steps that the estimate counts for that a request, or the server, starts from
 MEMORY, SHARED = 16, 64  # decode steps that an estimate rests on at most, about: of a request, and of all of them
 LONGEST = 512  # plain launches between tries
 SAVED = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
