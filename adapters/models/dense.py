@@ -220,8 +220,7 @@ class DenseShard:
         return buffers.logits
 
     def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
-        residual, aux_hidden_states = buffers.hidden, buffers.forward.aux_hidden_states
-        delta: Tensor | None = None
+        residual, delta = buffers.hidden, None
         number, at_once = self._layers.start, buffers.at_once if tree is None else {}
         if self._embedding is not None and number not in at_once:
             torch.index_select(self._embedding, 0, buffers.batch.tokens, out=residual)
@@ -240,8 +239,6 @@ class DenseShard:
             number = stop
         if delta is not None:
             residual.add_(delta)
-        if self._layers.stop - 1 in aux_hidden_states:
-            aux_hidden_states[self._layers.stop - 1].copy_(residual)
 
     def _run_layer(
         self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeAttention | None, *, stops: bool
@@ -269,6 +266,8 @@ class DenseShard:
         if bucket not in self._buffers:
             hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
             aux_hidden_states = {layer: torch.zeros_like(hidden) for layer in self._aux_layers if layer in self._layers}
+            if self._layers.stop - 1 in aux_hidden_states:
+                aux_hidden_states[self._layers.stop - 1] = hidden  # as the last layer leaves it
             batch = StateBatch(bucket, self._device, pages=self._cache.table)
             forward = Forward(hidden, aux_hidden_states)
             at_once = together(self._kernels, self._attending(), self._rope, forward, self._embedding)

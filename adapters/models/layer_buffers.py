@@ -29,7 +29,8 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        own = (self.logits, self.tree, self.batch.table, self.hidden, *self.forward.aux_hidden_states.values())
+        aux_hidden_states = [one for one in self.forward.aux_hidden_states.values() if one is not self.hidden]
+        own = (self.logits, self.tree, self.batch.table, self.hidden, *aux_hidden_states)
         return sum(one.nbytes for one in own if one is not None)
 
 
