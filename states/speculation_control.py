@@ -29,6 +29,7 @@ REFILL = 10  # with a token: one percent
 FIRST = 8  # decode steps that the estimate counts for that a request, or the server, starts from
 MEMORY, SHARED = 16, 64  # decode steps that an estimate rests on at most, about: of a request, and of all of them
 LONGEST = 512  # plain launches between tries
+STAKE = 4  # an account has to bear so many launches that bring nothing, or only the cheapest is launched
 SAVED = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
 HOPE = 600  # before anything is known: how likely a draft is right about the next token
 
@@ -146,7 +147,9 @@ def share(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms,
     gained = own - SPARE  # more than any answer begins with: whoever loses that again is no later than without a draft
     spare = min(own, max(rates.spare, gained))
     within = [way for way in ways if way.price - UNIT <= spare]
-    best = max(within, key=worth, default=None)
+    least = min((way.price for way in within), default=UNIT)
+    borne = [way for way in within if way.price == least or STAKE * (way.price - UNIT) <= spare]
+    best = max(borne, key=worth, default=None)
     pays = worth(best) > UNIT * len(wanted) if best else False
     if best is None or not (pays or rates.rest == 0):
         hoped = max(map(worth, ways), default=0) > UNIT * len(wanted)

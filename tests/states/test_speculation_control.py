@@ -225,9 +225,13 @@ def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
 
 @pytest.mark.parametrize(
     ("server", "own", "proposed"),
-    [(5000, 5000, 15), (1199, 5000, 7), (5000, 1199, 7), (200, 5000, 3), (5000, 199, 0), (-1, 4999, 0)],
+    [
+        *((5000, 5000, 15), (4799, 5000, 7), (5000, 4799, 7), (2000, 5000, 7), (1999, 5000, 3), (200, 5000, 3)),
+        *((5000, 199, 0), (-1, 4999, 0)),
+    ],
 )
 def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own: int, proposed: int) -> None:
+    """And what is not the cheapest it could bear four times: one wide launch that brings nothing shall not end it."""
     rates, member = evolve(STEEP, spare=server), sure(3000, 7000, 15000, spare=own)
     plan = control.share([(15, member)], ALONE, rates, 64)
     assert plan.proposals == (proposed,)
@@ -237,14 +241,14 @@ def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own
 
 def test_an_answer_may_lose_again_what_it_has_gained_itself() -> None:
     """And no more: where it ends, it is no later than without a draft, so the server has not lost anything by it."""
-    empty, good = evolve(STEEP, spare=0), sure(2500, 4000, 5000, spare=SPARE + 600)
+    empty, good = evolve(STEEP, spare=0), sure(2500, 4000, 5000, spare=SPARE + 2000)
     plan = control.share([(15, good)], ALONE, empty, 64)
     assert (plan.proposals, plan.price, plan.own) == ((7,), 1500, True)
     assert control.share([(15, good), (15, evolve(good, spare=SPARE))], ALONE, empty, 64).proposals == (0, 0)
     assert not control.share([(15, good)], ALONE, evolve(STEEP, spare=SPARE), 64).own, "the server can bear it"
     lost, won = done(7, 0), done(7, 7)
     assert control.settled(CHAIN, empty, plan, lost).spare == 0
-    assert control.after(evolve(good, plan=plan), lost).spare == SPARE + 600 + UNIT + REFILL - 1500
+    assert control.after(evolve(good, plan=plan), lost).spare == SPARE + 2000 + UNIT + REFILL - 1500
     assert control.settled(CHAIN, empty, plan, won).spare > SPARE
 
 
