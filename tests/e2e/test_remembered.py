@@ -16,6 +16,7 @@ import pytest
 from adapters.demo import FOLDER
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
+from tests.e2e.test_restart import written
 from tests.http.test_turn_memory import ApiTalk, ChatTalk, MessagesTalk, ResponsesTalk
 
 BLOCK = 64
@@ -65,10 +66,11 @@ def turn(server: Running, talk: ApiTalk, number: int) -> tuple[int, int, int, in
 
 def settled(server: Running, turns: Path, count: int) -> None:
     """All is on disk."""
-    end, written = time.monotonic() + 60, "rekindle_cache_queued_bytes 0.0"
-    while len(list(turns.glob("turn_*"))) < count or written not in server.client.get("/metrics").text:
+    end = time.monotonic() + 60
+    while len(list(turns.glob("turn_*"))) < count:
         assert time.monotonic() < end
         time.sleep(0.05)
+    written(server)
 
 
 @pytest.mark.timeout(300)
