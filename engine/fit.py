@@ -104,7 +104,7 @@ def pages(needs: Sequence[DeviceNeed], slots: int, context: int, memory: int) ->
     left = [
         need.there - need.taken(Fit(slots, context, pages=1)) + page for need, page in zip(needs, each, strict=True)
     ]
-    paged = [one // page for one, page in zip(left, each, strict=True) if page]  # a host with experts alone has no rows
+    paged = [one // page for one, page in zip(left, each, strict=True) if page]  # a host with weights alone has no rows
     most = memory // sum(each) if memory else min(paged)
     return max(0, min(most, slots * -(-context // PAGE)))
 

@@ -100,10 +100,12 @@ def needs(
     layouts: Mapping[str, StepLayout] = {},
     proven: ProductPlan | None = None,
 ) -> list[DeviceNeed]:
-    """Of each device once; of the host, too, where it keeps experts. peer: of a draft in another process. layouts: of
-    tensors that may be multiplied as they are packed. proven: what a CPU multiplies so; None: what it is expected to.
+    """Of each device once; of the host, too, where it keeps weights for one. peer: of a draft in another process.
+    layouts: of tensors that may be multiplied as they are packed. proven: what a CPU multiplies so; None: what it is
+    expected to.
     """
     hosted = experts_room(options, config, dtype, plan, layouts)
+    table = math.prod(config.tensors()[EMBEDDING]) * dtype.itemsize if hosts_table(config, dtype, plan, layouts) else 0
     drafted = draft_placement(options, plan[-1].device, peer)
     found = list[DeviceNeed]()
     for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
@@ -114,6 +116,8 @@ def needs(
         fixed = sum(weights(config, dtype, device, layers, layouts, proven=proven) for layers in here)
         if hosted and places:
             fixed += hosted - expert_weights(config) * dtype.itemsize
+        if plan[0] in places:
+            fixed -= table
         fixed += options.state_checkpoints * sum(place for _, place in states)
         own, row = 0, sum(config.kv_bytes_per_token(row_dtype(options.kv_dtype, dtype), layers) for layers in here)
         if plan[-1] in places:
@@ -128,10 +132,22 @@ def needs(
         name = str(device)
         free = there(device) if first.local or first.on_host else far(first)
         found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * rope(config), own=own))
-    if hosted:
-        host = torch.device("cpu")
-        found.append(DeviceNeed(str(host), there(host), expert_weights(config) * dtype.itemsize, 0))
+    if hosted or table:
+        host, experts = torch.device("cpu"), expert_weights(config) * dtype.itemsize if hosted else 0
+        found.append(DeviceNeed(str(host), there(host), experts + table, 0))
     return found
+
+
+def hosts_table(
+    config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], layouts: Mapping[str, StepLayout]
+) -> bool:
+    """Whether the embedding stays in host memory: a step reads a few rows of it there, and a GPU has better use for the
+    room where the weights beside it take more than half of all. One that is the head as well is read whole.
+    """
+    one, shapes = plan[0], config.tensors()
+    if not one.local or one.computes.type != "cuda" or "lm_head.weight" not in shapes:
+        return False
+    return 2 * weights(config, dtype, one.computes, one.layers, layouts) > there(one.computes)
 
 
 def experts_room(
@@ -163,7 +179,8 @@ def there(device: torch.device) -> int:
     if device.type != "cuda":
         return host_memory() * 3 // 4
     total = torch.cuda.get_device_properties(device).total_memory
-    return max(0, free_memory(device) - max(SPARE, total // 10))
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return max(0, min(free_memory(device), allowed) - max(SPARE, allowed // 10))
 
 
 def far(place: Placement) -> int:

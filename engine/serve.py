@@ -319,9 +319,10 @@ def costs(target: Target) -> str:
     checkpoint, shard = target.checkpoint, target.shard
     error = "" if checkpoint.error is None else f", error {checkpoint.error:.2%}"
     forms = "; ".join(checkpoint.forms[:3]) or str(shard.dtype).removeprefix("torch.")
-    state, weights = sum(spec.nbytes for spec in shard.state_specs), shard.memory()["weights"]
-    kept = f", {checkpoint.bits_of(weights):.1f} in memory" if checkpoint.forms else ""
-    line = f"  weights={forms} ({checkpoint.bits:.1f} bits{kept}{error}, {size(weights)})"
+    state, away = sum(spec.nbytes for spec in shard.state_specs), shard.memory()["host"]
+    kept = f", {checkpoint.bits_of(target.weights):.1f} in memory" if checkpoint.forms else ""
+    beside = f", {size(away)} of it in host memory" if away else ""
+    line = f"  weights={forms} ({checkpoint.bits:.1f} bits{kept}{error}, {size(target.weights)}{beside})"
     line += f"{placed(target.hosted)}  context={size(shard.row_spec.token_bytes)} a token"
     kept, own = target.model_info["kv_dtype"], target.model_info["dtype"]
     line += "" if kept == own else f" in {kept}"

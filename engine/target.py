@@ -39,7 +39,7 @@ from engine.folders import user_folder
 from engine.kept import Kept
 from engine.machine import Placement, planned, state_tokens
 from engine.measure import kept_or_measured, key, mixed_rows
-from engine.needs import chosen, host_experts, shares_pages
+from engine.needs import chosen, host_experts, hosts_table, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
 from engine.remote import Apart, asking_for, connected, place_of, placement, shown, shown_draft, shown_drafter
@@ -81,16 +81,22 @@ class Target:
         return {"mode": self.mode, **self.numerics.shown()}
 
     @property
+    def weights(self) -> int:
+        """Bytes, but for experts that are in host memory."""
+        held = self.shard.memory()
+        return held["weights"] + held["host"]
+
+    @property
     def model_info(self) -> Mapping[str, Any]:
         config = self.checkpoint.config
         return {
             "n_ctx_train": config.max_positions,
             "dtype": str(self.shard.dtype).removeprefix("torch."),
             "kv_dtype": str(torch_dtype(self.shard.row_spec.dtype)).removeprefix("torch."),
-            "size": self.shard.memory()["weights"],
+            "size": self.weights,
             "packed": list(self.checkpoint.forms),
             "bits_per_weight": round(self.checkpoint.bits, 2),
-            "bits_in_memory": round(self.checkpoint.bits_of(self.shard.memory()["weights"]), 2),
+            "bits_in_memory": round(self.checkpoint.bits_of(self.weights), 2),
             "quantize_error": self.checkpoint.error,
         }
 
@@ -127,7 +133,8 @@ class Target:
 
     def memory(self, blocks: int) -> Mapping[str, Any]:
         """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
-        target, host = self.shard.memory(), 0 if self.hosted is None else self.hosted.host_bytes
+        target = self.shard.memory()
+        host = target["host"] + (0 if self.hosted is None else self.hosted.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
         parts = [shown(part) for part in self.shard.parts]
         others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
@@ -208,6 +215,7 @@ def load_over(
     kept = Kept(user_folder(), proving=lambda: step(startup.PROBE))
     memory = transfer_memory(options, [one.device for one in plan], apart.lender)
     heard = checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors)))
+    away = hosts_table(checkpoint.config, dtype, plan, checkpoint.layouts)
     with uploading(heard, plan, memory) as sources:
         how: dict[str, Any] = {"fit": fit, "peer": apart.draft, "kept": kept, "step": step}
         fit, numerics, kernels, named = settled(options, checkpoint, dtype, plan, opened, **how)
@@ -218,7 +226,7 @@ def load_over(
         step(startup.WEIGHTS)
         hosted = host_experts(options, checkpoint, dtype, plan)
         room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "fast": fast}
-        room |= {"rows": row_dtype(options.kv_dtype, dtype), "hosted": hosted}
+        room |= {"rows": row_dtype(options.kv_dtype, dtype), "hosted": hosted, "hosts_table": away}
         room |= {"state_places": options.state_checkpoints, "buckets": row_counts(numerics.buckets, fast=fast)}
         aux = () if found is None else found.shape.aux_layers
         shard = shards(heard, dtype, plan, kernels, sources, aux_layers=aux, **room)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adapters.checkpoint.packed import PackedMatrix, PackedSource, Stack, rows_of
 from adapters.checkpoint.weights import Shapes, WeightSource
+from adapters.models.embedding import host_table
 from adapters.models.feed_forward import (
     FeedShape,
     Matrix,
@@ -144,6 +145,12 @@ class WeightReader:
         """The named tensors, stacked along their rows."""
         parts = [self.weights.read(name).to(self.device, self.dtype) for name in names]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+
+    def table(self, *, on_host: bool) -> Tensor:
+        """The embedding, in host memory if that is wanted and the device can read it there."""
+        name = "model.embed_tokens.weight"
+        kept = host_table(self.weights.read(name).to(self.dtype)) if on_host else None
+        return self(name) if kept is None else kept
 
     def matrix(self, *names: str) -> Stack:
         """The named tensors, one below the other, packed ones as they are."""

@@ -13,6 +13,7 @@ from adapters.checkpoint.weights import WeightSource
 from adapters.layout import RowSpec, TensorSpec
 from adapters.models.decoder import DecoderLayer, WeightReader, finished, gated, load_layer, projected
 from adapters.models.dense_config import DenseConfig, check_arguments
+from adapters.models.embedding import embed
 from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.delta import CHUNK
@@ -34,7 +35,7 @@ class DenseShard:
     aux_layers: global layer indices whose output (HF `hidden_states[i + 1]`) every forward leaves in its
     `aux_hidden_states`. buckets: the row counts that `forward` accepts. capacity is rounded up to whole key tiles of
     the kernels. rows: what keys and values are kept in; by default the dtype. pages: that slots are given; without,
-    each has memory for all of its rows. hosted: has the experts.
+    each has memory for all of its rows. hosted: has the experts. hosts_table: as `Build` has it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class DenseShard:
         state_places: int = 0,
         pages: int = 0,
         hosted: HostExperts | None = None,
+        hosts_table: bool = False,
     ) -> None:
         self._config, self._kernels = config, kernels
         self._device, self._dtype = torch.device(device), dtype
@@ -73,16 +75,13 @@ class DenseShard:
         how: dict[str, Any] = {"slots": slots, "places": state_places, "dtype": dtype, "device": self._device}
         self._states = RecurrentCache(recurrent, config.delta, kernels.delta, **how)
         self._hosted = hosted
-        self._load(WeightReader(weights, self._device, dtype, hosted))
+        self._load(WeightReader(weights, self._device, dtype, hosted), hosts_table=hosts_table)
 
-    def _load(self, read: WeightReader) -> None:
+    def _load(self, read: WeightReader, *, hosts_table: bool) -> None:
         config, kernels = self._config, self._kernels
         last = self._layers.stop == config.num_layers
-        self._norm: Tensor | None = None
-        self._head: Any = None
-        table: Tensor | None = None
-        if self._layers.start == 0 or (last and config.tie_word_embeddings):
-            table = read("model.embed_tokens.weight")
+        needed = self._layers.start == 0 or (last and config.tie_word_embeddings)
+        table = read.table(on_host=hosts_table and not config.tie_word_embeddings) if needed else None
         self._embedding = table if self._layers.start == 0 else None
         self._decoder: list[DecoderLayer | DeltaLayer] = [
             (load_delta_layer if config.recurrent(layer) else load_layer)(
@@ -90,10 +89,11 @@ class DenseShard:
             )
             for layer in self._layers
         ]
-        if last:
-            self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred)
-            self._head = kernels.pack(read.head(table if config.tie_word_embeddings else None))
-        self._weights_bytes = size_of((self._embedding, self._norm, self._head, self._decoder))
+        self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred) if last else None
+        tied = table if config.tie_word_embeddings else None
+        self._head: Any = kernels.pack(read.head(tied)) if last else None
+        self._host_bytes = 0 if table is None or table.device.type == self._device.type else table.nbytes
+        self._weights_bytes = size_of((self._embedding, self._norm, self._head, self._decoder)) - self._host_bytes
 
     @property
     def config(self) -> DenseConfig:
@@ -223,7 +223,7 @@ class DenseShard:
         residual, delta = buffers.hidden, None
         number, at_once = self._layers.start, buffers.at_once if tree is None else {}
         if self._embedding is not None and number not in at_once:
-            torch.index_select(self._embedding, 0, buffers.batch.tokens, out=residual)
+            embed(self._embedding, buffers.batch.tokens, out=residual)
         while number < self._layers.stop:
             stop, whole = at_once.get(number, (number + 1, None))
             stops = early and stop == self._layers.stop
@@ -285,8 +285,7 @@ class DenseShard:
         rows = step.rows
         expected = (rows,) if self._embedding is not None else (step.bucket, self._config.hidden_size)
         if not 0 < rows <= step.bucket or inputs.shape != expected:
-            found = tuple(inputs.shape)
-            raise ValueError(f"{rows} rows at bucket {step.bucket} do not go with inputs of shape {found}")
+            raise ValueError(f"{rows} rows at bucket {step.bucket} do not go with inputs {tuple(inputs.shape)}")
         if len({part[0].slot for part in step.parts}) != len(step.parts):
             raise ValueError("a slot appears twice in one step")
         if step.branches:
@@ -336,7 +335,8 @@ class DenseShard:
         buffers = sum(held.nbytes for held in tuple(self._buffers.values()))  # asked from other threads, too
         buffers += self._rope.cos.nbytes + self._rope.sin.nbytes
         weights = self._weights_bytes + (0 if self._hosted is None else self._hosted.device_bytes)
-        return {"weights": weights, "kv": self._cache.nbytes + self._states.nbytes, "buffers": buffers}
+        kv = self._cache.nbytes + self._states.nbytes
+        return {"weights": weights, "host": self._host_bytes, "kv": kv, "buffers": buffers}
 
     def close(self) -> None:
         """Give the memory back; the shard is of no use afterwards."""

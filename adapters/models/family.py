@@ -113,6 +113,7 @@ class Build(Protocol):
         state_places: int = ...,
         pages: int = ...,
         hosted: HostExperts | None = ...,
+        hosts_table: bool = ...,
     ) -> Shard:
         """Layers `[first, last)`, all by default; the embedding with the first, final norm and head with the last.
 
@@ -120,7 +121,8 @@ class Build(Protocol):
         at least. buckets: the row counts that `forward` accepts. aux_layers: whose outputs every forward leaves in its
         `aux_hidden_states`. state_places: for positional states beside the slots; models without any need none, and
         make none. pages: of the pool that slots take their rows from; 0: there is none.
-        hosted: what has the experts' weights; None: the shard itself.
+        hosted: what has the experts' weights; None: the shard itself. hosts_table: the embedding is kept in host
+        memory, if it is not the head as well and the device can read it there.
         """
         ...
 

@@ -92,7 +92,7 @@ class Pipeline:
     def head(self) -> TargetHead:
         """Where the embedding is on another device than the head, with a copy of it, which `memory` charges."""
         own, output = self._parts[0].embedding, self.output
-        if self._embedding is None and own.device != output.norm.device:
+        if self._embedding is None and self._parts[0].device != self._parts[-1].device:
             self._embedding = own.to(output.norm.device)
         return TargetHead(own if self._embedding is None else self._embedding, output.packed, output.norm)
 

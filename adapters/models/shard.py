@@ -274,7 +274,9 @@ class Shard(Protocol):
         ...
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes held on the device: `weights`, `kv`, `buffers`."""
+        """Bytes held on the device: `weights`, `kv`, `buffers`; and `host`, those of weights in host memory that it
+        reads there, but for experts.
+        """
         ...
 
     def close(self) -> None: ...

@@ -336,7 +336,7 @@ class RemoteShard:
         for own in tuple(self._buffers.values()):
             buffers += own.hidden.nbytes + sum(one.nbytes for one in own.aux_hidden_states.values())
             buffers += 0 if own.logits is None else own.logits.nbytes
-        return {"weights": weights + self.ends.nbytes, "kv": kv, "buffers": buffers}
+        return {"weights": weights + self.ends.nbytes, "host": 0, "kv": kv, "buffers": buffers}
 
     def close(self) -> None:
         self.peer.close()

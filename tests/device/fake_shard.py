@@ -119,7 +119,7 @@ class FakeShard:
         """Nothing runs ahead here."""
 
     def memory(self) -> Mapping[str, int]:
-        return {"weights": 0, "kv": self.cache.nbytes, "buffers": 0}
+        return {"weights": 0, "host": 0, "kv": self.cache.nbytes, "buffers": 0}
 
     def close(self) -> None:
         self.closed = True

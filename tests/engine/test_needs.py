@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from engine.begin import load_target
 from engine.draft import find_draft
 from engine.fit import Fit
 from engine.machine import Placement, planned
-from engine.needs import chosen, needs, weights
+from engine.needs import chosen, hosts_table, needs, there, weights
 from engine.options import Options
 from tests.models.checkpoints import save_qwen3
 
@@ -102,6 +103,31 @@ def test_a_draft_apart_is_charged_where_it_is_with_copies_of_the_embedding_and_t
     assert own.fixed + apart.fixed == together[0].fixed + copied
     assert own.row + apart.row == together[0].row
     assert apart.row == draft.shape.kv_bytes_per_token(F32)
+
+
+@pytest.mark.parametrize(("share", "tied", "away"), [(3, False, False), (1, False, True), (1, True, False)])
+def test_where_weights_leave_less_than_half_of_a_gpu_the_embedding_stays_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, share: int, tied: bool, away: bool
+) -> None:
+    config = Qwen3Config(1000, 64, 128, 2, 4, 2, 16, 512, 1e6, tie_word_embeddings=tied)
+    plan = (Placement(range(2), torch.device("cuda:0")),)
+    whole = weights(config, F32, torch.device("cuda:0"), range(2))
+    monkeypatch.setattr("engine.needs.there", lambda _: share * whole)
+    table = 1000 * 64 * 4 if away else 0
+    assert hosts_table(config, F32, plan, {}) == away
+    gpu, *host = needs(Options(max_ctx=512, slots=1), config, F32, plan, None)
+    assert [(one.name, one.fixed, one.row) for one in host] == ([("cpu", table, 0)] if away else [])
+    monkeypatch.setattr("engine.needs.hosts_table", lambda *_: False)
+    assert gpu.fixed == needs(Options(max_ctx=512, slots=1), config, F32, plan, None)[0].fixed - table
+
+
+def test_what_torch_may_take_of_a_gpu_is_all_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda:0")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=100 << 30))
+    monkeypatch.setattr("engine.needs.free_memory", lambda _: 90 << 30)
+    for allowed, left in ((1.0, 80), (0.5, 45), (0.05, 4)):
+        monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda _, allowed=allowed: allowed)
+        assert there(gpu) == left << 30
 
 
 def test_packed_weights_take_their_own_room_of_a_gpu() -> None:

@@ -235,7 +235,7 @@ class RecurrentShard:
 
     def memory(self) -> Mapping[str, int]:
         kept = sum(spec.nbytes for spec in self.state_specs) * (self.slots + self.state_places)
-        return {"weights": 0, "kv": self.cache.nbytes + kept, "buffers": 0}
+        return {"weights": 0, "host": 0, "kv": self.cache.nbytes + kept, "buffers": 0}
 
     def close(self) -> None:
         self.closed = True

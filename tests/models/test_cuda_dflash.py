@@ -10,6 +10,7 @@ from torch import Tensor
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.draft import BlockRequest, NotLoaded
+from adapters.models.embedding import host_table
 from adapters.models.kernels.batch import BlockBatch
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
@@ -44,13 +45,15 @@ def distance(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def draft_of(config: DFlashConfig, dtype: torch.dtype, kernels=None, stored=None, **options) -> DFlashDraft:
-    """stored: what the weights are made in, if that is not the draft's dtype."""
+def draft_of(
+    config: DFlashConfig, dtype: torch.dtype, kernels=None, stored=None, *, away=False, **options
+) -> DFlashDraft:
+    """stored: what the weights are made in, if that is not the draft's dtype. away: the embedding is in host memory."""
     kernels, stored = kernels or triton_cuda.TritonKernels(DEVICE), stored or dtype
     table = normal(VOCAB, config.hidden_size, dtype=stored, seed=9).to(dtype)
     shape = {"slots": 4, "capacity": 1024, "buckets": BUCKETS} | options
     weights = RandomDraft(config, 1, DEVICE, stored, config.hidden_size**-0.5)
-    head = TargetHead(table, kernels.pack(table.clone()), torch.ones_like(table[0]))
+    head = TargetHead(host_table(table) if away else table, kernels.pack(table.clone()), torch.ones_like(table[0]))
     return DFlashDraft(config, weights, kernels, head, device=DEVICE, dtype=dtype, **shape)
 
 
@@ -189,6 +192,15 @@ def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_o
         for _ in range(3):
             extend_in_pieces(other, rows, [(512, 512), (64, 40)])
             assert same_bits(proposed(other, BlockRequest(0, 0, LENGTH, 9, 15))[0], expected)
+
+
+def test_an_embedding_in_host_memory_proposes_the_same(whole):
+    draft, rows, expected = whole
+    away = draft_of(draft.config, rows.dtype, away=True)
+    assert away.memory()["weights"] == draft.memory()["weights"]
+    for _ in range(3):  # eager, recorded, replayed
+        extend_in_pieces(away, rows, [(512, 512)])
+        assert same_bits(proposed(away, BlockRequest(0, 0, LENGTH, 9, 15))[0], expected)
 
 
 def test_more_keys_than_splits_are_weighed_in_larger_ones():

@@ -9,6 +9,7 @@ from torch import Tensor
 from adapters import demo
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.draft import BlockRequest
+from adapters.models.embedding import host_table
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.mtp.checkpoint import HeadCheckpoint
 from adapters.models.mtp.draft import MtpDraft
@@ -27,13 +28,13 @@ LENGTH = 300
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float32: 1e-4}
 
 
-def made(kernels, dtype: torch.dtype) -> MtpDraft:
-    """The hybrid demo's head, beside what it shares with its target."""
+def made(kernels, dtype: torch.dtype, *, away: bool = False) -> MtpDraft:
+    """The hybrid demo's head, beside what it shares with its target. away: the embedding is in host memory."""
     checkpoint = Checkpoint.open(demo.FOLDERS["demo-hybrid"])
     head = HeadCheckpoint.open(checkpoint)
     table = checkpoint.read("model.embed_tokens.weight").to(DEVICE, dtype)
     norm = checkpoint.read("model.norm.weight").to(DEVICE, torch.float32) + 1
-    shared = TargetHead(table, kernels.pack(table.clone()), norm)
+    shared = TargetHead(host_table(table) if away else table, kernels.pack(table.clone()), norm)
     place = {"device": DEVICE, "dtype": dtype, "slots": 4, "capacity": 1024, "buckets": BUCKETS}
     return MtpDraft(head.config, head, kernels, shared, **place)
 
@@ -78,6 +79,15 @@ def said(draft: MtpDraft, tokens: Tensor, *asked: tuple[int, int, int]) -> list[
 
     draft.propose([BlockRequest(slot, 0, at, int(tokens[at]), count) for slot, at, count in asked], pick)
     return [torch.stack(each) for each in found]
+
+
+def test_an_embedding_in_host_memory_says_the_same(dtype, rows):
+    found = []
+    for away in (False, True):
+        draft = made(triton_cuda.TritonKernels(DEVICE), dtype, away=away)
+        fill(draft, rows, [100])
+        found.append([said(draft, rows[0], (0, LENGTH, 6))[0] for _ in range(3)])  # eager, recorded, replayed
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
 def test_it_says_what_the_reference_says(dtype, rows):

@@ -98,6 +98,20 @@ def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dt
         assert all(same_bits(again[name], rows[name]) for name in rows)
 
 
+def test_an_embedding_in_host_memory_gives_the_same_bits_and_takes_none_of_the_device():
+    shard, away = shard_of(WIDE, torch.bfloat16), shard_of(WIDE, torch.bfloat16, hosts_table=True)
+    tokens, table = tokens_of(WIDE), WIDE.vocab_size * WIDE.hidden_size * 2
+    held, beside = shard.memory(), away.memory()
+    assert (held["host"], beside["host"]) == (0, table)
+    assert beside["weights"] == held["weights"] - table
+    assert away.embedding.device.type == "cpu"
+    for pieces in ([(512, 512)], [(512, 300), (4, 1)]):  # recorded after the first of them, and replayed
+        assert same_bits(rows_in_pieces(away, tokens, pieces), rows_in_pieces(shard, tokens, pieces))
+    tied = shard_of(DEMO, torch.bfloat16, hosts_table=True)
+    assert tied.memory()["host"] == 0
+    assert tied.embedding.device.type == "cuda"
+
+
 def test_slots_that_share_pages_have_the_rows_and_bits_of_slots_that_share_nothing():
     """A head in common, in pages of both; then each goes on, and one is read by a third."""
     shard, apart = shard_of(DEMO, torch.bfloat16, pages=9), shard_of(DEMO, torch.bfloat16)

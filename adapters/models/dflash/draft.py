@@ -25,6 +25,7 @@ from adapters.models.dflash.config import DFlashConfig
 from adapters.models.dflash.weights import LoadedDraft, load_draft
 from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.draft_parts import DraftWeights
+from adapters.models.embedding import embed
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.experts import Experts
 from adapters.models.kernels.interface import (
@@ -171,7 +172,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             buffers.at_once.run(residual, batch, stops=False)
             kernels.logits(residual, loaded.norm, eps, self._head.packed, buffers.logits)
             return
-        torch.index_select(self._head.embedding, 0, batch.tokens, out=residual)
+        embed(self._head.embedding, batch.tokens, out=residual)
         if loaded.mask is not None:
             masked = (batch.tokens == self._config.mask_token_id).unsqueeze(1)
             residual.copy_(torch.where(masked, loaded.mask, residual))

@@ -24,6 +24,7 @@ from torch import Tensor
 from adapters.models.decoder import WeightReader, finished, gated, projected
 from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.draft_parts import DraftWeights
+from adapters.models.embedding import embed
 from adapters.models.kernels.batch import BlockBatch
 from adapters.models.kernels.interface import AttentionMask, Kernels
 from adapters.models.mtp.checkpoint import HeadConfig
@@ -186,9 +187,9 @@ class MtpDraft(CachedDraft[LoadedHead]):
     def _joined(self, loaded: LoadedHead, batch: HeadBatch) -> Tensor:
         """What the layer begins with, of the rows' tokens and the hidden states before them."""
         kernels, eps = self._kernels, self._eps
-        embedded = kernels.add_norm(
-            self._head.embedding.index_select(0, batch.tokens), None, loaded.embedding_norm, eps
-        )
+        table = self._head.embedding
+        embedded = embed(table, batch.tokens, self._hidden.new_empty(batch.bucket, table.shape[1]))
+        embedded = kernels.add_norm(embedded, None, loaded.embedding_norm, eps)
         before = kernels.add_norm(self._hidden.index_select(0, batch.sources), None, loaded.hidden_norm, eps)
         return kernels.linear(torch.cat((embedded, before), 1), loaded.fc)
 

@@ -11,6 +11,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def gather(table_ptr, tokens_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """out[row] = table[tokens[row]]. One program, one row. The table may be in host memory that the device can read."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens_ptr + row).to(tl.int64)
+    for first in range(0, width, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(out_ptr + row * width + at, tl.load(table_ptr + token * width + at, at < width), at < width)
+
+
+@triton.jit
 def add_norm(
     residual_ptr,
     delta_ptr,
