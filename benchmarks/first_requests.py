@@ -38,7 +38,7 @@ from benchmarks.cold import forget, read_raw
 from benchmarks.report import machine, median, raw, table
 
 ROOT = Path(__file__).parents[1]
-STAGES = ("LookingUp", "Restoring", "Prefilling")
+STAGES = ("LookingUp", "Restoring", "Prefilling", "Speculating")
 TOKENS = {"demo": "2048,8160", **dict.fromkeys(("small", "0.6b", "8b", "70b"), "2048,8192,32768")}
 # hidden, inner, layers, heads, heads of keys and values, width of a head, vocabulary
 SHAPES = {

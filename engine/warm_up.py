@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from adapters.device.proposer import DraftModel
+from adapters.device.sampling import Draw, Sampler, pick
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.cuda_graphs import no_collection
 from adapters.models.draft import CachedDraft, first_tokens
@@ -23,6 +24,7 @@ from adapters.models.shard import BUCKETS, Segment, Shard, Step
 from adapters.models.synthetic import RandomWeights, packed_in
 from adapters.models.waves import current
 from effects.ids import PAGE
+from effects.job import Sampling
 from engine import startup
 from engine.draft import Room
 from engine.fit import Fit
@@ -30,6 +32,12 @@ from engine.machine import Placement, build_kernels
 
 log = logging.getLogger("rekindle")
 
+PICKED = (
+    Sampling(logprobs=1),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
+    Sampling(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((0, 1.0),)),
+)
 PASSES = {"cpu": 1, "cuda": 3}  # once for kernels and buffers; a graph is recorded the second time, then replayed
 
 
@@ -70,7 +78,8 @@ def compile_kernels(
             except torch.OutOfMemoryError as error:
                 log.debug("kernels are compiled later: %s", error)
             key.join()
-            run_side_by_side([partial(compile_step, *one) for one in product(shards, range(len(buckets)))])
+            steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
+            run_side_by_side([*steps, partial(pick_once, device, checkpoint.config.vocab_size)])
             for shard in shards:
                 shard.close()
 
@@ -98,6 +107,15 @@ def compile_step(shard: Shard, number: int) -> None:
     step = Step((Segment(number % shard.slots, 0, 1),), shard.buckets[number])
     with torch.inference_mode(), current(shard.device):
         shard.forward(step, torch.zeros(1, dtype=torch.int64))
+
+
+def pick_once(device: torch.device, vocab: int) -> None:
+    """In every way: torch loads what an operation launches when it is first asked for it, some 0.1 s in all."""
+    with torch.inference_mode(), current(device):
+        logits = torch.randn(len(PICKED), vocab, device=device)
+        rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in PICKED]
+        for asked in (rows, *([row] for row in rows)):
+            pick(logits, asked)
 
 
 def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:

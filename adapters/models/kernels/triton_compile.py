@@ -9,7 +9,12 @@ from contextlib import contextmanager
 from threading import Thread
 
 from triton import AsyncCompileMode
-from triton.runtime import cache
+from triton.runtime import build, cache
+
+from adapters.models.kernels.launchers import kept_apart
+
+if hasattr(build, "_load_module_from_path"):
+    build._load_module_from_path = kept_apart(build._load_module_from_path)  # noqa: SLF001 - nothing else is offered
 
 
 def key_beside() -> Thread:
