@@ -101,12 +101,22 @@ Message: TypeAlias = ReportProgress | EmitTokens | Closed
 
 
 class Ticket(Protocol):
-    """One submitted job. Iterating yields its messages in order; the last one is `Closed`, exactly once."""
+    """One submitted job. Its messages come in order; the last one is `Closed`, exactly once."""
 
     @property
     def request(self) -> RequestId: ...
 
-    def __aiter__(self) -> AsyncIterator[Message]: ...
+    def take(self) -> Message | None:
+        """The next message, if it is there."""
+        ...
+
+    def hear(self, told: Callable[[], object]) -> None:
+        """From now on this is called, on the event loop, whenever a message has come."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Message]:
+        """All of them, for who waits for nothing else."""
+        ...
 
     def cancel(self, reason: CancelReason) -> None:
         """Never blocks; may be called at any time, any number of times. The stream still ends with `Closed`."""

@@ -32,7 +32,7 @@ class EngineTicket:
     request: RequestId
     _cancel: Callable[[RequestId, CancelReason], None]
     _messages: deque[Message] = field(factory=deque[Message])
-    _news: anyio.Event = field(factory=anyio.Event)
+    _told: Callable[[], object] = lambda: None
     _cancelled: bool = False
     _closed: bool = False
     _done: int = 0  # prompt tokens that the client was told are in place
@@ -47,17 +47,23 @@ class EngineTicket:
         self._answering = self._answering or isinstance(message, EmitTokens)
         self._closed = isinstance(message, Closed)
         self._messages.append(message)
-        self._news.set()
+        self._told()
+
+    def take(self) -> Message | None:
+        return self._messages.popleft() if self._messages else None
+
+    def hear(self, told: Callable[[], object]) -> None:
+        self._told = told
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         while True:
-            while self._messages:
-                message = self._messages.popleft()
+            while (message := self.take()) is not None:
                 yield message
                 if isinstance(message, Closed):
                     return
-            self._news = anyio.Event()
-            await self._news.wait()
+            news = anyio.Event()
+            self.hear(news.set)
+            await news.wait()
 
     def cancel(self, reason: CancelReason) -> None:
         if not (self._cancelled or self._closed):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from attrs import define, field, frozen
 
 from effects.all import Ask, Launch
@@ -27,14 +27,6 @@ class Envelope:
     seq: int
     at_ns: int
     happened: Happened
-
-
-@frozen
-class Landed:
-    """What came of a launch, or has come of it so far."""
-
-    launch: Launch
-    result: Result | Underway
 
 
 @frozen
@@ -73,11 +65,12 @@ def failure_kind(error: BaseException) -> FailureKind:
 
 @define
 class Runner:
-    """Events go in through `post`, which never blocks.
+    """Events go in through `post`, which never blocks: each is folded at once, and what it asks for handed out, on
+    the event loop and by whoever brings it. A turn of the loop for each would be a wait for the interpreter, which the
+    lane wants as well.
 
-    The inbox holds what can be on its way at most: for each live request its submission, one cancellation and one
-    outcome per lane, or one word of lost rows or of what experts were used in front of it; and of a launch that goes on
-    one word before its last. `limit` is the number of live requests that the door allows. An overflow is a bug.
+    The inbox holds what comes before `run` has begun, or of an event while it is folded: of each live request, of which
+    the door allows `limit`, its submission and a cancellation.
     """
 
     world: World
@@ -87,25 +80,43 @@ class Runner:
     journal: Journal | None = None
     observe: Observe | None = None
     seq: int = 0
-    _send: MemoryObjectSendStream[Happened | Landed] = field(init=False)
-    _inbox: MemoryObjectReceiveStream[Happened | Landed] = field(init=False)
+    _inbox: deque[Happened] = field(init=False, factory=deque[Happened])  # the first is being folded, while it runs
+    _tasks: TaskGroup | None = field(init=False, default=None)
+    _ended: anyio.Event = field(init=False, factory=anyio.Event)
+    _bug: BaseException | None = field(init=False, default=None)
 
-    def __attrs_post_init__(self) -> None:
-        self._send, self._inbox = anyio.create_memory_object_stream[Happened | Landed](6 * self.limit)
-
-    def post(self, item: Happened | Landed) -> None:
-        self._send.send_nowait(item)
+    def post(self, happened: Happened) -> None:
+        """Raises ClosedResourceError where no more events are taken."""
+        if self._ended.is_set():
+            raise anyio.ClosedResourceError
+        self._inbox.append(happened)
+        if self._tasks is not None and len(self._inbox) == 1:
+            self._take_in(self._tasks)
 
     def close(self) -> None:
-        """No more events; `run` returns once what is in the inbox and in flight is done."""
-        self._send.close()
+        """No more events; `run` returns once what is in flight is done."""
+        self._ended.set()
 
     async def run(self) -> None:
-        async with self._inbox, anyio.create_task_group() as tasks:
-            async for item in self._inbox:
-                for happened in landed(item) if isinstance(item, Landed) else (item,):
-                    for out in self.fold(happened):
-                        self.hand_out(out, tasks)
+        """Until it is closed. A bug ends it, whoever has brought the event."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                self._take_in(self._tasks)
+                await self._ended.wait()
+                if self._bug is not None:
+                    raise self._bug
+        finally:
+            self.close()
+
+    def _take_in(self, tasks: TaskGroup) -> None:
+        try:
+            while self._inbox:
+                for out in self.fold(self._inbox[0]):
+                    self.hand_out(out, tasks)
+                self._inbox.popleft()
+        except BaseException as error:  # noqa: BLE001 - `run` raises it
+            self._bug = error
+            self.close()
 
     def hand_out(self, out: Out, tasks: TaskGroup) -> None:
         if isinstance(out, Launch):
@@ -128,7 +139,9 @@ class Runner:
         return outs
 
     def launched(self, launch: Launch, result: Result | Underway) -> None:
-        self.tell(Landed(launch, result))
+        """What came of a launch, or has come of it so far."""
+        for happened in landed(launch, result):
+            self.tell(happened)
 
     async def perform(self, ask: Ask) -> None:
         try:
@@ -140,18 +153,17 @@ class Runner:
             outcome = StoreFailed(failure_kind(error), describe(error))
         self.tell(ForRequest(ask.request, outcome))
 
-    def tell(self, item: Happened | Landed) -> None:
+    def tell(self, happened: Happened) -> None:
         try:
-            self.post(item)
+            self.post(happened)
         except anyio.ClosedResourceError:
-            log.debug("it came after the engine closed: %s", item)
+            log.debug("it came after the engine closed: %s", happened)
 
 
-def landed(item: Landed) -> Iterator[Happened]:
+def landed(launch: Launch, result: Result | Underway) -> Iterator[Happened]:
     """What it says of each member. An outcome that the effect cannot have finds no row: the fold calls it the bug that
     it is.
     """
-    launch, result = item.launch, item.result
     if isinstance(result, BaseException):
         log.error("a launch failed: %s", result, exc_info=None if isinstance(result, RowsLost) else result)
         yield from lost_with(result)

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
@@ -69,8 +71,11 @@ class _Posted:
 
 
 def waker() -> Callable[..., object]:
-    """On an event loop: what any thread calls its first argument with there, with the rest of them."""
-    return cast("asyncio.AbstractEventLoop", current_token().native_token).call_soon_threadsafe
+    """On an event loop: what any thread calls its first argument with there, with the rest of them, in the context of
+    who asks for it now.
+    """
+    loop = cast("asyncio.AbstractEventLoop", current_token().native_token)
+    return partial(loop.call_soon_threadsafe, context=copy_context())
 
 
 class DeviceLane:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
+from asyncio import TimerHandle, get_running_loop
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream
 from attrs import define, evolve, field
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -35,10 +35,6 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-
-
-class ClientStalled(Exception):
-    """The client does not read what it asked for."""
 
 
 @define(eq=False)
@@ -78,15 +74,19 @@ class Reply:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as tasks:
+            stalled = Alarm(self.options.write_timeout_s, lambda: self._give_up(scope, tasks.cancel_scope))
+            quiet = Alarm(self.options.keepalive_s, lambda: tasks.start_soon(self._keep_alive, timed))
+
+            async def timed(message: Message) -> None:
+                quiet.since, stalled.since = None, time.monotonic()
+                await send(message)
+                quiet.since, stalled.since = time.monotonic(), None
+
             async with running(self.door, self.planned, self.tokenizer, self.options) as run:
                 self._jobs = run
                 tasks.start_soon(self._watch, receive, run, tasks.cancel_scope)
-                try:
-                    await self._answer(run, scope, receive, send)
-                except ClientStalled:
-                    self.finish = "client_stalled"
-                    if ABORT in scope:
-                        scope[ABORT]()
+                with stalled, quiet:
+                    await self._answer(run, scope, receive, timed)
             tasks.cancel_scope.cancel()
 
     async def _watch(self, receive: Receive, run: Jobs, scope: anyio.CancelScope) -> None:
@@ -95,10 +95,19 @@ class Reply:
         run.cancel("client_gone")
         scope.cancel()
 
+    def _give_up(self, scope: Scope, running: anyio.CancelScope) -> None:
+        self.finish = "client_stalled"
+        if ABORT in scope:
+            scope[ABORT]()
+        running.cancel()
+
+    async def _keep_alive(self, send: Send) -> None:
+        await self._send(send, self.shape.heartbeat())
+
     async def _answer(self, run: Jobs, scope: Scope, receive: Receive, send: Send) -> None:
-        events = Events(run.events, len(self.planned), self.log)
+        events = Events(run, self.log)
         try:
-            await events.begin()
+            await events.begin(len(self.planned))
             if self.stream:
                 await self._stream(events, send)
             else:
@@ -107,26 +116,26 @@ class Reply:
             run.cancel("client_gone")
             self.finish = error.code or error.type
             if self.began:
-                await self._send(send, b"".join(self.shape.failed(error)), more=False)
+                await self._send(send, self.shape.failed(error), more=False)
             else:
                 await self.dialect.response(error, self.shape.id)(scope, receive, send)
 
     async def _whole(self, events: Events, scope: Scope, receive: Receive, send: Send) -> None:
         texts: dict[int, list[Said]] = {}
         ended: list[Ended] = []
-        while (event := await events.next()) is not None:
-            match event:
-                case Said():
-                    texts.setdefault(event.index, []).append(event)
-                case Ended():
-                    ended.append(self._checked(event))
-                    self.missed(self.shape.id, event)
+        while came := await events.next():
+            for event in came:
+                match event:
+                    case Said():
+                        texts.setdefault(event.index, []).append(event)
+                    case Ended():
+                        ended.append(self._checked(event))
+                        self.missed(self.shape.id, event)
         said = {index: joined(parts) for index, parts in texts.items()}
         ended.sort(key=lambda one: one.index)
         self.finish = ended[0].closed.finish
         body = self.shape.whole(said, ended)
-        with self._patience():
-            await JSONResponse(body, headers=self._headers())(scope, receive, send)
+        await JSONResponse(body, headers=self._headers())(scope, receive, send)
 
     async def _stream(self, events: Events, send: Send) -> None:
         if events.waiting and isinstance(events.waiting[0], Ended):
@@ -137,27 +146,16 @@ class Reply:
             "status": 200,
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         }
-        with self._patience():
-            await send(start)
+        await send(start)
         self.began = True
         await self._send(send, self.shape.opening())
         reports = Reports()
         ended: list[Ended] = []
-        while True:
-            event, quiet = events.ready(), False
-            if event is None and events.open:
-                with anyio.move_on_after(self.options.keepalive_s) as scope:
-                    event = await events.next()
-                quiet = scope.cancelled_caught
-            if quiet:
-                await self._send(send, self.shape.heartbeat())
-            elif event is None:
-                break
-            else:
-                await self._send(send, self._frames(event, reports, ended))
+        while came := await events.next():
+            await self._send(send, [frame for event in came for frame in self._frames(event, reports, ended)])
         ended.sort(key=lambda one: one.index)
         self.finish = ended[0].closed.finish
-        await self._send(send, b"".join(self.shape.closing(ended)), more=False)
+        await self._send(send, self.shape.closing(ended), more=False)
 
     def _headers(self) -> dict[str, str]:
         return {**self.dialect.headers(self.shape.id), **self.headers}
@@ -187,73 +185,65 @@ class Reply:
             log.error("%s failed: %s", self.shape.id, ended.closed.detail, extra={"answer": self.shape.id})
         raise failure
 
-    async def _send(self, send: Send, frames: Iterable[bytes] | bytes, *, more: bool = True) -> None:
-        body = frames if isinstance(frames, bytes) else b"".join(frames)
+    async def _send(self, send: Send, frames: Iterable[bytes], *, more: bool = True) -> None:
+        body = b"".join(frames)
         if body or not more:
-            with self._patience():
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-
-    def _patience(self) -> Patience:
-        return Patience(self.options.write_timeout_s)
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-class Patience:
-    """A client that does not take what is sent within this time is given up: ClientStalled."""
+@define(eq=False)
+class Alarm:
+    """Rings when `seconds` have passed since `since`; None: not at all. To set it is an assignment and no timer, since
+    that is done twice a token.
+    """
 
-    def __init__(self, seconds: float) -> None:
-        self._scope = anyio.move_on_after(seconds)
+    seconds: float
+    ring: Callable[[], object]
+    since: float | None = None
+    _timer: TimerHandle | None = None
 
     def __enter__(self) -> None:
-        self._scope.__enter__()
+        self._look()
 
-    def __exit__(self, kind: object, error: object, trace: object) -> bool | None:
-        result = self._scope.__exit__(kind, error, trace)  # type: ignore[arg-type]
-        if self._scope.cancelled_caught:
-            raise ClientStalled
-        return result
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """Again when it could ring first."""
+        now = time.monotonic()
+        left = self.seconds if self.since is None else self.since + self.seconds - now
+        if left <= 0:
+            left = self.seconds
+            self.ring()
+        self._timer = get_running_loop().call_later(left, self._look)
 
 
 @define(eq=False)
 class Events:
     """A run's events, of which the first of every choice is waited for before an answer begins."""
 
-    source: MemoryObjectReceiveStream[Event]
-    open: int  # choices that have not ended
+    jobs: Jobs
     log: AnswerFigures
     waiting: list[Event] = field(factory=list)
 
-    async def begin(self) -> None:
+    async def begin(self, choices: int) -> None:
         """Until every choice was heard, or one has failed."""
         heard: set[int] = set()
-        choices = self.open
         while len(heard) < choices:
-            event = await self.source.receive()
-            self.waiting.append(event)
-            heard.add(event.index)
-            if isinstance(event, Ended) and failure_of(event.closed, 0) is not None:
-                self.waiting = [event]
-                return
+            for event in await self.jobs.next():
+                self.waiting.append(event)
+                heard.add(event.index)
+                if isinstance(event, Ended) and failure_of(event.closed, 0) is not None:
+                    self.waiting = [event]
+                    return
 
-    def ready(self) -> Event | None:
-        """The next event, if it is there already."""
-        if self.waiting:
-            return self._taken(self.waiting.pop(0))
-        try:
-            return self._taken(self.source.receive_nowait()) if self.open else None
-        except anyio.WouldBlock:
-            return None
-
-    async def next(self) -> Event | None:
-        """The next event; None after the last."""
-        if not self.open:
-            return None
-        return self.ready() or self._taken(await self.source.receive())
-
-    def _taken(self, event: Event) -> Event:
-        self.log.heard(event)
-        if isinstance(event, Ended):
-            self.open -= 1
-        return event
+    async def next(self) -> Sequence[Event]:
+        """Those that have come, once there are any; nothing after the last."""
+        came, self.waiting = self.waiting or await self.jobs.next(), []
+        for event in came:
+            self.log.heard(event)
+        return came
 
 
 @define(eq=False)

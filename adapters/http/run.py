@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from attrs import define, evolve, field, frozen
 
 from adapters.http.controls import Planned
@@ -23,7 +22,6 @@ from effects.job import Report
 from effects.ports import CancelReason, Closed, Door, Ticket
 from effects.stream import EmitTokens, ReportProgress
 
-BUFFERED_EVENTS = 16
 ENGINE_GRACE_S = 5.0  # after a deadline, for the engine to say so itself
 
 
@@ -85,15 +83,58 @@ Event: TypeAlias = Progress | Said | Ended
 
 @define(eq=False)
 class Jobs:
-    """The jobs of one request while they run. Each of them sends events that end with its `Ended`."""
+    """The jobs of one request while they run. Each of them brings events that end with its `Ended`.
 
-    events: MemoryObjectReceiveStream[Event]
-    tickets: dict[int, Ticket] = field(factory=dict)  # by index; those that have not ended
+    Nothing is read before it is wanted: what comes meanwhile waits as tokens, and is one event then.
+    """
+
+    tokenizer: Tokenizer
     requests: list[RequestId] = field(factory=list)  # as the engine calls them
+    _followers: list[Follower] = field(factory=list)  # of those that have not ended
+    _news: anyio.Event = field(factory=anyio.Event)
+
+    def follow(self, one: Planned, ticket: Ticket) -> None:
+        self.requests.append(ticket.request)
+        self._followers.append(follower(one, ticket, self.tokenizer))
+        ticket.hear(self._tell)
+
+    def _tell(self) -> None:
+        self._news.set()
 
     def cancel(self, reason: CancelReason) -> None:
-        for ticket in list(self.tickets.values()):
-            ticket.cancel(reason)
+        for one in list(self._followers):
+            one.ticket.cancel(reason)
+
+    async def next(self) -> Sequence[Event]:
+        """What has come, once something has; an end comes alone. Nothing, where all have ended."""
+        while self._followers:
+            for one in self._followers:
+                if one.closed is not None:
+                    self._followers.remove(one)
+                    return (await self._end(one, one.closed),)
+            if events := [event for one in self._followers for event in one.heard()]:
+                return events
+            if all(one.closed is None for one in self._followers):
+                self._news = anyio.Event()
+                await self._news.wait()
+        return ()
+
+    async def _end(self, follower: Follower, closed: Closed) -> Ended:
+        ended, one = follower.ended(closed), follower.one
+        if closed.diverged is None:
+            return ended
+        told = closed.diverged, one.job, one.messages, self.tokenizer
+        return evolve(ended, explained=await anyio.to_thread.run_sync(explain, *told))
+
+    async def expire(self, seconds: float) -> None:
+        """End after so long, even if the engine never says so."""
+        await anyio.sleep(seconds)
+        self.cancel("deadline")
+        await anyio.sleep(ENGINE_GRACE_S)
+        for one in self._followers:
+            report = Report(len(one.one.job.prompt))
+            one.closed = one.closed or Closed("deadline", report, "the engine did not answer", {})
+        self._tell()
 
 
 @asynccontextmanager
@@ -101,51 +142,29 @@ async def running(
     door: Door, planned: Sequence[Planned], tokenizer: Tokenizer, options: EdgeOptions
 ) -> AsyncIterator[Jobs]:
     """Submit all jobs at once. Whatever has not ended when the block is left is cancelled as `client_gone`."""
-    send, receive = anyio.create_memory_object_stream[Event](BUFFERED_EVENTS)
-    run = Jobs(receive)
+    run = Jobs(tokenizer)
     try:
-        async with receive, send, anyio.create_task_group() as tasks:
-            for one in planned:
-                run.tickets[one.index] = ticket = door.submit(one.job)
-                run.requests.append(ticket.request)
-            for one in planned:
-                tasks.start_soon(_follow, run, one, tokenizer, options, send)
+        for one in planned:
+            run.follow(one, door.submit(one.job))
+        async with anyio.create_task_group() as tasks:
             if options.request_timeout_s is not None:
-                tasks.start_soon(_deadline, run, options.request_timeout_s)
+                tasks.start_soon(run.expire, options.request_timeout_s)
             yield run
             tasks.cancel_scope.cancel()
     finally:
         run.cancel("client_gone")
 
 
-async def _deadline(run: Jobs, seconds: float) -> None:
-    await anyio.sleep(seconds)
-    run.cancel("deadline")
-
-
-async def _follow(
-    run: Jobs, one: Planned, tokenizer: Tokenizer, options: EdgeOptions, send: MemoryObjectSendStream[Event]
-) -> None:
-    """One ticket to the end, even if the engine never ends it."""
+def follower(one: Planned, ticket: Ticket, tokenizer: Tokenizer) -> Follower:
     controls = tokenizer.controls
     shown = frozenset(controls[name].id for name in one.reader.controls if name in controls)
     text = TextStream(tokenizer, one.stops, frozenset(one.job.stop_tokens), shown)
-    follower = Follower(one, run.tickets[one.index], text, one.reader.start())
-    limit = None if options.request_timeout_s is None else options.request_timeout_s + ENGINE_GRACE_S
-    with anyio.move_on_after(limit):
-        ended = await follower.follow(send)
-        del run.tickets[one.index]
-        if (diverged := ended.closed.diverged) is not None:
-            missed = await anyio.to_thread.run_sync(explain, diverged, one.job, one.messages, tokenizer)
-            ended = evolve(ended, explained=missed)
-        await send.send(ended)
-        return
-    await send.send(follower.ended(Closed("deadline", Report(len(one.job.prompt)), "the engine did not answer", {})))
+    return Follower(one, ticket, text, one.reader.start())
 
 
 @define(eq=False)
 class Follower:
-    """The way of one ticket's tokens to text, and of the text to what it says."""
+    """The way of one ticket's tokens to text, and of the text to what it says. closed: there is no more of it."""
 
     one: Planned
     ticket: Ticket
@@ -154,28 +173,25 @@ class Follower:
     tokens: int = 0
     reasoning: int = 0
     broken: bool = False
+    closed: Closed | None = None
     picks: list[PickedToken] = field(factory=list)
     said: list[AnswerPiece] = field(factory=list)
     made: list[int] = field(factory=list)  # the tokens that it was made of
 
-    async def follow(self, send: MemoryObjectSendStream[Event]) -> Ended:
-        index = self.one.index
-        async for message in self.ticket:
+    def heard(self) -> Iterator[Progress | Said]:
+        """What there is: the prompt's progress, and then all that is said, as one."""
+        pieces: list[AnswerPiece] = []
+        while self.closed is None and (message := self.ticket.take()) is not None:
             match message:
-                case ReportProgress(done, total, cached):
-                    await send.send(Progress(index, done, total, cached))
                 case EmitTokens():
-                    if pieces := self.read(message):
-                        await send.send(Said(index, tuple(pieces), self.taken()))
+                    pieces += self.read(message)
+                case ReportProgress(done, total, cached):
+                    yield Progress(self.one.index, done, total, cached)
                 case Closed():
-                    tail = self.parser.push(self.text.finish())
-                    self.broken = self.text.stopped is not None and self.parser.calling
-                    tail += self.parser.finish()
-                    self.said += tail
-                    if tail or self.picks:
-                        await send.send(Said(index, tuple(tail), self.taken()))
-                    return self.ended(message)
-        raise AssertionError("a ticket's messages end with Closed")
+                    self.closed = message
+                    pieces += self.rest()
+        if pieces or (self.closed is not None and self.picks):
+            yield Said(self.one.index, tuple(pieces), self.taken())
 
     def read(self, message: EmitTokens) -> list[AnswerPiece]:
         """What these tokens say, up to a stop string or the only call that may be; it cancels the rest of the job."""
@@ -196,6 +212,14 @@ class Follower:
                 self.ticket.cancel("stop_string")
         self.said += pieces
         return pieces
+
+    def rest(self) -> list[AnswerPiece]:
+        """What was held back."""
+        tail = self.parser.push(self.text.finish())
+        self.broken = self.text.stopped is not None and self.parser.calling
+        tail += self.parser.finish()
+        self.said += tail
+        return tail
 
     @property
     def complete(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+import msgspec
 
 from adapters.http.errors import ApiError
 from adapters.http.run import Ended, Progress, Said
@@ -50,10 +51,10 @@ def new_id(prefix: str) -> str:
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
-    line = f"data: {ENCODER.encode(data)}\n\n"
-    return (line if name is None else f"event: {name}\n{line}").encode()
+    line = b"data: %b\n\n" % ENCODER.encode(data)
+    return line if name is None else b"event: %b\n%b" % (name.encode(), line)
 
 
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+ENCODER = msgspec.json.Encoder()
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"

@@ -39,7 +39,7 @@ class FakeTicket:
     request: RequestId
     job: Job
     messages: deque[Message] = field(factory=deque)
-    news: anyio.Event = field(factory=anyio.Event)
+    told: Callable[[], object] = lambda: None
     reason: CancelReason | None = None
     started: float = field(factory=time.monotonic)
     accepted: bool = False
@@ -53,15 +53,21 @@ class FakeTicket:
     def make(request: int, job: Job) -> FakeTicket:
         return FakeTicket(RequestId(request), job, report=Report(len(job.prompt)))
 
+    def take(self) -> Message | None:
+        return self.messages.popleft() if self.messages else None
+
+    def hear(self, told: Callable[[], object]) -> None:
+        self.told = told
+
     async def __aiter__(self) -> AsyncIterator[Message]:
         while True:
-            while not self.messages:
-                await self.news.wait()
-                self.news = anyio.Event()
-            message = self.messages.popleft()
-            yield message
-            if isinstance(message, Closed):
-                return
+            while (message := self.take()) is not None:
+                yield message
+                if isinstance(message, Closed):
+                    return
+            news = anyio.Event()
+            self.hear(news.set)
+            await news.wait()
 
     def cancel(self, reason: CancelReason) -> None:
         if self.reason is None and self.closed is None:
@@ -69,7 +75,7 @@ class FakeTicket:
 
     def tell(self, message: Message) -> None:
         self.messages.append(message)
-        self.news.set()
+        self.told()
 
     def close(self, finish: Finish, detail: str = "") -> None:
         assert self.closed is None

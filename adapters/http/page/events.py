@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from adapters.http.connection import ABORT, STOPPING
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
-from adapters.http.reply import STREAM_HEADERS, ClientStalled, Patience
+from adapters.http.reply import STREAM_HEADERS
 
 EVERY_S = 0.25  # a look takes 1 ms with 64 requests running: 0.4 % of one core
 MOST_LISTENERS = 32  # pages: of 1,024 connections, and a task each
@@ -70,7 +70,7 @@ class Listener:
                 tasks.start_soon(left, receive, tasks.cancel_scope)
                 await self._tell(scope.get(STOPPING) or anyio.Event(), send)
                 tasks.cancel_scope.cancel()
-        except* ClientStalled:
+        except* TimeoutError:
             if ABORT in scope:
                 scope[ABORT]()
         finally:
@@ -91,7 +91,7 @@ class Listener:
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: Message) -> None:
-        with Patience(self.watch.options.write_timeout_s):
+        with anyio.fail_after(self.watch.options.write_timeout_s):
             await send(message)
 
 
