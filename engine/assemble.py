@@ -72,8 +72,9 @@ async def engine(
     def observe(envelope: Envelope, outs: tuple[Out, ...], before: World, after: World) -> None:
         meter.observe(envelope, outs, before, after)
         misses.observe(outs, before)
-        busy = sum(slot.holder is not None for slot in after.slots.slots)
-        metrics.gauges(queue=len(after.slots.waiting), slots_busy=busy, slots=len(after.slots.slots))
+        if after.slots is not before.slots:
+            busy = sum(slot.holder is not None for slot in after.slots.slots)
+            metrics.gauges(queue=len(after.slots.waiting), slots_busy=busy, slots=len(after.slots.slots))
         if paranoid:
             invariants.check(after)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from attrs import define, field
@@ -38,15 +37,10 @@ class StepsTaken:
     def take(self) -> tuple[Taken, ...]:
         """On the event loop. A step that comes while it looks is told again, or taken now: never neither."""
         self._told = False
-        return tuple(joined(self._come()))
-
-    def _come(self) -> Iterator[Taken]:
-        with suppress(IndexError):
-            while True:
-                yield self._steps.popleft()
+        return tuple(joined([self._steps.popleft() for _ in range(len(self._steps))]))
 
 
-def joined(steps: Iterator[Taken]) -> Iterator[Taken]:
+def joined(steps: Iterable[Taken]) -> Iterator[Taken]:
     """Plain steps that follow each other as one, and of chunks the last; of steps with proposals each says something of
     its own.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import Future, get_running_loop
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeAlias
@@ -91,15 +92,17 @@ class Jobs:
     tokenizer: Tokenizer
     requests: list[RequestId] = field(factory=list)  # as the engine calls them
     _followers: list[Follower] = field(factory=list)  # of those that have not ended
-    _news: anyio.Event = field(factory=anyio.Event)
+    _news: Future[None] = field(factory=lambda: get_running_loop().create_future())
 
     def follow(self, one: Planned, ticket: Ticket) -> None:
         self.requests.append(ticket.request)
         self._followers.append(follower(one, ticket, self.tokenizer))
         ticket.hear(self._tell)
+        self._tell()
 
     def _tell(self) -> None:
-        self._news.set()
+        if not self._news.done():
+            self._news.set_result(None)
 
     def cancel(self, reason: CancelReason) -> None:
         for one in list(self._followers):
@@ -112,11 +115,10 @@ class Jobs:
                 if one.closed is not None:
                     self._followers.remove(one)
                     return (await self._end(one, one.closed),)
+            await self._news
+            self._news = get_running_loop().create_future()
             if events := [event for one in self._followers for event in one.heard()]:
                 return events
-            if all(one.closed is None for one in self._followers):
-                self._news = anyio.Event()
-                await self._news.wait()
         return ()
 
     async def _end(self, follower: Follower, closed: Closed) -> Ended:

@@ -11,13 +11,15 @@ import pytest
 from attrs import evolve
 
 from effects.all import Ask, Launch
-from effects.decode import RunDecode
-from effects.ids import SlotId
+from effects.decode import Decoded, RunDecode
+from effects.ids import RequestId, SlotId
 from effects.job import Job
 from effects.ports import MOST_RECENT, RowsLost
 from effects.prefill import RunPrefill
 from effects.stream import EmitTokens, ReportProgress
 from engine.runner import Envelope
+from states.events import ForRequest
+from states.machine import IllegalEvent
 from states.residency import Resolved
 from states.settings import Settings
 from tests.engine.play import SETTINGS, ScriptedDevice, collect, engine, expected
@@ -184,6 +186,37 @@ async def test_a_cancelled_request_stops_within_a_chunk_and_its_slot_stays_warm(
 
 def asks_of(device: ScriptedDevice, *, closed: int) -> list[Ask]:
     return [ask for launch in device.launches for ask in launch.asks if ask.request == closed]
+
+
+async def test_what_is_posted_while_an_event_is_folded_comes_behind_it() -> None:
+    async with engine() as running:
+        ticket, observe, seen = running.door.submit(LONG), running.runner.observe, list[str]()
+        assert observe is not None
+
+        def noted(envelope: Envelope, *more: Any) -> None:
+            seen.append(type(envelope.happened.event).__name__)
+            observe(envelope, *more)
+
+        running.runner.observe = noted
+        ticket.hear(lambda: ticket.cancel("client_gone"))
+        await anyio.sleep(0.01)
+        _, closed = await collect(ticket)
+    assert closed.finish == "cancelled"
+    assert seen[:2] == ["Submitted", "Cancelled"]
+
+
+async def test_a_bug_ends_the_engine_and_not_who_brought_the_event() -> None:
+    async def serve() -> None:
+        async with engine() as running:
+            await anyio.lowlevel.checkpoint()
+            running.runner.post(ForRequest(RequestId(99), Decoded((1,))))
+            with pytest.raises(anyio.ClosedResourceError):
+                running.door.submit(SHORT)
+            await anyio.sleep_forever()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await serve()
+    assert raised.group_contains(IllegalEvent)
 
 
 async def test_cancelling_after_the_end_changes_nothing() -> None:

@@ -16,7 +16,9 @@ import httpx
 import pytest
 from attrs import evolve
 
-from adapters.http.run import ENGINE_GRACE_S
+from adapters.http.controls import Planned
+from adapters.http.run import ENGINE_GRACE_S, Ended, Progress, Said, running
+from effects.job import Job
 from tests.http.conftest import Site, chat, served
 from tests.http.sse import chunks, events, stream, text_of
 
@@ -226,6 +228,19 @@ async def test_progress_comes_while_the_prompt_is_computed(folder: Path) -> None
                     assert told["time_ms"] >= 0
         assert len(times) > 4
         assert times[-1] - times[0] > 0.1
+
+
+async def test_what_has_come_meanwhile_is_one_event_and_an_end_comes_alone(site: Site) -> None:
+    job = Job((1, 2, 3), 50, stop_tokens=tuple(site.text.tokenizer.end_tokens))
+    site.say("Hello there")
+    async with running(site.door, (Planned(0, 0, job, ()),), site.text.tokenizer, site.options) as jobs:
+        await until(lambda: site.door.tickets[0].closed)
+        *before, said = await jobs.next()
+        (ended,) = await jobs.next()
+        assert await jobs.next() == ()
+    assert all(isinstance(event, Progress) for event in before)
+    assert isinstance(said, Said)
+    assert (said.text, isinstance(ended, Ended) and ended.closed.finish) == ("Hello there", "stop")
 
 
 async def test_equal_request_ids_do_not_mix_answers(shared: Site) -> None:
