@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -86,7 +87,9 @@ class Runner:
     _bug: BaseException | None = field(init=False, default=None)
 
     def post(self, happened: Happened) -> None:
-        """Raises ClosedResourceError where no more events are taken."""
+        """Raises ClosedResourceError where no more events are taken, and what its fold raises: a bug, with which `run`
+        ends, too.
+        """
         if self._ended.is_set():
             raise anyio.ClosedResourceError
         self._inbox.append(happened)
@@ -98,7 +101,7 @@ class Runner:
         self._ended.set()
 
     async def run(self) -> None:
-        """Until it is closed. A bug ends it, whoever has brought the event."""
+        """Until it is closed. Raises the bug that has ended it, whoever brought the event."""
         try:
             async with anyio.create_task_group() as self._tasks:
                 self._take_in(self._tasks)
@@ -114,9 +117,10 @@ class Runner:
                 for out in self.fold(self._inbox[0]):
                     self.hand_out(out, tasks)
                 self._inbox.popleft()
-        except BaseException as error:  # noqa: BLE001 - `run` raises it
-            self._bug = error
-            self.close()
+        finally:
+            if self._inbox:  # it was not folded, or not handed out: a bug
+                self._bug = sys.exc_info()[1]
+                self.close()
 
     def hand_out(self, out: Out, tasks: TaskGroup) -> None:
         if isinstance(out, Launch):

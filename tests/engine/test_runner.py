@@ -205,11 +205,12 @@ async def test_what_is_posted_while_an_event_is_folded_comes_behind_it() -> None
     assert seen[:2] == ["Submitted", "Cancelled"]
 
 
-async def test_a_bug_ends_the_engine_and_not_who_brought_the_event() -> None:
+async def test_a_bug_ends_the_engine_whoever_has_brought_the_event() -> None:
     async def serve() -> None:
         async with engine() as running:
             await anyio.lowlevel.checkpoint()
-            running.runner.post(ForRequest(RequestId(99), Decoded((1,))))
+            with pytest.raises(IllegalEvent):
+                running.runner.post(ForRequest(RequestId(99), Decoded((1,))))
             with pytest.raises(anyio.ClosedResourceError):
                 running.door.submit(SHORT)
             await anyio.sleep_forever()
