@@ -33,6 +33,7 @@ from engine.trace import Recorder
 from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, SlotsLost
 from states.settings import Settings
+from states.slots import Slots
 from states.world import Out, World, begin
 
 SPARE = 1024  # live requests beyond slots and queue: those that are being refused or are draining
@@ -73,8 +74,7 @@ async def engine(
         meter.observe(envelope, outs, before, after)
         misses.observe(outs, before)
         if after.slots is not before.slots:
-            busy = sum(slot.holder is not None for slot in after.slots.slots)
-            metrics.gauges(queue=len(after.slots.waiting), slots_busy=busy, slots=len(after.slots.slots))
+            shown(metrics, after.slots)
         if paranoid:
             invariants.check(after)
 
@@ -117,6 +117,11 @@ async def engine(
         runner.close()
         if recorder is not None:
             recorder.close()
+
+
+def shown(metrics: Metrics, slots: Slots) -> None:
+    busy = sum(slot.holder is not None for slot in slots.slots)
+    metrics.gauges(queue=len(slots.waiting), slots_busy=busy, slots=len(slots.slots))
 
 
 def heard(executor: DeviceExecutor, runner: Runner, metrics: Metrics) -> None:

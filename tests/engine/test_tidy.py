@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from adapters.device.lane import DeviceLane
@@ -63,8 +64,9 @@ async def test_a_server_that_is_never_idle_gives_it_back_too() -> None:
         def tidy() -> None:
             asked.append(len(running.runner.world.requests))
 
-        tasks.start_soon(lambda: collect(running.door.submit(Job(tuple(range(10, 40)), 2))))
         tasks.start_soon(lambda: tidied(running.runner, lane, every_s=0.01, patience_s=0.2, tidy=tidy))
+        await anyio.lowlevel.checkpoint()
+        tasks.start_soon(collect, running.door.submit(Job(tuple(range(10, 40)), 2)))
         with anyio.fail_after(60):
             while not asked:  # noqa: ASYNC110 - the lane tells nobody
                 await anyio.sleep(0.01)
