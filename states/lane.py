@@ -74,11 +74,10 @@ def answered(lane: Lane, answer: Answer) -> Lane:
     stays together.
     """
     on = further(answer.outcome) if leads(lane, answer.request) and lane.proposing else 0
-    lane = evolve(lane, proposing=lane.proposing + on) if on else lane
     if isinstance(answer.outcome, Decoded | PrefillAdvanced) and answer.outcome.more:
-        return lane
+        return with_asks(lane, lane.waiting, lane.running, on) if on else lane
     running = tuple(ask for ask in lane.running if ask.request != answer.request)
-    after = with_asks(lane, lane.waiting, running)
+    after = with_asks(lane, lane.waiting, running, on)
     return after if not after.alone else evolve(after, alone=False)  # it goes no further
 
 
@@ -87,9 +86,12 @@ def further(outcome: Outcome) -> int:
     return outcome.steps - 1 + outcome.more if isinstance(outcome, Decoded) else 0
 
 
-def with_asks(lane: Lane, waiting: tuple[Ask, ...], running: tuple[Ask, ...]) -> Lane:
-    """As `evolve`, which takes three times as long: once or twice for every token of every answer."""
-    return Lane(waiting, running, lane.decode_last, lane.members, lane.proposing, lane.plan, lane.alone, lane.passed)
+def with_asks(lane: Lane, waiting: tuple[Ask, ...], running: tuple[Ask, ...], proposing: int = 0) -> Lane:
+    """As `evolve`, which takes three times as long: once or twice for every token of every answer. proposing: so many
+    launches more.
+    """
+    proposing += lane.proposing
+    return Lane(waiting, running, lane.decode_last, lane.members, proposing, lane.plan, lane.alone, lane.passed)
 
 
 def idle(lane: Lane) -> bool:
