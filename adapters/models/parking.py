@@ -36,7 +36,7 @@ class ParkedWeights(Generic[T]):
         self._load, self._device = load, device
         self._loaded: T | None = None
         self._host: T | None = None
-        self._host_bytes = 0
+        self._bytes = self._host_bytes = 0  # counted when they change: every request asks
         self._released = True
 
     @property
@@ -52,7 +52,7 @@ class ParkedWeights(Generic[T]):
     @property
     def weights_bytes(self) -> int:
         """On the device."""
-        return 0 if self._loaded is None else size_of(self._loaded)
+        return self._bytes
 
     @property
     def host_bytes(self) -> int:
@@ -67,7 +67,7 @@ class ParkedWeights(Generic[T]):
         if self._device.type == "cuda" and self._host is None:
             self._host_bytes, self._host = kept_on_host(self._loaded)
             torch.cuda.synchronize(self._device)
-        self._loaded, self._released = None, False
+        self._loaded, self._bytes, self._released = None, 0, False
         give_back(self._device)
         return given
 
@@ -81,8 +81,8 @@ class ParkedWeights(Generic[T]):
             if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
                 raise torch.OutOfMemoryError(f"no memory for the weights: {error}") from error
             raise
-        self._loaded, self._released = loaded, False
-        return self.weights_bytes
+        self._loaded, self._bytes, self._released = loaded, size_of(loaded), False
+        return self._bytes
 
     def _from_host(self, host: T) -> T:
         loaded = relocated(host, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
@@ -92,7 +92,7 @@ class ParkedWeights(Generic[T]):
 
     def release(self) -> None:
         """Give back the host's copy too."""
-        self._loaded, self._host, self._host_bytes, self._released = None, None, 0, True
+        self._loaded, self._host, self._bytes, self._host_bytes, self._released = None, None, 0, 0, True
         give_back(self._device)
 
 
