@@ -68,6 +68,8 @@ class LateRows:
     layers: Sequence[int]
     _copies: dict[int, Tensor] = field(init=False, factory=dict)  # by layer, each `[at least TOGETHER, D]`
     _places: Sequence[tuple[int, int, int]] = field(init=False, default=())  # layers, addresses, bytes of a row: a host
+    _moves: Sequence[tuple[int, int, int]] = field(init=False, default=())  # of `_source`: to, from, bytes of a row
+    _source: Mapping[int, Tensor] | None = field(init=False, default=None)  # a bucket's, which steps come with again
     _rows: int = field(init=False, default=0)  # that they have
     _used: int = field(init=False, default=0)
 
@@ -78,16 +80,15 @@ class LateRows:
             self._grow(hidden, max(rows, TOGETHER))
             first = 0
         self._used = first + rows
-        for layer, place, width in self._places:
-            states = hidden[layer]
-            if not states.is_contiguous():
-                break
-            move(place + first * width, states.data_ptr(), rows * width)
-        else:
-            if self._places:
-                return self._copies, first
-        for layer, copies in self._copies.items():
-            copies[first : first + rows].copy_(hidden[layer][:rows])
+        if self._places and hidden is not self._source:
+            found = all(hidden[layer].is_contiguous() for layer, _, _ in self._places)
+            self._moves = [(to, hidden[layer].data_ptr(), width) for layer, to, width in self._places] if found else ()
+            self._source = hidden
+        for to, source, width in self._moves:
+            move(to + first * width, source, rows * width)
+        if not self._moves:
+            for layer, copies in self._copies.items():
+                copies[first : first + rows].copy_(hidden[layer][:rows])
         return self._copies, first
 
     def _grow(self, hidden: Mapping[int, Tensor], room: int) -> None:
@@ -95,7 +96,7 @@ class LateRows:
         self._rows = room  # only now: there may have been no memory
         host = all(copy.device.type == "cpu" for copy in self._copies.values())
         places = [(layer, copy.data_ptr(), copy.nbytes // room) for layer, copy in self._copies.items()]
-        self._places = places if host else ()
+        self._places, self._moves, self._source = places if host else (), (), None
 
 
 D = TypeVar("D", bound=DraftModel)
