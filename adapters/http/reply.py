@@ -75,7 +75,7 @@ class Reply:
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as tasks:
             stalled = Alarm(self.options.write_timeout_s, lambda: self._give_up(scope, tasks.cancel_scope))
-            quiet = Alarm(self.options.keepalive_s, lambda: tasks.start_soon(self._keep_alive, timed))
+            quiet = Alarm(self.options.keepalive_s, lambda: tasks.start_soon(self._keep_alive, quiet, timed))
 
             async def timed(message: Message) -> None:
                 quiet.since, stalled.since = None, time.monotonic()
@@ -101,8 +101,9 @@ class Reply:
             scope[ABORT]()
         running.cancel()
 
-    async def _keep_alive(self, send: Send) -> None:
-        await self._send(send, self.shape.heartbeat())
+    async def _keep_alive(self, quiet: Alarm, send: Send) -> None:
+        if quiet.left <= 0:  # nothing was sent, or has begun to be, between the ring and this task's turn
+            await self._send(send, self.shape.heartbeat())
 
     async def _answer(self, run: Jobs, scope: Scope, receive: Receive, send: Send) -> None:
         events = Events(run, self.log)
@@ -209,11 +210,13 @@ class Alarm:
         if self._timer is not None:
             self._timer.cancel()
 
+    @property
+    def left(self) -> float:
+        """Seconds until it could ring first."""
+        return self.seconds if self.since is None else self.since + self.seconds - time.monotonic()
+
     def _look(self) -> None:
-        """Again when it could ring first."""
-        now = time.monotonic()
-        left = self.seconds if self.since is None else self.since + self.seconds - now
-        if left <= 0:
+        if (left := self.left) <= 0:
             left = self.seconds
             self.ring()
         self._timer = get_running_loop().call_later(left, self._look)

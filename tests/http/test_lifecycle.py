@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,9 +16,12 @@ import anyio.abc
 import httpx
 import pytest
 from attrs import evolve
+from starlette.types import Message
 
 from adapters.http.controls import Planned
+from adapters.http.reply import Alarm, Reply
 from adapters.http.run import ENGINE_GRACE_S, Ended, Progress, Said, running
+from adapters.http.shape import COMMENT
 from effects.job import Job
 from tests.http.conftest import Site, chat, served
 from tests.http.sse import chunks, events, stream, text_of
@@ -213,6 +217,20 @@ async def test_a_long_prefill_is_kept_alive_by_comments_and_by_events(folder: Pa
             assert not choice.get("text")
         said = [json.loads(event) for event in found[:-1] if not event.startswith(":")]
         assert text_of(said) == "ok"
+
+
+@pytest.mark.parametrize(("since", "beats"), [(6.0, 1), (0.0, 0), (None, 0)])
+async def test_no_sign_of_life_follows_what_was_sent_since_it_was_rung_for(since: float | None, beats: int) -> None:
+    """The end, for one, behind which nothing may come. None: something is being sent."""
+    reply, sent = object.__new__(Reply), list[Message]()
+    reply.shape = SimpleNamespace(heartbeat=lambda: (COMMENT,))  # type: ignore[assignment]
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    quiet = Alarm(5.0, lambda: None, None if since is None else time.monotonic() - since)
+    await reply._keep_alive(quiet, send)
+    assert len(sent) == beats
 
 
 async def test_progress_comes_while_the_prompt_is_computed(folder: Path) -> None:
