@@ -30,15 +30,11 @@ VOCABULARY = 4096
 
 
 @define
-class Config:
-    vocab_size: int = VOCABULARY
-
-
-@define
 class NoModel:
     """A shard that computes nothing: the same hidden states and logits for everything."""
 
-    config: Config = field(factory=Config)
+    vocab_size: int = VOCABULARY
+    state_specs: tuple[()] = ()
     slots: int = 8
     capacity: int = 1 << 16
     runs_ahead: bool = False
@@ -68,6 +64,9 @@ class NoModel:
 
     def memory(self) -> dict[str, int]:
         return {"weights": 0}
+
+    def synchronize(self) -> None:
+        """It is never behind."""
 
     def close(self) -> None:
         self._logits = self._hidden
