@@ -142,12 +142,13 @@ def hosts_table(
     config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], layouts: Mapping[str, StepLayout]
 ) -> bool:
     """Whether the embedding stays in host memory: a step reads a few rows of it there, and a GPU has better use for the
-    room where the weights beside it take more than half of all. One that is the head as well is read whole.
+    room where weights take more than half of all, whoever else has some of that now. One that is the head as well is
+    read whole.
     """
     one, shapes = plan[0], config.tensors()
     if not one.local or one.computes.type != "cuda" or "lm_head.weight" not in shapes:
         return False
-    return 2 * weights(config, dtype, one.computes, one.layers, layouts) > there(one.computes)
+    return 2 * weights(config, dtype, one.computes, one.layers, layouts) > allowed(one.computes)
 
 
 def experts_room(
@@ -178,9 +179,14 @@ def there(device: torch.device) -> int:
     """Bytes that a model may take: of a GPU what is free now, of a host three quarters of all, as at every start."""
     if device.type != "cuda":
         return host_memory() * 3 // 4
+    most = allowed(device)
+    return max(0, min(free_memory(device), most) - max(SPARE, most // 10))
+
+
+def allowed(device: torch.device) -> int:
+    """Bytes that a process may take of a GPU."""
     total = torch.cuda.get_device_properties(device).total_memory
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    return max(0, min(free_memory(device), allowed) - max(SPARE, allowed // 10))
+    return int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
 def far(place: Placement) -> int:

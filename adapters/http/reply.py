@@ -78,7 +78,9 @@ class Reply:
             quiet = Alarm(self.options.keepalive_s, lambda: tasks.start_soon(self._keep_alive, quiet, timed))
 
             async def timed(message: Message) -> None:
-                quiet.since, stalled.since = None, time.monotonic()
+                quiet.since = None
+                if stalled.since is None:  # a sign of life may wait for the client already
+                    stalled.since = time.monotonic()
                 await send(message)
                 quiet.since, stalled.since = time.monotonic(), None
 

@@ -135,7 +135,7 @@ class Jobs:
         await anyio.sleep(ENGINE_GRACE_S)
         for one in self._followers:
             report = Report(len(one.one.job.prompt))
-            one.closed = one.closed or Closed("deadline", report, "the engine did not answer", {})
+            one.overdue = Closed("deadline", report, "the engine did not answer", {})
         self._tell()
 
 
@@ -166,7 +166,9 @@ def follower(one: Planned, ticket: Ticket, tokenizer: Tokenizer) -> Follower:
 
 @define(eq=False)
 class Follower:
-    """The way of one ticket's tokens to text, and of the text to what it says. closed: there is no more of it."""
+    """The way of one ticket's tokens to text, and of the text to what it says. closed: there is no more of it.
+    overdue: the end of what the engine has not ended in time, behind all that it has said.
+    """
 
     one: Planned
     ticket: Ticket
@@ -176,6 +178,7 @@ class Follower:
     reasoning: int = 0
     broken: bool = False
     closed: Closed | None = None
+    overdue: Closed | None = None
     picks: list[PickedToken] = field(factory=list)
     said: list[AnswerPiece] = field(factory=list)
     made: list[int] = field(factory=list)  # the tokens that it was made of
@@ -192,6 +195,7 @@ class Follower:
                 case Closed():
                     self.closed = message
                     pieces += self.rest()
+        self.closed = self.closed or self.overdue
         if pieces or (self.closed is not None and self.picks):
             yield Said(self.one.index, tuple(pieces), self.taken())
 

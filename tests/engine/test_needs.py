@@ -112,6 +112,7 @@ def test_where_weights_leave_less_than_half_of_a_gpu_the_embedding_stays_on_the_
     config = Qwen3Config(1000, 64, 128, 2, 4, 2, 16, 512, 1e6, tie_word_embeddings=tied)
     plan = (Placement(range(2), torch.device("cuda:0")),)
     whole = weights(config, F32, torch.device("cuda:0"), range(2))
+    monkeypatch.setattr("engine.needs.allowed", lambda _: share * whole)
     monkeypatch.setattr("engine.needs.there", lambda _: share * whole)
     table = 1000 * 64 * 4 if away else 0
     assert hosts_table(config, F32, plan, {}) == away
@@ -125,8 +126,8 @@ def test_what_torch_may_take_of_a_gpu_is_all_that_there_is(monkeypatch: pytest.M
     gpu = torch.device("cuda:0")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=100 << 30))
     monkeypatch.setattr("engine.needs.free_memory", lambda _: 90 << 30)
-    for allowed, left in ((1.0, 80), (0.5, 45), (0.05, 4)):
-        monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda _, allowed=allowed: allowed)
+    for share, left in ((1.0, 80), (0.5, 45), (0.05, 4)):
+        monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda _, share=share: share)
         assert there(gpu) == left << 30
 
 

@@ -16,11 +16,11 @@ import anyio.abc
 import httpx
 import pytest
 from attrs import evolve
-from starlette.types import Message
+from starlette.types import Message, Send
 
 from adapters.http.controls import Planned
 from adapters.http.reply import Alarm, Reply
-from adapters.http.run import ENGINE_GRACE_S, Ended, Progress, Said, running
+from adapters.http.run import ENGINE_GRACE_S, Ended, Jobs, Progress, Said, running
 from adapters.http.shape import COMMENT
 from effects.job import Job
 from tests.http.conftest import Site, chat, served
@@ -259,6 +259,50 @@ async def test_what_has_come_meanwhile_is_one_event_and_an_end_comes_alone(site:
     assert all(isinstance(event, Progress) for event in before)
     assert isinstance(said, Said)
     assert (said.text, isinstance(ended, Ended) and ended.closed.finish) == ("Hello there", "stop")
+
+
+async def test_what_the_engine_has_said_in_time_is_told_however_late_it_is_read(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a client takes nothing until the deadline is over."""
+    monkeypatch.setattr("adapters.http.run.ENGINE_GRACE_S", 0.0)
+    job = Job((1, 2, 3), 50, stop_tokens=tuple(site.text.tokenizer.end_tokens))
+    options = evolve(site.options, request_timeout_s=0.2)
+    site.say("Hello there")
+    async with running(site.door, (Planned(0, 0, job, ()),), site.text.tokenizer, options) as jobs:
+        await until(lambda: site.door.tickets[0].closed)
+        await anyio.sleep(0.4)
+        *_, said = await jobs.next()
+        (ended,) = await jobs.next()
+    assert isinstance(said, Said)
+    assert (said.text, isinstance(ended, Ended) and ended.closed.finish) == ("Hello there", "stop")
+
+
+class SaidLater(Reply):
+    """Something at once, and something a second later."""
+
+    async def _answer(self, run: Jobs, scope: Any, receive: Any, send: Send) -> None:
+        await send({"type": "http.response.start"})
+        await anyio.sleep(1)
+        await send({"type": "http.response.body"})
+
+
+async def test_a_client_is_given_up_by_the_first_thing_that_it_does_not_take(site: Site) -> None:
+    """A sign of life waits for it, and then what is said: a second later, but that is no second chance."""
+    reply, waiting = object.__new__(SaidLater), list[float]()
+    reply.door, reply.planned, reply.tokenizer, reply.finish = site.door, (), site.text.tokenizer, ""
+    reply.shape = SimpleNamespace(heartbeat=lambda: (COMMENT,))  # type: ignore[assignment]
+    reply.options = evolve(site.options, keepalive_s=0.1, write_timeout_s=1.5)
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            waiting.append(time.monotonic())
+            await anyio.sleep(60)
+
+    await reply._run({}, partial(anyio.sleep, 60), send)
+    assert reply.finish == "client_stalled"
+    assert len(waiting) == 2
+    assert 1.5 <= time.monotonic() - waiting[0] < 2.2
 
 
 async def test_equal_request_ids_do_not_mix_answers(shared: Site) -> None:
