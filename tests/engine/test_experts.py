@@ -77,6 +77,7 @@ def test_the_room_is_what_was_asked_for_or_half_of_what_is_left_and_no_more_than
 def test_both_memories_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Qwen3MoeConfig(160, 64, 96, 3, 4, 2, 16, 512, 1e6, experts=CONFIG.experts, dense_layers=(0,))
     monkeypatch.setattr(module, "there", lambda device: 10_000_000 if device.type == "cuda" else 1_000_000)
+    monkeypatch.setattr(module, "allowed", lambda _: 1 << 40)
     [whole] = needs(Options(chunk=64), shape, DTYPE, CUDA, None)
     device, host = needs(Options(chunk=64, experts="host:0.001"), shape, DTYPE, CUDA, None)
     assert (host.name, host.fixed, host.row) == ("cpu", 22 * ONE, 0)
