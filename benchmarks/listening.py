@@ -8,6 +8,10 @@ from collections.abc import Sequence
 import torch
 from attrs import define, field
 
+from adapters.device.proposer import Proposer
+from adapters.device.rounds import RoundAtOnce, RoundsAtOnce, RoundTaken
+from adapters.device.slots import SlotState
+from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.shard import Kept, Step
 from engine.target import Target
 
@@ -35,13 +39,39 @@ class Listening:
             # Behind those that tokens were picked from there may be a prompt's rows, of which nobody asked for any.
             for part, keep in zip(heard.parts, staying, strict=False):
                 for at, row in enumerate(range(keep) if isinstance(keep, int) else keep):
-                    digest = hashlib.blake2b(found[first + row].cpu().numpy().tobytes(), digest_size=8).hexdigest()
-                    self.rows.append((part[0].start + at, digest))
+                    self.rows.append((part[0].start + at, digest(found[first + row])))
                 first += sum(segment.count for segment in part)
             commit(step, staying)
 
         shard.logits, shard.commit = heard, kept  # type: ignore[method-assign]
+        decoding = self.target.executor.decoding
+        if decoding.rounds is not None:
+            decoding.rounds = HeardRounds(decoding.rounds.shard, decoding.rounds.buckets, self.rows)
 
     def taken(self) -> list[tuple[int, str]]:
-        found, self.rows = self.rows, []
+        found = list(self.rows)
+        self.rows.clear()
         return found
+
+
+@define(eq=False)
+class HeardRounds(RoundsAtOnce):
+    """Steps in one call, whose logits nobody is asked for. rows: as `Listening` has them."""
+
+    rows: list[tuple[int, str]]
+    _heard: RoundAtOnce | None = field(init=False, default=None)
+
+    def of(self, draft: DFlashDraft | None, count: int) -> RoundAtOnce | None:
+        self._heard = super().of(draft, count)
+        return self._heard
+
+    def step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> RoundTaken | None:
+        taken = super().step(slot, state, most, proposer)
+        if taken is not None and self._heard is not None:
+            logits = self._heard.native.target.logits
+            self.rows += [(state.valid + at, digest(logits[at])) for at in range(len(taken.tokens))]
+        return taken
+
+
+def digest(row: torch.Tensor) -> str:
+    return hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=8).hexdigest()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from attrs import define, evolve
+from attrs import define, evolve, field
 from torch import Tensor
 
 from adapters.device.agreement import Agreed, Member, agree, decoded
@@ -22,7 +22,8 @@ from adapters.device.lane import DeviceLane
 from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.prefilling import PromptPiece
 from adapters.device.proposer import Proposer, proposed
-from adapters.device.sampling import Draw, Picking, Sampler, picker, picking
+from adapters.device.rounds import RoundsAtOnce, rounds_of
+from adapters.device.sampling import Draw, NotFinite, Picking, Sampler, picker, picking
 from adapters.device.slots import SlotState, abandoned, unfit
 from adapters.device.tree import chain, kept
 from adapters.device.underway import StepsTaken, behind, going_on
@@ -66,6 +67,10 @@ class Decoding:
     serving: Callable[[int, RequestId], SlotState | DeviceFailed]
     abandoned: Callable[[RequestId], bool]
     proposer: Proposer | None = None
+    rounds: RoundsAtOnce | None = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.rounds = rounds_of(self.shard, self.buckets)
 
     def run(self, asks: tuple[Ask, ...], steps: StepsTaken, piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """One step, and then as many more as may be taken alone while nobody else wants the lane. What the last one
@@ -209,7 +214,26 @@ class Decoding:
 
     # --- one step ---
 
+    def _at_once(self, ask: Ask) -> Outcome | None:
+        """A single request's step in one call, where there is one for it. None: nothing has happened."""
+        effect: RunDecode = ask.effect  # type: ignore[assignment] # it is one
+        started, state = time.perf_counter_ns(), self._ready(ask.request, effect)
+        if self.rounds is None or effect.checkpoint or isinstance(state, DeviceFailed):
+            return None
+        taken = self.rounds.step(effect.slot, state, effect.propose, self.proposer)
+        if taken is None:
+            return None
+        if not taken.tokens:
+            return DeviceFailed("broken", f"slot {effect.slot}: {NotFinite.at(state.valid + 1).detail}")
+        step = Step((Segment(effect.slot, state.valid, 1),), bucket_of(self.buckets, 1))
+        state.commit(taken.tokens)
+        if not taken.proposed and self.proposer is not None:
+            self.follow(step, self.rounds.left(step.bucket), (1,), (state,))
+        return Decoded(taken.tokens, taken.proposed, (), time.perf_counter_ns() - started, taken.accepted)
+
     def _step(self, asks: Sequence[Ask], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
+        if piece is None and len(asks) == 1 and (found := self._at_once(asks[0])) is not None:
+            return (found,)
         outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(asks)
         taken: dict[int, tuple[int, SlotState, int]] = {}
         for index, ask in enumerate(asks):

@@ -71,6 +71,14 @@ class DraftProposer(DraftContext[D], ABC):
                 log.warning("no proposals: %s", error)
         return [trees.get(index) or chain((request.state.tokens[-1],)) for index, request in enumerate(requests)]
 
+    def room(self, request: DraftRequest) -> tuple[int, int]:
+        """Where the slot's context begins, once it is followed to the last row; and how many proposals it may have."""
+        if self.draft.state != "loaded":
+            return request.state.valid, 0
+        self.catch_up(request.slot)
+        ask = self._ask(request)
+        return ask.first, ask.count
+
     def _ask(self, request: DraftRequest) -> BlockRequest:
         """For nothing, where the draft has not followed up to the last row."""
         first, position = request.state.drafted

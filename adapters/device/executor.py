@@ -74,7 +74,7 @@ class DeviceExecutor:
         self._chunk = max(buckets)
         self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._checkpoints = Checkpoints(shard)
-        self._decoding = Decoding(
+        self.decoding = Decoding(
             shard, self._buckets, lane, self._slots, self._checkpoints, self.serving, self.abandoned, proposer
         )
         self._match: Match = no_grammars
@@ -94,11 +94,11 @@ class DeviceExecutor:
 
     @property
     def _proposer(self) -> Proposer | None:
-        return self._decoding.proposer
+        return self.decoding.proposer
 
     @_proposer.setter
     def _proposer(self, proposer: Proposer | None) -> None:
-        self._decoding.proposer = proposer
+        self.decoding.proposer = proposer
 
     def proposed_to(self, proposer: Proposer) -> None:
         """From now on, this proposes; before the first launch."""
@@ -292,7 +292,7 @@ class DeviceExecutor:
             raise ValueError("only decode steps are batched, and a piece of a prompt with them")
         if decode_steps:
             self._grow(decode_steps)
-            outcomes = self._decoding.run(decode_steps, steps, next(map(self._piece, rest), None))
+            outcomes = self.decoding.run(decode_steps, steps, next(map(self._piece, rest), None))
         return (*outcomes, *(self._one(ask, steps) for ask in asks[len(outcomes) :]))
 
     def _piece(self, ask: Ask) -> PromptPiece | None:
@@ -335,13 +335,13 @@ class DeviceExecutor:
             return told(self._shard, self._buckets, state, effect)
         try:
             for step, forward in prefilled(self._shard, self._buckets, state, effect, partial(self.abandoned, request)):
-                self._decoding.follow(step, forward, [step.rows], [state])
+                self.decoding.follow(step, forward, [step.rows], [state])
                 state.advance(stop := step.segments[0].start + step.rows)
                 if stop < effect.stop:
                     steps.put((PrefillAdvanced(stop, more=True),))
         except Exception as error:
             if effect.stop - effect.start > self._chunk and self._shard.state_specs and ran_out_of_memory(error):
-                return self._decoding.half_settled(effect.slot, error)
+                return self.decoding.half_settled(effect.slot, error)
             raise
         self._shard.synchronize()  # or the host would run ahead of what it acknowledges
         took = time.perf_counter_ns() - started

@@ -63,7 +63,7 @@ def found_at_once(
         _ASKED.pack_into(
             draws, row * _SIZE, first + at, first_raw + at, bits, known, warmth, mass, least, key, limit, most, into
         )
-    if native.code.rekindle_draw(draws, rows, vocab, _factors()[1], torch.get_num_threads(), level):
+    if native.code.rekindle_draw(draws, rows, vocab, factors_at(), torch.get_num_threads(), level):
         raise MemoryError(f"no memory to draw from {vocab} logits")
     found: list[tuple[list[float], list[float]]] = []
     for row in range(rows):
@@ -72,8 +72,13 @@ def found_at_once(
     return found
 
 
+def factors_at() -> int:
+    """The address of `exponent.factors`."""
+    return _factors()[1]
+
+
 @cache
 def _factors() -> tuple[Tensor, int]:
-    """And their address, which is good as long as they are there."""
+    """The address is good as long as they are there."""
     found = factors("cpu")
     return found, found.data_ptr()

@@ -138,6 +138,10 @@ class NotFinite:
 
     detail: str
 
+    @classmethod
+    def at(cls, position: int) -> NotFinite:
+        return cls(f"the logits for position {position} are not finite")
+
 
 @frozen
 class DeadEnd:
@@ -335,7 +339,7 @@ def _read(row: Draw, picked: list[float], told: list[float], end: str | None) ->
     """
     token, lowest, highest = picked
     if not (math.isfinite(lowest) and math.isfinite(highest)):
-        return NotFinite(f"the logits for position {row.position} are not finite")
+        return NotFinite.at(row.position)
     if end is not None:
         return DeadEnd(f"the grammar lets nothing follow at position {row.position}: {end}")
     if not told:

@@ -12,12 +12,14 @@ from torch import Tensor
 from adapters.checkpoint.weights import WeightSource
 from adapters.layout import RowSpec, TensorSpec
 from adapters.models.decoder import DecoderLayer, WeightReader, finished, gated, load_layer, projected
-from adapters.models.dense_config import DenseConfig, check_arguments
+from adapters.models.dense_config import DenseConfig, check_arguments, check_step
 from adapters.models.embedding import embed
 from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.batch import StateBatch
+from adapters.models.kernels.cpu_layers import pass_of
 from adapters.models.kernels.delta import CHUNK
 from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.native.rounds import NativePass
 from adapters.models.kernels.row_form import RowForm
 from adapters.models.kv_cache import KvCache, PagedKvCache
 from adapters.models.layer_buffers import Buffers, together
@@ -25,7 +27,7 @@ from adapters.models.parking import size_of
 from adapters.models.recurrent import DeltaLayer, load_delta_layer
 from adapters.models.recurrent_cache import RecurrentCache
 from adapters.models.shard import BUCKETS, Forward, Kept, NamedTensors, OutputHead, Step
-from adapters.models.tree_attention import TreeAttention, check_tree
+from adapters.models.tree_attention import TreeAttention
 from adapters.models.waves import inference
 
 
@@ -210,14 +212,22 @@ class DenseShard:
         buffers = self._at(step.bucket)
         if self._norm is None:
             raise ValueError(f"logits: layers {self._layers.start}..{self._layers.stop - 1} have no head")
-        if buffers.logits is None:  # a prefill's bucket never needs them, and they are large
-            buffers.logits = torch.zeros(step.bucket, self._config.vocab_size, device=self._device)
+        logits = buffers.logits_of(self._config.vocab_size)
         with inference():
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
-            given = (buffers.hidden, self._norm, self._config.rms_norm_eps, self._head, buffers.logits)
+            given = (buffers.hidden, self._norm, self._config.rms_norm_eps, self._head, logits)
             self._kernels.launch("logits", buffers.batch, lambda: self._kernels.logits(*given))
-        return buffers.logits
+        return logits
+
+    def pass_at_once(self, bucket: int) -> NativePass | None:
+        """Where one call carries out all of the model, and none of it has positional state."""
+        buffers = self._at(bucket)
+        stop, layers = buffers.at_once.get(0, (0, None))
+        if layers is None or self._norm is None or stop < self._config.num_layers or self.state_specs:
+            return None
+        ending, logits = (self._norm, self._config.rms_norm_eps, self._head), buffers.logits_of(self.vocab_size)
+        return pass_of(layers, ending, buffers.batch, buffers.forward, logits, self._kernels.launch)
 
     def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
         residual, delta = buffers.hidden, None
@@ -280,17 +290,8 @@ class DenseShard:
         return {number: (one, caches[places[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
-        if step.bucket not in self._buckets:
-            raise ValueError(f"bucket {step.bucket} is not one of {self._buckets}")
-        rows = step.rows
-        expected = (rows,) if self._embedding is not None else (step.bucket, self._config.hidden_size)
-        if not 0 < rows <= step.bucket or inputs.shape != expected:
-            raise ValueError(f"{rows} rows at bucket {step.bucket} do not go with inputs {tuple(inputs.shape)}")
-        if len({part[0].slot for part in step.parts}) != len(step.parts):
-            raise ValueError("a slot appears twice in one step")
-        if step.branches:
-            for part in step.parts:
-                check_tree(part)
+        expected = (step.rows,) if self._embedding is not None else (step.bucket, self._config.hidden_size)
+        check_step(step, inputs, expected, self._buckets)
         for segment in step.segments:
             self._cache.check_span(segment.slot, segment.start, segment.start + segment.count)
 

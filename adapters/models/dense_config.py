@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from attrs import astuple, evolve, frozen
+from torch import Tensor
 
 from adapters.checkpoint.config import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.errors import CheckpointError, shown
@@ -20,6 +21,8 @@ from adapters.models.kernels.experts import ExpertsShape
 from adapters.models.kernels.products import SMALL, TILE, Heads, Products, Weight
 from adapters.models.kernels.row_form import RowForm
 from adapters.models.rope import Rotary
+from adapters.models.shard import Step
+from adapters.models.tree_attention import check_tree
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
 _PROBED_VOCABULARY = 256
@@ -181,6 +184,19 @@ def check_arguments(
         raise ValueError(f"buckets {tuple(buckets)} are not positive row counts")
     if any(not 0 <= layer < config.num_layers for layer in aux_layers):
         raise ValueError(f"aux_layers {tuple(aux_layers)}: not all in 0..{config.num_layers - 1}")
+
+
+def check_step(step: Step, inputs: Tensor, expected: tuple[int, ...], buckets: Sequence[int]) -> None:
+    """Of a forward. Raises ValueError. expected: the shape of its inputs."""
+    if step.bucket not in buckets:
+        raise ValueError(f"bucket {step.bucket} is not one of {tuple(buckets)}")
+    if not 0 < step.rows <= step.bucket or inputs.shape != expected:
+        raise ValueError(f"{step.rows} rows at bucket {step.bucket} do not go with inputs {tuple(inputs.shape)}")
+    if len({part[0].slot for part in step.parts}) != len(step.parts):
+        raise ValueError("a slot appears twice in one step")
+    if step.branches:
+        for part in step.parts:
+            check_tree(part)
 
 
 def packed_parts(weight: Weight, tensors: Sequence[tuple[str, int]], layouts: Mapping[str, StepLayout]) -> list[Weight]:

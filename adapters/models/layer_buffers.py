@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
+import torch
 from attrs import define, field
 from torch import Tensor
 
@@ -26,6 +27,12 @@ class Buffers:
     forward: Forward
     at_once: Mapping[int, tuple[int, LayersAtOnce]]
     tree: TreeAttention | None = field(init=False, default=None)
+
+    def logits_of(self, vocabulary: int) -> Tensor:
+        """Made when they are first asked for: a prefill's bucket never needs them, and they are large."""
+        if self.logits is None:
+            self.logits = torch.zeros(len(self.hidden), vocabulary, device=self.hidden.device)
+        return self.logits
 
     @property
     def nbytes(self) -> int:

@@ -27,6 +27,7 @@ from adapters.models.draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.draft_parts import DraftWeights
 from adapters.models.embedding import embed
 from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.kernels.cpu_layers import pass_of
 from adapters.models.kernels.experts import Experts
 from adapters.models.kernels.interface import (
     ContextAtOnce,
@@ -36,8 +37,10 @@ from adapters.models.kernels.interface import (
     LayersAtOnce,
     WholeLayer,
 )
+from adapters.models.kernels.native.ends import NativeContext
+from adapters.models.kernels.native.rounds import NativeDraft, NativeFollowing, NativePass
 from adapters.models.layer_buffers import whole_layer
-from adapters.models.shard import Segment, Step, TargetHead
+from adapters.models.shard import Forward, Segment, Step, TargetHead
 from adapters.models.waves import current, inference
 
 
@@ -185,6 +188,30 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         x = kernels.add_norm(residual, delta, loaded.norm, eps)
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
 
+    def at_once(self, count: int, target: NativePass) -> NativeDraft | None:
+        """For decode steps of one slot with so many proposals and what the target's pass leaves, in one call, where the
+        library carries out all of it. The same one until the weights go.
+        """
+        rows = block_rows(BlockRequest(0, 0, 0, 0, count), self.block)
+        known = self._at_once.get((rows, target))
+        if known is None and rows in self._buckets and target.rows in self._buckets:
+            known = self._at_once[rows, target] = self._made_at_once(rows, target)
+        return known
+
+    def _made_at_once(self, rows: int, target: NativePass) -> NativeDraft | None:
+        loaded, following = self._loaded(), list[NativeFollowing]()
+        for bucket in self._buckets[: self._buckets.index(target.rows) + 1]:
+            context = self._context(bucket, len(self.aux_layers))
+            if not isinstance(context.at_once, NativeContext):
+                return None
+            following.append(NativeFollowing(context.at_once, context.batch, context.given))
+        own, ending = self._block(rows), (loaded.norm, self._config.rms_norm_eps, self._head.packed)
+        if own.at_once is None:
+            return None
+        block = pass_of(own.at_once, ending, own.batch, Forward(own.hidden, {}), own.logits, self._kernels.launch)
+        left = tuple(target.forward.aux_hidden_states[layer] for layer in self.aux_layers)
+        return None if block is None else NativeDraft(block, tuple(following), left, self._config.mask_token_id)
+
     def rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
         """Blocks of every size for one slot, and whole ones for as many as a step holds."""
         blocks = {min(SMALLEST_BLOCK << doubled, self.block) for doubled in range(self.block.bit_length())}
@@ -200,10 +227,12 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
     def _make_buffers(self) -> None:
         self._contexts: dict[tuple[int, int], ContextBuffers] = {}
         self._blocks: dict[int, BlockBuffers] = {}
+        self._at_once: dict[tuple[int, NativePass], NativeDraft | None] = {}
 
     def _forget_buffers(self) -> None:
         self._contexts.clear()
         self._blocks.clear()
+        self._at_once.clear()
 
     def _buffers_bytes(self) -> int:
         held = 0

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.cpu_packed import CpuStack, CpuWeight
-from adapters.models.kernels.interface import ContextLayer, Embedding, HeadPrep, Rope, WholeLayer
+from adapters.models.kernels.interface import ContextLayer, Embedding, HeadPrep, LayersAtOnce, Rope, WholeLayer
 from adapters.models.kernels.native.compiled import NativeCode
 from adapters.models.kernels.native.described import NativePart
 from adapters.models.kernels.native.ends import NativeContext, NativeContextLayer, NativeHead
 from adapters.models.kernels.native.layers import NativeLayer, NativeLayers
 from adapters.models.kernels.native.products import NativePacked, NativeWeight
+from adapters.models.kernels.native.rounds import MOST_FED, Launch, NativePass
 from adapters.models.kernels.native.rows import PreparedHeads
 from adapters.models.kernels.row_form import form_of
+from adapters.models.shard import Forward
 
 
 def layers_at_once(
@@ -72,6 +76,21 @@ def head_at_once(
 ) -> NativeHead | None:
     parts = parts_of(packed, rows)
     return None if parts is None else NativeHead(native, native.level, norm, eps, parts)
+
+
+def pass_of(
+    layers: LayersAtOnce,
+    ending: tuple[Tensor, float, Any],
+    batch: Batch,
+    forward: Forward,
+    logits: Tensor,
+    launch: Launch,
+) -> NativePass | None:
+    """Layers and the head behind them. ending: the norm, its eps, and the head as it is packed."""
+    if not isinstance(layers, NativeLayers) or layers.embedding is None or layers.rows > MOST_FED:
+        return None
+    head = head_at_once(layers.compiled, *ending, layers.rows)
+    return None if head is None else NativePass(layers, head, batch, forward, logits, launch)
 
 
 def parts_of(weight: CpuWeight | CpuStack, rows: int) -> tuple[NativePart, ...] | None:

@@ -13,7 +13,7 @@ from attrs import frozen
 FOLDER = Path(__file__).parent
 SOURCES = (
     *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h"),
-    *("attention.h", "delta.h", "packed.h", "layers.h", "draw.h", "products.c"),
+    *("attention.h", "delta.h", "packed.h", "layers.h", "draw.h", "rounds.h", "products.c"),
 )
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
@@ -114,4 +114,5 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
     code.rekindle_context.argtypes = [*(pointer, pointer, size, size, pointer, pointer, pointer, number, number)]
     code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
     code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
+    code.rekindle_round.argtypes = [pointer, number, number]
     return NativeCode(code, code.rekindle_level()), ""

@@ -51,7 +51,7 @@ class NativeContext:
     layers: Sequence[NativeContextLayer]
     rope: Rope
     rows: int
-    _room: tuple[int, int] = field(init=False)  # slots, and rows of one
+    room: tuple[int, int] = field(init=False)  # slots, and rows of one
     _decoder: DecoderOf = field(init=False)
     _described: ctypes.Array[LayerOf] = field(init=False)
     _given: tuple[Tensor, Batch, tuple[Any, ...]] | None = field(init=False, default=None)
@@ -68,7 +68,7 @@ class NativeContext:
         check_caches([one for layer in self.layers for one in (layer.k_cache, layer.v_cache)])
         for layer in self.layers:
             check_heads(layer.prep, 0, kv, head)
-        self._room = len(first), min(first.shape[2], len(self.rope.cos))
+        self.room = len(first), min(first.shape[2], len(self.rope.cos))
         self._decoder = DecoderOf(
             *(width, 0, kv, head, self.rope.cos.data_ptr(), self.rope.sin.data_ptr(), turned),
             *(first.stride(0), first.stride(1), FORMS[dtype], ROW_FORMS[first.dtype]),
@@ -81,13 +81,13 @@ class NativeContext:
         """As `ContextAtOnce` has it."""
         known = self._given
         if known is None or known[0] is not given or known[1] is not batch:
-            known = self._given = given, batch, self._arguments(given, batch)
-        batch.plan.check(*self._room)
+            known = self._given = given, batch, self.arguments(given, batch)
+        batch.plan.check(*self.room)
         failed = self.compiled.code.rekindle_context(*known[2], torch.get_num_threads(), self.level)
         if failed:
             raise MemoryError(f"no memory for {self.rows} rows of context")
 
-    def _arguments(self, given: Tensor, batch: Batch) -> tuple[Any, ...]:
+    def arguments(self, given: Tensor, batch: Batch) -> tuple[Any, ...]:
         """As `NativeLayers` has it."""
         shape = (self.rows, self.fc[0].weight.terms)
         if given.shape != shape or given.dtype is not self.norm.dtype or not given.is_contiguous():
@@ -134,12 +134,12 @@ class NativeHead:
         """hidden `[R, D]` -> logits, float32 `[R, V]`: products as the hidden states' dtype rounds them."""
         known = self._given
         if known is None or known[0] is not hidden or known[1] is not logits:
-            known = self._given = hidden, logits, self._arguments(hidden, logits)
+            known = self._given = hidden, logits, self.arguments(hidden, logits)
         failed = self.compiled.code.rekindle_logits(*known[2], torch.get_num_threads(), self.level)
         if failed:
             raise MemoryError(f"no memory for logits of {len(logits)} rows")
 
-    def _arguments(self, hidden: Tensor, logits: Tensor) -> tuple[Any, ...]:
+    def arguments(self, hidden: Tensor, logits: Tensor) -> tuple[Any, ...]:
         """As `NativeLayers` has it."""
         outputs = sum(part.weight.outputs for part in self.parts)
         fits = hidden.shape == (len(logits), len(self.norm)) and hidden.dtype in FORMS and hidden.is_contiguous()

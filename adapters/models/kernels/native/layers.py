@@ -65,7 +65,7 @@ class NativeLayers:
     rows: int
     dtype: torch.dtype
     embedding: Embedding | None = None
-    _room: tuple[int, int] = field(init=False)  # slots, and rows of one
+    room: tuple[int, int] = field(init=False)  # slots, and rows of one
     _decoder: DecoderOf = field(init=False)
     _described: ctypes.Array[LayerOf] = field(init=False)
     _given: tuple[Tensor, Batch, tuple[Any, ...]] | None = field(init=False, default=None)
@@ -79,8 +79,8 @@ class NativeLayers:
             _check(layer, first, (self.rows, width, heads, kv, head), dtype)
         check_rope(self.rope)
         turned = self.rope.cos.shape[1]
-        self._room = slots, min(capacity, len(self.rope.cos))
-        if head > WIDEST or 2 * turned > head or heads % kv or min(self._room) < 1:
+        self.room = slots, min(capacity, len(self.rope.cos))
+        if head > WIDEST or 2 * turned > head or heads % kv or min(self.room) < 1:
             raise ValueError(f"{heads} heads of {head} for {kv} of keys, {turned} pairs of which are rotated")
         given = () if self.embedding is None else (self.embedding.table, self.embedding.masked)
         for one in given:
@@ -101,15 +101,15 @@ class NativeLayers:
         """As `LayersAtOnce` has it. Raises IndexError for a token that the embedding does not have."""
         known = self._given
         if known is None or known[0] is not residual or known[1] is not batch:
-            known = self._given = residual, batch, self._arguments(residual, batch)
-        batch.plan.check(*self._room)
+            known = self._given = residual, batch, self.arguments(residual, batch)
+        batch.plan.check(*self.room)
         failed = self.compiled.code.rekindle_layers(*known[2], int(stops), torch.get_num_threads(), self.level)
         if failed == _NO_TOKEN:
             raise IndexError(f"tokens {batch.tokens.tolist()}: the embedding has others")
         if failed:
             raise MemoryError(f"no memory for layers of {self.rows} rows")
 
-    def _arguments(self, residual: Tensor, batch: Batch) -> tuple[Any, ...]:
+    def arguments(self, residual: Tensor, batch: Batch) -> tuple[Any, ...]:
         """Of the library's function. Static tensors come again and again, and are kept with what was made of them."""
         alike = residual.shape == (self.rows, self._decoder.width) and residual.dtype is self.dtype
         if not alike or not residual.is_contiguous() or batch.bucket != self.rows:

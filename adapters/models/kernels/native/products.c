@@ -567,3 +567,4 @@ void rekindle_heads(
 #include "packed.h"
 #include "layers.h"
 #include "draw.h"
+#include "rounds.h"
