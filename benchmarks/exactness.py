@@ -44,8 +44,9 @@ from engine import __version__
 from engine.assemble import Engine, engine
 from engine.begin import load_target
 from engine.execute import execute
+from engine.folders import model_folder
 from engine.options import Options
-from engine.target import Target, model_folder
+from engine.target import Target
 from engine.trace import VERSION, Header, Recorder
 from states.rates import Rates
 from states.residency import resolved

@@ -22,8 +22,8 @@ from effects.job import Job, Sampling
 from engine.assemble import engine
 from engine.begin import load_target
 from engine.bench.haystack import Haystack, haystack
+from engine.folders import model_folder
 from engine.options import Options
-from engine.target import model_folder
 
 ANSWER = 24  # tokens
 ROOM = 64  # tokens of the template, and of what is asked

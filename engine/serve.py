@@ -43,6 +43,7 @@ from engine import __version__
 from engine.assemble import engine
 from engine.begin import Beginning
 from engine.experts import placed
+from engine.folders import model_folder
 from engine.human import size
 from engine.options import Options
 from engine.preflight import unheard
@@ -50,7 +51,7 @@ from engine.refusal import Refusal, innermost, told
 from engine.remote import hops, placement
 from engine.startup import TOKENIZER, Steps
 from engine.storing import disk_folder
-from engine.target import Target, model_folder
+from engine.target import Target
 from engine.tidy import tidied
 from engine.trace import VERSION, Header, Recorder
 
@@ -60,15 +61,11 @@ FILES = 4096  # descriptors: 1,024 connections, and the files of cache and check
 RESPONSES, TURNS, FROZEN = "responses", "turns", "frozen"  # folders in that of the cache
 LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
-# Seconds that a thread may keep the interpreter for while another one wants it. With 0.005, Python's own, the lane, and
-# its device with it, waits for the event loop several times a step: 32 streams on a GPU took 11.3 ms, not 7.1.
-SWITCH_S = 0.0003
 
 
 def run(options: Options, steps: Steps, beginning: Beginning) -> NoReturn:
     """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
     raise_file_limit()
-    sys.setswitchinterval(SWITCH_S)
     try:
         status = anyio.run(serve_until_signal, options, steps, beginning)
     except (Refusal, BaseExceptionGroup) as error:

@@ -35,7 +35,7 @@ from engine.drafter import Drafter, add_drafter, find_drafter, pflash
 from engine.drafting import add_draft, beside_last, sent_away
 from engine.experts import counted, first_places
 from engine.fit import Fit
-from engine.folders import user_folder
+from engine.folders import model_folder, user_folder
 from engine.kept import Kept
 from engine.machine import Placement, planned, state_tokens
 from engine.measure import kept_or_measured, key, mixed_rows
@@ -167,11 +167,6 @@ class Target:
             await anyio.to_thread.run_sync(self.drafter.close)
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.close)
-
-
-def model_folder(options: Options) -> Path:
-    """Or its GGUF file."""
-    return demo.FOLDERS.get(options.model) or Path(options.model)
 
 
 class Mismatched(Exception):

@@ -38,7 +38,7 @@ PICKED = (
     Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
     Sampling(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((0, 1.0),)),
 )
-PASSES = {"cpu": 1, "cuda": 3}  # once for kernels and buffers; a graph is recorded the second time, then replayed
+PASSES = {"cpu": 1, "cuda": 2}  # once for kernels and buffers; a graph is recorded, and replayed, the second time
 
 
 def compile_kernels(
@@ -85,7 +85,9 @@ def compile_kernels(
 
 
 def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: torch.dtype, **how: Any) -> str:
-    """The digest of the weights, which is taken while kernels are compiled. how: as `compile_kernels` has it."""
+    """The digest of the weights, which is taken while kernels are compiled where it was not begun before. how: as
+    `compile_kernels` has it.
+    """
     with ThreadPoolExecutor(1, "digest") as beside:
         digest = beside.submit(checkpoint.digest)
         compile_kernels(checkpoint, plan, dtype, **how)

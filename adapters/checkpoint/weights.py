@@ -6,7 +6,6 @@ us is an error and not a crash, as it would be with a map of it, and nothing in 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from adapters import bounded_json
 from adapters.checkpoint.config import open_regular, read_json
+from adapters.checkpoint.digest import MAX_HEADER, digest_of_files
 from adapters.checkpoint.errors import CheckpointError, shown
 
 if TYPE_CHECKING:  # what is there packed is made of what is here
@@ -27,13 +27,8 @@ FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What packed matrices are made of besides; nobody but their packing knows what these numbers stand for.
 PACKED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 ALL = {**FLOATS, **PACKED}
-_MAX_HEADER = 16 << 20  # eight times what 10,000 tensors need; the format itself allows 100 MB
 _MAX_PARTS = 1 << 18  # lists and objects in it: three for each tensor
 _MAX_RANK = 8
-_WHOLE = 256 << 20
-_PIECE = 1 << 20
-_PIECES = 64
-_TOGETHER = 16 << 20  # bytes that are hashed at once: after each piece a thread would wait for the interpreter
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by their published names
 Fetch = Callable[["TensorEntry", str], Tensor]  # what lies there, called so if that fails
@@ -183,37 +178,9 @@ def finite(tensor: Tensor) -> bool:
 
 
 def digest_of(tensors: Mapping[str, StoredTensor]) -> str:
-    """Identifies weights: 32 hex digits of blake2b over every file's header, size and content, and how that is read.
-
-    Up to 256 MiB in all the whole content is hashed. Above, 64 pieces of 1 MiB a file, evenly spread with both ends
-    included, stand for it: that tells apart models and training steps, not a forgery.
-    """
+    """Identifies weights, by `digest_of_files` over those that they lie in."""
     headers = {file: header for entry in tensors.values() for file, header in entry.files.items()}
-    sizes = {file: file.stat().st_size for file in headers}
-    whole, buffer = sum(sizes.values()) <= _WHOLE, memoryview(bytearray(_TOGETHER))
-    digest = hashlib.blake2b(digest_size=16, person=b"rekindle-weights")
-    for form in sorted({entry.form for entry in tensors.values()} - {""}):
-        digest.update(f"{form};".encode())
-    for file, header in sorted(headers.items()):
-        size = sizes[file]
-        digest.update(f"{size}:".encode())
-        with file.open("rb") as source:
-            digest.update(source.read(header))
-            starts = range(0, size, _PIECE) if whole else _spread(size)
-            filled = 0
-            for start in starts:
-                source.seek(start)
-                filled += source.readinto(buffer[filled : filled + _PIECE])
-                if filled + _PIECE > _TOGETHER:
-                    digest.update(buffer[:filled])
-                    filled = 0
-            digest.update(buffer[:filled])
-    return digest.hexdigest()
-
-
-def _spread(size: int) -> list[int]:
-    last = max(size - _PIECE, 0)
-    return sorted({last * piece // (_PIECES - 1) for piece in range(_PIECES)})
+    return digest_of_files(headers, {entry.form for entry in tensors.values()} - {""})
 
 
 def scan_tensors(folder: Path, kinds: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
@@ -250,7 +217,7 @@ def _header_length(path: Path, file: BinaryIO) -> int:
     file.seek(0)
     size = path.stat().st_size
     length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > size:
+    if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
         raise CheckpointError(f"{path}: truncated or not a safetensors file")
     return length
 

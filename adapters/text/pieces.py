@@ -10,7 +10,7 @@ have the tokens of the whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -83,9 +83,17 @@ def known(described: Mapping[str, Any], spelling: Spelling) -> Knowledge:
     swallows = any(token.get(flag) for token in added for flag in ("lstrip", "rstrip", "single_word"))
     if not (shrinks and words) or swallows or not BYTES.keys() <= vocabulary.keys():
         return Knowledge()
-    longest = max(len(text) if BYTES.keys() >= set(text) else len(text.encode()) for text in vocabulary)
-    longest = max([longest, *(len(token["content"].encode()) for token in added)])
+    longest = max([longest_of(vocabulary), *(len(token["content"].encode()) for token in added)])
     return Knowledge(shrinks * longest, not any(CUT.search(token["content"]) for token in added))
+
+
+def longest_of(vocabulary: Collection[str]) -> int:
+    """Bytes that a token of a byte-level vocabulary stands for at most: as many as its text has characters, or, where
+    that is no spelling of bytes, as its UTF-8 has. Few texts have to be looked at for that.
+    """
+    least = max(map(len, vocabulary))
+    long = (text for text in vocabulary if len(text.encode()) > least)
+    return max([least, *(len(text if BYTES.keys() >= set(text) else text.encode()) for text in long)])
 
 
 def spaced(described: Mapping[str, Any], tokens: Sequence[str]) -> Knowledge:

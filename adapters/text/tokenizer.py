@@ -11,7 +11,6 @@ encoded by a third, `inner`, which adds none.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import anyio
+import msgspec
 import tokenizers
 from attrs import define, field
 
@@ -62,12 +62,9 @@ class Tokenizer:
     variables: Mapping[str, str] = field(factory=dict)  # bos_token, eos_token ... as chat templates read them
     known_plain: Knowledge = field(factory=Knowledge)
     known_full: Knowledge = field(factory=Knowledge)
-    size: int = field(init=False)
+    size: int = 0
     _limiter: anyio.CapacityLimiter | None = field(default=None, init=False)
     _pieces: dict[int, bytes] = field(factory=dict, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.size = 1 + max(self.full.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
@@ -222,10 +219,10 @@ def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens:
     try:
         bare = without(described, contents)
         with panics():
-            full = tokenizers.Tokenizer.from_str(json.dumps(described))
-            plain = inner = tokenizers.Tokenizer.from_str(json.dumps(bare))
+            full = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(described))
+            plain = inner = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(bare))
             if opens_with_space(bare):
-                inner = tokenizers.Tokenizer.from_str(json.dumps(bare))
+                inner = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(bare))
                 inner.pre_tokenizer.prepend_scheme = "never"
             for backend in (full, plain, inner):
                 backend.encode_batch_fast(TRIED, add_special_tokens=False)
@@ -246,7 +243,20 @@ def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens:
     special = frozenset(token["id"] for token in described.get("added_tokens", ()) if token["special"])
     knowledge = (known(bare, spelling), known(described, spelling))
     ending = tuple(dict.fromkeys(ends))
-    return Tokenizer(full, plain, inner, controls, special, spelling, ending, named, *knowledge)
+    size = vocabulary_size(full, described)
+    return Tokenizer(full, plain, inner, controls, special, spelling, ending, named, *knowledge, size)
+
+
+def vocabulary_size(full: tokenizers.Tokenizer, described: Mapping[str, Any]) -> int:
+    """One more than its largest id. The library would list a whole vocabulary for it, and keep the interpreter for as
+    long. It numbers tokens that are added itself, from the vocabulary's length on.
+    """
+    vocabulary = described["model"].get("vocab") or {}
+    largest = max(vocabulary.values(), default=-1) if isinstance(vocabulary, Mapping) else -1
+    size = max(1 + largest, len(vocabulary) + len(described.get("added_tokens") or ()))
+    while size and full.id_to_token(size - 1) is None:
+        size -= 1
+    return size
 
 
 def without(described: Mapping[str, Any], contents: set[str]) -> dict[str, Any]:

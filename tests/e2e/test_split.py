@@ -22,8 +22,9 @@ from effects.decode import Logprob
 from effects.job import Job
 from effects.scope import Scope
 from engine.begin import load_target
+from engine.folders import model_folder
 from engine.options import Options
-from engine.target import Target, model_folder
+from engine.target import Target
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, WatchedDraft, answers, words

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.ahead import first_gpu
+from engine.plan import Where, read_devices
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,3 +48,17 @@ def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None
         "import torch; print(int(torch.ones(3, 3).matmul(torch.ones(3, 3)).sum()))"
     )
     assert said(code) == ["True", "False", "27"]
+
+
+def test_the_first_gpu_is_known_without_asking_for_it() -> None:
+    asked = {"auto": 0, "cuda": 0, "cuda:2": 2, "cpu": None}
+    assert {name: first_gpu([Where(name, name)]) for name in asked} == asked
+    assert first_gpu(read_devices("cpu:0,ipc+cuda:1,cuda:3,cuda:0")) == 3
+
+
+def test_neither_weights_nor_a_gpu_have_to_be_there() -> None:
+    code = (
+        "from pathlib import Path; from engine.ahead import import_beside_torch;"
+        "import_beside_torch(Path('none'), 99); import torch; print(int(torch.ones(3).sum()))"
+    )
+    assert said(code) == ["3"]

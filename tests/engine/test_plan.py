@@ -16,12 +16,13 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.kernels.products import ProductPlan
 from adapters.models.numerics import Numerics, joined
 from engine.begin import load_target
+from engine.folders import model_folder
 from engine.machine import Placement, choose_device, choose_devices, free_memory, host_rows, planned
 from engine.options import Options
 from engine.plan import Where, layer_ranges, read_devices, read_weights
 from engine.refusal import Refusal
 from engine.storing import disk_folder
-from engine.target import Target, model_folder
+from engine.target import Target
 from states.rates import Rates
 
 CONFIG = Checkpoint.open(demo.FOLDER).config  # ten layers

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from adapters.checkpoint import digest
 from adapters.checkpoint.errors import CheckpointError
 from adapters.models.checkpoint import Checkpoint, resolve_dtype
 from adapters.models.dense import DenseShard
@@ -307,12 +308,44 @@ def test_an_index_that_does_not_hold_is_refused(folder):
 
 
 def test_the_digest_tells_weights_apart_and_nothing_else(folder):
-    digest = Checkpoint.open(folder).digest()
-    assert len(digest) == 32
+    before = Checkpoint.open(folder).digest()
+    assert len(before) == 32
     (folder / "generation_config.json").write_text("{}")
-    assert Checkpoint.open(folder).digest() == digest
+    assert Checkpoint.open(folder).digest() == before
     edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].__setitem__(0, 0.125))
-    assert Checkpoint.open(folder).digest() != digest
+    assert Checkpoint.open(folder).digest() != before
+
+
+def test_a_digest_that_was_begun_is_the_one_that_is_taken_once(folder, monkeypatch):
+    plain, hashed, taken = Checkpoint.open(folder).digest(), digest.hashed, []
+    monkeypatch.setattr(digest, "hashed", lambda *what: taken.append(1) or hashed(*what))
+    digest.begin(folder)
+    assert Checkpoint.open(folder).digest() == plain
+    assert len(taken) == 1
+    assert Checkpoint.open(folder).digest() == plain
+    assert len(taken) == 2
+
+
+def test_a_digest_that_was_begun_is_of_no_other_weights(folder):
+    digest.begin(folder)
+    weights = next(folder.glob("*.safetensors"))
+    data, changed = weights.read_bytes(), weights.stat().st_mtime_ns + 10**9
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(weights, ns=(changed, changed))
+    now = Checkpoint.open(folder).digest()
+    assert now == Checkpoint.open(folder).digest()
+    weights.write_bytes(data)
+    assert Checkpoint.open(folder).digest() != now
+
+
+def test_to_begin_a_digest_of_what_is_no_checkpoint_is_left_to_whoever_opens_it(tmp_path):
+    digest.begin(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    digest.begin(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [["b"]]}')
+    digest.begin(tmp_path)
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(tmp_path)
 
 
 def test_a_part_of_the_layers_reads_only_its_own_tensors(folder):

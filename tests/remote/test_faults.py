@@ -29,9 +29,10 @@ from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.begin import load_target
 from engine.draft import draft_name
+from engine.folders import model_folder
 from engine.options import Options
 from engine.shard import ServedModel
-from engine.target import Target, model_folder
+from engine.target import Target
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, answers, words
 from tests.remote.daemons import Fates, Mortal, Threads
 

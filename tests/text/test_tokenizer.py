@@ -169,3 +169,20 @@ def test_sampling_is_what_generation_config_says_and_openais_where_it_is_silent(
     tmp_path: Path, said: dict[str, object], expected: Sampling
 ) -> None:
     assert Text.load(small.write(tmp_path, **said)).sampling == expected
+
+
+def test_the_size_is_one_more_than_the_largest_id(tokenizer: Tokenizer) -> None:
+    """Whatever is missing before it, and whatever ids a file claims for tokens that are added."""
+    found: dict[str, Any] = json.loads(small.train().to_str())
+    vocabulary = found["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    sparse = {**found, "model": {**found["model"], "vocab": {**vocabulary, last: 5000}, "merges": []}}
+    claimed = {**found, "added_tokens": [{**found["added_tokens"][0], "content": "<new>", "id": 70000}]}
+    assert tokenizer.size == size_by_list(tokenizer)
+    for one in (found, sparse, claimed):
+        made = build(one, {})
+        assert made.size == size_by_list(made)
+
+
+def size_by_list(tokenizer: Tokenizer) -> int:
+    return 1 + max(tokenizer.full.get_vocab(with_added_tokens=True).values())

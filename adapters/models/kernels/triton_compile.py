@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache as once
 from threading import Thread
 
 from triton import AsyncCompileMode
@@ -17,9 +18,11 @@ if hasattr(build, "_load_module_from_path"):
     build._load_module_from_path = kept_apart(build._load_module_from_path)  # noqa: SLF001 - nothing else is offered
 
 
+@once
 def key_beside() -> Thread:
-    """Every kernel is looked up by a digest of all of Triton, half a second's work. To be waited for before kernels are
-    launched: each thread that finds it missing would take it once more.
+    """Every kernel is looked up by a digest of all of Triton, half a second's work, which is taken by a thread from the
+    first call on. To be waited for before kernels are launched: each thread that finds it missing would take it once
+    more.
     """
     taking = Thread(target=getattr(cache, "triton_key", None), name="triton-key", daemon=True)
     taking.start()
