@@ -26,9 +26,10 @@ import anyio
 import torch
 from attrs import define, evolve
 
-from adapters.device.proposer import DraftRequest, Proposer
+from adapters.device.proposer import DraftModel, DraftRequest, Proposer
 from adapters.device.slots import SlotState
-from adapters.device.tree import Tree, chain
+from adapters.device.tree import Tree
+from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.shard import Kept, Step
 from adapters.text.text import Text
 from benchmarks.report import machine, median, raw, table
@@ -130,9 +131,8 @@ async def limit(target: Target, count: int) -> list[dict[str, Any]]:
         noise = [tuple(draw.randrange(16, vocabulary) for _ in range(100)) for _ in range(count)]
         asked = prompts([subject], count, LONGEST)[subject] if subject else noise
         settle()
-        proposer = target.executor._proposer  # noqa: SLF001 - to speak in its place
-        assert proposer is not None
-        target.executor.proposed_to(Wrong(proposer, {}) if name == "never right" else proposer)
+        if name == "never right":
+            never_right(target.draft)
         took: dict[str, list[TimedAnswer]] = {"plain": [], "chain": []}
         for number, prompt in enumerate(asked):
             job = Job(prompt, 512, Sampling(temperature=temperature, seed=number), (), Scope("off"))
@@ -229,15 +229,11 @@ class WatchedProposer:
         self.proposer.opened(source, target, state)
 
 
-class Wrong(WatchedProposer):
-    """The draft does its work, and is never right."""
-
-    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
-        trees = self.proposer.propose(requests)
-        return [
-            chain((request.state.tokens[-1], *(NEVER,) * tree.size))
-            for request, tree in zip(requests, trees, strict=True)
-        ]
+def never_right(draft: DraftModel | None) -> None:
+    """From now on it does its work and says `NEVER`, the first of all tokens: with this norm all are equally likely."""
+    assert isinstance(draft, DFlashDraft)
+    with torch.inference_mode():
+        draft._loaded().norm.zero_()  # noqa: SLF001 - what was loaded is not for others to change
 
 
 async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any]]:

@@ -225,9 +225,9 @@ class Decoding:
             return None
         if not taken.tokens:
             return DeviceFailed("broken", f"slot {effect.slot}: {NotFinite.at(state.valid + 1).detail}")
-        step = Step((Segment(effect.slot, state.valid, 1),), bucket_of(self.buckets, 1))
         state.commit(taken.tokens)
-        if not taken.proposed and self.proposer is not None:
+        if not taken.followed and self.proposer is not None:
+            step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
             self.follow(step, self.rounds.left(step.bucket), (1,), (state,))
         return Decoded(taken.tokens, taken.proposed, (), time.perf_counter_ns() - started, taken.accepted)
 

@@ -21,6 +21,7 @@ from adapters.device.memory import ran_out_of_memory
 from adapters.device.proposer import DraftModel
 from adapters.device.slots import SlotState
 from adapters.models.host_copy import move
+from adapters.models.kernels.native.rounds import Addresses, addresses
 from adapters.models.shard import Kept, Segment, Step
 
 log = logging.getLogger("rekindle.device")
@@ -44,6 +45,8 @@ class Late:
     count: int
     aux_hidden_states: Mapping[int, Tensor]
     first: int
+    known: int = field(init=False, default=0)  # rows that were counted
+    room: int = field(init=False, default=0)  # rows that it may have before anything else is to be done
 
     def longer(self, state: SlotState, segment: Segment, copies: Mapping[int, Tensor], first: int) -> bool:
         """Do these rows follow in both, the sequence and the copies? Then they are its own now."""
@@ -66,6 +69,7 @@ class LateRows:
     """
 
     layers: Sequence[int]
+    addresses: Addresses | None = field(init=False, default=None)  # of the copies, which are on a host
     _copies: dict[int, Tensor] = field(init=False, factory=dict)  # by layer, each `[at least TOGETHER, D]`
     _places: Sequence[tuple[int, int, int]] = field(init=False, default=())  # layers, addresses, bytes of a row: a host
     _moves: Sequence[tuple[int, int, int]] = field(init=False, default=())  # of `_source`: to, from, bytes of a row
@@ -97,6 +101,16 @@ class LateRows:
         host = all(copy.device.type == "cpu" for copy in self._copies.values())
         places = [(layer, copy.data_ptr(), copy.nbytes // room) for layer, copy in self._copies.items()]
         self._places, self._moves, self._source = places if host else (), (), None
+        self.addresses = addresses([*self._copies.values()]) if host else None
+
+    @property
+    def spare(self) -> int:
+        """Rows of these copies that nothing has been kept in, if they are on a host."""
+        return 0 if self.addresses is None else self._rows - self._used
+
+    def taken(self, rows: int) -> None:
+        """So many more are."""
+        self._used += rows
 
 
 D = TypeVar("D", bound=DraftModel)
@@ -115,11 +129,12 @@ class DraftContext(Generic[D]):
     _late: dict[int, list[Late]] = field(init=False, factory=dict)  # by slot
     _behind: Counter[int] = field(init=False, factory=Counter)  # rows of these
     backlog: int = field(init=False)  # rows that one forward can follow: catching up is never more than two of them
-    _room: LateRows = field(init=False)
+    late_rows: LateRows = field(init=False)
+    _last: Late | None = field(init=False, default=None)  # that more rows may come to which are not counted yet
     _resting: bool = field(init=False, default=False)  # several have decoded and nobody proposed, since a prompt's rows
 
     def __attrs_post_init__(self) -> None:
-        self._room = LateRows(self.draft.aux_layers)
+        self.late_rows = LateRows(self.draft.aux_layers)
         self.backlog = min(BACKLOG, max(self.buckets))
 
     def follow(
@@ -143,7 +158,8 @@ class DraftContext(Generic[D]):
         states: Sequence[SlotState],
     ) -> None:
         """Rows of a prompt, or one row each and nothing was proposed, or both. Every plain step comes through here."""
-        copies, first = self._room.keep(aux_hidden_states, sum(counts))
+        self._count()
+        copies, first = self.late_rows.keep(aux_hidden_states, sum(counts))
         resting, self._resting = self._resting or counts.count(1) > 1, counts.count(1) > 1
         for segment, count, state in zip(segments, counts, states, strict=True):
             slot = segment.slot
@@ -160,6 +176,29 @@ class DraftContext(Generic[D]):
                 late.append(Late(state, slot, segment.start, count, copies, first))
             self._behind[slot] += count
             first += count
+            late[-1].known = late[-1].count
+        if len(segments) == 1:
+            slot = segments[0].slot
+            self._last = last = self._late[slot][-1]
+            last.room = last.count + min(self.late_rows.spare, self.backlog - self._behind[slot])
+
+    def next_row(self, slot: int, state: SlotState) -> Late | None:
+        """What the slot's next row belongs to, if it comes alone and nothing else is to be done for it: it goes to row
+        `first + count` of the late rows' copies, and counts from then on. Otherwise `follow` wants to hear of it.
+        """
+        last = self._last
+        if last is None or last.state is not state or last.slot != slot or last.count >= last.room:
+            return None
+        return last if last.start + last.count == state.valid and self.draft.state == "loaded" else None
+
+    def _count(self) -> None:
+        """Rows that came where `next_row` said are known, and no more come there."""
+        last, self._last = self._last, None
+        if last is not None:
+            more = last.count - last.known
+            self._behind[last.slot] += more
+            self.late_rows.taken(more)
+            last.known = last.count
 
     def _forget(self, slot: int, count: int) -> None:
         """So many rows are not followed, those of longest ago: there is a gap in the draft's context."""
@@ -182,6 +221,7 @@ class DraftContext(Generic[D]):
             self._follow_late(taken_now, rows)
 
     def _taken(self, slot: int) -> Sequence[Late]:
+        self._count()
         self._behind.pop(slot, None)
         return self._late.pop(slot, ())
 

@@ -12,11 +12,12 @@ import logging
 import math
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attrs import define, field
 
 from adapters.device.buckets import bucket_of
+from adapters.device.draft_context import DraftContext
 from adapters.device.drafting import Drafting, noise_of, warmed
 from adapters.device.memory import ran_out_of_memory
 from adapters.device.native_draw import factors_at
@@ -56,11 +57,14 @@ class NoiseAhead:
 
 
 class RoundTaken(NamedTuple):
-    """What a step came to, as `Decoded` has it. No tokens: its logits were not finite."""
+    """What a step came to, as `Decoded` has it. No tokens: its logits were not finite. followed: a draft, if there is
+    one, needs to hear no more of it.
+    """
 
     tokens: Tokens
     proposed: int
     accepted: int
+    followed: bool = True
 
 
 @define(eq=False)
@@ -68,6 +72,7 @@ class RoundAtOnce:
     """Steps of one width, for whichever request comes: what the library is told of it stays while it is the same."""
 
     native: NativeRound
+    followed_by: DraftContext[Any] | None = field(init=False, default=None)  # late, where nobody proposes
     _told: Sampler | None = field(init=False, default=None)
     _noise: NoiseAhead | None = field(init=False, default=None)
     _stops: ctypes.Array[ctypes.c_int64] = field(init=False, factory=(ctypes.c_int64 * 0))
@@ -127,22 +132,38 @@ class RoundsAtOnce:
             return None
 
     def _step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> RoundTaken | None:
-        depth = self.shard.capacity - state.valid - 1
-        if not (most and depth) or proposer is None:
-            round_ = self.of(None, 0)
-            return None if round_ is None else round_.run(slot, state, state.valid, 0)
-        if not (type(proposer) is Drafting and isinstance(proposer.draft, DFlashDraft)):
-            return None  # somebody else's proposals
-        draft = proposer.draft
-        if proposer.nodes and most >= draft.block:
-            return None  # a tree
-        first, count = proposer.room(DraftRequest(slot, state, most, depth))
+        depth, first, count, draft = self.shard.capacity - state.valid - 1, state.valid, 0, None
+        if most and depth and proposer is not None:
+            if not (type(proposer) is Drafting and isinstance(proposer.draft, DFlashDraft)):
+                return None  # somebody else's proposals
+            draft = proposer.draft
+            if proposer.nodes and most >= draft.block:
+                return None  # a tree
+            first, count = proposer.room(DraftRequest(slot, state, most, depth))
         round_ = self.of(draft, count)
         if round_ is None:
             return None
+        if not count:
+            return self._plain(round_, slot, state, proposer)
         taken = round_.run(slot, state, first, count)
         if round_.native.of.followed:
             state.draft(state.valid, state.valid + len(taken.tokens))
+        return taken
+
+    def _plain(self, round_: RoundAtOnce, slot: int, state: SlotState, proposer: Proposer | None) -> RoundTaken:
+        """Nobody proposes. A draft has the row, to follow it later, where nothing else is to be done for that."""
+        of, late = round_.native.of, None
+        of.late = None
+        if isinstance(proposer, DraftContext) and (late := proposer.next_row(slot, state)) is not None:
+            if round_.followed_by is not proposer:
+                left = round_.native.target.forward.aux_hidden_states
+                round_.native.leave([left[layer] for layer in proposer.draft.aux_layers])
+                round_.followed_by = proposer
+            of.late, of.late_row = proposer.late_rows.addresses, late.first + late.count
+        taken = round_.run(slot, state, state.valid, 0)
+        if late is None or not taken.tokens:
+            return taken._replace(followed=False)
+        late.count += 1
         return taken
 
     def left(self, rows: int) -> Forward:

@@ -124,6 +124,27 @@ async def test_steps_in_one_call_leave_what_calls_for_each_part_leave(kind, geom
     assert any(counted) is bool(geometry)
 
 
+async def test_a_draft_follows_the_same_rows_however_late(counted):
+    """More than copies of them have room for at a time, with other steps in between."""
+    found = []
+    for at_once in (False, True):
+        setup = setup_of(DRAFTS[0], torch.bfloat16, at_once=at_once)
+        clients = [await setup.driver.open([1, 2, 3], KINDS["drawn"], slot) for slot in range(2)]
+        for client in clients:
+            await client.prefill()
+        some = []
+        for step in range(170):
+            batch = clients if step % 50 == 40 else clients[:1] if step % 30 else clients[1:]
+            some += await setup.driver.decode(*batch)
+        for client in clients:
+            some += await setup.driver.decode(client, propose=3)
+        found.append((some, *(one for client in clients for one in setup.left(client.slot, client.valid))))
+    assert found[0][0] == found[1][0]
+    assert len(found[0]) == len(found[1]) > 2 * TARGET.num_layers
+    assert all(same_bits(*pair) for pair in zip(found[0][1:], found[1][1:], strict=True))
+    assert len(counted) == 170 - 3 + 2
+
+
 async def test_proposals_are_agreed_to_in_one_call_as_often(counted):
     """Otherwise those above would show nothing of it."""
     found = []

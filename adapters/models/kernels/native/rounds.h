@@ -29,7 +29,8 @@ typedef struct {
     const pass_t *target, *draft; // draft: not there, where nobody proposes
     const following_t *following; // by rows, ascending; enough for the target's
     const char *const *left;      // what the target leaves of rows for a draft: parts, each [rows, width]
-    long parts;
+    char *const *late;            // where that of a row goes that nobody proposed to, or not there: row late_row of each
+    long parts, late_row;
     draw_t *guesses, *draws; // how proposals are picked, and how the target picks; each of the first row's kind
     const double *factors;   // as rekindle_draw takes them
     const int64_t *keys;     // of the noise: of the tokens at position + 1 and on
@@ -125,10 +126,12 @@ static int agree_to(round_t *round, const int64_t *fed, int threads, int level) 
     return 0;
 }
 
+static size_t row_bytes(const decoder_t *decoder) { return (size_t)decoder->width * (decoder->brain ? 2 : 4); }
+
 static int follow(const round_t *round, int threads, int level) {
     const following_t *to = round->following;
     while (to->rows < round->kept) to++;
-    const size_t bytes = (size_t)to->decoder->width * (to->decoder->brain ? 2 : 4);
+    const size_t bytes = row_bytes(to->decoder);
     for (long row = 0; row < round->kept; row++)
         for (long part = 0; part < round->parts; part++)
             memcpy(to->given + ((size_t)(row * round->parts + part)) * bytes, round->left[part] + (size_t)row * bytes, bytes);
@@ -150,6 +153,10 @@ int rekindle_round(round_t *round, int threads, int level) {
     fill(round->target->columns, round->target->rows, 1 + round->proposed, fed, MOST_FED, 0, round->slot, round->position);
     failed = pass_through(round->target, 0, threads, level);
     if (!failed) failed = agree_to(round, fed, threads, level);
-    if (!failed && round->draft && round->kept) round->followed = !follow(round, threads, level);
-    return failed;
+    if (failed || !round->kept) return failed;
+    if (round->draft) round->followed = !follow(round, threads, level);
+    const size_t bytes = row_bytes(round->target->decoder);
+    for (long part = 0; round->late && part < round->parts; part++)
+        memcpy(round->late[part] + (size_t)round->late_row * bytes, round->left[part], bytes);
+    return 0;
 }

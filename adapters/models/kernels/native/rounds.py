@@ -5,7 +5,7 @@ the draft's rows of what stays. With the bits of calls for each of these, and no
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ _NUMBER, _POINTER, _SIZE, _LONG, _DOUBLE = (
     *(ctypes.c_int, ctypes.c_void_p, ctypes.c_long, ctypes.c_int64, ctypes.c_double),
 )
 _NO_TOKEN = -2
+Addresses: TypeAlias = ctypes.Array[ctypes.c_void_p]
 Launch: TypeAlias = Callable[[str, Batch, Callable[[], int]], int]  # of kernels
 
 
@@ -62,7 +63,8 @@ class RoundOf(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.POINTER(PassOf)) for name in ("target", "draft")),
         ("following", ctypes.POINTER(FollowingOf)),
-        *(("left", ctypes.POINTER(_POINTER)), ("parts", _SIZE)),
+        *((name, ctypes.POINTER(_POINTER)) for name in ("left", "late")),
+        *((name, _SIZE) for name in ("parts", "late_row")),
         *((name, ctypes.POINTER(DrawOf)) for name in ("guesses", "draws")),
         *((name, _POINTER) for name in ("factors", "keys", "stops")),
         ("stopping", _SIZE),
@@ -139,8 +141,9 @@ class NativeRound:
     """Decode steps of as many rows as the target's pass has, with proposals of a draft, where there is one.
 
     guesses, draws: how proposals are picked and how the target picks, one a row; these, and `factors`, `keys` and
-    `stops` of `of`, are to be set before. Raises ValueError where the parts do not go together: the library checks
-    nothing.
+    `stops` of `of`, are to be set before. So is `late`, if what the target leaves of a row that nobody proposed to goes
+    somewhere: to row `late_row` of each. With no draft, `leave` says what that is. Raises ValueError where the parts do
+    not go together: the library checks nothing.
     """
 
     target: NativePass
@@ -148,7 +151,8 @@ class NativeRound:
     guesses: ctypes.Array[DrawOf] = field(init=False)
     draws: ctypes.Array[DrawOf] = field(init=False)
     of: RoundOf = field(init=False)
-    _parts: tuple[Any, ...] = field(init=False, default=())  # arrays that `of` points to
+    _following: ctypes.Array[FollowingOf] = field(init=False)
+    _left: Addresses = field(init=False)
     _room: tuple[int, int, int] = field(init=False)  # slots; rows of one; the last position that a block fits behind
     _call: Callable[[], int] = field(init=False)
 
@@ -167,22 +171,25 @@ class NativeRound:
         self._call = lambda: code.rekindle_round(of, torch.get_num_threads(), level)
 
     def _take(self, draft: NativeDraft) -> None:
-        residual, contexts = self.target.forward.hidden, draft.following
-        shape, width = list(residual.shape), contexts[0].given.shape[1]
-        wrong = [one for one in draft.left if list(one.shape) != shape or one.dtype is not residual.dtype]
-        if wrong or not all(one.is_contiguous() for one in draft.left) or width != len(draft.left) * shape[1]:
-            raise ValueError(
-                f"{[list(one.shape) for one in draft.left]} of a target's {shape} for {width} numbers a row"
-            )
-        if contexts[-1].of.rows < self.target.rows or any(one.given.dtype is not residual.dtype for one in contexts):
+        contexts, dtype = draft.following, self.target.forward.hidden.dtype
+        self.leave(draft.left)
+        width = contexts[0].given.shape[1]
+        if width != len(draft.left) * self.target.forward.hidden.shape[1]:
+            raise ValueError(f"{len(draft.left)} parts of a target's rows for {width} numbers a row")
+        if contexts[-1].of.rows < self.target.rows or any(one.given.dtype is not dtype for one in contexts):
             raise ValueError(f"contexts of {[one.of.rows for one in contexts]} rows for a step of {self.target.rows}")
         if draft.block.logits.shape[1] != self.target.logits.shape[1]:
             raise ValueError(f"a draft of {draft.block.logits.shape[1]} tokens for {self.target.logits.shape[1]}")
-        following = (FollowingOf * len(contexts))(*(one.of for one in contexts))
-        left = (_POINTER * len(draft.left))(*(one.data_ptr() for one in draft.left))
-        self._parts = following, left
-        self.of.draft, self.of.following, self.of.left = ctypes.pointer(draft.block.of), following, left
-        self.of.parts, self.of.mask = len(draft.left), draft.mask
+        self._following = (FollowingOf * len(contexts))(*(one.of for one in contexts))
+        self.of.draft, self.of.following, self.of.mask = ctypes.pointer(draft.block.of), self._following, draft.mask
+
+    def leave(self, left: Sequence[Tensor]) -> None:
+        """What the target leaves of rows for a draft, each `[R, D]`: where it is."""
+        hidden = self.target.forward.hidden
+        if any(one.shape != hidden.shape or one.dtype is not hidden.dtype or not one.is_contiguous() for one in left):
+            raise ValueError(f"{[list(one.shape) for one in left]} of a target's {list(hidden.shape)}")
+        self._left = addresses(left)
+        self.of.left, self.of.parts = self._left, len(left)
 
     def run(self, slot: int, position: int, first: int, token: int, count: int) -> None:
         """Feed the token at that position of the slot, and up to so many proposals behind it; the draft's context
@@ -203,6 +210,10 @@ class NativeRound:
             raise IndexError(f"token {token}: the embedding has others")
         if failed:
             raise MemoryError(f"no memory for a decode step of {self.target.rows} rows")
+
+
+def addresses(tensors: Sequence[Tensor]) -> Addresses:
+    return (_POINTER * len(tensors))(*(one.data_ptr() for one in tensors))
 
 
 def pointer(reference: Any, of: type[ctypes.Structure]) -> Any:
