@@ -13,6 +13,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 from attrs import define, field
 
@@ -184,8 +185,9 @@ class RoundsAtOnce:
             return None
         kind = rows, 0 if native is None else native.block.rows
         known = self._rounds.get(kind)
-        if known is None or known.native.draft is not native:  # its weights have gone and come back since
-            known = self._rounds[kind] = RoundAtOnce(NativeRound(target, native))
+        draft_now = None if native is None else ref(native)
+        if known is None or known.native.draft != draft_now:  # its weights have gone and come back since
+            known = self._rounds[kind] = RoundAtOnce(NativeRound(target, draft_now))
         return known
 
 

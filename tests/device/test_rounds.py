@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -211,6 +213,24 @@ async def test_weights_that_went_and_came_back_are_found_again(counted):
     assert found[0][:2] == found[1][:2]
     assert all(same_bits(*pair) for pair in zip(found[0][2:], found[1][2:], strict=True))
     assert counted == [3, 3, 3, 0, 0, 0, *counted[6:]]
+
+
+async def test_nothing_is_kept_of_weights_that_went(counted):
+    setup = setup_of(DRAFTS[0], torch.bfloat16, at_once=True)
+    proposer, lane = setup.driver.executor.decoding.proposer, setup.driver.executor.decoding.lane
+    client = await setup.driver.open([1, 2, 3, 4, 5], KINDS["drawn"])
+    await client.prefill()
+    await setup.driver.decode(client, propose=3)
+    stale = setup.driver.executor.decoding.rounds.of(setup.draft, 3).native
+    block = stale.draft().block
+    held = [weakref.ref(one) for one in (block.layers, block.layers.layers[0], block.head, block.logits)]
+    del block
+    await lane.run(lambda: proposer.park(RequestId(0), UnloadModel("draft")))
+    gc.collect()
+    assert counted == [3]
+    assert [one() for one in held] == [None] * 4
+    with pytest.raises(ValueError, match="weights have gone"):
+        stale.run(0, 5, 0, 1, 3)
 
 
 @pytest.mark.parametrize(

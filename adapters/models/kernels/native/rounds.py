@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from attrs import define, field, frozen
@@ -138,7 +139,8 @@ class NativeDraft:
 
 @define(eq=False)
 class NativeRound:
-    """Decode steps of as many rows as the target's pass has, with proposals of a draft, where there is one.
+    """Decode steps of as many rows as the target's pass has, with proposals of a draft, where there is one. Whoever has
+    the draft lets it go with its weights: nothing is kept of them here.
 
     guesses, draws: how proposals are picked and how the target picks, one a row; these, and `factors`, `keys` and
     `stops` of `of`, are to be set before. So is `late`, if what the target leaves of a row that nobody proposed to goes
@@ -147,17 +149,18 @@ class NativeRound:
     """
 
     target: NativePass
-    draft: NativeDraft | None
+    draft: ref[NativeDraft] | None
     guesses: ctypes.Array[DrawOf] = field(init=False)
     draws: ctypes.Array[DrawOf] = field(init=False)
     of: RoundOf = field(init=False)
     _following: ctypes.Array[FollowingOf] = field(init=False)
     _left: Addresses = field(init=False)
     _room: tuple[int, int, int] = field(init=False)  # slots; rows of one; the last position that a block fits behind
+    _most: int = field(init=False, default=0)  # proposals
     _call: Callable[[], int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        rows, layers, draft = self.target.rows, self.target.layers, self.draft
+        rows, layers, draft = self.target.rows, self.target.layers, self._drafting()
         self.guesses, self.draws, self.of = (DrawOf * rows)(), (DrawOf * rows)(), RoundOf()
         self.of.target = ctypes.pointer(self.target.of)
         self.of.guesses, self.of.draws = self.guesses, self.draws
@@ -165,10 +168,17 @@ class NativeRound:
         if draft is not None:
             self._take(draft)
             rooms += [draft.block.layers.room, *(one.context.room for one in draft.following)]
-            last = draft.block.layers.room[1] - draft.block.rows
+            last, self._most = draft.block.layers.room[1] - draft.block.rows, draft.block.rows - 1
         self._room = min(slots for slots, _ in rooms), min(room for _, room in rooms), last
         code, of, level = layers.compiled.code, ctypes.byref(self.of), layers.level
         self._call = lambda: code.rekindle_round(of, torch.get_num_threads(), level)
+
+    def _drafting(self) -> NativeDraft | None:
+        if self.draft is None:
+            return None
+        if (found := self.draft()) is None:
+            raise ValueError("the draft's weights have gone")
+        return found
 
     def _take(self, draft: NativeDraft) -> None:
         contexts, dtype = draft.following, self.target.forward.hidden.dtype
@@ -195,17 +205,17 @@ class NativeRound:
         """Feed the token at that position of the slot, and up to so many proposals behind it; the draft's context
         begins at `first`. What is found is in `of` then.
 
-        Raises IndexError for what the caches or the embedding do not have, MemoryError where there is none: nothing has
-        happened then.
+        Raises IndexError for what the caches or the embedding do not have, MemoryError where there is none, ValueError
+        where the draft has gone: nothing has happened then.
         """
         slots, rows, last = self._room
+        draft, most = self._drafting(), self._most
         fits = 0 <= slot < slots and 0 <= first <= position <= last and position + count < rows
-        most = 0 if self.draft is None else self.draft.block.rows - 1
         if not fits or not min(1, most) <= count <= most or count >= self.target.rows:
             raise IndexError(f"{count} proposals from {position} on in slot {slot}, of {slots} slots of {rows} rows")
         of = self.of
         of.slot, of.position, of.first, of.token, of.count = slot, position, first, token, count
-        failed = self.target.launch("decode" if self.draft is None else "round", self.target.batch, self._call)
+        failed = self.target.launch("decode" if draft is None else "round", self.target.batch, self._call)
         if failed == _NO_TOKEN:
             raise IndexError(f"token {token}: the embedding has others")
         if failed:
