@@ -186,10 +186,10 @@ class DraftContext(Generic[D]):
         """What the slot's next row belongs to, if it comes alone and nothing else is to be done for it: it goes to row
         `first + count` of the late rows' copies, and counts from then on. Otherwise `follow` wants to hear of it.
         """
-        last = self._last
-        if last is None or last.state is not state or last.slot != slot or last.count >= last.room:
+        last = self._last  # of a draft that is loaded: one that goes has followed everything before
+        if last is None or last.count >= last.room or last.state is not state or last.slot != slot:
             return None
-        return last if last.start + last.count == state.valid and self.draft.state == "loaded" else None
+        return last if last.start + last.count == state.valid else None
 
     def _count(self) -> None:
         """Rows that came where `next_row` said are known, and no more come there."""

@@ -28,7 +28,7 @@ from adapters.device.sampling import Sampler
 from adapters.device.slots import SlotState
 from adapters.models.dense import DenseShard
 from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.kernels.native.rounds import MOST_FED, DrawOf, NativePass, NativeRound
+from adapters.models.kernels.native.rounds import MOST_FED, Addresses, DrawOf, NativePass, NativeRound
 from adapters.models.pipeline import Pipeline
 from adapters.models.shard import Forward, Shard
 from effects.ids import Tokens
@@ -74,6 +74,7 @@ class RoundAtOnce:
 
     native: NativeRound
     followed_by: DraftContext[Any] | None = field(init=False, default=None)  # late, where nobody proposes
+    _late: Addresses | None = field(init=False, default=None)
     _told: Sampler | None = field(init=False, default=None)
     _noise: NoiseAhead | None = field(init=False, default=None)
     _stops: ctypes.Array[ctypes.c_int64] = field(init=False, factory=(ctypes.c_int64 * 0))
@@ -86,6 +87,12 @@ class RoundAtOnce:
         of.keys = None if self._noise is None else self._noise.at(position + 1)
         self.native.run(slot, position, first, state.tokens[-1], count)
         return RoundTaken(tuple(of.tokens[: of.kept]), of.proposed, of.accepted)
+
+    def leave(self, late: Addresses | None, row: int = 0) -> None:
+        """Where what the target leaves of the next step's row is copied to, if anywhere."""
+        if late is not self._late:
+            self.native.of.late = self._late = late
+        self.native.of.late_row = row
 
     def _tell(self, state: SlotState) -> None:
         """How its request picks, and where it ends."""
@@ -153,18 +160,18 @@ class RoundsAtOnce:
 
     def _plain(self, round_: RoundAtOnce, slot: int, state: SlotState, proposer: Proposer | None) -> RoundTaken:
         """Nobody proposes. A draft has the row, to follow it later, where nothing else is to be done for that."""
-        of, late = round_.native.of, None
-        of.late = None
-        if isinstance(proposer, DraftContext) and (late := proposer.next_row(slot, state)) is not None:
-            if round_.followed_by is not proposer:
-                left = round_.native.target.forward.aux_hidden_states
-                round_.native.leave([left[layer] for layer in proposer.draft.aux_layers])
-                round_.followed_by = proposer
-            of.late, of.late_row = proposer.late_rows.addresses, late.first + late.count
+        late = proposer.next_row(slot, state) if isinstance(proposer, DraftContext) else None
+        if late is None or not isinstance(proposer, DraftContext):
+            round_.leave(None)
+            taken = round_.run(slot, state, state.valid, 0)
+            return taken if proposer is None else taken._replace(followed=False)
+        if round_.followed_by is not proposer:
+            left = round_.native.target.forward.aux_hidden_states
+            round_.native.leave([left[layer] for layer in proposer.draft.aux_layers])
+            round_.followed_by = proposer
+        round_.leave(proposer.late_rows.addresses, late.first + late.count)
         taken = round_.run(slot, state, state.valid, 0)
-        if late is None or not taken.tokens:
-            return taken._replace(followed=False)
-        late.count += 1
+        late.count += len(taken.tokens)
         return taken
 
     def left(self, rows: int) -> Forward:

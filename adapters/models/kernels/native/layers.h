@@ -122,14 +122,26 @@ static void see(
     }
 }
 
-// residual[rows, width]: what goes through the layers, in place; or comes from the embedding first, if there is one.
-// lengths: keys that each row sees; of blocks those from `firsts` on, as the layers' masks tell, or not there. stops: the last layer stops once its keys and values are kept, and the residual means
-// nothing then. Returns 0; -1 where there is no memory, -2 for a token that the embedding does not have.
-int rekindle_layers(
+typedef struct { // what layers leave of rows as they come to them, written where it is wanted in place of `before`
+    const void *const *left; // parts: what `before` is of each; the rows themselves behind the last layer
+    char *const *to;         // and where its first row goes
+    long parts, rows;
+    size_t stride; // bytes from one row to the next
+} leaving_t;
+
+static void leave_rows(const leaving_t *leaving, const void *left, const void *rows_in, size_t bytes) {
+    for (long part = 0; part < leaving->parts; part++)
+        for (long row = 0; leaving->left[part] == left && row < leaving->rows; row++)
+            memcpy(leaving->to[part] + (size_t)row * leaving->stride, (const char *)rows_in + (size_t)row * bytes, bytes);
+}
+
+// As rekindle_layers. leaving: where what the layers leave of rows goes, if not where they say themselves.
+static int run_layers(
     const decoder_t *decoder, const layer_t *layers, long count, long rows, const embedding_t *embedding, void *residual,
     const int64_t *slots, const int64_t *positions, const int64_t *lengths, const int64_t *firsts, int stops,
-    int threads, int level
+    const leaving_t *leaving, int threads, int level
 ) {
+    const size_t bytes = (size_t)decoder->width * (decoder->brain ? 2 : 4);
     const long width = decoder->width, head = decoder->head, kv = decoder->kv;
     const int brain = decoder->brain;
     const void *delta = NULL; // of the layer before
@@ -142,7 +154,8 @@ int rekindle_layers(
             level
         );
         delta = way.delta;
-        if (layer->before) memcpy(layer->before, residual, (size_t)(rows * width * (brain ? 2 : 4)));
+        if (layer->before && leaving) leave_rows(leaving, layer->before, residual, bytes);
+        else if (layer->before) memcpy(layer->before, residual, (size_t)rows * bytes);
         if (multiply_matrix(&layer->projection, way.normed, way.projected, rows, brain, threads, level)) return -1;
         rekindle_heads(
             way.projected, layer->projection.outputs, rows, decoder->queries, kv, head, layer->bias, layer->heads,
@@ -165,7 +178,21 @@ int rekindle_layers(
         if (multiply_matrix(&layer->down, way.inner, way.delta, rows, brain, threads, level)) return -1;
     }
     for (long i = 0; i < rows * width; i++) put(residual, i, number(residual, i, brain) + number(delta, i, brain), brain);
+    if (leaving) leave_rows(leaving, residual, residual, bytes);
     return 0;
+}
+
+// residual[rows, width]: what goes through the layers, in place; or comes from the embedding first, if there is one.
+// lengths: keys that each row sees; of blocks those from `firsts` on, as the layers' masks tell, or not there. stops: the last layer stops once its keys and values are kept, and the residual means
+// nothing then. Returns 0; -1 where there is no memory, -2 for a token that the embedding does not have.
+int rekindle_layers(
+    const decoder_t *decoder, const layer_t *layers, long count, long rows, const embedding_t *embedding, void *residual,
+    const int64_t *slots, const int64_t *positions, const int64_t *lengths, const int64_t *firsts, int stops,
+    int threads, int level
+) {
+    return run_layers(
+        decoder, layers, count, rows, embedding, residual, slots, positions, lengths, firsts, stops, NULL, threads, level
+    );
 }
 
 // Keys and values of a draft's context rows. given[rows, terms]: what the target left of them, side by side, which the

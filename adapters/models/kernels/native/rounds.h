@@ -3,6 +3,7 @@
 // bits. What is saved is the way back to the caller in between, who has nothing in his caches after each.
 
 #define MOST_FED 64      // rows of a step
+#define MOST_PARTS 64    // that a target leaves of a row
 #define DRAWN_TOGETHER 4 // rows that are picked from at once: where the first is not agreed to, nobody asks for the others
 
 typedef struct { // layers and the head behind them, for steps of so many rows
@@ -28,7 +29,7 @@ typedef struct { // a draft's context, for steps of so many rows
 typedef struct {
     const pass_t *target, *draft; // draft: not there, where nobody proposes
     const following_t *following; // by rows, ascending; enough for the target's
-    const char *const *left;      // what the target leaves of rows for a draft: parts, each [rows, width]
+    const void *const *left;      // what the target leaves of rows for a draft: parts, each [rows, width]
     char *const *late;            // where that of a row goes that nobody proposed to, or not there: row late_row of each
     long parts, late_row;
     draw_t *guesses, *draws; // how proposals are picked, and how the target picks; each of the first row's kind
@@ -56,12 +57,12 @@ static void fill(int64_t *columns, long rows, long count, const int64_t *tokens,
     }
 }
 
-static int pass_through(const pass_t *pass, int blocks, int threads, int level) {
+static int pass_through(const pass_t *pass, int blocks, const leaving_t *leaving, int threads, int level) {
     int64_t *const columns = pass->columns;
     const long rows = pass->rows;
-    const int failed = rekindle_layers(
+    const int failed = run_layers(
         pass->decoder, pass->layers, pass->count, rows, pass->embedding, pass->residual, columns + rows,
-        columns + 2 * rows, columns + 3 * rows, blocks ? columns + 5 * rows : NULL, 0, threads, level
+        columns + 2 * rows, columns + 3 * rows, blocks ? columns + 5 * rows : NULL, 0, leaving, threads, level
     );
     if (failed) return failed;
     return rekindle_logits(
@@ -97,7 +98,7 @@ static int propose(round_t *round, int64_t *fed, int threads, int level) {
         draft->columns[4 * rows + row] = round->position;
         draft->columns[5 * rows + row] = round->first;
     }
-    int failed = pass_through(draft, 1, threads, level);
+    int failed = pass_through(draft, 1, NULL, threads, level);
     if (!failed) failed = draw_rows(round, round->guesses, draft, 1, 0, round->count, threads, level);
     if (failed) return failed;
     while (round->proposed < round->count) {
@@ -126,24 +127,35 @@ static int agree_to(round_t *round, const int64_t *fed, int threads, int level) 
     return 0;
 }
 
-static size_t row_bytes(const decoder_t *decoder) { return (size_t)decoder->width * (decoder->brain ? 2 : 4); }
+// The largest of them has what the target leaves, and so have those of fewer rows.
+static const following_t *largest(const round_t *round) {
+    const following_t *to = round->following;
+    while (to->rows < round->target->rows) to++;
+    return to;
+}
 
 static int follow(const round_t *round, int threads, int level) {
     const following_t *to = round->following;
     while (to->rows < round->kept) to++;
-    const size_t bytes = row_bytes(to->decoder);
-    for (long row = 0; row < round->kept; row++)
-        for (long part = 0; part < round->parts; part++)
-            memcpy(to->given + ((size_t)(row * round->parts + part)) * bytes, round->left[part] + (size_t)row * bytes, bytes);
     fill(to->columns, to->rows, round->kept, NULL, 0, 0, round->slot, round->position);
     return rekindle_context(
-        to->decoder, to->layers, to->count, to->rows, to->given, to->columns + to->rows, to->columns + 2 * to->rows, threads,
-        level
+        to->decoder, to->layers, to->count, to->rows, largest(round)->given, to->columns + to->rows,
+        to->columns + 2 * to->rows, threads, level
     );
 }
 
-// Returns 0; -1 where there is no memory, -2 for a token that the embedding does
-// not have. Nothing has happened then.
+// The target's forward of so many rows; what it leaves for a draft goes where that wants it.
+static int forward(const round_t *round, long rows, int threads, int level) {
+    const size_t bytes = (size_t)round->target->decoder->width * (round->target->decoder->brain ? 2 : 4);
+    char *to[MOST_PARTS];
+    leaving_t leaving = {round->left, to, round->parts, rows, round->draft ? (size_t)round->parts * bytes : bytes};
+    for (long part = 0; part < round->parts; part++)
+        to[part] = round->draft ? largest(round)->given + (size_t)part * bytes
+                   : round->late ? round->late[part] + (size_t)round->late_row * bytes : NULL;
+    return pass_through(round->target, 0, round->draft || round->late ? &leaving : NULL, threads, level);
+}
+
+// Returns 0; -1 where there is no memory, -2 for a token that the embedding does not have. Nothing has happened then.
 int rekindle_round(round_t *round, int threads, int level) {
     int64_t fed[MOST_FED] = {round->token};
     round->proposed = round->accepted = round->kept = 0;
@@ -151,12 +163,8 @@ int rekindle_round(round_t *round, int threads, int level) {
     int failed = round->draft ? propose(round, fed, threads, level) : 0;
     if (failed) return failed;
     fill(round->target->columns, round->target->rows, 1 + round->proposed, fed, MOST_FED, 0, round->slot, round->position);
-    failed = pass_through(round->target, 0, threads, level);
+    failed = forward(round, 1 + round->proposed, threads, level);
     if (!failed) failed = agree_to(round, fed, threads, level);
-    if (failed || !round->kept) return failed;
-    if (round->draft) round->followed = !follow(round, threads, level);
-    const size_t bytes = row_bytes(round->target->decoder);
-    for (long part = 0; round->late && part < round->parts; part++)
-        memcpy(round->late[part] + (size_t)round->late_row * bytes, round->left[part], bytes);
-    return 0;
+    if (!failed && round->draft && round->kept) round->followed = !follow(round, threads, level);
+    return failed;
 }

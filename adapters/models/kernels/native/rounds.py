@@ -19,7 +19,7 @@ from adapters.models.kernels.native.ends import NativeContext, NativeHead
 from adapters.models.kernels.native.layers import NativeLayers
 from adapters.models.shard import Forward
 
-MOST_FED = 64  # rows of a step, as rounds.h has it
+MOST_FED, MOST_PARTS = 64, 64  # rows of a step, and tensors that a target leaves for a draft, as rounds.h has them
 _NUMBER, _POINTER, _SIZE, _LONG, _DOUBLE = (
     *(ctypes.c_int, ctypes.c_void_p, ctypes.c_long, ctypes.c_int64, ctypes.c_double),
 )
@@ -196,7 +196,9 @@ class NativeRound:
     def leave(self, left: Sequence[Tensor]) -> None:
         """What the target leaves of rows for a draft, each `[R, D]`: where it is."""
         hidden = self.target.forward.hidden
-        if any(one.shape != hidden.shape or one.dtype is not hidden.dtype or not one.is_contiguous() for one in left):
+        if len(left) > MOST_PARTS or any(
+            one.shape != hidden.shape or one.dtype is not hidden.dtype or not one.is_contiguous() for one in left
+        ):
             raise ValueError(f"{[list(one.shape) for one in left]} of a target's {list(hidden.shape)}")
         self._left = addresses(left)
         self.of.left, self.of.parts = self._left, len(left)
