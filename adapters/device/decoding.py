@@ -72,6 +72,10 @@ class Decoding:
     def __attrs_post_init__(self) -> None:
         self.rounds = rounds_of(self.shard, self.buckets)
 
+    def close(self) -> None:
+        self.rounds = None  # it has what the shard's steps are made of
+        self.shard.close()
+
     def run(self, asks: tuple[Ask, ...], steps: StepsTaken, piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """One step, and then as many more as may be taken alone while nobody else wants the lane. What the last one
         brings is returned. piece: goes behind a single step, and its outcome is one more; where nobody is left who

@@ -189,7 +189,7 @@ class DeviceExecutor:
     def close(self, timeout_s: float = 10) -> bool:
         """Give the memory back and end the lane. False if it was still busy after `timeout_s`."""
         if not self._lane.closed:
-            self._lane.post(self._shard.close, lambda error: log.error("closing the shard failed", exc_info=error))
+            self._lane.post(self.decoding.close, lambda error: log.error("closing the shard failed", exc_info=error))
         return self._lane.close(timeout_s)
 
     # --- called on the lane ---

@@ -233,6 +233,20 @@ async def test_nothing_is_kept_of_weights_that_went(counted):
         stale.run(0, 5, 0, 1, 3)
 
 
+async def test_nothing_is_kept_of_a_target_that_was_closed(counted):
+    setup = setup_of("", torch.bfloat16, at_once=True)
+    client = await setup.driver.open([1, 2, 3, 4, 5], KINDS["drawn"])
+    await client.prefill()
+    await setup.driver.decode(client)
+    took = setup.driver.executor.decoding.rounds.of(None, 0).native.target
+    held = [weakref.ref(one) for one in (setup.target.embedding, took.logits, took.layers)]
+    del took
+    setup.driver.executor.close()
+    gc.collect()
+    assert counted == [0]
+    assert [one() for one in held] == [None] * 3
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
