@@ -52,7 +52,7 @@ def begin(folder: Path) -> None:
     def take() -> None:
         try:
             found.set_result(hashed(files))
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             found.set_exception(error)
 
     Thread(target=take, name="digest", daemon=True).start()
