@@ -193,10 +193,10 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         library carries out all of it. The same one until the weights go.
         """
         rows = block_rows(BlockRequest(0, 0, 0, 0, count), self.block)
-        known = self._at_once.get((rows, target))
-        if known is None and rows in self._buckets and target.rows in self._buckets:
-            known = self._at_once[rows, target] = self._made_at_once(rows, target)
-        return known
+        if (rows, target) not in self._at_once:
+            fits = rows in self._buckets and target.rows in self._buckets
+            self._at_once[rows, target] = self._made_at_once(rows, target) if fits else None
+        return self._at_once[rows, target]
 
     def _made_at_once(self, rows: int, target: NativePass) -> NativeDraft | None:
         loaded, following = self._loaded(), list[NativeFollowing]()

@@ -42,7 +42,7 @@ typedef struct {
     long count;                           // to be proposed at most
     // what is found
     long proposed, accepted, kept; // kept: tokens, and rows that stay
-    int finite, followed;          // is whatever was asked for picked from finite logits? has the draft rows of what stays?
+    int followed;                  // has the draft rows of what stays?
     int64_t tokens[MOST_FED];
 } round_t;
 
@@ -117,8 +117,7 @@ static int agree_to(round_t *round, const int64_t *fed, int threads, int level) 
             const int failed = draw_rows(round, round->draws, round->target, 0, row, count, threads, level);
             if (failed) return failed;
         }
-        round->finite = isfinite(draw->lowest) && isfinite(draw->highest);
-        if (!round->finite) break;
+        if (!isfinite(draw->lowest) || !isfinite(draw->highest)) break;
         round->tokens[round->kept++] = draw->token;
         if (row == fed_rows - 1 || draw->token != fed[row + 1]) break;
         round->accepted++;

@@ -71,8 +71,7 @@ class RoundOf(ctypes.Structure):
         ("stopping", _SIZE),
         *((name, _LONG) for name in ("mask", "slot", "position", "first", "token")),
         *((name, _SIZE) for name in ("count", "proposed", "accepted", "kept")),
-        *((name, _NUMBER) for name in ("finite", "followed")),
-        ("tokens", _LONG * MOST_FED),
+        *(("followed", _NUMBER), ("tokens", _LONG * MOST_FED)),
     ]
 
 
